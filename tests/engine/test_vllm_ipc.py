@@ -2,14 +2,13 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 import torchrl_ext as tx
 from tests.models import greedy, tiny_model
-from tests.processes import WAIT_S, family, finished, maps_of
+from tests.processes import family, finished, maps_of
 from torchrl_ext.errors import EngineError, EngineRefusedError
 from torchrl_ext.rollout.remote import RemoteInferenceClient
 
@@ -27,14 +26,9 @@ def mapped(served):
     return [pid for pid in family(served.server.pid) if "memfd:torchrl_ext" in maps_of(pid)]
 
 
-@pytest.mark.parametrize(
-    "shared", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["staged", "in place"]
-)
-def test_fifty_syncs_leave_the_engine_at_the_trainers_weights_and_map_nothing(vllm, shared):
+def test_fifty_syncs_leave_the_engine_at_the_trainers_weights_and_map_nothing(vllm):
     sender, _ = sender_to(vllm)
     model = tiny_model(0)
-    if shared:
-        model.share_memory()
     for seed in range(1, 51):
         model.load_state_dict(tiny_model(seed).state_dict())
         report = sender.update_weights(model)
@@ -43,9 +37,6 @@ def test_fifty_syncs_leave_the_engine_at_the_trainers_weights_and_map_nothing(vl
         if seed % 10 == 0:
             assert vllm.tokens() == greedy(model)
     sender.shutdown()
-    until = time.monotonic() + WAIT_S
-    while any("/torch_" in maps_of(pid) for pid in family(vllm.server.pid)):
-        assert time.monotonic() < until  # it is about to notice that the trainer is gone
 
 
 @pytest.mark.parametrize("level", [1, 2])

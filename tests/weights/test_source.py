@@ -139,6 +139,12 @@ class TestCast:
         with pytest.raises(ConfigError, match="cannot cast weights"):
             CastSource(MappingSource({}), torch.int8)
 
+    def test_tensors_that_need_no_cast_stay_held(self):
+        source = MappingSource({"a": torch.ones(3), "b": torch.ones(3, dtype=torch.int64)})
+        assert set(CastSource(source, torch.bfloat16).held()) == {"b"}
+        assert set(CastSource(source, torch.float32).held()) == {"a", "b"}
+        assert set(RenamedSource(source, lambda name: "x." + name).held()) == {"x.a", "x.b"}
+
 
 class TestRenamed:
     def test_megatron_names_become_checkpoint_names(self):

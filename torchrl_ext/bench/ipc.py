@@ -2,8 +2,7 @@
 
 End to end: a trainer process sends, a worker process copies into its parameters. The reference is ``copy_`` of every
 tensor into another one within one process: with all of torch's threads, and beside it with one, as either end of the
-transport copies with one. Where the trainer's weights lie in shared memory (``policy.share_memory()``) nothing is
-staged, and the worker copies with all its threads.
+transport copies with one.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def measure_ipc(size: str, part: str, repeats: int, device: str = "cpu") -> dict
     channel = f"bench-{uuid.uuid4().hex}"
     context = multiprocessing.get_context("spawn")
     told, tell = context.Pipe(duplex=False)
-    count = len(_ways(device)) * (repeats + 2) + 1  # one to start, a round that is not counted, one at the end
+    count = repeats + 3  # one to start, a round that is not counted, one at the end
     worker = context.Process(target=_work, args=(channel, size, part, count, tell, device), daemon=True)
     worker.start()
     trainer = IPCTransport(channel, timeout_s=TIMEOUT_S)
@@ -60,18 +59,12 @@ def measure_ipc(size: str, part: str, repeats: int, device: str = "cpu") -> dict
     return numbers
 
 
-def _ways(device: str) -> tuple[str, ...]:
-    """Return the ways to send: in place only on the host, where weights can lie in shared memory already."""
-    return ("ipc", "in_place") if torch.device(device).type == "cpu" else ("ipc",)
-
-
 def _compare(trainer: IPCTransport, shapes: Shapes, repeats: int, device: str) -> dict[str, Any]:
     weights, targets = weights_of(shapes, 1, device), weights_of(shapes, 0, device)
-    sent = {way: in_one_file(weights) if way == "in_place" else weights for way in _ways(device)}
 
-    def ipc(tensors: dict[str, torch.Tensor]) -> float:
+    def ipc() -> float:
         began = time.perf_counter()
-        trainer.send_weights(tensors)
+        trainer.send_weights(weights)
         return time.perf_counter() - began
 
     def copies(threads: int) -> float:
@@ -85,12 +78,10 @@ def _compare(trainer: IPCTransport, shapes: Shapes, repeats: int, device: str) -
         return taken
 
     most = torch.get_num_threads()
-    for tensors in sent.values():
-        ipc(tensors)  # starts the worker's program; maps what is mapped once
-    ways = {way: partial(ipc, tensors) for way, tensors in sent.items()}
-    seconds = rounds({**ways, "copy": partial(copies, most), "one_thread": partial(copies, 1)}, repeats)
+    ipc()  # starts the worker's program
+    seconds = rounds({"ipc": ipc, "copy": partial(copies, most), "one_thread": partial(copies, 1)}, repeats)
     with track_peak() as extra:
-        ipc(weights)
+        ipc()
     total = shapes_bytes(shapes)
     return {
         "tensors": len(shapes),
@@ -98,22 +89,10 @@ def _compare(trainer: IPCTransport, shapes: Shapes, repeats: int, device: str) -
         "staging_bytes": trainer.staging_bytes,
         "seconds": seconds,
         "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
-        **{f"{way}_vs_copy": ratio(seconds[way], seconds["copy"], TARGET) for way in sent},
+        "ipc_vs_copy": ratio(seconds["ipc"], seconds["copy"], TARGET),
         "ipc_vs_one_thread": ratio(seconds["ipc"], seconds["one_thread"]),
         "extra": extra[0] if extra else None,
     }
-
-
-def in_one_file(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy the tensors into one piece of shared memory (a file for each would be more than a process may hold open)."""
-    flat = torch.empty(sum(tensor.nbytes for tensor in weights.values()), dtype=torch.uint8)
-    flat.share_memory_()
-    found, begin = {}, 0
-    for name, tensor in weights.items():
-        found[name] = flat[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        found[name].copy_(tensor)
-        begin += tensor.nbytes
-    return found
 
 
 def settle(device: str) -> None:

@@ -67,10 +67,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
     numbers |= _collective(shapes, args, say)
     say("shared memory against a plain copy")
     numbers["ipc"] = measure_ipc(args.size, "model", args.repeats)
-    say(
-        f"shared memory: {numbers['ipc']['ipc_vs_copy']['median']:.2f} of a plain copy; "
-        f"{numbers['ipc']['in_place_vs_copy']['median']:.2f} where the weights lie there already"
-    )
+    say(f"shared memory: {numbers['ipc']['ipc_vs_copy']['median']:.2f} of a plain copy")
     say("disk publication")
     numbers["disk"] = _disk(shapes["model"], args)
     return numbers

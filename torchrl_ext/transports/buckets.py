@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_ext.transports.copies import BufferPool, CopyBytes, as_bytes, copy_each, copy_plainly, is_plain, plain
+from torchrl_ext.transports.copies import BufferPool, as_bytes, copy_each, is_plain, plain
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["Bucket", "Lander", "Packer", "Plan", "Span", "layout"]
@@ -224,17 +224,10 @@ class Lander:
         params: what arrives.
         into: tensors that are filled directly where that is possible.
         device: where the bytes arrive.
-        copy: copies bytes on the host.
     """
 
-    def __init__(
-        self,
-        params: Sequence[ParamMeta],
-        into: Mapping[str, Tensor],
-        device: torch.device,
-        copy: CopyBytes = copy_plainly,
-    ) -> None:
-        self._params, self._into, self._device, self._copy = params, into, device, copy
+    def __init__(self, params: Sequence[ParamMeta], into: Mapping[str, Tensor], device: torch.device) -> None:
+        self._params, self._into, self._device = params, into, device
         self._pool = BufferPool(device)
         self._begun: dict[int, Tensor] = {}
 
@@ -254,7 +247,7 @@ class Lander:
         if target is None:
             return meta.name, arrived
         if target.data_ptr() != arrived.data_ptr():  # it is strided, or on another device
-            copy_each([arrived], [target], self._copy)
+            copy_each([arrived], [target])
         return meta.name, target
 
     def take(self, bucket: Bucket, slot: Tensor, *, lasting: bool = False) -> list[tuple[str, Tensor]]:
@@ -275,7 +268,7 @@ class Lander:
             if kept is None and any(self._alike(meta) is None for meta in metas):
                 kept, last = self._pool.take(slot.numel()), bucket.spans[-1]
                 end = last.at if last.part else bucket.nbytes
-                copy_each([slot[span.at : end]], [kept[span.at : end]], self._copy)
+                copy_each([slot[span.at : end]], [kept[span.at : end]])
             sources, targets = [], []
             for meta, tensor in zip(metas, span.tensors_in(slot if kept is None else kept, metas), strict=True):
                 target = self._alike(meta)
@@ -283,12 +276,12 @@ class Lander:
                     sources.append(tensor)
                     targets.append(target)
                 pairs.append((meta.name, tensor if target is None else target))
-            copy_each(sources, targets, self._copy)
+            copy_each(sources, targets)
         return pairs
 
     def _part(self, span: Span, slot: Tensor) -> list[tuple[str, Tensor]]:
         flat = as_bytes(self._begun[span.first]) if span.begin else self.begin(span.first)
-        copy_each([span.bytes_in(slot)], [flat[span.begin : span.end]], self._copy)
+        copy_each([span.bytes_in(slot)], [flat[span.begin : span.end]])
         return [self.end(span.first)] if span.end == self._params[span.first].nbytes else []
 
     def _alike(self, meta: ParamMeta) -> Tensor | None:

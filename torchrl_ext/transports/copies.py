@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.deadline import in_thread
-from torchrl_ext.errors import ConfigError
-
-__all__ = [
-    "BufferPool",
-    "CopyBytes",
-    "as_bytes",
-    "copy_each",
-    "copy_plainly",
-    "fastest_copy",
-    "is_plain",
-    "plain",
-    "warm_copies",
-]
-
-CopyBytes = Callable[[np.ndarray, np.ndarray], None]
-"""Copies one contiguous uint8 array into another one of the same size."""
-
-_STREAM_BYTES = 64 << 20
-"""Bytes of an update from which copies past the caches pay off (the first one compiles a loop)."""
+__all__ = ["BufferPool", "as_bytes", "copy_each", "is_plain", "plain"]
 
 _KEPT = 8
 """Idle buffers of a pool that are kept for another use."""
@@ -36,29 +17,6 @@ _KEPT = 8
 _HOST = torch.device("cpu")
 _LARGE_ELEMENTS = 32768
 """Elements from which torch's CPU copies use several threads (at::internal::GRAIN_SIZE)."""
-
-
-def copy_plainly(source: np.ndarray, target: np.ndarray) -> None:
-    """Copy with numpy, which releases the interpreter lock."""
-    target[:] = source
-
-
-def fastest_copy(nbytes: int) -> CopyBytes:
-    """Return the copy function for an update of ``nbytes`` in all; it releases the interpreter lock."""
-    if nbytes < _STREAM_BYTES:
-        return copy_plainly
-    try:
-        from torchrl_ext.transports.ipc.streaming_copy import copy_streaming
-    except (ImportError, ConfigError):  # nothing here can compile it
-        return copy_plainly
-    return copy_streaming
-
-
-def warm_copies(nbytes: int) -> None:
-    """Compile the copy for updates of ``nbytes`` before they come, in a thread, if it has to be compiled."""
-    if nbytes >= _STREAM_BYTES:
-        some = np.zeros(1024, np.uint8)
-        in_thread(lambda: fastest_copy(nbytes)(some, some.copy()), "torchrl-ext-warm")
 
 
 def plain(tensor: Tensor, device: torch.device) -> Tensor:
@@ -77,17 +35,17 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor], copy: CopyBytes = copy_plainly) -> None:
+def copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy each source into its target, of the same dtype and shape.
 
-    Large ones on the host are copied by ``copy``, in this thread. torch would share such a copy among its OpenMP
-    threads, and where cores are busy, as they are while a backend moves bytes, waiting for the slowest of these threads
-    was measured to take twenty times as long as the copy.
+    numpy copies large ones on the host, in this thread and without the interpreter lock. torch would share such a copy
+    among its OpenMP threads, and where cores are busy, as they are while a backend moves bytes, waiting for the slowest
+    of these threads was measured to take twenty times as long as the copy.
     """
     small_sources, small_targets = [], []
     for source, target in zip(sources, targets, strict=True):
         if target.numel() >= _LARGE_ELEMENTS and is_plain(source, _HOST) and is_plain(target, _HOST):
-            copy(as_bytes(source.detach()).numpy(), as_bytes(target.detach()).numpy())
+            as_bytes(target.detach()).numpy()[:] = as_bytes(source.detach()).numpy()
         else:
             small_sources.append(source)
             small_targets.append(target)

@@ -151,19 +151,18 @@ def create(device: str, nbytes: int) -> Segment:
         ) from error
 
 
-def attach(handle: Any, *, sealed: bool = True) -> Segment:
+def attach(handle: Any) -> Segment:
     """Map the segment of another process (or this one).
 
     Args:
         handle: `Segment.handle`.
-        sealed: False for memory of the trainer's that nobody sealed: its own tensors on the host.
 
     Raises:
         TransportError: it cannot be reached from here; says why.
         IntegrityError: what is there is not what the handle says.
     """
     kind = handle.get("kind") if isinstance(handle, dict) else None
-    if kind == "cuda" and sealed:
+    if kind == "cuda":
         from torchrl_ext.transports.ipc.cuda_memory import attach_cuda
 
         return attach_cuda(handle)
@@ -190,10 +189,10 @@ def attach(handle: Any, *, sealed: bool = True) -> Segment:
         ) from error
     try:
         fits = os.fstat(descriptor).st_size == nbytes > 0
-        if not fits or (sealed and not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK):
+        if not fits or not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise IntegrityError(
                 f"{path} is not the memory that its handle describes",
-                expected=f"{nbytes} bytes" + ", sealed" * sealed,
+                expected=f"{nbytes} bytes, sealed",
             )
         return HostSegment(descriptor, nbytes, handle)
     except OSError as error:
@@ -201,7 +200,6 @@ def attach(handle: Any, *, sealed: bool = True) -> Segment:
             f"{nbytes} bytes of shared memory cannot be mapped: {error}",
             expected="fewer mappings than vm.max_map_count allows, and address space for this one",
             state="nothing was received",
-            hint="send again; or give the trainer in_place=False",
         ) from error
     finally:
         os.close(descriptor)

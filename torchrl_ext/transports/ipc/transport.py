@@ -16,9 +16,7 @@ from torch import Tensor
 from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError, why
 from torchrl_ext.transports.base import TransferStats
 from torchrl_ext.transports.buckets import Packer, Plan
-from torchrl_ext.transports.copies import warm_copies
 from torchrl_ext.transports.ipc.host_memory import HOST, Segment, create, local_devices
-from torchrl_ext.transports.ipc.in_place import Offer, groups, offer
 from torchrl_ext.transports.ipc.worker import ALIGN_BYTES, SLOTS, IPCWorker, half
 from torchrl_ext.transports.ipc.workers import ConnectedWorkers
 from torchrl_ext.transports.links import new_address, shared_address
@@ -52,8 +50,6 @@ class IPCTransport(StandaloneTransport):
             stays in the processor's caches, and 512 MiB on a GPU; less where there is not as much memory.
         device: ``"cpu"`` stages on the host even where there are GPUs; by default the trainer stages on the first GPU
             of a worker that both see, else on the host.
-        in_place: hand weights that lie in shared memory already (``policy.share_memory()``) over where they are, all of
-            them or none; workers on the host then copy once, and nothing is staged.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
@@ -76,7 +72,6 @@ class IPCTransport(StandaloneTransport):
         workers: int = 1,
         bucket_bytes: int | None = None,
         device: torch.device | str | None = None,
-        in_place: bool = True,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
@@ -86,7 +81,7 @@ class IPCTransport(StandaloneTransport):
             raise ConfigError(f"workers={workers}, timeout_s={timeout_s}", expected="1 or more; more than 0")
         self._channel, self._count, self._bucket_bytes = channel or "default", workers, bucket_bytes
         self._on_host = device is not None and usable_device(device).type == "cpu"
-        self._in_place, self._plan = in_place, Plan()
+        self._plan = Plan()
         # trainer end
         self._workers: ConnectedWorkers | None = None
         self._alone = True
@@ -125,7 +120,6 @@ class IPCTransport(StandaloneTransport):
             raise NotConnectedError("this transport was shut down", hint="connect again")
         params = source.params()
         self._handoffs += 1
-        in_place = offer(params, source.held()) if self._in_place and self._devices() == [HOST] else None
         info: Info = {
             "transport": self.name,
             "version": version,
@@ -133,13 +127,11 @@ class IPCTransport(StandaloneTransport):
             "handoff": self._handoffs,
             "params": self._plan.rows(params),
         }
-        if in_place is not None:
-            info["in_place"] = in_place.info
         if self._workers is not None:
             self._workers.aborted.clear()
-        return Handoff(info=info, transfer=partial(self._send, source, info, params, in_place))
+        return Handoff(info=info, transfer=partial(self._send, source, info, params))
 
-    def _send(self, source: WeightSource, info: Info, params: tuple[ParamMeta, ...], in_place: Offer | None) -> None:
+    def _send(self, source: WeightSource, info: Info, params: tuple[ParamMeta, ...]) -> None:
         connected = self._told_workers(info) if self._alone else self._workers
         if connected is None:
             raise NotConnectedError("this transport was shut down", hint="connect again")
@@ -147,10 +139,7 @@ class IPCTransport(StandaloneTransport):
         connected.begin(info["handoff"])
         self._last_version = max(self._last_version, info["version"])  # some may get it even if others do not
         try:
-            if in_place is None:
-                self._send_staged(connected, Packer(params, checked(source, params)), params)
-            else:
-                self._send_in_place(connected, in_place, checked(source, params), params)
+            self._send_staged(connected, Packer(params, checked(source, params)), params)
         except BaseException as error:
             connected.stop(why(error))
             if isinstance(error, TransportError):
@@ -178,26 +167,6 @@ class IPCTransport(StandaloneTransport):
             connected.filled(number)
         packer.finish()
         connected.await_taken(number)
-
-    def _send_in_place(
-        self,
-        connected: ConnectedWorkers,
-        in_place: Offer,
-        stream: Iterator[tuple[ParamMeta, Tensor]],
-        params: tuple[ParamMeta, ...],
-    ) -> None:
-        """Let workers copy by themselves; meanwhile make the pass over the source, whose digests callers may need."""
-        for number, (_, tensor) in enumerate(stream):
-            in_place.check(number, tensor)
-        last = len(groups(params, self.staging_bytes // SLOTS)) - 1
-        connected.filled(last)
-        try:
-            for number in range(last + 1):  # one by one: each that comes extends the deadline
-                connected.await_taken(number)
-        finally:
-            if connected.unmapped:
-                self._in_place = False
-                log.warning("weights are staged from now on, for they could not be mapped by %s", connected.unmapped)
 
     def _told_workers(self, info: Info) -> ConnectedWorkers:
         """Return the workers of this channel, once they are told of the handoff."""
@@ -246,7 +215,6 @@ class IPCTransport(StandaloneTransport):
 
     def join(self, info: Info) -> None:
         self._worker.join(info, self.timeout_s)
-        warm_copies(sum(ParamMeta.from_json(row).nbytes for row in info.get("params", ())))
 
     def poll(self, timeout_s: float) -> Info | None:
         return self._worker.poll(shared_address(self._channel), timeout_s)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from torchrl_ext.errors import DeadlineError, IntegrityError, NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.buckets import Bucket, Lander, Plan
-from torchrl_ext.transports.copies import fastest_copy
+from torchrl_ext.transports.buckets import Lander, Plan
 from torchrl_ext.transports.ipc.host_memory import Segment, attach, integer
-from torchrl_ext.transports.ipc.in_place import Borrowed, groups
 from torchrl_ext.transports.links import Link, connect_locally
 from torchrl_ext.types import Info
 
@@ -41,7 +39,6 @@ class IPCWorker:
 
     def __init__(self, devices: Callable[[], list[str]]) -> None:
         self._devices, self._plan = devices, Plan()
-        self._borrowed = Borrowed()
         self._link: Link | None = None
         self._welcome: Info = {}
         self._rank: int | None = None
@@ -133,21 +130,15 @@ class IPCWorker:
             total_bytes = sum(meta.nbytes for meta in params)
             if total_bytes > _LARGEST_BYTES:
                 raise IntegrityError(f"a handoff of more than {_LARGEST_BYTES:,} bytes", state="nothing was read")
-            copy, segment = fastest_copy(total_bytes), attach(self._welcome.get("segment"))
+            segment = attach(self._welcome.get("segment"))
             try:
-                capacity, in_place = _capacity(segment), "in_place" in info
-                if in_place:
-                    self._borrowed.keep_while(link)
-                    count = len(groups(params, capacity))
-                    steps = self._borrowed.take(info["in_place"], params, into, capacity, copy)
-                else:
-                    buckets = self._plan.buckets(params, capacity)
-                    count, lander = len(buckets), Lander(params, into, segment.flat.device, copy)
-                    steps = self._staged(link, handoff, buckets, lander, segment, timeout_s)
-                for number, pairs in enumerate(steps):
-                    complete = number + 1 == count
-                    if in_place and complete:
-                        self._await_filled(link, handoff, number, timeout_s)  # the trainer's own pass has ended, too
+                capacity, lander = _capacity(segment), Lander(params, into, segment.flat.device)
+                buckets = self._plan.buckets(params, capacity)
+                for number, bucket in enumerate(buckets):
+                    self._await_filled(link, handoff, number, timeout_s)
+                    pairs = lander.take(bucket, half(segment, number, capacity))
+                    segment.settle()
+                    complete = number + 1 == len(buckets)
                     link.send({"taken": [handoff, number]}, deadline(timeout_s))
                     for name, tensor in pairs:
                         yield name, tensor
@@ -159,18 +150,8 @@ class IPCWorker:
             raise
         except Exception as error:
             if not complete:
-                self.refuse(info, why(error), unmapped=self._borrowed.unreachable)
+                self.refuse(info, why(error))
             raise
-
-    def _staged(
-        self, link: Link, handoff: int, buckets: Sequence[Bucket], lander: Lander, segment: Segment, timeout_s: float
-    ) -> Iterator[list[tuple[str, Tensor]]]:
-        """Yield the pairs of each bucket, once they are copied out of the staging buffer."""
-        for number, bucket in enumerate(buckets):
-            self._await_filled(link, handoff, number, timeout_s)
-            pairs = lander.take(bucket, half(segment, number, _capacity(segment)))
-            segment.settle()
-            yield pairs
 
     def _await_filled(self, link: Link, handoff: int, number: int, timeout_s: float) -> None:
         until = deadline(timeout_s)
@@ -190,10 +171,9 @@ class IPCWorker:
                 raise IntegrityError(f"{link.peer} says bucket {said[1]!r}", expected=f"bucket {number}")
             return
 
-    def refuse(self, info: Info, words: str, *, unmapped: bool = False) -> None:
-        """Tell the trainer not to wait for this end and, by ``unmapped``, to stage the next handoff."""
-        refused: Info = {"refused": [info.get("handoff"), words]}
-        self._say({**refused, "unmapped": True} if unmapped else refused)
+    def refuse(self, info: Info, words: str) -> None:
+        """Tell the trainer not to wait for this end."""
+        self._say({"refused": [info.get("handoff"), words]})
 
     def _say(self, message: Info) -> None:
         """Send a message that the trainer may not be there to read."""
@@ -219,11 +199,10 @@ class IPCWorker:
             link.end()
 
     def hang_up(self) -> None:
-        """Close the connection, and unmap the trainer's tensors. May be called twice."""
+        """Close the connection. May be called twice."""
         if self._link is not None:
             self._link.close()
         self._link, self._welcome = None, {}
-        self._borrowed.close()
 
 
 def _announced(info: Any) -> Info:

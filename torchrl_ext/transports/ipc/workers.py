@@ -47,7 +47,6 @@ class _Worker:
         self.name = link.peer if rank is None else link.peer.replace("a worker", f"rank {rank}", 1)
         self.taken = -1
         self.lost = self.refused = ""
-        self.unmapped = False
 
     @property
     def active(self) -> bool:
@@ -131,7 +130,7 @@ class ConnectedWorkers:
         """Begin a handoff, in which every connected worker takes part."""
         self._handoff = handoff
         for worker in self._workers:
-            worker.taken, worker.refused, worker.unmapped = -1, "", False
+            worker.taken, worker.refused = -1, ""
             if not worker.link.alive:  # a link that `_lose` closed says nothing any more
                 worker.lost = worker.lost or _farewell(worker.link) or "it is gone"
 
@@ -175,11 +174,6 @@ class ConnectedWorkers:
         return "; ".join(
             f"{worker.name}: {worker.lost or worker.refused}" for worker in self._workers if not worker.active
         )
-
-    @property
-    def unmapped(self) -> str:
-        """The workers that could not map what was offered in place, and why; empty when all could."""
-        return "; ".join(f"{worker.name}: {worker.refused}" for worker in self._workers if worker.unmapped)
 
     def close(self) -> None:
         """Disconnect all workers, and stop listening. May be called twice."""
@@ -246,7 +240,7 @@ class ConnectedWorkers:
                 if said[0] == self._handoff and kind == "taken":
                     worker.taken = max(worker.taken, said[1])
                 elif said[0] == self._handoff:
-                    worker.refused, worker.unmapped = str(said[1]), "unmapped" in message
+                    worker.refused = str(said[1])
         except WeightSyncError as error:
             return self._lose(worker, error.what)
 
