@@ -17,12 +17,12 @@ from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores import Chain, LocalStore, Manifest, version_name
 from torchrl_ext.stores.versions import Held
 from torchrl_ext.transports.base import Incremental, deadline
-from torchrl_ext.transports.delta.hooks import hook_at
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta, Part
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
+from torchrl_ext.versions.hooks import hook_at
 from torchrl_ext.versions.local_checkpoint import LocalCheckpoint
 from torchrl_ext.weights.source import WeightSource
 

@@ -13,8 +13,8 @@ from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.messages import Pull, escaped
 from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine, told_all
 from torchrl_ext.sync.worker_end import joined, pull, words_of
-from torchrl_ext.transports.delta.hooks import PRE_READ_HOOK
 from torchrl_ext.types import Info
+from torchrl_ext.versions.hooks import PRE_READ_HOOK
 
 __all__ = ["pulled", "reloaded"]
 
