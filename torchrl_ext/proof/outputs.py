@@ -192,9 +192,7 @@ class Outputs:
         self.spans = {"probe": time.perf_counter() - began}
         return asked
 
-    def compared(
-        self, engine: EngineClient, source: Sent, weights: Any, model: Any
-    ) -> AbstractContextManager[None]:
+    def compared(self, engine: EngineClient, source: Sent, weights: Any, model: Any) -> AbstractContextManager[None]:
         """Ask the trainer (`asked`), and return a context for one update that asks the engines when the update ends.
 
         Every engine that serves the version is asked, also when the update failed for others. One that is beyond the
@@ -304,5 +302,5 @@ def _vocabulary(model: Any) -> int:
         raise ConfigError(
             f"a {type(model).__name__} does not say how many tokens it knows",
             expected="a registered model of transformers",
-            hint="give WeightSender(probe=Probe(prompts=..., compute=...)), of torchrl_ext.sync.outputs",
+            hint="give WeightSender(probe=Probe(prompts=..., compute=...)), of torchrl_ext.proof.outputs",
         ) from error
