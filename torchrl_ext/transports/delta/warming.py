@@ -15,9 +15,11 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,10 @@ from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.kernels.base import BITS
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.stores.base import MemoryStore
-from torchrl_ext.stores.chain import Chain
-from torchrl_ext.transports.delta.kept_tensors import KeptTensors
+from torchrl_ext.stores import Chain, LocalStore
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.versions.writer import ChainWriter
 from torchrl_ext.weights.source import MappingSource
@@ -140,28 +142,26 @@ def _tensors(width: int, **sizes: int) -> dict[str, Tensor]:
 
 
 def _rehearse(codec: Codec, tensors: dict[str, Tensor]) -> None:
-    store, full = MemoryStore(), KeptTensors()
-    chain = Chain(store)
-    writer = ChainWriter(
-        store, chain, "rehearsal", codec=codec, full=full, keyframe_every=0, base=None, keep_files=True
-    )
-    reader = ChainReader(chain, full.open)
-    reader.retain(lambda name: needs_base(codec))
-    writer.publish(MappingSource(tensors), 1)
-    served = dict(reader.tensors(reader.open(1), {}))
-    loader = TensorsLoader(served)
-    loader.position_digests()
-    for version, apart in enumerate(_APART, 2):
-        for tensor in tensors.values():
-            tensor.view(BITS[tensor.element_size()])[::apart] += 1
-        writer.publish(MappingSource(tensors), version)
-        writer.acknowledge()
-        changes = reader.changes(version)
-        if changes is None:
-            return
-        loader.stage(changes)
-        loader.commit()
-        reader.advance(changes)
+    with tempfile.TemporaryDirectory(prefix="torchrl-ext-warm-") as root:
+        store = LocalStore(root)
+        chain, full = Chain(store), FullWriter(sys.maxsize)
+        writer = ChainWriter(store, chain, "warm", codec=codec, full=full, keyframe_every=0, base=None, keep_files=True)
+        reader = ChainReader(chain, partial(PublishedVersion, store))
+        reader.retain(lambda name: needs_base(codec))
+        writer.publish(MappingSource(tensors), 1)
+        served = dict(reader.tensors(reader.open(1), {}))
+        loader = TensorsLoader(served)
+        loader.position_digests()
+        for version, apart in enumerate(_APART, 2):
+            for tensor in tensors.values():
+                tensor.view(BITS[tensor.element_size()])[::apart] += 1
+            writer.acknowledge()
+            writer.publish(MappingSource(tensors), version)
+            if (changes := reader.changes(version)) is None:
+                return
+            loader.stage(changes)
+            loader.commit()
+            reader.advance(changes)
 
 
 # the cache
