@@ -18,6 +18,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from torchrl_ext import errors
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.group.handoffs import Announcements, await_others, tell_stopped
@@ -67,6 +68,14 @@ class Membership:
         self._carrier: Carrier | None = None
         self._announcements: Announcements | None = None
         self._generations = 0
+
+    def under(self, within: Deadline) -> None:
+        """End every wait of the next step, here and in the group, when ``within`` is stopped."""
+        self.stop = within.stop
+        if self._notes is not None:
+            self._notes.stop = within.stop
+        if self._carrier is not None:
+            self._carrier.under(within.stop)
 
     @property
     def connected(self) -> bool:

@@ -106,6 +106,10 @@ class Carrier(ABC):
         self.received: Counter[int] = Counter()
         self._lock = threading.RLock()
 
+    def under(self, stop: threading.Event) -> None:
+        """Have ``stop`` end every wait from now on."""
+        self.notes.stop = stop
+
     @abstractmethod
     def send(self, flat: Tensor, to: int) -> Any:
         """Begin to send ``flat`` to a rank, and return the work to `wait` for; until then it must not change.

@@ -124,6 +124,10 @@ class Group(Carrier):
         """
         return carried(self._listeners)
 
+    def under(self, stop: threading.Event) -> None:
+        super().under(stop)
+        self.broadcasts.stop = stop
+
     def send(self, flat: Tensor, to: int) -> Any:
         return self._move(flat, to, sends=True)
 
