@@ -17,7 +17,6 @@ from torchrl_ext.messages import (
     Finish,
     Inspect,
     Join,
-    Keep,
     Leave,
     Load,
     Message,
@@ -134,7 +133,7 @@ class WeightReceiver:
             case Leave():
                 if message.connection in ("", self.connection):
                     self.close()
-            case Poll() | Keep():  # whatever was begun was done when it was answered
+            case Poll():  # whatever was begun was done when it was answered
                 pass
             case _:
                 raise ConfigError(f"a message of kind {message.kind!r} means nothing here", state="unchanged")
