@@ -14,7 +14,8 @@ from tests.processes import WAIT_S
 from tests.transports.chains import checkpoint, folder, published, same, weights
 from tests.versions.test_slime_chains import renumber
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import ANSWERS, Finish, Reset, Start, read
+from torchrl_ext.messages import Finish, Reset, Start, read
+from torchrl_ext.routes import ANSWERS
 from torchrl_ext.sync.worker_end import WorkerEnd
 
 PLUGIN = ("torchrl_ext.plugins.vllm.adapters", "torchrl_ext.plugins.vllm.endpoint")

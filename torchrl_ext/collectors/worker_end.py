@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torchrl_ext import errors
@@ -13,14 +13,14 @@ from torchrl_ext.errors import DeadlineError, EngineError, EngineRefusedError, E
 from torchrl_ext.messages import (
     Finish,
     Join,
-    Keep,
     Leave,
+    Load,
     Message,
     Prefetch,
     Rehearse,
     Start,
     State,
-    loading,
+    Verify,
     read,
     replaced_by,
     stamped,
@@ -38,6 +38,10 @@ _GRACE_S = 5.0
 """Seconds that the trainer waits longer than a transport does, so that the transport's own error arrives."""
 _ANSWER_S = 60.0
 """Seconds that an answer may wait for a trainer that does not read."""
+
+
+class Keep(Message, frozen=True, kw_only=True):
+    """Tells a worker that waits for its first weights that none will come, and to keep what it has."""
 
 
 class WorkerEngine(EngineClient):
@@ -96,7 +100,10 @@ class WorkerEngine(EngineClient):
         self.ask(Start())
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self.ask(loading(info))
+        self.ask(Load.of(info))
+
+    def _compare(self, digests: Mapping[str, str]) -> None:
+        self.ask(Verify(digests={**digests}))
 
     def commit(self, version: int) -> None:
         self.ask(Finish(version=version))
@@ -189,10 +196,10 @@ class SchemeWorkerEnd:
             asked = self._link.read(deadline(timeout_s))
             if asked is None:
                 raise DeadlineError(f"no weights came from {self._link.peer} within {timeout_s:g} s")
-            failure = self._answer(asked)
-            if failure is not None:
-                raise failure
-            if asked["message"]["kind"] in (Finish.kind, Keep.kind):
+            message = self._answer(asked)
+            if isinstance(message, Exception):
+                raise message
+            if isinstance(message, (Finish, Keep)):
                 return
 
     def start(self) -> None:
@@ -229,11 +236,12 @@ class SchemeWorkerEnd:
             if not self._stopped:
                 log.info("%s; this worker keeps its weights, version %d", error.what, self.version)
 
-    def _answer(self, asked: Info) -> Exception | None:
+    def _answer(self, asked: Info) -> Message | Exception:
+        """Do what the message of a request says, answer it, and return the message, or what went wrong."""
         number = asked.get("number")
         try:
             message = read(asked.get("message"))
-            told = self._receiver.handle(message)
+            told = {} if isinstance(message, Keep) else self._receiver.handle(message)
             if isinstance(message, Finish):
                 self._landed(message.version)
                 with self._news:
@@ -243,7 +251,7 @@ class SchemeWorkerEnd:
             self._link.send({"number": number, "error": _described(error)}, deadline(_ANSWER_S))
             return error
         self._link.send({"number": number, "told": told}, deadline(_ANSWER_S))
-        return None
+        return message
 
 
 def _described(error: Exception) -> Info:

@@ -38,7 +38,7 @@ class Dialects:
         Raises:
             WeightSyncError: see there.
         """
-        pull(Pull.asked(body), self._engine.model_dir)
+        pull(Pull.of(body), self._engine.model_dir)
 
     def update(self, body: Info) -> None:
         """Load a checkpoint directory or a version; see `DiskLoads.load`.

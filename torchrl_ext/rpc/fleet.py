@@ -159,6 +159,9 @@ class Fleet(EngineClient):
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self._while_any("load", lambda engine: engine.load(info), on_failure)
 
+    def _compare(self, digests: Mapping[str, str]) -> None:
+        self._while_any("load", lambda engine: engine.verify(digests))
+
     def commit(self, version: int) -> None:
         """See `EngineClient.commit`. Engines that decode serve again last: by then those that prefill have dropped the
         keys and values of the old weights."""

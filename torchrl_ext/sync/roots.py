@@ -12,9 +12,10 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, final
+
+from msgspec import structs
 
 from torchrl_ext.errors import ConfigError, DeadlineError, StoreError
 from torchrl_ext.messages import CheckAdapter, Finish, Join, Load, Message, Prefetch, Start
@@ -141,7 +142,7 @@ class DiskLoads:
             with invited(root, self._reader, base, params) as message:
                 self._connection = message.connection
                 engine.handle(message)
-            engine.handle(replace(prefetch, connection=self._connection))
+            engine.handle(structs.replace(prefetch, connection=self._connection))
         with self._beginning(f"version {version}", serves):
             engine.pause()
             engine.handle(Start(connection=self._connection))

@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import distributed, nn
 
-from torchrl_ext.messages import Finish, Flush, Join, Load, Message, Start, State, partial_version
+from torchrl_ext.messages import Finish, Join, Load, Message, Start, State, partial_version
 from torchrl_ext.plugins.sglang.loader import SGLangLoader
+from torchrl_ext.plugins.sglang.routes import Land
 from torchrl_ext.plugins.workers import agree
+from torchrl_ext.routes import Flush
 from torchrl_ext.sync.roots import invited
 from torchrl_ext.sync.worker_end import WorkerEnd, words_of
 from torchrl_ext.transports.roots import locate, parameters, part
@@ -114,12 +115,12 @@ class SGLangWorker:
         return answer
 
     @torch.inference_mode()
-    def land(self, path: str, told: Mapping[str, Any]) -> tuple[bool, str]:
+    def land(self, path: str, call: Land) -> tuple[bool, str]:
         """Bring the model to the version at ``path``, as slime's ``load_format="delta"`` wants it. Never raises.
 
         Args:
             path: a version directory ``weight_v000007``, or the root that holds it (then the newest version is taken).
-            told: ``files`` that the call names, whether the server is ``paused``, and the ``label`` of its weights.
+            call: what the server's process says of the call.
         """
         receiver, together = self._end.receiver, self._end.together
         root, version = "", 0
@@ -129,8 +130,8 @@ class SGLangWorker:
         def look() -> None:
             nonlocal root, version, params, own
             root, version = locate(path)
-            own = part(root, version, told.get("files"))
-            params = parameters(root, version, self._checkpoint, told.get("files"), parts=bool(told.get("paused")))
+            own = part(root, version, call.files)
+            params = parameters(root, version, self._checkpoint, call.files, parts=call.paused)
 
         def join() -> None:
             with invited(root, f"reader-{distributed.get_rank(self._group)}", self._checkpoint, params) as message:
@@ -148,7 +149,7 @@ class SGLangWorker:
             if self._joined != (root, params):
                 together(join)
                 self._joined = (root, params)
-            together(lambda: receiver.prefetch(version, files=own, label=told.get("label")))
+            together(lambda: receiver.prefetch(version, files=own, label=call.label))
             together(receiver.confirm)
             together(commit)
         except Exception as error:  # noqa: BLE001 - as for `answer`

@@ -127,6 +127,9 @@ class EngineActor:
     def load(self, info: Info) -> None:
         self._client.load(info)
 
+    def verify(self, digests: Mapping[str, str]) -> None:
+        self._client.verify(digests)
+
     def commit(self, version: int) -> None:
         self._client.commit(version)
 

@@ -12,26 +12,9 @@ from typing import Any, ClassVar, Final
 
 from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
-from torchrl_ext.messages import (
-    ANSWERS,
-    BACKEND,
-    TAKE_OVER,
-    Finish,
-    Join,
-    Leave,
-    Load,
-    Message,
-    Poll,
-    Prefetch,
-    Pull,
-    Seal,
-    Start,
-    Verify,
-    answers_in,
-    merged,
-    unescaped,
-)  # fmt: skip
+from torchrl_ext.messages import Finish, Join, Leave, Load, Message, Poll, Prefetch, Pull, Seal, Start, Verify
 from torchrl_ext.registry import scorers
+from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER, answers_in, merged, unescaped
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import EngineInfo, Info
 from torchrl_ext.weights.checkpoint import CheckpointSource

@@ -18,12 +18,13 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSy
 from torchrl_ext.messages import (
     Finish,
     Join,
+    Load,
     Message,
     Prefetch,
     Rehearse,
     Start,
     State,
-    loading,
+    Verify,
     partial_version,
     replaced_by,
     stamped,
@@ -164,7 +165,10 @@ class InProcessEngine(EngineClient):
             raise
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self._handle(loading(info))
+        self._handle(Load.of(info))
+
+    def _compare(self, digests: Mapping[str, str]) -> None:
+        self._handle(Verify(digests={**digests}))
 
     def commit(self, version: int) -> None:
         self._handle(Finish(version=version))
