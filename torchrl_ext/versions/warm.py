@@ -199,7 +199,7 @@ def _compile_beside(codec: Codec, widths: list[int]) -> None:
             "time it starts. Next: set NUMBA_CACHE_DIR to a directory that it may write to"
         )
         return
-    command = [sys.executable, "-m", "torchrl_ext.transports.delta.warming", json.dumps([codec.to_json(), widths])]
+    command = [sys.executable, "-m", "torchrl_ext.versions.warm", json.dumps([codec.to_json(), widths])]
     try:
         subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=_COMPILER_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
