@@ -21,7 +21,7 @@ from torchrl_ext.cli.main import main
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.sync.connection import HandedOn
-from torchrl_ext.transports.roots import PublishedRoot
+from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import WeightSource, as_source
 

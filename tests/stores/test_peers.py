@@ -15,10 +15,10 @@ from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores import Chain, open_store
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.peers import as_chain
-from torchrl_ext.sync.roots import invited
+from torchrl_ext.sync.published import invited
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.delta.transport import DeltaTransport
-from torchrl_ext.transports.roots import locate, parameters
+from torchrl_ext.transports.published import locate, parameters
 from torchrl_ext.versions.foreign import ForeignVersions
 
 

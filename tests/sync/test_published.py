@@ -15,7 +15,7 @@ from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest
 from torchrl_ext.errors import ConfigError, StoreError, UpdateError
 from torchrl_ext.sync.connection import HandedOn
-from torchrl_ext.transports.roots import PublishedRoot
+from torchrl_ext.transports.published import PublishedRoot
 
 
 def tensors(seed, **changes):

@@ -11,9 +11,9 @@ from tests.versions.test_slime_chains import renumber
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import CheckAdapter, Finish, Load, Prefetch, Reset, Start, stamped
+from torchrl_ext.sync.published import check_adapter, invited
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.sync.roots import check_adapter, invited
-from torchrl_ext.transports.roots import locate, parameters, part
+from torchrl_ext.transports.published import locate, parameters, part
 
 
 @pytest.fixture

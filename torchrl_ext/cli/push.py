@@ -102,7 +102,7 @@ def _hand_on(args: argparse.Namespace) -> int:
     """Have the engines load the newest published version; see `run`."""
     import torchrl_ext as tx
     from torchrl_ext.sync.connection import HandedOn
-    from torchrl_ext.transports.roots import PublishedRoot
+    from torchrl_ext.transports.published import PublishedRoot
 
     found = tx.discover(*args.engines, api_key=args.api_key)
     with contextlib.ExitStack() as stack:

@@ -23,8 +23,8 @@ from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.transports.disk import DiskTransport
+from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.transports.ranks import drives
-from torchrl_ext.transports.roots import PublishedRoot
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import EngineRow, Handoff, Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource

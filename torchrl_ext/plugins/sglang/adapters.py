@@ -37,7 +37,7 @@ from torchrl_ext.messages import (
     read,
 )  # fmt: skip
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.sync.roots import check_adapter
+from torchrl_ext.sync.published import check_adapter
 from torchrl_ext.types import Info, adapter_label, adapter_version
 
 __all__ = ["HOOKS", "Adapters", "check_worker"]

@@ -25,9 +25,9 @@ from torch import distributed, nn
 from torchrl_ext.messages import Finish, Flush, Join, Load, Message, Start, State, partial_version
 from torchrl_ext.plugins.sglang.loader import SGLangLoader
 from torchrl_ext.plugins.workers import agree
-from torchrl_ext.sync.roots import invited
+from torchrl_ext.sync.published import invited
 from torchrl_ext.sync.worker_end import WorkerEnd, words_of
-from torchrl_ext.transports.roots import locate, parameters, part
+from torchrl_ext.transports.published import locate, parameters, part
 from torchrl_ext.types import Info
 
 __all__ = ["SGLangWorker"]

@@ -37,7 +37,7 @@ from torchrl_ext.messages import BACKEND, Finish, Pull, Reset
 from torchrl_ext.messages.routes import bears_key
 from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
 from torchrl_ext.sync.engines.hosts import VLLMHost
-from torchrl_ext.sync.roots import DiskLoads
+from torchrl_ext.sync.published import DiskLoads
 
 __all__ = ["UpdateFromDisk"]
 

@@ -17,7 +17,7 @@ from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError
 from torchrl_ext.messages import Load, Seal
 from torchrl_ext.rpc.engines.base import is_absent
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.transports.roots import PublishedRoot
+from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.types import Info
 
 __all__ = ["Fetched", "asked", "staged"]

@@ -1,6 +1,6 @@
 """What an engine reads under the roots of trainers that do not invite it: versions that a call names, and adapters.
 
-`DiskLoads` takes the calls of an engine's ``/update_weights_from_disk``; `torchrl_ext.transports.roots` has what their
+`DiskLoads` takes the calls of an engine's ``/update_weights_from_disk``; `torchrl_ext.transports.published` has what their
 paths mean.
 """
 
@@ -20,7 +20,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, StoreError
 from torchrl_ext.messages import CheckAdapter, Finish, Join, Load, Message, Prefetch, Start
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.transports.roots import PublishedRoot, locate, parameters, part
+from torchrl_ext.transports.published import PublishedRoot, locate, parameters, part
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
 from torchrl_ext.types import adapter_rank
 
