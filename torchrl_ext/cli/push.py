@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 def _hand_on(args: argparse.Namespace) -> int:
     """Have the engines load the newest published version; see `run`."""
     import torchrl_ext as tx
-    from torchrl_ext.sync.connection import HandedOn
+    from torchrl_ext.sync.published import PublishedFollower
     from torchrl_ext.transports.published import PublishedRoot
 
     found = tx.discover(*args.engines, api_key=args.api_key)
@@ -127,7 +127,7 @@ def _hand_on(args: argparse.Namespace) -> int:
         params = [ParamMeta.from_json(row) for row in info["params"]]
         size, began, error = sum(meta.nbytes for meta in params), time.perf_counter(), None
         try:
-            HandedOn(transport, fleet).take(info)
+            PublishedFollower(transport, fleet).take(info)
         except UpdateError as failure:
             error = failure
         report = SyncReport(

@@ -1,7 +1,7 @@
-"""What an engine reads under the roots of trainers that do not invite it: versions that a call names, and adapters.
+"""Put versions in service that another process published: from outside of the engines, and from inside of one.
 
-`DiskLoads` takes the calls of an engine's ``/update_weights_from_disk``; `torchrl_ext.transports.published` has what their
-paths mean.
+A `PublishedFollower` drives engines through a root by their clients. `DiskLoads` is an engine's own end: it answers
+``/update_weights_from_disk``. `torchrl_ext.transports.published` reads the versions for both.
 """
 
 from __future__ import annotations
@@ -9,22 +9,27 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
-from torchrl_ext.errors import ConfigError, DeadlineError, StoreError
+from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, UpdateError
 from torchrl_ext.messages import CheckAdapter, Finish, Join, Load, Message, Prefetch, Start
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.transports.published import PublishedRoot, locate, parameters, part
+from torchrl_ext.transports.disk import DiskTransport
+from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
-from torchrl_ext.types import adapter_rank
+from torchrl_ext.types import Handoff, Info, ParamMeta, adapter_rank
+from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.digests import tensor_digest
 
-__all__ = ["DiskLoads", "Driven", "check_adapter", "invited"]
+if TYPE_CHECKING:
+    from torchrl_ext.rpc.client import EngineClient
+
+__all__ = ["DiskLoads", "PublishedFollower", "ReloadableEngine", "check_adapter"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -32,8 +37,58 @@ _FORMATS = (None, "auto", "safetensors", "delta")
 _BUSY_S = 600.0  # that a call waits for the one before it
 
 
-class Driven(Protocol):
-    """An engine as `DiskLoads` drives it. Each call returns when it is done, and none waits without a deadline."""
+@final
+class PublishedFollower:
+    """Drives engines through versions that another process publishes under a root.
+
+    A `WeightSender` would write them a second time, under version numbers of its own.
+
+    Args:
+        root: reads the versions; the engines reach them under the same path.
+        engine: a client, or a fleet.
+    """
+
+    def __init__(self, root: DiskTransport | PublishedRoot, engine: EngineClient) -> None:
+        from torchrl_ext.sync.connection import Connection, Spans  # bring HTTP clients, which an engine may lack
+
+        self._root, self._engine, self._spans = root, engine, Spans()
+        self._connection = Connection(engine, lambda workers, params: Handoff(info=root.invite()), lambda: None)
+
+    def take(self, info: Info) -> None:
+        """Put one published version in service.
+
+        Args:
+            info: from `DiskTransport.poll` or `PublishedRoot.newest`. With a ``path``, engines compare digests of every
+                tensor there with what they hold.
+
+        Raises:
+            UpdateError: an engine does not serve it; the same version can be taken again.
+        """
+        version = info["version"]
+        try:
+            params = tuple(ParamMeta.from_json(row) for row in info["params"])
+            with self._connection.turn():
+                self._connection.ensure(params, self._spans)
+                self._engine.prefetch(version)
+                source = CheckpointSource(Path(info["path"])) if "path" in info and self._engine.verifies else ()
+                digests = {name: tensor_digest(tensor) for name, tensor in source}
+                with self._engine.updating(version):
+                    self._engine.load(info)
+                    self._engine.verify(digests)
+        except Exception as error:
+            self._connection.drop()  # a half-made update is not built upon
+            raise UpdateError(
+                f"weights version {version} of {self._root.root} did not reach every engine: {error}",
+                rows=self._engine.rows(),
+            ) from error
+
+    def close(self) -> None:
+        """Close the engine's client; the engine keeps serving what it has."""
+        self._engine.close()
+
+
+class ReloadableEngine(Protocol):
+    """The engine that `DiskLoads` drives. Each call returns when it is done, and none waits without a deadline."""
 
     @property
     def model(self) -> str:
@@ -72,25 +127,25 @@ class DiskLoads:
     """Answers an engine's ``/update_weights_from_disk``, one call at a time; no caller's pause ends here.
 
     Args:
-        engine: what is driven.
+        engine: the engine that loads.
         reader: a name for its workers.
 
-    An engine that a load of ours left paused resumes with the next good one. Until then no part of a version is taken:
+    An engine that a failed load left paused resumes with the next good one. Until then no part of a version is taken:
     with more of it to come, nobody could tell that pause from one of the caller's own.
     """
 
-    def __init__(self, engine: Driven, reader: str) -> None:
+    def __init__(self, engine: ReloadableEngine, reader: str) -> None:
         self._engine, self._reader = engine, reader
         self._one_at_a_time = threading.Lock()
         self._joined: tuple[str, Any] | None = None
         self._connection = ""
-        self._stuck: tuple[str | None] | None = None  # a failure of ours left it paused, with weights of this label
+        self._stuck: tuple[str | None] | None = None  # a failed load left it paused, with weights of this label
 
     def load(self, path: Any, load_format: Any, label: str | None, files: Any) -> str:
         """Load a checkpoint directory, or with load format ``"delta"`` land a version, or the part that ``files`` name.
 
         Returns:
-            What is in service now.
+            A sentence that names what is in service now.
 
         Raises:
             ConfigError: a field that cannot be, or a path that the engine may not open.
@@ -108,78 +163,93 @@ class DiskLoads:
             serves = not self._engine.paused()
             if serves or (self._stuck is not None and self._stuck[0] != self._engine.label()):
                 self._stuck = None  # somebody let it serve, or loaded other weights
-            if load_format == "delta":
-                return self._land(path, label, files, serves)
-            return self._reload(path, label, serves)
+            what = (self._land if load_format == "delta" else self._reload)(path, label, files, serves)
+            return f"{what} is in service"
         finally:
             self._one_at_a_time.release()
 
     def _land(self, path: str, label: str | None, files: Any, serves: bool) -> str:
-        engine = self._engine
-        root, version = locate(path)
-        in_parts = not serves and self._stuck is None
+        engine, in_parts = self._engine, not serves and self._stuck is None
+        base = engine.model if os.path.isdir(engine.model) else None
+        root, version = PublishedRoot.of_path(path, base, reader=self._reader)
         try:
-            params = parameters(root, version, engine.model, files, parts=in_parts)
+            params, own = root.contents(version, files, parts=in_parts)
         except ConfigError as error:
             if serves or in_parts:
                 raise
             expected = "all of its files in one call, since a load failed before"
             raise ConfigError(error.what, expected=expected, state="the engine is still paused") from error
-        own = part(root, version, files)
-        prefetch = Prefetch(connection=self._connection, version=version, files=own, label=engine.label())
-        known, self._joined = self._joined == (root, params), None
-        if known:
-            try:
-                engine.handle(prefetch)
-            except Exception:
-                if in_parts and own is not None:  # who joins anew does not know of the parts before
-                    raise
-                log.debug("the workers are joined anew", exc_info=True)  # they may have joined another trainer
-                known = False
-        if not known:
-            base = engine.model if os.path.isdir(engine.model) else None
-            with invited(root, self._reader, base, params) as message:
-                self._connection = message.connection
-                engine.handle(message)
-            engine.handle(replace(prefetch, connection=self._connection))
-        with self._beginning(f"version {version}", serves):
-            engine.pause()
-            engine.handle(Start(connection=self._connection))
-        with self._landing(f"version {version}", serves):
+        prefetch = Prefetch(version=version, files=own, label=engine.label())
+        self._stage(root, params, prefetch, again=in_parts and own is not None)
+
+        def land() -> None:
             engine.handle(Load(connection=self._connection, version=version, handoff={"params": params}))
             engine.finish(Finish(connection=self._connection, version=version), label)
-        self._joined = root, params
-        self._resume(serves)
-        return f"version {version} of {root} is in service"
 
-    def _reload(self, path: str, label: str | None, serves: bool) -> str:
+        begin = Start(connection=self._connection)
+        self._replace(f"version {version} of {root.root}", serves, land, lambda: engine.handle(begin))
+        self._joined = root.root, params
+        return f"version {version} of {root.root}"
+
+    def _stage(self, root: PublishedRoot, params: list[Any], prefetch: Prefetch, *, again: bool) -> None:
+        """Have the workers stage a version; they join its root first, unless they did so for the last one.
+
+        Args:
+            root, params: of the version.
+            prefetch: names it; its connection is filled in here.
+            again: the version came in part before, and a worker that joins anew would not know of that.
+        """
+        engine, known, self._joined = self._engine, self._joined == (root.root, params), None
+        if known:
+            try:
+                engine.handle(replace(prefetch, connection=self._connection))
+                return
+            except Exception:
+                if again:
+                    raise
+                log.debug("the workers join anew", exc_info=True)  # they may have joined another trainer
+        with root.invited(params) as info:
+            self._connection = info["connection"]
+            engine.handle(Join.of(info))
+        engine.handle(replace(prefetch, connection=self._connection))
+
+    def _reload(self, path: str, label: str | None, files: Any, serves: bool) -> str:
         admit(path)
         folder = Path(path).absolute()
         if not folder.is_dir() or not any(folder.glob("*.safetensors")):
             state = "the engine serves what it served" if serves else "the engine is as it was"
             raise StoreError(f"{path} is no checkpoint directory", state=state)
         self._joined = None
-        with self._beginning(path, serves):
-            self._engine.pause()
-        with self._landing(path, serves):
-            self._engine.reload(str(folder), label)
-        self._resume(serves)
-        return f"{path} is in service"
+        self._replace(path, serves, lambda: self._engine.reload(str(folder), label))
+        return path
 
-    def _resume(self, serves: bool) -> None:
-        """Let an engine serve that served before, or that a load of ours left paused."""
+    def _replace(
+        self, what: str, serves: bool, land: Callable[[], None], begin: Callable[[], Any] = lambda: None
+    ) -> None:
+        """Replace the weights in a pause, and let an engine serve that served before, or that a load left paused.
+
+        Raises:
+            StoreError: a step failed; the state says whether the engine serves.
+        """
+        try:
+            self._engine.pause()
+            begin()
+        except Exception as error:
+            raise StoreError(f"{what} was not begun: {error}", state=self._undone(serves)) from error
+        try:
+            land()
+        except Exception as error:
+            state = "the engine is paused, and holds part of an update, or what was cached of older weights"
+            hint: str | None = "send it again, as a full version; the next good update resumes the engine"
+            if serves and self._engine.recover():
+                state, hint = "the engine serves what it served", None
+            elif serves:
+                self._left_paused()
+            raise StoreError(f"{what} did not land: {error}", state=state, hint=hint) from error
         if serves or self._stuck is not None:
             self._stuck = (self._engine.label(),)
             self._engine.resume()
         self._stuck = None
-
-    @contextmanager
-    def _beginning(self, what: str, serves: bool) -> Iterator[None]:
-        """Turn a failure into an error that says whether the engine serves what it served."""
-        try:
-            yield
-        except Exception as error:
-            raise StoreError(f"{what} was not begun: {error}", state=self._undone(serves)) from error
 
     def _undone(self, serves: bool) -> str:
         """End an update that changed no weight, let an engine that served before serve again, and return its state."""
@@ -197,42 +267,10 @@ class DiskLoads:
                 return "the engine serves what it served"
         return "the engine is paused: it did not resume"
 
-    @contextmanager
-    def _landing(self, what: str, serves: bool) -> Iterator[None]:
-        """Turn a failure into an error that says whether the engine stays paused."""
-        try:
-            yield
-        except Exception as error:
-            state = "the engine is paused, and holds part of an update, or what was cached of older weights"
-            hint: str | None = "send it again, as a full version; the next good update resumes the engine"
-            if serves and self._engine.recover():
-                state, hint = "the engine serves what it served", None
-            elif serves:
-                self._left_paused()
-            raise StoreError(f"{what} did not land: {error}", state=state, hint=hint) from error
-
     def _left_paused(self) -> None:
         self._stuck = (None,)
         with suppress(Exception):  # an engine that no longer answers
             self._stuck = (self._engine.label(),)
-
-
-@contextmanager
-def invited(root: str, reader: str, base: str | None, params: list[Any]) -> Iterator[Join]:
-    """Yield the message by which workers join the chain under ``root`` where no trainer invites them.
-
-    Args:
-        root: where the versions lie.
-        reader: a name for these workers.
-        base: the checkpoint that the engine was started with, where it is a local one.
-        params: what a version holds, as `parameters` gives it.
-    """
-    published = PublishedRoot(root, base, reader=reader)
-    try:
-        own = {"connection": uuid.uuid4().hex, "sender": f"whoever named a version of {root} to the engine itself"}
-        yield Join.of({**published.invite(), "params": params, **own})
-    finally:
-        published.close()
 
 
 def check_adapter(message: CheckAdapter, *, enabled: bool, max_rank: int | None) -> None:
