@@ -185,6 +185,23 @@ class DiskTransport(StandaloneTransport):
     def attend(self, within: Deadline) -> DiskReader:
         return self._reader
 
+    def newest(self, timeout_s: float = 0.0, before: Info | None = None) -> Info | None:
+        """Describe the newest version to engines (`torchrl_ext.sync.published.PublishedFollower`).
+
+        Args:
+            timeout_s: seconds to wait for one.
+            before: what this returned for the version that they serve; None for any version.
+
+        Returns:
+            ``{"version", "params", "path", "run_id"}``; None when nothing newer came.
+        """
+        served = None if before is None else Arrival(version=before["version"], params=(), info=before)
+        found = self._reader.get(Deadline(timeout_s), served)
+        if found is None:
+            return None
+        rows = [meta.to_json() for meta in found.params]
+        return {"transport": self.name, "version": found.version, "params": rows, **found.info}
+
     @classmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> WorkerEnd:
         offer = Offer.from_json(info, "the offer of a disk transport")

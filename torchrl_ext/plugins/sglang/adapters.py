@@ -28,7 +28,7 @@ from torchrl_ext.errors import ConfigError, EngineError, NotConnectedError
 from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, Text, UnloadAdapter, read
 from torchrl_ext.routes import CHANNEL, ListAdapters
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.sync.roots import check_adapter
+from torchrl_ext.sync.published import check_adapter
 from torchrl_ext.types import Info, adapter_label, adapter_version
 
 __all__ = ["HOOKS", "Adapters", "CheckLoaded", "check_worker"]

@@ -26,9 +26,8 @@ from torchrl_ext.plugins.sglang.loader import SGLangLoader
 from torchrl_ext.plugins.sglang.routes import Land
 from torchrl_ext.plugins.workers import agree
 from torchrl_ext.routes import Flush
-from torchrl_ext.sync.roots import invited
 from torchrl_ext.sync.worker_end import WorkerEnd, words_of
-from torchrl_ext.transports.roots import locate, parameters, part
+from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.types import Info
 
 __all__ = ["SGLangWorker"]
@@ -123,19 +122,20 @@ class SGLangWorker:
             call: what the server's process says of the call.
         """
         receiver, together = self._end.receiver, self._end.together
-        root, version = "", 0
+        root: PublishedRoot
+        version = 0
         params: list[Any] = []
         own: list[str] | None = None
 
         def look() -> None:
             nonlocal root, version, params, own
-            root, version = locate(path)
-            own = part(root, version, call.files)
-            params = parameters(root, version, self._checkpoint, call.files, parts=call.paused)
+            reader = f"reader-{distributed.get_rank(self._group)}"
+            root, version = PublishedRoot.of_path(path, self._checkpoint, reader=reader)
+            params, own = root.contents(version, call.files, parts=call.paused)
 
         def join() -> None:
-            with invited(root, f"reader-{distributed.get_rank(self._group)}", self._checkpoint, params) as message:
-                receiver.connect(message)
+            with root.invited(params) as info:
+                receiver.connect(Join.of(info))
 
         def commit() -> None:
             self._loader.prepared = False
@@ -146,16 +146,16 @@ class SGLangWorker:
         try:
             self._end.settle()
             together(look)
-            if self._joined != (root, params):
+            if self._joined != (root.root, params):
                 together(join)
-                self._joined = (root, params)
+                self._joined = (root.root, params)
             together(lambda: receiver.prefetch(version, files=own, label=call.label))
             together(receiver.confirm)
             together(commit)
         except Exception as error:  # noqa: BLE001 - as for `answer`
             self._joined = None
             return False, words_of(error)
-        return True, f"version {version} of {root} is in service"
+        return True, f"version {version} of {root.root} is in service"
 
 
 def _flush(manager: Scheduler) -> bool:

@@ -37,7 +37,7 @@ from torchrl_ext.messages import Finish, Pull, Reset
 from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
 from torchrl_ext.routes import BACKEND, bears_key
 from torchrl_ext.sync.engines.hosts import VLLMHost
-from torchrl_ext.sync.roots import DiskLoads
+from torchrl_ext.sync.published import DiskLoads
 
 __all__ = ["UpdateFromDisk"]
 

@@ -27,7 +27,6 @@ from torchrl_ext.transports.base import Incremental
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.delta.by_shard import ByShard, of_blocks, refuse
 from torchrl_ext.transports.delta.carriers import Broadcast, SharedFiles
-from torchrl_ext.transports.delta.warming import Warming
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.versions.checkpoint_writer import FullWriter
@@ -35,6 +34,7 @@ from torchrl_ext.versions.foreign import ForeignVersions
 from torchrl_ext.versions.hooks import PRE_READ_HOOK, hook_at, read_hook
 from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.versions.reader import ChainReader
+from torchrl_ext.versions.warm import Warming
 from torchrl_ext.versions.writer import ChainWriter, Copies
 from torchrl_ext.weights.checkpoint import local_checkpoint
 from torchrl_ext.weights.devices import usable_device
