@@ -31,7 +31,7 @@ __all__ = ["DiskTransport"]
 _SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
 
 
-class Offer(Invitation):
+class Offer(Invitation, frozen=True, kw_only=True):
     """Where versions lie; ``local_dir`` is the directory on a worker's host into which they are copied first."""
 
     local_dir: str | None = None

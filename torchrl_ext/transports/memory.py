@@ -33,7 +33,7 @@ _CHANNELS: weakref.WeakValueDictionary[str, _Channel] = weakref.WeakValueDiction
 """Channels by name, each as long as one of its ends exists."""
 
 
-class Offer(Wire):
+class Offer(Wire, frozen=True, kw_only=True):
     """Names the channel to a worker of the same process."""
 
     channel: str

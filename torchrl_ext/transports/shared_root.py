@@ -23,7 +23,7 @@ _NOT_SENT = "no weights were sent; this engine serves what it has"
 _SHARE = "pick a root on a filesystem that is mounted on both hosts under the same path"
 
 
-class Invitation(Wire):
+class Invitation(Wire, frozen=True, kw_only=True):
     """Where the trainer left a probe.
 
     Attributes:

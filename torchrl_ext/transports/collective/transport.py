@@ -36,7 +36,7 @@ from torchrl_ext.weights.source import checked
 __all__ = ["CollectiveWorker", "GroupMailbox", "Offer", "VLLMCollectiveTransport"]
 
 
-class Offer(Wire):
+class Offer(Wire, frozen=True, kw_only=True):
     """Where the members of a group meet.
 
     Attributes:
@@ -57,7 +57,7 @@ class Offer(Wire):
     secret: str = ""
 
 
-class Load(Wire):
+class Load(Wire, frozen=True, kw_only=True):
     """One handoff.
 
     Attributes:
@@ -309,17 +309,17 @@ class CollectiveWorker(WorkerEnd):
     """Receives what the trainer broadcasts in a group."""
 
     def __init__(self, member: Membership) -> None:
-        self._member, self._plan = member, Plan()
+        self.member, self._plan = member, Plan()
 
     def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
-        self._member.under(within)
+        self.member.under(within)
         pairs = self._receiving(arrival, into)
         next(pairs)  # from here on the handoff is taken or refused, also by a loader that asks for nothing
         return pairs
 
     def _receiving(self, arrival: Arrival, into: Mapping[str, Tensor]) -> Iterator[Any]:
         """Yield None once the handoff has begun, and then its pairs."""
-        group, load = self._member.group(), self._load(arrival)
+        group, load = self.member.group(), self._load(arrival)
         incoming = self._incoming(group, load, arrival, into)
         name, answered = None, False
         try:
@@ -341,7 +341,7 @@ class CollectiveWorker(WorkerEnd):
 
     def refuse(self, arrival: Arrival, error: BaseException) -> None:
         """Receive and drop a version that cannot land here, and tell the trainer why."""
-        group, load = self._member.group(), self._load(arrival)
+        group, load = self.member.group(), self._load(arrival)
         self._drain(group, self._incoming(group, load, arrival, {}), load, why(error))
 
     def _load(self, arrival: Arrival) -> Load:
@@ -367,22 +367,22 @@ class CollectiveWorker(WorkerEnd):
             group.sever()
 
     def check_connection(self) -> bool:
-        return self._member.connected
+        return self.member.connected
 
     def close(self) -> None:
-        self._member.close()
+        self.member.close()
 
 
 @final
 class GroupMailbox(Mailbox):
     """Announces versions in the notes of a group."""
 
-    def __init__(self, member: Membership, worker: CollectiveWorker | None = None) -> None:
-        self._member = member
+    def __init__(self, member: Membership) -> None:
+        self.member = member
 
     def put(self, arrival: Arrival, within: Deadline) -> None:
-        self._member.under(within)
-        self._member.announcements().put(arrival)
+        self.member.under(within)
+        self.member.announcements().put(arrival)
 
     def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
         """Return the next announcement, or None at the deadline.
@@ -390,8 +390,8 @@ class GroupMailbox(Mailbox):
         Raises:
             NotConnectedError: no group, or the trainer ended it or is gone.
         """
-        self._member.under(within)
-        return self._member.announcements().get(within)
+        self.member.under(within)
+        return self.member.announcements().get(within)
 
     def refuse(self, arrival: Arrival, error: BaseException) -> None:
-        CollectiveWorker(self._member).refuse(arrival, error)
+        CollectiveWorker(self.member).refuse(arrival, error)
