@@ -144,8 +144,8 @@ class WorkerEngine(EngineClient):
         """
         number = next(self._numbers)
         try:
-            told = stamped(message, self._connection).to_json()
-            self.link.send({"number": number, "message": told}, deadline(self._timeout_s))
+            request = {"number": number, "message": stamped(message, self._connection).to_json()}
+            self.link.send(request, deadline(self._timeout_s))
             until = deadline(self._timeout_s)
             answer = self.link.read(until)
             while answer is not None and answer.get("number") != number:  # an answer that came too late
@@ -193,10 +193,10 @@ class SchemeWorkerEnd:
             WeightSyncError: what came cannot land here.
         """
         while True:
-            asked = self._link.read(deadline(timeout_s))
-            if asked is None:
+            request = self._link.read(deadline(timeout_s))
+            if request is None:
                 raise DeadlineError(f"no weights came from {self._link.peer} within {timeout_s:g} s")
-            message = self._answer(asked)
+            message = self._answer(request)
             if isinstance(message, Exception):
                 raise message
             if isinstance(message, (Finish, Keep)):
@@ -229,19 +229,19 @@ class SchemeWorkerEnd:
     def _run(self) -> None:
         try:
             while not self._stopped:
-                asked = self._link.read(None)
-                if asked is not None:
-                    self._answer(asked)
+                request = self._link.read(None)
+                if request is not None:
+                    self._answer(request)
         except (TransportError, DeadlineError) as error:
             if not self._stopped:
                 log.info("%s; this worker keeps its weights, version %d", error.what, self.version)
 
-    def _answer(self, asked: Info) -> Message | Exception:
+    def _answer(self, request: Info) -> Message | Exception:
         """Do what the message of a request says, answer it, and return the message, or what went wrong."""
-        number = asked.get("number")
+        number = request.get("number")
         try:
-            message = read(asked.get("message"))
-            told = {} if isinstance(message, Keep) else self._receiver.handle(message)
+            message = read(request.get("message"))
+            answer = {} if isinstance(message, Keep) else self._receiver.handle(message)
             if isinstance(message, Finish):
                 self._landed(message.version)
                 with self._news:
@@ -250,7 +250,7 @@ class SchemeWorkerEnd:
         except Exception as error:  # noqa: BLE001 - the trainer learns of it, whatever it is
             self._link.send({"number": number, "error": _described(error)}, deadline(_ANSWER_S))
             return error
-        self._link.send({"number": number, "told": told}, deadline(_ANSWER_S))
+        self._link.send({"number": number, "told": answer}, deadline(_ANSWER_S))
         return message
 
 
