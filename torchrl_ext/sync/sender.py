@@ -32,7 +32,7 @@ from torchrl_ext.sync.connection import Connection, Spans, client_of, parts_of
 from torchrl_ext.sync.only import Only, chosen, trainable
 from torchrl_ext.sync.update_source import UpdateSource, bump
 from torchrl_ext.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
-from torchrl_ext.transports.ranks import Steps, TrainerRanks, drives
+from torchrl_ext.transports.ranks import Steps, TrainerRanks, numbered
 from torchrl_ext.types import PROOFS, Info, ParamMeta, Part, SyncReport, least
 from torchrl_ext.weights.derived import as_mapper, converted
 from torchrl_ext.weights.source import (
@@ -113,9 +113,9 @@ class WeightSender:
         self._verify = self._wanted and engine is not None
         engine = client_of(transport, engine, rank)
         self._transport = transport
-        self._mapper, self._dtype, self._rank = mapper, dtype, rank
+        self._mapper, self._dtype = mapper, dtype
         self._outputs = Outputs.wanted(verify, max_gap, probe)
-        self._ranks = transport.ranks = TrainerRanks(f"sender/{transport.name}", transport.timeout_s, rank=rank)
+        self._ranks = transport.ranks = TrainerRanks(numbered("sender"), transport.timeout_s, rank=rank)
         self._model: Callable[[], Any] = lambda: None
         self._read: Callable[[Any], WeightSource] = as_source
         self._collectors: list[weakref.ref[Any]] = []
@@ -168,8 +168,15 @@ class WeightSender:
             params = self._source(None).params()
         else:
             params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
-        if drives(self._rank):
-            self._connection.ensure(params, self._spans)
+        if self._transport.gathers:  # the other ranks take no part
+            if self._ranks.drives:
+                self._connection.ensure(params, self._spans)
+        elif self._ranks.drives:
+            with self._ranks.leading() as session:
+                session.end(self.version, accepted=False)
+                self._connection.ensure(params, self._spans)
+        else:
+            self._ranks.following(lambda: steps_of(self._transport, self._source(None)))
 
     def update_weights(self, weights: Any = None, *, only: Only | None = None) -> SyncReport:
         """Send the registered model's weights, or ``weights``, as the next version.
@@ -189,7 +196,7 @@ class WeightSender:
             WeightSyncError: the update failed; the message says which engines serve what.
         """
         with exclusive(self._transport, "update_weights"), self._connection.turn():
-            report, accepted = self._follow(weights, only) if self._ranks.rank else self._lead(weights, only)
+            report, accepted = self._lead(weights, only) if self._ranks.drives else self._follow(weights, only)
         for _ in range(accepted):
             bump(self._collectors)
         return report
@@ -217,7 +224,7 @@ class WeightSender:
     def _lead(self, weights: Any, only: Only | None) -> tuple[SyncReport, int]:
         """Drive an update on rank 0, and return its report, and that one more was accepted."""
         started = time.perf_counter()
-        with self._ranks.leading(self.version) as session:
+        with self._ranks.leading() as session:
             source, names = self._begun(weights, only)
             report = self._drive(source, names, weights, started)
             session.end(self.version, accepted=True)
@@ -244,8 +251,10 @@ class WeightSender:
 
             return {"limit": limit, "outputs": outputs, **steps_of(self._transport, source)}
 
-        ended = self._ranks.follow(steps)
-        self.version = ended.version
+        ended = self._ranks.following(steps)
+        self.version = self.version + 1 if ended.version is None else ended.version
+        if ended.error is not None and not self._transport.gathers:
+            raise ended.error
         if not ended.accepted:
             log.warning("trainer rank 0 could not put an update in service; engines serve version %d", self.version)
         return SyncReport(version=self.version, transport=self._transport.name), ended.accepted
@@ -259,7 +268,7 @@ class WeightSender:
         self._spans, self._stats, source.version = Spans(), TransferStats(), self._next_version()
         try:
             if self._outputs is not None:
-                self._ranks.order("outputs")
+                self._ranks.session.order("outputs", always=True)
                 compared = self._outputs.compared(self.engine, source, weights, self._model())
             try:
                 with compared:
@@ -291,7 +300,7 @@ class WeightSender:
             source.limit(None)
             anew = self._connection.ensure(source.params(), self._spans) or anew
             base = None if names is None or anew or names == self._refused else self._base()
-            self._ranks.order("limit", base=base)
+            self._ranks.session.order("limit", always=True, base=base)
             if names is not None and base is not None:
                 source.limit(Part(base=base, names=names), narrow=self._transport.parts)
             source.digesting = self._verify and self.engine.verifies and not self._transport.proves

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.sync.only import PartSource
-from torchrl_ext.transports.ranks import several_ranks
+from torchrl_ext.transports.ranks import torch_group
 from torchrl_ext.types import ParamMeta, Part
 from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper
 from torchrl_ext.weights.digests import tensor_digest
@@ -134,7 +134,7 @@ class UpdateSource(WeightSource):
 
         One that cannot be finished is logged, not raised: the caller has an error of its own to raise.
         """
-        if not self._gathers or not several_ranks():
+        if not self._gathers or torch_group().size == 1:
             return
         try:
             for _ in self._begin() if self._stream is None else self._stream:

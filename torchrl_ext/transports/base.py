@@ -143,7 +143,7 @@ class Transport(ABC):
     gathers: ClassVar[bool] = True
     """`prepare` or ``transfer`` passes over the source, in which the other trainer ranks take part."""
     timeout_s: float = 60.0
-    ranks: TrainerRanks = TrainerRanks("")
+    ranks: TrainerRanks = TrainerRanks("nobody", 60.0)
 
     def __init__(self, *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
@@ -264,7 +264,7 @@ def exclusive(transport: Transport, what: str) -> Iterator[None]:
 def passing(transport: Transport, source: WeightSource) -> Iterator[None]:
     """Have the other trainer ranks take part in the block's pass over ``source``, which is finished if it fails."""
     if transport.gathers:
-        transport.ranks.order("gather")
+        transport.ranks.session.order("gather", always=True)
     try:
         yield
     except BaseException:

@@ -11,6 +11,7 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.landing.loader import TensorsLoader, as_loader
 from torchrl_ext.transports.base import Arrival, Transport, Update, WorkerEnd, exclusive, passing, steps_of
+from torchrl_ext.transports.ranks import TrainerRanks, numbered
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.source import as_source, inner_model, is_mapping
 
@@ -106,8 +107,12 @@ class StandaloneTransport(Transport):
         """
         weights = model_id if weights is None else weights
         with exclusive(self, "send_weights"):
-            if self.ranks.rank:
-                self.ranks.follow(lambda: steps_of(self, as_source(weights)))
+            if "ranks" not in vars(self):
+                self.ranks = TrainerRanks(numbered("transport"), self.timeout_s)
+            if not self.ranks.drives:
+                ended = self.ranks.following(lambda: steps_of(self, as_source(weights)))
+                if ended.error is not None:
+                    raise ended.error
                 return
             with self.ranks.leading() as session:
                 source = as_source(weights)

@@ -11,7 +11,7 @@ from torchrl_ext.codecs.auto import AutoCodec
 from torchrl_ext.codecs.base import Codec
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores import Store
-from torchrl_ext.transports.ranks import Steps, TrainerRanks
+from torchrl_ext.transports.ranks import Session, Steps
 from torchrl_ext.versions.shards.copies import RankCopies, steps
 from torchrl_ext.versions.shards.own import OwnBlocks
 from torchrl_ext.weights.source import WeightSource
@@ -45,14 +45,14 @@ class ByShard:
         store: where versions are written.
         base: the checkpoint directory on which the first version is a delta.
         device: where copies are; as `OwnBlocks`.
-        ranks: returns the trainer's ranks.
+        ranks: returns the session in which rank 0 leads the others.
 
     Attributes:
         own: what this rank keeps.
     """
 
     def __init__(
-        self, store: Store, base: str | None, device: torch.device | None, ranks: Callable[[], TrainerRanks]
+        self, store: Store, base: str | None, device: torch.device | None, ranks: Callable[[], Session]
     ) -> None:
         self._store, self._base, self._ranks = store, base, ranks
         self.own = OwnBlocks(device)
@@ -68,9 +68,9 @@ class ByShard:
         """The bytes that each rank wrote of the last delta, in order of rank; known on rank 0."""
         return () if self._copies is None else self._copies.rank_bytes
 
-    def steps(self, source: WeightSource) -> Steps:
+    def steps(self, source: WeightSource, rank: int) -> Steps:
         """Return what another rank does when rank 0 orders it."""
-        return steps(self.own, source, self._store, self._ranks().rank, self._base)
+        return steps(self.own, source, self._store, rank, self._base)
 
 
 def of_blocks(codec: Codec) -> Codec:

@@ -157,7 +157,7 @@ class DeltaTransport(StandaloneTransport):
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
         self._chain = Chain(self._store, foreign=ForeignVersions(self._store, self._base, settles=True))
         where = None if baseline_device is None else usable_device(baseline_device)
-        self._by_shard = ByShard(self._store, self._base, where, lambda: self.ranks) if by_shard else None
+        self._by_shard = ByShard(self._store, self._base, where, lambda: self.ranks.session) if by_shard else None
         self._writer = ChainWriter(
             self._store,
             self._chain,
@@ -251,7 +251,7 @@ class DeltaTransport(StandaloneTransport):
         return Handoff(ahead=ahead, served=self._writer.acknowledge, stats=stats)
 
     def rank_steps(self, source: WeightSource) -> Steps:
-        return {} if self._by_shard is None else self._by_shard.steps(source)
+        return {} if self._by_shard is None else self._by_shard.steps(source, self.ranks.rank)
 
     def latest_version(self) -> int:
         return max(self._last_version, self._chain.newest())
