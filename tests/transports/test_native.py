@@ -5,23 +5,26 @@ from __future__ import annotations
 
 import hashlib
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from tests.transports.stock_workers import WAIT_S, stock_workers
-from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError
-from torchrl_ext.testing import DTYPES, any_bits
-from torchrl_ext.transports.native.meeting import Meeting, keep_store
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
+from torchrl_ext.testing import DTYPES, any_bits, free_port
+from torchrl_ext.transports.base import Arrival, Update, Worker
+from torchrl_ext.transports.native.meeting import Group, Meeting
 from torchrl_ext.transports.native.transport import NativeTransport
-from torchrl_ext.transports.native.wire import wire_of
+from torchrl_ext.transports.native.wire import layout_of
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.source import MappingSource, as_source
 
 SHORT_S = 2
+GROUP = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "group_name": "g", "backend": "gloo"}
+OFFER = {"make": "sglang", "group": GROUP, "bucket_bytes": 1}
 
 
 # how tensors are cut
@@ -46,20 +49,20 @@ def places(params, first, stop):
 @pytest.mark.parametrize("seed", range(6))
 def test_calls_and_broadcasts_cover_every_parameter_once_and_in_order(make, seed):
     params = some_params(seed)
-    wire = wire_of(params, make, 512)
-    named = [index for first, stop in wire.calls for index in range(first, stop)]
-    carried = [index for one in wire.buckets for span in one.spans for index in range(span.first, span.stop)]
+    layout = layout_of(params, make, 512)
+    named = [index for first, stop in layout.calls for index in range(first, stop)]
+    carried = [index for one in layout.buckets for span in one.spans for index in range(span.first, span.stop)]
     assert named == carried == list(range(len(params)))
-    assert sum(bucket.nbytes for bucket in wire.buckets) == sum(meta.nbytes for meta in params)
+    assert sum(bucket.nbytes for bucket in layout.buckets) == sum(meta.nbytes for meta in params)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_call_to_sglang_is_one_broadcast_in_which_every_tensor_is_aligned(seed):
     params = some_params(seed)
-    wire = wire_of(params, "sglang", 512)
-    spans = [[bucket.spans[0].first, bucket.spans[-1].stop] for bucket in wire.buckets]
-    assert spans == wire.calls
-    for first, stop in wire.calls:
+    layout = layout_of(params, "sglang", 512)
+    spans = [[bucket.spans[0].first, bucket.spans[-1].stop] for bucket in layout.buckets]
+    assert spans == layout.calls
+    for first, stop in layout.calls:
         found = list(places(params, first, stop))
         assert all(at % meta.dtype.itemsize == 0 for meta, at in found)
         assert sum(meta.nbytes for meta, _ in found) <= 512 or len(found) == 1
@@ -68,9 +71,9 @@ def test_a_call_to_sglang_is_one_broadcast_in_which_every_tensor_is_aligned(seed
 @pytest.mark.parametrize("seed", range(6))
 def test_a_call_to_vllm_is_cut_where_a_broadcast_grows_past_its_size(seed):
     params, size = some_params(seed), 512
-    wire = wire_of(params, "vllm", size)
+    layout = layout_of(params, "vllm", size)
     expected = []
-    for first, stop in wire.calls:
+    for first, stop in layout.calls:
         filled = 0
         for meta in params[first:stop]:  # as vLLM's packer and its reader both count
             assert not meta.nbytes or filled % meta.dtype.itemsize == 0
@@ -79,7 +82,7 @@ def test_a_call_to_vllm_is_cut_where_a_broadcast_grows_past_its_size(seed):
                 expected.append(filled)
                 filled = 0
         expected += [filled] if filled else []
-    assert [bucket.nbytes for bucket in wire.buckets if bucket.nbytes] == expected
+    assert [bucket.nbytes for bucket in layout.buckets if bucket.nbytes] == expected
 
 
 # the trainer's end, and workers of torch's calls alone
@@ -98,20 +101,25 @@ def trainer(workers):
     made.shutdown()
 
 
-def connect(trainer, workers, wait=True):
-    handoff = trainer.open(len(workers), ())
+def connect(trainer, workers):
+    """Form a group, and return its name."""
+    handoff = trainer.open(len(workers), (), Deadline(trainer.timeout_s))
     for rank, worker in enumerate(workers, 1):
         worker.tell("init", group=handoff.info["group"], rank=rank)
-    if wait:
-        handoff.transfer()
-        assert [worker.answer() for worker in workers] == [{"ok": None}] * len(workers)
-    return handoff
+    handoff.transfer(Deadline(trainer.timeout_s))
+    assert [worker.answer() for worker in workers] == [{"ok": None}] * len(workers)
+    return handoff.info["group"]["group_name"]
 
 
-def tell_to_receive(handoff, workers, name):
+def prepared(trainer, source, version=1):
+    return trainer.prepare(Update(source=source, version=version), Deadline(trainer.timeout_s))
+
+
+def tell_to_receive(handoff, source, workers, name):
+    rows = [meta.to_json() for meta in source.params()]
     for first, stop in handoff.info["calls"]:
         for worker in workers:
-            worker.tell("receive", name=name, params=handoff.info["params"][first:stop])
+            worker.tell("receive", name=name, params=rows[first:stop])
 
 
 def received(handoff, worker):
@@ -128,12 +136,12 @@ def digests(named):
 
 
 def send(trainer, workers, name, version=1):
-    sent = weights(version)
-    handoff = trainer.prepare(as_source(sent), version)
-    tell_to_receive(handoff, workers, name)
-    handoff.transfer()
+    source = as_source(weights(version))
+    handoff = prepared(trainer, source, version)
+    tell_to_receive(handoff, source, workers, name)
+    handoff.transfer(Deadline(WAIT_S))
     for worker in workers:
-        assert received(handoff, worker) == digests(sent)
+        assert received(handoff, worker) == digests(dict(source))
 
 
 def leave(workers, name):
@@ -143,16 +151,14 @@ def leave(workers, name):
 
 
 def test_every_bit_arrives_at_four_workers_in_two_versions(trainer, workers):
-    name = connect(trainer, workers).info["group"]["group_name"]
+    name = connect(trainer, workers)
     send(trainer, workers, name)
     send(trainer, workers, name, 2)
     assert leave(workers, name) == [{"ok": None}] * 4
 
 
 def test_a_trainer_that_gives_up_half_way_frees_all_workers_who_leave_and_the_next_group_works(trainer, workers):
-    name = connect(trainer, workers).info["group"]["group_name"]
-
-    sent = weights()
+    name = connect(trainer, workers)
 
     class Halting(MappingSource):
         def __iter__(self):
@@ -161,29 +167,29 @@ def test_a_trainer_that_gives_up_half_way_frees_all_workers_who_leave_and_the_ne
                     raise RuntimeError("the source broke")
                 yield pair
 
-    handoff = trainer.prepare(Halting(sent), 1)
-    tell_to_receive(handoff, workers, name)
+    source = Halting(weights())
+    handoff = prepared(trainer, source)
+    tell_to_receive(handoff, source, workers, name)
     with pytest.raises(RuntimeError, match="the source broke"):
-        handoff.transfer()
-    trainer.abort()  # as a sender does then
+        handoff.transfer(Deadline(WAIT_S))
     for worker in workers:  # as the client of an engine does after a failure
         worker.tell("destroy", name=name)
     for worker in workers:
         told = [worker.answer() for _ in handoff.info["calls"]]
         assert any("error" in answer for answer in told)
         assert worker.answer() == {"ok": None}
-    name = connect(trainer, workers).info["group"]["group_name"]
+    name = connect(trainer, workers)
     send(trainer, workers, name, 2)
     leave(workers, name)
 
 
 def test_a_rank_that_never_comes_ends_the_wait_of_the_others_at_the_trainers_deadline(workers):
     trainer = NativeTransport(timeout_s=SHORT_S)
-    handoff = trainer.open(3, ())
+    handoff = trainer.open(3, (), Deadline(SHORT_S))
     for rank in (1, 2):
         workers[rank].tell("init", group=handoff.info["group"], rank=rank)
     with pytest.raises(DeadlineError, match="the 4 ranks of a group did not meet"):
-        handoff.transfer()
+        handoff.transfer(Deadline(SHORT_S))
     for rank in (1, 2):
         assert "error" in workers[rank].answer()
     trainer.shutdown()
@@ -193,15 +199,15 @@ def test_a_worker_that_is_stopped_ends_an_update_at_the_deadline_and_by_an_abort
     two = workers[:2]
     trainer = NativeTransport(timeout_s=SHORT_S, bucket_bytes=1 << 16)
     for abort in (False, True):
-        name = connect(trainer, two).info["group"]["group_name"]
-        sent = {f"p{i}": any_bits(torch.float32, 1 << 20) for i in range(8)}
-        handoff = trainer.prepare(as_source(sent), 1)
+        name = connect(trainer, two)
+        handoff = prepared(trainer, as_source({f"p{i}": any_bits(torch.float32, 1 << 20) for i in range(8)}))
+        within = Deadline(SHORT_S)
         two[0].freeze()
         try:
             with ThreadPoolExecutor(1) as pool:
-                moving = pool.submit(handoff.transfer)
+                moving = pool.submit(handoff.transfer, within)
                 if abort:
-                    trainer.abort()
+                    within.stop.set()
                 with pytest.raises((DeadlineError, TransportError), match="was not sent to every engine"):
                     moving.result(WAIT_S)
         finally:
@@ -216,28 +222,28 @@ def test_a_worker_that_dies_ends_the_update_at_once():
         trainer = NativeTransport(timeout_s=WAIT_S)
         connect(trainer, two)
         assert trainer.check_connection()
-        handoff = trainer.prepare(as_source({f"p{i}": any_bits(torch.float32, 1 << 20) for i in range(8)}), 1)
+        handoff = prepared(trainer, as_source({f"p{i}": any_bits(torch.float32, 1 << 20) for i in range(8)}))
         two[1].child.kill()
         with pytest.raises(TransportError, match="was not sent to every engine"):
-            handoff.transfer()
+            handoff.transfer(Deadline(WAIT_S))
         trainer.shutdown()
 
 
 # settings
 
 
-def test_a_message_lies_in_the_store_until_the_last_worker_has_it():
-    stop = threading.Event()
-    kept = keep_store("127.0.0.1", 0, WAIT_S, stop)
-    how = {"device": torch.device("cpu"), "backend": "gloo", "timeout_s": WAIT_S, "stop": stop}
+def test_word_of_a_version_lies_in_the_store_until_the_last_worker_has_it():
+    group = Group(**GROUP | {"master_port": free_port(), "world_size": 3})
+    within = Deadline(WAIT_S)
     trainer, quick, slow = (
-        Meeting("sglang", "127.0.0.1", kept.port, None if rank else kept, rank, 3, "group", **how) for rank in range(3)
+        Meeting("sglang", group, rank, device=torch.device("cpu"), within=within) for rank in range(3)
     )
-    before = trainer._store.num_keys()
-    for number in range(5):
-        trainer.tell({"number": number})
+    before, params = trainer._store.num_keys(), tuple(some_params(0))
+    said = [Arrival(version=number, params=params, info={"number": number}) for number in range(5)]
+    for arrival in said:
+        trainer.put(arrival, within)
     for one in (quick, slow):
-        assert [one.hear(WAIT_S) for _ in range(5)] == [{"number": number} for number in range(5)]
+        assert [one.get(within) for _ in said] == said
     assert trainer._store.num_keys() == before
     for one in (quick, slow, trainer):
         one.close()
@@ -253,17 +259,32 @@ def test_settings_that_cannot_work_are_refused(settings):
         NativeTransport(**{"device": "cpu", **settings})
 
 
-def test_a_port_that_is_taken_is_named(workers):
-    first = NativeTransport()
-    port = first.open(1, ()).info["group"]["master_port"]
+def test_a_port_that_is_taken_is_named():
+    first, within = NativeTransport(), Deadline(WAIT_S)
+    port = first.open(1, (), within).info["group"]["master_port"]
     with pytest.raises(TransportError, match=f"nobody can listen at 127.0.0.1:{port}"):
-        NativeTransport(master_port=port).open(1, ())
+        NativeTransport(master_port=port).open(1, (), within)
     first.shutdown()
 
 
-@pytest.mark.parametrize("broken", [{}, {"group": 1}, {"group": {"master_address": 1}}, {"bucket_bytes": "x"}], ids=str)
-def test_an_invitation_that_cannot_be_read_is_refused(broken):
-    group = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "group_name": "g", "backend": "gloo"}
-    info = {"make": "sglang", "group": group, "bucket_bytes": 1, "timeout_s": 1.0}
-    with pytest.raises(WeightSyncError):
-        NativeTransport.from_info({**info, **broken} if broken else {})
+@pytest.mark.parametrize(
+    ("offer", "rank", "named"),
+    [
+        ({}, 1, "make"),
+        (OFFER | {"group": 1}, 1, "group"),
+        (OFFER | {"group": GROUP | {"master_address": 1}}, 1, "master_address"),
+        (OFFER | {"bucket_bytes": "x"}, 1, "bucket_bytes"),
+        (OFFER | {"make": "tensorrt"}, 1, "make"),
+        (OFFER, 2, "rank 2"),
+    ],
+)
+def test_an_offer_that_cannot_be_read_is_refused(offer, rank, named):
+    with pytest.raises(ConfigError, match=named):
+        NativeTransport.join(offer, Worker(rank=rank), Deadline(SHORT_S))
+
+
+def test_a_worker_sends_nothing_and_a_trainer_receives_nothing():
+    for rank in (0, 1):
+        end = NativeTransport(rank=rank, world_size=2, master_port=free_port())
+        with pytest.raises(NotConnectedError, match=f"rank {rank}"):
+            end.send_weights({"x": torch.zeros(1)}) if rank else end.receive_weights(0.0)

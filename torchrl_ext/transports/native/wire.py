@@ -14,18 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from torchrl_ext.transports.buckets import Bucket, Span
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["MAKES", "Wire", "wire_of"]
+__all__ = ["MAKES", "Layout", "Make", "layout_of"]
 
-MAKES = ("sglang", "vllm")
+Make = Literal["sglang", "vllm"]
+MAKES: tuple[Make, ...] = get_args(Make)
 """Engines whose wires are known."""
 
 
 @dataclass(frozen=True)
-class Wire:
+class Layout:
     """How one list of parameters travels.
 
     Attributes:
@@ -37,7 +39,7 @@ class Wire:
     calls: list[list[int]]
 
 
-def wire_of(params: Sequence[ParamMeta], make: str, bucket_bytes: int) -> Wire:
+def layout_of(params: Sequence[ParamMeta], make: str, bucket_bytes: int) -> Layout:
     """Return how ``params`` travel; a function of its arguments alone, so that two processes agree.
 
     Args:
@@ -73,4 +75,4 @@ def wire_of(params: Sequence[ParamMeta], make: str, bucket_bytes: int) -> Wire:
         if make == "vllm" and filled > bucket_bytes:
             close(index + 1, call=False)
     close(len(params), call=True)
-    return Wire(tuple(buckets), calls)
+    return Layout(tuple(buckets), calls)
