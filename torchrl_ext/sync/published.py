@@ -22,7 +22,8 @@ from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
-from torchrl_ext.types import Handoff, Info, ParamMeta, adapter_rank
+from torchrl_ext.types import Handoff, Info, ParamMeta
+from torchrl_ext.weights.adapter import adapter_rank
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import tensor_digest
 

@@ -38,7 +38,8 @@ from torchrl_ext.messages import (
 )  # fmt: skip
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.sync.published import check_adapter
-from torchrl_ext.types import Info, adapter_label, adapter_version
+from torchrl_ext.types import Info
+from torchrl_ext.weights.adapter import adapter_label, adapter_version
 
 __all__ = ["HOOKS", "Adapters", "check_worker"]
 
