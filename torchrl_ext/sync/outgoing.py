@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import DeadlineError, ManifestError
-from torchrl_ext.sync.parts import PartSource
+from torchrl_ext.sync.only import PartSource
 from torchrl_ext.transports.ranks import shared_store, store_gone
 from torchrl_ext.types import Info, ParamMeta, Part
 from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper

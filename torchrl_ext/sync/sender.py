@@ -29,8 +29,8 @@ from torchrl_ext.messages import REPLACED
 from torchrl_ext.proof.outputs import Compute, Outputs, Probe
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.connection import Connection, Spans, client_of, parts_of
+from torchrl_ext.sync.only import Only, chosen, trainable
 from torchrl_ext.sync.outgoing import Outgoing, Ranks, bump
-from torchrl_ext.sync.parts import Only, chosen, trainable
 from torchrl_ext.transports.base import TransferStats, Transport
 from torchrl_ext.transports.ranks import drives
 from torchrl_ext.types import PROOFS, Handoff, ParamMeta, Part, SyncReport, least
@@ -174,7 +174,7 @@ class WeightSender:
 
         Args:
             weights: the whole model, in place of the registered one.
-            only: which tensors may differ from what was sent last (`torchrl_ext.sync.parts.Only`); the same on every
+            only: which tensors may differ from what was sent last (`torchrl_ext.sync.only.Only`); the same on every
                 trainer rank. These alone are sent, where all engines serve what was sent last; else everything is,
                 after a failure or with a new engine for example, and `SyncReport.part` says so. Where engines refuse
                 them alone, and serve what they served, everything is sent at once by a trainer of one rank.

@@ -31,7 +31,7 @@ from torchrl_ext.messages import (
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.sync.engines.hosts import Host, ModuleHost, VLLMHost, host_of
 from torchrl_ext.sync.engines.switching import Switch
-from torchrl_ext.sync.parts import Only
+from torchrl_ext.sync.only import Only
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
 from torchrl_ext.weights.source import WeightSource
 
@@ -241,7 +241,7 @@ class InProcessEngine(EngineClient):
 
         Args:
             model_weights_path: the directory.
-            only: which of its tensors (`torchrl_ext.sync.parts.Only`); all others stay as they are, and only these are
+            only: which of its tensors (`torchrl_ext.sync.only.Only`); all others stay as they are, and only these are
                 moved. None for all.
 
         Returns:

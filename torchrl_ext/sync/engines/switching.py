@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torchrl_ext.errors import UpdateError, WeightSyncError
 from torchrl_ext.registry import transports
+from torchrl_ext.sync.only import Only, chosen
 from torchrl_ext.sync.outgoing import Outgoing
-from torchrl_ext.sync.parts import Only, chosen
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.types import SyncReport
 from torchrl_ext.weights.checkpoint import CheckpointSource

@@ -15,7 +15,7 @@ from torchrl_ext.landing.loader import TensorsLoader, WeightLoader
 from torchrl_ext.messages import Finish, Join, Prefetch, Start, loading
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.sync.parts import PartSource, chosen, trainable
+from torchrl_ext.sync.only import PartSource, chosen, trainable
 from torchrl_ext.types import Part
 from torchrl_ext.weights.derived import CastSource, Layered, RenamedSource
 from torchrl_ext.weights.shards.blocks import Block, Shard
