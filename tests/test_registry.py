@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor, wait
-from importlib.metadata import entry_points
+from importlib.metadata import distributions
 
 import pytest
 
@@ -53,10 +53,8 @@ def test_a_constructors_own_error_is_its_own(registry):
 def test_words_of_other_projects_stand_for_a_name_and_are_not_listed():
     for word, name in (("nccl", "collective"), ("broadcast", "collective"), ("cuda_ipc", "ipc")):
         assert transports.load(word) is transports.load(name) and word not in transports.names()
-    registry = Registry("box")
-    registry.alias("crate", "strict")
     with pytest.raises(ConfigError, match="no box called 'strict'"):
-        registry.load("crate")
+        Registry("box", aliases={"crate": "strict"}).load("crate")
 
 
 @pytest.fixture
@@ -101,21 +99,34 @@ def test_a_transport_whose_class_cannot_be_had_is_named_and_the_others_are_follo
     assert inspection.followed() == ["disk"]
 
 
-def test_transports_of_other_packages_are_found_after_a_look_that_failed_and_beside_one_that_runs(site, monkeypatch):
+@pytest.mark.parametrize("file", ["entry_points.txt", "METADATA"])
+def test_a_package_whose_files_are_damaged_hides_no_other(site, file, caplog):
+    broken = site / "ants-1.0.dist-info"
+    broken.mkdir()
+    (broken / "entry_points.txt").write_text("[torchrl_ext.transports]\nant = ants:AntTransport\n")
+    (broken / file).write_bytes(b"Name: \xff\n")
+    ours = Registry("transport", group="torchrl_ext.transports")
+    assert ours.names().keys() == {"pigeon", "dodo", "disk"} and ours.load("pigeon")
+    (record,) = caplog.records
+    assert "transports of one package are left out: 'utf-8' codec" in record.getMessage()
+
+
+def test_a_look_that_the_system_refused_is_repeated_and_a_thread_beside_it_waits(site, monkeypatch):
     looks, ours = [], Registry("transport", group="torchrl_ext.transports")
+    ours.register("disk", "torchrl_ext.transports.disk:DiskTransport", "files")
 
-    def look(**how):
-        looks.append(pool.submit(ours.names))  # another thread, in the middle of this look
-        wait(looks, 0.5)
-        if len(looks) == 1:
+    class Refused:
+        @property
+        def entry_points(self):
+            looks.append(pool.submit(ours.names))  # another thread, in the middle of this look
+            assert not wait(looks[-1:], 0.5).done
             raise OSError("too many open files")
-        return entry_points(**how)
 
-    monkeypatch.setattr("importlib.metadata.entry_points", look)
-    with ThreadPoolExecutor(2) as pool:
-        with pytest.raises(OSError, match="too many open files"):
-            ours.names()
-        assert all("pigeon" in found for found in (ours.names(), *(one.result(WAIT_S) for one in looks)))
+    monkeypatch.setattr("importlib.metadata.distributions", lambda: iter([Refused()] if not looks else found))
+    found = [*distributions()]
+    with ThreadPoolExecutor(1) as pool:
+        assert ours.names().keys() == {"disk"}
+        assert ours.names().keys() == looks[0].result(WAIT_S).keys() == {"disk", "pigeon", "dodo"}
 
 
 def test_what_a_trainer_registered_is_not_said_to_be_known_by_an_engine():

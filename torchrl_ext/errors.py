@@ -1,22 +1,4 @@
-"""The tree of errors; every message says what happened, what was expected, what the state is now, what to do next.
-
-::
-
-    WeightSyncError (RuntimeError)
-    ├── ConfigError (ValueError)       a setting or a name that cannot work; raised before any I/O
-    ├── ManifestError                  names, shapes or dtypes that do not agree
-    ├── IntegrityError                 bytes that are not what the manifest promises
-    │   └── StaleBaseError             a version that builds on one which its receiver does not hold
-    ├── DeadlineError (TimeoutError)   a wait that reached its deadline; names the peer
-    ├── TransportError                 the data layer failed
-    │   ├── NotConnectedError          used before `init_all_workers_group` / `connect`, or after `shutdown`
-    │   ├── ConcurrentUpdateError      a second send while one runs
-    │   └── StoreError                 files: no space, no permission, not visible
-    └── EngineError                    the control layer failed; carries one row per engine
-        ├── EngineUnreachableError     no answer at the address
-        ├── EngineRefusedError         the engine answered, and the answer is no
-        └── UpdateError                an update that not every engine accepted; carries the report
-"""
+"""The tree of errors; every message says what happened, what was expected, what the state is now, what to do next."""
 
 from __future__ import annotations
 
@@ -50,11 +32,8 @@ class WeightSyncError(RuntimeError):
         self, what: str, *, expected: str | None = None, state: str | None = None, hint: str | None = None
     ) -> None:
         self.what, self.expected, self.state, self.hint = what, expected, state, hint
-        parts = [what.rstrip(".") + "."]
-        parts += [f"Expected: {expected.rstrip('.')}."] if expected else []
-        parts += [f"State: {state.rstrip('.')}."] if state else []
-        parts += [f"Next: {hint.rstrip('.')}."] if hint else []
-        super().__init__(" ".join(parts))
+        parts = [("", what), ("Expected: ", expected), ("State: ", state), ("Next: ", hint)]
+        super().__init__(" ".join(f"{name}{text.rstrip('.')}." for name, text in parts if text or not name))
 
 
 class ConfigError(WeightSyncError, ValueError):
@@ -82,7 +61,7 @@ class TransportError(WeightSyncError):
 
 
 class NotConnectedError(TransportError):
-    """The transport has no connection yet, or no longer."""
+    """A transport was used before `init_all_workers_group` or `connect`, or after `shutdown`."""
 
 
 class ConcurrentUpdateError(TransportError):
@@ -90,7 +69,7 @@ class ConcurrentUpdateError(TransportError):
 
 
 class StoreError(TransportError):
-    """A directory or an object store could not be written or read."""
+    """A directory or an object store could not be written or read: no space, no permission, not visible."""
 
 
 class EngineError(WeightSyncError):

@@ -14,7 +14,7 @@ import importlib
 import inspect
 import logging
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -22,15 +22,7 @@ from torchrl_ext.errors import ConfigError
 
 log = logging.getLogger("torchrl_ext")
 
-__all__ = ["Entry", "Registry", "engines", "launchers", "scorers", "transports"]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One row of a registry: where a class lives, and what it is for."""
-
-    path: str
-    summary: str
+__all__ = ["Registry", "engines", "launchers", "transports"]
 
 
 class Registry:
@@ -38,13 +30,22 @@ class Registry:
 
     Args:
         kind: the word used in messages, for example ``"transport"``.
+        entries: our own classes: name -> path below this package (``"module:Class"``), and one line on its use.
         group: entry-point group by which other packages add names; None for a table that they cannot add to.
+        aliases: words of other projects -> the registered names that they stand for; `names` does not list them.
     """
 
-    def __init__(self, kind: str, group: str | None = None) -> None:
-        self._kind, self._group, self._looking = kind, group, threading.Lock()
-        self._entries: dict[str, Entry] = {}
-        self._aliases: dict[str, str] = {}
+    def __init__(
+        self,
+        kind: str,
+        entries: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+        *,
+        group: str | None = None,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._kind, self._group, self._aliases = kind, group, aliases
+        self._loading = threading.Lock()
+        self._entries = {name: (f"torchrl_ext.{path}", summary) for name, (path, summary) in entries.items()}
 
     def register(self, name: str, path: str, summary: str) -> None:
         """Add ``name`` for the class at ``path`` (``"package.module:Class"``).
@@ -52,21 +53,14 @@ class Registry:
         Raises:
             ConfigError: the name stands for another class already.
         """
-        entry = Entry(path, summary)
-        known = self._entries.get(name)
-        if known is not None and known.path != path:
-            raise ConfigError(f"{self._kind} name {name!r} is taken by {known.path}", hint="pick another name")
-        self._entries[name] = entry
-
-    def alias(self, name: str, of: str) -> None:
-        """Let ``name``, a word of other projects, stand for the registered name ``of``; `names` has only the latter."""
-        self._aliases[name] = of
+        taken, _ = self._entries.setdefault(name, (path, summary))
+        if taken != path:
+            raise ConfigError(f"{self._kind} name {name!r} is taken by {taken}", hint="pick another name")
 
     def names(self) -> MappingProxyType[str, str]:
         """Return a read-only mapping of the names to one line each."""
-        if self._group is not None:
-            self._look_around(self._group)
-        return MappingProxyType({name: entry.summary for name, entry in self._entries.items()})
+        self._load_entry_points()
+        return MappingProxyType({name: summary for name, (_, summary) in self._entries.items()})
 
     def load(self, name: str) -> type[Any]:
         """Import and return the class behind ``name``.
@@ -74,8 +68,7 @@ class Registry:
         Raises:
             ConfigError: nobody registered the name, its imports fail, or its module has no such class.
         """
-        if self._group is not None:
-            self._look_around(self._group)
+        self._load_entry_points()
         if name not in self._entries:  # a package may have brought a class by the name of an alias
             name = self._aliases.get(name, name)
         if name not in self._entries:
@@ -85,20 +78,15 @@ class Registry:
                 expected=f"one of {', '.join(sorted(self._entries))}",
                 hint=f"did you mean {close[0]!r}?" if close else None,
             )
-        entry = self._entries[name]
-        module, _, attribute = entry.path.partition(":")
+        path, _ = self._entries[name]
+        module, _, attribute = path.partition(":")
         try:
             return getattr(importlib.import_module(module), attribute)
-        except ImportError as error:
-            raise ConfigError(
-                f"{self._kind} {name!r} cannot be imported: {error}",
-                hint="install the package that the message names",
-            ) from error
         except Exception as error:  # whatever another package's module raises while it is imported
-            raise ConfigError(
-                f"{self._kind} {name!r} cannot be imported: {error}",
-                hint=f"{entry.path} is what its package names: install a release of it that has this class",
-            ) from error
+            hint = f"{path} is what its package names: install a release of it that has this class"
+            if isinstance(error, ImportError):
+                hint = "install the package that the message names"
+            raise ConfigError(f"{self._kind} {name!r} cannot be imported: {error}", hint=hint) from error
 
     def make(self, name: str, **settings: Any) -> Any:
         """Build the class behind ``name`` with ``settings``.
@@ -118,73 +106,73 @@ class Registry:
             ) from error
         return cls(**settings)
 
-    def _look_around(self, group: str) -> None:
-        """Add what installed packages have in the entry-point group, once; a name that is taken keeps its class."""
-        from importlib.metadata import entry_points  # imported late: its call scans all installed packages
+    def _load_entry_points(self) -> None:
+        """Add what installed packages have in the entry-point group, once; a name that is taken keeps its class.
 
-        with self._looking:
-            if self._group is None:  # another thread was first
-                return
-            for point in entry_points(group=group):
-                package = "another package" if point.dist is None else f"package {point.dist.name}"
-                known = self._entries.setdefault(point.name, Entry(point.value, f"of {package}"))
-                if known.path != point.value:
-                    log.warning(
-                        "%s %r of %s is left out: the name is taken by %s", self._kind, point.name, package, known.path
-                    )
-            self._group = None
+        A package with damaged files is left out. Where the system refuses a file, the next call looks again.
+        """
+        if self._group is None:
+            return
+        from importlib.metadata import distributions  # imported late: its call scans all installed packages
+
+        with self._loading:
+            group, refused = self._group, False
+            for package in distributions() if group is not None else ():
+                try:
+                    for point in package.entry_points.select(group=group):
+                        path, _ = self._entries.setdefault(point.name, (point.value, f"of package {package.name}"))
+                        if path != point.value:
+                            words = "%s %r of package %s is left out: the name is taken by %s"
+                            log.warning(words, self._kind, point.name, package.name, path)
+                except Exception as error:  # noqa: BLE001 - whatever damaged files raise
+                    refused |= isinstance(error, OSError)
+                    log.warning("%ss of one package are left out: %s", self._kind, error)
+            self._group = group if refused else None
 
 
-transports = Registry("transport", group="torchrl_ext.transports")
-transports.register(
-    "collective",
-    "torchrl_ext.transports.collective.transport:VLLMCollectiveTransport",
-    "broadcast over NCCL (CUDA) or gloo (CPU)",
-)
-transports.register(
-    "disk", "torchrl_ext.transports.disk:DiskTransport", "complete Hugging Face checkpoints in a shared directory"
-)
-transports.register(
-    "delta", "torchrl_ext.transports.delta.transport:DeltaTransport", "only what changed, as a chain of versions"
-)
-transports.register(
-    "ipc", "torchrl_ext.transports.ipc.transport:IPCTransport", "shared memory (CPU) or CUDA IPC (GPU) on one machine"
-)
-transports.register(
-    "sharded",
-    "torchrl_ext.transports.sharded.transport:ShardedTransport",
-    "slices from the trainer ranks that hold them to the workers that need them",
-)
-transports.register(
-    "native",
-    "torchrl_ext.transports.native.transport:NativeTransport",
-    "broadcasts to stock engines: SGLang's distributed updates, vLLM's nccl backend",
-)
-transports.alias("nccl", "collective")  # SkyRL's words
-transports.alias("broadcast", "collective")
-transports.alias("cuda_ipc", "ipc")
-transports.register("memory", "torchrl_ext.transports.memory:MemoryTransport", "within one process")
-
-engines = Registry("engine")
-engines.register("vllm", "torchrl_ext.rpc.engines.vllm:VLLMEngine", "a vLLM server over HTTP")
-engines.register("sglang", "torchrl_ext.rpc.engines.sglang:SGLangEngine", "an SGLang server over HTTP")
-engines.register(
-    "embedded", "torchrl_ext.rpc.engines.vllm:EmbeddedEngine", "the embedded transformers engine over HTTP"
-)
-engines.register(
-    "inprocess",
-    "torchrl_ext.sync.engines.inprocess:InProcessEngine",
-    "a module, a receiver or a vLLM object in this process",
+transports = Registry(
+    "transport",
+    {
+        "collective": (
+            "transports.collective.transport:VLLMCollectiveTransport",
+            "broadcast over NCCL (CUDA) or gloo (CPU)",
+        ),
+        "disk": ("transports.disk:DiskTransport", "complete Hugging Face checkpoints in a shared directory"),
+        "delta": ("transports.delta.transport:DeltaTransport", "only what changed, as a chain of versions"),
+        "ipc": ("transports.ipc.transport:IPCTransport", "shared memory (CPU) or CUDA IPC (GPU) on one machine"),
+        "sharded": (
+            "transports.sharded.transport:ShardedTransport",
+            "slices from the trainer ranks that hold them to the workers that need them",
+        ),
+        "native": (
+            "transports.native.transport:NativeTransport",
+            "broadcasts to stock engines: SGLang's distributed updates, vLLM's nccl backend",
+        ),
+        "memory": ("transports.memory:MemoryTransport", "within one process"),
+    },
+    group="torchrl_ext.transports",
+    aliases={"nccl": "collective", "broadcast": "collective", "cuda_ipc": "ipc"},  # SkyRL's words
 )
 
-engines.register(
-    "ray", "torchrl_ext.sync.engines.ray:connect_actors", "engines in Ray actors, and TorchRL's vLLM engines"
+engines = Registry(
+    "engine",
+    {
+        "vllm": ("rpc.engines.vllm:VLLMEngine", "a vLLM server over HTTP"),
+        "sglang": ("rpc.engines.sglang:SGLangEngine", "an SGLang server over HTTP"),
+        "embedded": ("rpc.engines.vllm:EmbeddedEngine", "the embedded transformers engine over HTTP"),
+        "inprocess": (
+            "sync.engines.inprocess:InProcessEngine",
+            "a module, a receiver or a vLLM object in this process",
+        ),
+        "ray": ("sync.engines.ray:connect_actors", "engines in Ray actors, and TorchRL's vLLM engines"),
+    },
 )
 
-scorers = Registry("scorer")
-scorers.register("vllm", "torchrl_ext.plugins.vllm.scorer:VLLMScorer", "log-probabilities of tokens by a vLLM object")
-
-launchers = Registry("engine to start")
-launchers.register("embedded", "torchrl_ext.launch.engines.embedded:EmbeddedServer", "the embedded transformers engine")
-launchers.register("vllm", "torchrl_ext.launch.engines.vllm:VLLMServer", "a stock vLLM server")
-launchers.register("sglang", "torchrl_ext.launch.engines.sglang:SGLangServer", "a stock SGLang server")
+launchers = Registry(
+    "engine to start",
+    {
+        "embedded": ("launch.engines.embedded:EmbeddedServer", "the embedded transformers engine"),
+        "vllm": ("launch.engines.vllm:VLLMServer", "a stock vLLM server"),
+        "sglang": ("launch.engines.sglang:SGLangServer", "a stock SGLang server"),
+    },
+)

@@ -17,8 +17,7 @@ import torch
 from torchrl_ext.errors import ConfigError, ManifestError, WeightSyncError
 
 __all__ = [
-    "PROOFS", "EngineInfo", "EngineRow", "Info", "ParamMeta", "Part", "SyncReport", "adapter_label",
-    "adapter_rank", "adapter_version", "dtype_from_name", "dtype_name", "least",
+    "PROOFS", "EngineInfo", "EngineRow", "Info", "ParamMeta", "Part", "SyncReport", "dtype_from_name", "dtype_name", "least",
 ]  # fmt: skip
 
 Info = dict[str, Any]
@@ -141,24 +140,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     def from_json(cls, info: Mapping[str, Any]) -> Part:
         """Make a part from its JSON object; raise ManifestError where it is malformed, or names nothing."""
         return decoded(info, cls, "a part of a model", ManifestError)
-
-
-def adapter_label(name: str, version: int) -> str:
-    """Return what an engine calls one version of a LoRA adapter: ``"policy-lora@7"``."""
-    return f"{name}@{version}"
-
-
-def adapter_version(label: str) -> int | None:
-    """Return the version in an adapter's label: 7 for ``"policy-lora@7"``, None for a name without a version."""
-    number = label.rpartition("@")[2]
-    return int(number) if "@" in label and len(number) < 19 and number.isascii() and number.isdecimal() else None
-
-
-def adapter_rank(params: Iterable[ParamMeta]) -> int:
-    """Return the greatest rank among an adapter's layers; 0 where it has none."""
-    return max(
-        (meta.shape[0] for meta in params if ".lora_A." in meta.name or "lora_embedding_A" in meta.name), default=0
-    )
 
 
 STOCK = ("disk", "native")

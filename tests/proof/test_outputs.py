@@ -186,14 +186,13 @@ class TestReport:
                 assert 0 <= row.mean_gap <= row.max_gap < 1e-5
                 assert row.state == "serving" and report.verified
                 assert 0 < report.spans["probe"] <= report.spans["total"]
-                assert sender._outputs.agreed == {"inprocess"}
+                assert row.proof == "outputs"
 
     def test_without_a_bound_gaps_are_reported_and_nothing_is_refused(self):
         liar = Lying()
         with sending(liar.engine, max_gap=None) as sender:
             (row,) = sender.update_weights(tiny_model(1)).engines
-            assert row.max_gap > 0.1 and row.state == "serving" and row.error is None
-            assert not sender._outputs.agreed
+            assert row.max_gap > 0.1 and row.state == "serving" and row.error is None and row.proof != "outputs"
 
     def test_a_gap_without_bounds_survives_json(self):
         liar = Lying(by=math.nan)
@@ -238,7 +237,7 @@ class TestLiars:
             assert second.state == "paused" and second.max_gap > 1e-3
             assert "honest computes" not in str(told.value)
             assert honest.serving.is_set() and not liar.engine.serving.is_set()
-            assert sender._outputs.agreed == {"honest"}
+            assert first.proof == "outputs" != second.proof
             liar.lying = False
             report = sender.update_weights(tiny_model(2))
             assert {row.state for row in report.engines} == {"serving"}

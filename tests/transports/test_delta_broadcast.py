@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torchrl_ext.transports.delta.carriers import Broadcast
 
 import torchrl_ext as tx
 from tests.processes import python
@@ -17,7 +18,6 @@ from torchrl_ext.launch.processes import free_port
 from torchrl_ext.stores import version_name
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
-from torchrl_ext.transports.delta.carriers import Broadcast
 
 
 def weights(value=0.0):

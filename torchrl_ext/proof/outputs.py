@@ -19,7 +19,7 @@ from torch import nn
 
 from torchrl_ext.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.types import PROOFS, EngineRow, ParamMeta
+from torchrl_ext.types import PROOFS, EngineRow, Info, ParamMeta
 from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import inner_model
 
@@ -31,7 +31,8 @@ Compute = Callable[[Sequence[Sequence[int]]], Iterable[Any]]
 """Prompts -> per prompt a tensor or a list: natural-log probability of each token after the first."""
 
 Prompts = tuple[tuple[int, ...], ...]
-_Asked = tuple[Prompts, list[list[float]]]
+Reference = tuple[Prompts, list[list[float]]]
+"""Prompts, and the trainer's log-probabilities of them."""
 
 _BOUNDS: Final = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 1.0}
 _QUANTISED: Final = 2.0
@@ -89,7 +90,7 @@ class Probe:
         if self.prompts is not None and (not self.prompts or min(map(len, self.prompts)) < 2):
             raise ConfigError("a probe needs prompts of at least two token ids", expected="such as ((17, 3, 42),)")
 
-    def trainer(self, model: Any) -> _Asked:
+    def trainer(self, model: Any) -> Reference:
         """Return the prompts, and the trainer's log-probabilities of them.
 
         Raises:
@@ -126,25 +127,15 @@ def gaps(trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]]) 
     return max(found), sum(found) / len(found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Finding:
-    """The result of asking one engine for its log-probabilities."""
-
-    largest: float | None = None
-    mean: float | None = None
-    error: str | None = None
-    lost: bool = False
-
-
 class Outputs:
     """Compares the outputs of a sender's engines with the trainer's after each update.
 
     Args:
-        max_gap: largest accepted gap, in nats; ``"dtype"`` takes `bound_of` what is sent, and None only reports.
-        probe: what is asked; a callable stands for ``Probe(compute=callable)``.
+        max_gap: largest accepted gap, in nats; ``"dtype"`` takes `bound_of` the update's parameters, and None only
+            reports.
+        probe: the prompts, and the trainer's side; a callable stands for ``Probe(compute=callable)``.
 
     Attributes:
-        agreed: names of the engines whose outputs were within the bound after the newest update.
         spans: ``{"probe": seconds}`` of the newest update, both sides together.
 
     Raises:
@@ -158,8 +149,7 @@ class Outputs:
             raise ConfigError(f"max_gap cannot be {max_gap}", expected="a number of nats, at least 0")
         self._max_gap = max_gap
         self._probe = probe if isinstance(probe, Probe) else Probe(compute=probe)
-        self._findings: dict[str, _Finding] = {}
-        self.agreed: frozenset[str] = frozenset()
+        self._found: dict[str, Info] = {}
         self.spans: dict[str, float] = {}
 
     @classmethod
@@ -175,7 +165,7 @@ class Outputs:
             raise ConfigError("max_gap and probe are about outputs, which are not compared", hint="verify='outputs'")
         return cls(max_gap, probe) if verify == "outputs" else None
 
-    def asked(self, weights: Any, model: Any) -> _Asked:
+    def asked(self, weights: Any, model: Any) -> Reference:
         """Return the prompts, and the trainer's log-probabilities of them, for one update.
 
         Every rank calls this first: a failure of one rank before it would leave the others in the forward pass.
@@ -188,9 +178,10 @@ class Outputs:
             ConfigError: the trainer's side computes no log-probabilities; no engine was touched.
         """
         began = time.perf_counter()
-        asked = self._probe.trainer(_module_of(weights, model))
+        candidates = (inner_model(candidate) for candidate in (weights, model))
+        reference = self._probe.trainer(next((one for one in candidates if isinstance(one, nn.Module)), None))
         self.spans = {"probe": time.perf_counter() - began}
-        return asked
+        return reference
 
     def compared(self, engine: EngineClient, source: Sent, weights: Any, model: Any) -> AbstractContextManager[None]:
         """Ask the trainer (`asked`), and return a context for one update that asks the engines when the update ends.
@@ -200,7 +191,7 @@ class Outputs:
 
         Args:
             engine: the sender's.
-            source: what is sent; its version is looked at when the update is over.
+            source: its version is read when the update is over.
             weights, model: as for `asked`.
 
         Raises:
@@ -210,8 +201,8 @@ class Outputs:
         return self._around(engine, source, self.asked(weights, model))
 
     @contextmanager
-    def _around(self, engine: EngineClient, source: Sent, asked: _Asked) -> Iterator[None]:
-        self._findings, self.agreed = {}, frozenset()
+    def _around(self, engine: EngineClient, source: Sent, reference: Reference) -> Iterator[None]:
+        self._found = {}
         began = time.perf_counter()
         for one in engine.each():
             one.logprobs(())  # raises where it cannot compute any, before it takes the version
@@ -219,11 +210,11 @@ class Outputs:
         self.spans["probe"] += time.perf_counter() - began
         try:
             yield
-        except Exception:  # the engines that serve the version are asked all the same, for the rows of the report
-            self._ask_all(engine, source.version, asked, bound)
+        except Exception:  # the rows of the report say how far off the engines are that serve the version
+            self._compare_all(engine, source.version, reference, bound)
             raise
-        self._ask_all(engine, source.version, asked, bound)
-        failed = {name: finding.error for name, finding in self._findings.items() if finding.error is not None}
+        self._compare_all(engine, source.version, reference, bound)
+        failed = {name: found["error"] for name, found in self._found.items() if "error" in found}
         if failed and bound is not None:
             raise EngineError(
                 "; ".join(failed.values()),
@@ -234,60 +225,45 @@ class Outputs:
             )
 
     def noted(self, rows: Iterable[EngineRow]) -> list[EngineRow]:
-        """Return the engines' rows of a report, with what was found in their outputs."""
-        found = []
-        for row in rows:
-            finding = self._findings.get(row.engine, _Finding())
-            row = replace(row, max_gap=finding.largest, mean_gap=finding.mean, error=finding.error or row.error)
-            if finding.lost:
-                row = replace(row, state="unreachable", proof=PROOFS[0])
-            if row.engine in self.agreed:
-                row = replace(row, proof="outputs")
-            found.append(row)
-        return found
+        """Return a report's rows with the engines' gaps, and the proof ``"outputs"`` of each within the bound."""
+        return [replace(row, **self._found.get(row.engine, {})) for row in rows]
 
-    def _ask_all(self, engine: EngineClient, version: int, asked: _Asked, bound: float | None) -> None:
+    def _compare_all(self, engine: EngineClient, version: int, reference: Reference, bound: float | None) -> None:
         began = time.perf_counter()
         serves = "serving", version
         serving = [one for one in engine.each() if any((row.state, row.version) == serves for row in one.rows())]
         with ThreadPoolExecutor(max_workers=max(1, len(serving)), thread_name_prefix="probe") as pool:
-            found = list(pool.map(lambda one: _asked_one(one, asked, bound), serving))
-        self._findings = {one.url: finding for one, finding in zip(serving, found, strict=True)}
-        self.agreed = frozenset(
-            one.url for one, finding in zip(serving, found, strict=True) if bound is not None and finding.error is None
-        )
+            found = pool.map(lambda one: _compare(one, reference, bound), serving)
+            self._found = {one.url: fields for one, fields in zip(serving, found, strict=True)}
         self.spans["probe"] += time.perf_counter() - began
 
 
-def _asked_one(engine: EngineClient, asked: _Asked, bound: float | None) -> _Finding:
-    """Ask one engine; where there is a bound, pause an engine that is beyond it or gives no answer."""
-    prompts, trainer = asked
+def _compare(engine: EngineClient, reference: Reference, bound: float | None) -> Info:
+    """Return fields of an engine's row; one that is beyond the bound or does not answer has an error, and is paused."""
+    prompts, trainer = reference
+    fields: Info = {}
     try:
-        largest, mean = gaps(trainer, engine.logprobs(prompts))
+        fields["max_gap"], fields["mean_gap"] = largest, mean = gaps(trainer, engine.logprobs(prompts))
     except Exception as error:
-        finding = _Finding(error=f"{engine.url} gave no log-probabilities: {error}")
-        log.warning("%s", finding.error, exc_info=not isinstance(error, WeightSyncError))
+        fields["error"] = f"{engine.url} gave no log-probabilities: {error}"
+        log.warning("%s", fields["error"], exc_info=not isinstance(error, WeightSyncError))
     else:
-        if bound is None or largest <= bound:
-            return _Finding(largest=largest, mean=mean)
-        words = (
+        if bound is None:
+            return fields
+        if largest <= bound:
+            return {**fields, "proof": "outputs"}
+        fields["error"] = (
             f"{engine.url} computes other outputs than the trainer: its log-probabilities are up to {largest:.3g} away "
             f"(mean {mean:.3g}), and max_gap is {bound:g}"
         )
-        finding = _Finding(largest=largest, mean=mean, error=words)
-    if bound is None:
-        return finding
-    try:
-        engine.pause()
-    except WeightSyncError as error:
-        words = f"{finding.error}; and it could not be paused: {error}"
-        finding = replace(finding, error=words, lost=isinstance(error, EngineUnreachableError))
-    return finding
-
-
-def _module_of(*candidates: Any) -> nn.Module | None:
-    found = (inner_model(candidate) for candidate in candidates)
-    return next((module for module in found if isinstance(module, nn.Module)), None)
+    if bound is not None:
+        try:
+            engine.pause()
+        except WeightSyncError as error:
+            fields["error"] += f"; and it could not be paused: {error}"
+            if isinstance(error, EngineUnreachableError):
+                fields |= {"state": "unreachable", "proof": PROOFS[0]}
+    return fields
 
 
 def _vocabulary(model: Any) -> int:

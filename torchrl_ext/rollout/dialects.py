@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from torchrl_ext.registry import Registry
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, spans
-from torchrl_ext.types import Info, adapter_version
+from torchrl_ext.types import Info
+from torchrl_ext.weights.adapter import adapter_version
 
 __all__ = ["Dialect", "SGLangDialect", "VLLMDialect", "dialects"]
 

@@ -25,7 +25,8 @@ from torchrl_ext.transports.base import Handoff
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation, SharedRoot
-from torchrl_ext.types import Info, ParamMeta, adapter_rank
+from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.weights.adapter import adapter_rank
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import tensor_digest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -19,7 +19,10 @@ from torchrl_ext.weights.shards.dtensor import require_whole
 from torchrl_ext.weights.source import Row, WeightSource, full
 from torchrl_ext.weights.tensorfile import TensorFile
 
-__all__ = ["ADAPTER_CONFIG", "AdapterFolder", "AdapterSource", "as_adapter"]
+__all__ = [
+    "ADAPTER_CONFIG", "AdapterFolder", "AdapterSource", "adapter_label", "adapter_rank", "adapter_version",
+    "as_adapter",
+]  # fmt: skip
 
 ADAPTER_CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
@@ -176,3 +179,21 @@ def _check(config: Mapping[str, Any]) -> None:
             expected="an adapter for the base weights that the engines serve",
             hint="send the merged weights with WeightSender, or begin with another init_lora_weights",
         )
+
+
+def adapter_label(name: str, version: int) -> str:
+    """Return what an engine calls one version of a LoRA adapter: ``"policy-lora@7"``."""
+    return f"{name}@{version}"
+
+
+def adapter_version(label: str) -> int | None:
+    """Return the version in an adapter's label: 7 for ``"policy-lora@7"``, None for a name without a version."""
+    number = label.rpartition("@")[2]
+    return int(number) if "@" in label and len(number) < 19 and number.isascii() and number.isdecimal() else None
+
+
+def adapter_rank(params: Iterable[ParamMeta]) -> int:
+    """Return the greatest rank among an adapter's layers; 0 where it has none."""
+    return max(
+        (meta.shape[0] for meta in params if ".lora_A." in meta.name or "lora_embedding_A" in meta.name), default=0
+    )

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torchrl_ext.sync.outgoing import Outgoing
 
 from tests.models import converted_model
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.sync.outgoing import Outgoing
 from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights import groups

@@ -29,7 +29,8 @@ from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapt
 from torchrl_ext.routes import CHANNEL, ListAdapters
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.sync.published import check_adapter
-from torchrl_ext.types import Info, adapter_label, adapter_version
+from torchrl_ext.types import Info
+from torchrl_ext.weights.adapter import adapter_label, adapter_version
 
 __all__ = ["HOOKS", "Adapters", "CheckLoaded", "check_worker"]
 

@@ -33,7 +33,8 @@ from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapt
 from torchrl_ext.plugins.vllm import names as vllm
 from torchrl_ext.routes import ADAPTERS_ROUTE
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.types import Info, adapter_label, adapter_version
+from torchrl_ext.types import Info
+from torchrl_ext.weights.adapter import adapter_label, adapter_version
 
 __all__ = ["AdapterRoutes"]
 

@@ -12,7 +12,8 @@ from torchrl_ext.rollout.remote.control import _SKYRL, EngineControl, _alike
 from torchrl_ext.rollout.remote.published import Fetched, asked, staged
 from torchrl_ext.rpc.engines.base import is_absent
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.types import Info, adapter_label
+from torchrl_ext.types import Info
+from torchrl_ext.weights.adapter import adapter_label
 
 __all__ = ["EngineUpdates", "transport_for"]
 

@@ -17,7 +17,8 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRe
 from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, UnloadAdapter
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.base import is_absent, restated
-from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, adapter_label
+from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
+from torchrl_ext.weights.adapter import adapter_label
 
 __all__ = ["AdapterClient"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import threading
 import time
@@ -13,7 +14,6 @@ from typing import Any, ClassVar, Final
 from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.messages import Finish, Join, Leave, Load, Message, Poll, Prefetch, Pull, Seal, Start, Verify
-from torchrl_ext.registry import scorers
 from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER, answers_in, merged, unescaped
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import EngineInfo, Info
@@ -290,7 +290,8 @@ class VLLMHost(Host):
         """See `EngineClient.logprobs`; a request needs classes of vLLM's, which the scorer in our plugin imports."""
         if not prompts:
             return []
-        return self._done(scorers.make("vllm", llm=self._llm, asynchronous=self._asynchronous).ask(prompts))
+        scorer = importlib.import_module("torchrl_ext.plugins.vllm.scorer")  # by name: it needs vLLM
+        return self._done(scorer.VLLMScorer(self._llm, self._asynchronous).ask(prompts))
 
     def _workers(self, method: str, **arguments: Any) -> None:
         """Call a method of every worker.
