@@ -26,7 +26,7 @@ from torchrl_ext.transports.collective import stream
 from torchrl_ext.transports.collective.stream import BUCKET_BYTES, Incoming
 from torchrl_ext.transports.group import handoffs
 from torchrl_ext.transports.group.backends import choose_backend
-from torchrl_ext.transports.group.meeting import LOBBY, Membership
+from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
@@ -136,13 +136,13 @@ class VLLMCollectiveTransport(StandaloneTransport):
         params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
         self._member.stop.clear()
         if self.rank == 0:
-            self._host(LOBBY, self._standalone_size(), params)
+            self._host(STANDALONE_GROUP, self._standalone_size(), params)
         elif self.master_port == 0:
             raise ConfigError(
                 f"rank {self.rank} does not know the trainer's port", hint="give the trainer and every worker one port"
             )
         else:
-            self._member.enter(LOBBY, self.rank, self.world_size, params)
+            self._member.enter(STANDALONE_GROUP, self.rank, self.world_size, params)
 
     def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
         """As `Transport.open`; 0 workers (no control layer) stands for those that call `init_all_workers_group`.
@@ -157,7 +157,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         if workers == 0:
             if self.check_connection():
                 return Handoff(info={"transport": self.name})
-            size, room = self._standalone_size(), LOBBY
+            size, room = self._standalone_size(), STANDALONE_GROUP
         else:
             size, room = 1 + workers, f"room/{uuid.uuid4().hex}"
             if self.world_size not in (None, size):
@@ -241,8 +241,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
             stream.send_buckets(group.broadcasts, buckets, packer, bucket_bytes=info["bucket_bytes"])
             said = handoffs.await_workers(group, info)
         except BaseException as error:
-            handoffs.tell_stopped(group, why(error))
-            group.sever()
+            group.sever(why(error))
             if isinstance(error, (TransportError, DeadlineError)):
                 raise handoffs.sending_failed(group, info, error) from error
             raise

@@ -12,9 +12,7 @@ import base64
 import contextlib
 import json
 import threading
-import time
 from concurrent.futures import Future
-from datetime import timedelta
 from functools import partial
 from typing import Any, final
 
@@ -22,22 +20,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # by a star there
 
-from torchrl_ext.deadline import pauses
+from torchrl_ext.deadline import Deadline, pauses
 from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError
-from torchrl_ext.transports.group.backends import brief, gloo_devices, kept_store, made_in_time, reached_store
+from torchrl_ext.transports.group.backends import gloo_options, kept_store, nccl_options, reached_store
 from torchrl_ext.transports.group.broadcasts import Broadcasts
+from torchrl_ext.transports.group.calls import brief, in_time, made_in_time, run_beside, sever_at_exit
 from torchrl_ext.transports.group.handoffs import require
-from torchrl_ext.transports.group.peers import sever_at_exit
-from torchrl_ext.transports.group.sockets import at_port, dial, in_time, listen, run_beside, shut_down
-from torchrl_ext.transports.native.addresses import listening_at
+from torchrl_ext.transports.group.sockets import dial, listen
 from torchrl_ext.types import Info
 
 __all__ = ["Meeting", "group_of", "keep_store"]
 
 _NAME = "group_name"  # the store's key under which ranks that were not told it find the name of the group
-_LATER_S = 5.0
-"""Seconds by which gloo's deadline comes after ours: ours raises the error, and gloo's only frees its threads."""
-_NEVER = timedelta(days=365)
 _GLOO_THREADS = 2  # as torch gives a backend with one device
 _LONGEST_PAUSE_S = 0.1
 _MOST_RANKS = 128
@@ -59,7 +53,7 @@ def keep_store(host: str, port: int, timeout_s: float, stop: threading.Event) ->
         listener = listen(host, port)
     except OSError as error:
         raise TransportError(f"nobody can listen at {host}:{port}: {error}", hint="pick another port") from None
-    return made_in_time(partial(kept_store, listener, timeout_s), time.monotonic() + timeout_s, timeout_s, stop)
+    return made_in_time(partial(kept_store, listener, timeout_s), Deadline(timeout_s, stop=stop))
 
 
 def group_of(info: Info) -> Info:
@@ -118,11 +112,11 @@ class Meeting:
         self._count = 0  # messages that were left, or taken
         if make == "vllm" and backend == "nccl" and size > _MOST_RANKS:
             raise TransportError(f"a group of {size} ranks", expected=f"{_MOST_RANKS} ranks or fewer, as vLLM has it")
-        until = time.monotonic() + timeout_s
+        within = Deadline(timeout_s, stop=stop)
         near = host if kept is None else kept.host  # the trainer may be known to others by a proxy's address
-        dial(near, port, until, stop).close()
-        left_s = max(1.0, until - time.monotonic())
-        self._store: Any = made_in_time(partial(reached_store, near, port, left_s), until, timeout_s, stop)
+        dial(near, port, within).close()
+        left_s = max(1.0, within.left_s)
+        self._store: Any = made_in_time(partial(reached_store, near, port, left_s), within)
         if name is None:
             name = self._hear_name(left_s)
         elif rank == 0:
@@ -158,8 +152,8 @@ class Meeting:
 
     @property
     def connected(self) -> bool:
-        """Whether the group is formed, and nobody has left it as far as that can be told."""
-        return self._broadcasts is not None and self._broadcasts.alive and self._broadcasts.whole
+        """Whether the group is formed, and was not ended here."""
+        return self._broadcasts is not None and self._broadcasts.alive
 
     def invite(self) -> Info:
         """Return what other ranks need to know, in the words of both makes (trainer).
@@ -187,20 +181,18 @@ class Meeting:
             DeadlineError: not every rank came in time.
             TransportError: a rank left, or another thread aborted.
         """
-        until = time.monotonic() + self._timeout_s
-        endpoints: set[tuple[Any, ...]] = set()
         keys = self._keys  # another thread may end this meeting
         if self._making is not None:
             make: Any = self._making.result
         elif self.backend == "nccl":
             make = self._nccl
         else:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # left out of the stub
-            options._devices, endpoints = gloo_devices(self._host, self._port, self._stop, 1)
-            options._threads, options._timeout = _GLOO_THREADS, timedelta(seconds=self._timeout_s + _LATER_S)
+            options = gloo_options(
+                self._host, self._port, self._timeout_s, self._stop, devices=1, threads=_GLOO_THREADS
+            )
             make = partial(dist.ProcessGroupGloo, keys, self.rank, self.size, options)
         try:
-            pg = made_in_time(make, until, self._timeout_s, self._stop)
+            pg = made_in_time(make, Deadline(self._timeout_s, stop=self._stop))
         except (DeadlineError, TransportError) as error:
             raise type(error)(
                 f"the {self.size} ranks of a group did not meet at {self._host}:{self._port}: {error.what}",
@@ -210,8 +202,6 @@ class Meeting:
             ) from error
         self._unformed = None
         formed = Broadcasts(pg, self.backend, device=self._device, timeout_s=self._timeout_s, stop=self._stop)
-        if endpoints:
-            formed.watch(endpoints | listening_at(keys, self.rank, self.size, endpoints))
         sever_at_exit(formed)
         self._broadcasts = formed
         if self._stop.is_set():
@@ -219,9 +209,7 @@ class Meeting:
             raise TransportError("forming the group was aborted", state="no group was formed")
 
     def _nccl(self) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _NEVER  # where it passes, torch ends the process; waits here have deadlines of their own
-        pg: Any = dist.ProcessGroupNCCL(self._keys, self.rank, self.size, options)
+        pg: Any = dist.ProcessGroupNCCL(self._keys, self.rank, self.size, nccl_options())
         self._unformed = pg
         if self.make == "vllm":
             with torch.cuda.device(self._device):
@@ -261,7 +249,7 @@ class Meeting:
                 store.delete_key(heard)
 
         with contextlib.suppress(RuntimeError):  # a store that is gone is seen by the next question
-            in_time(count, time.monotonic() + 1.0, self._stop)
+            in_time(count, Deadline(1.0, stop=self._stop))
 
     def _asked(self, key: str, left_s: float) -> Info | None:
         store = self._store
@@ -272,7 +260,7 @@ class Meeting:
             return dict(json.loads(store.get(key))) if store.check([key]) else None
 
         try:
-            found = in_time(ask, time.monotonic() + max(1.0, left_s), self._stop)
+            found = in_time(ask, Deadline(max(1.0, left_s), stop=self._stop))
         except RuntimeError as error:
             raise NotConnectedError(
                 f"the trainer's store does not answer any more: {brief(error)}", hint="connect again"
@@ -293,6 +281,5 @@ class Meeting:
         if self.rank == 0 and self._store is not None:
             self._keys, forget = None, partial(self._store.delete_key, _NAME)
             with contextlib.suppress(RuntimeError):
-                in_time(forget, time.monotonic() + _LONGEST_PAUSE_S, threading.Event())
-            shut_down(at_port(self._port))
+                in_time(forget, Deadline(_LONGEST_PAUSE_S))
         self._store = self._keys = None
