@@ -45,13 +45,9 @@ def test_every_carrier_is_compared_with_a_broadcast_and_a_copy(output):
             assert 0 < one["low"] <= one["median"] <= one["high"]
 
 
-def test_the_kernel_counts_hardly_more_than_the_carrier(output):
-    assert 0.99 < output["kernel_vs_counted"] < 1.05
-
-
 def test_tables_show_all_of_it(output):
     console = Console(record=True, width=150)
     for table in carriers.tables(output):
         console.print(table)
     shown = console.export_text()
-    assert "GiB/s" in shown and "gloo / broadcast" in shown and "by the kernel" in shown
+    assert "GiB/s" in shown and "gloo / broadcast" in shown

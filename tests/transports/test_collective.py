@@ -74,7 +74,7 @@ def test_a_rank_that_never_arrives_is_named_on_both_sides():
 
 def test_a_worker_without_a_trainer_says_where_it_looked():
     port = free_port()
-    with pytest.raises(DeadlineError, match=rf"no trainer \(rank 0\) listens at 127.0.0.1:{port}"):
+    with pytest.raises(DeadlineError, match=rf"no trainer \(rank 0\) listened at 127.0.0.1:{port}"):
         member(port, 1, 2, timeout_s=SHORT_S).init_all_workers_group({})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import random
@@ -14,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torchrl_ext as tx
 from tests.processes import finished
 from tests.transports.members import SHORT_S, WAIT_S, beside, enter, group, member, same, weights
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.messages import Join, Load
@@ -28,10 +29,9 @@ from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.group import process_group as groups
 from torchrl_ext.transports.group.handoffs import Announcements
-from torchrl_ext.transports.group.meeting import Note, host
+from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Note, host
 from torchrl_ext.transports.group.meeting import enter as enter_room
-from torchrl_ext.transports.group.notes import NOTE_BYTES, KeptNotes, RemoteNotes
-from torchrl_ext.transports.group.sockets import connected, listening
+from torchrl_ext.transports.group.notes import NOTE_BYTES, HostedNotes, RemoteNotes
 from torchrl_ext.weights.source import as_source
 
 
@@ -48,7 +48,7 @@ def silent_port():
 def stores(secret="s"):
     """The trainer's notes and a worker's."""
     stop = threading.Event()
-    trainer = KeptNotes("127.0.0.1", 0, secret, stop)
+    trainer = HostedNotes("127.0.0.1", 0, secret, stop)
     worker = RemoteNotes("127.0.0.1", trainer.port, secret, stop, timeout_s=WAIT_S)
     yield trainer, worker
     worker.close()
@@ -219,9 +219,9 @@ def test_whatever_a_worker_writes_the_trainer_ends_with_an_error_of_ours_or_a_gr
     choice, refused = random.Random(1), 0
     with stores() as (kept, _):
         for number in range(2000):
-            kept.put(f"r{number}/1", mutated(vars(note()), choice))
+            kept.put(f"r{number}/1", mutated(msgspec.to_builtins(note()), choice))
             kept.put("ready/g/1", True)
-            refused += ours_or_nothing(lambda n=number: host(kept, f"r{n}", "g", note(), time.monotonic() + WAIT_S))
+            refused += ours_or_nothing(lambda n=number: host(kept, f"r{n}", "g", note(), Deadline(WAIT_S)))
     assert refused > 1000
 
 
@@ -232,7 +232,7 @@ def test_whatever_the_trainer_answers_a_worker_ends_with_an_error_of_ours_or_goe
         for number in range(2000):
             monkeypatch.setattr("uuid.uuid4", lambda n=number: type("", (), {"hex": f"t{n}"}))
             kept.put(f"r/answer/t{number}", mutated(answers[number % 2], choice))
-            refused += ours_or_nothing(lambda: enter_room(kept, "r", 1, note(), time.monotonic() + WAIT_S))
+            refused += ours_or_nothing(lambda: enter_room(kept, "r", 1, note(), Deadline(WAIT_S)))
     assert refused > 1500
 
 
@@ -247,7 +247,7 @@ def test_a_trainer_cannot_choose_what_its_workers_raise_but_among_four():
 
 def _answered(kept, answer):
     with ThreadPoolExecutor(1) as pool:
-        entering = pool.submit(enter_room, kept, "room", 1, note(), time.monotonic() + WAIT_S)
+        entering = pool.submit(enter_room, kept, "room", 1, note(), Deadline(WAIT_S))
         (said,) = kept.wait("room/1", time.monotonic() + WAIT_S)
         kept.drop("room/1")
         kept.put(f"room/answer/{said['token']}", answer)
@@ -285,17 +285,18 @@ def test_a_store_in_which_groups_come_and_go_keeps_a_word_about_each_and_no_more
         beside(lambda: trainer.send_weights("policy", weights(count=50)), worker.receive_weights)
         worker.shutdown()
         trainer._member.leave()
-        held.append(sorted(trainer._member.notes("lobby")._held))
-    assert [len(names) for names in held] == [1, 2, 3, 4] and all("stopped/" in name for name in held[-1])
+        held.append(sorted(trainer._member.notes(STANDALONE_GROUP)._texts))
+    assert [len(names) for names in held] == [1, 2, 3, 4] and all("severed/" in name for name in held[-1])
     trainer.shutdown()
 
 
 def test_a_worker_that_was_let_in_and_then_says_anything_is_disconnected_or_answered_and_others_are_served():
     choice = random.Random(4)
     whole = [
-        {"number": 1, "set": "a", "value": 1},
-        {"number": 1, "drop": "a"},
-        {"number": 1, "wait": "a", "seconds": 0},
+        {"number": 1, "do": "put", "key": "a", "value": 1},
+        {"number": 1, "do": "drop", "key": "a"},
+        {"number": 1, "do": "wait", "key": "a", "seconds": 0},
+        {"number": 1, "do": "will", "key": "a", "value": [1]},
     ]
     raw = [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"\x78\x9c\x03\x00", b"NaNN"]
     raw += [json.dumps(mutated({"number": 1, **choice.choice(whole)}, choice)).encode() for _ in range(150)]
@@ -324,9 +325,9 @@ def test_ranks_that_speak_different_backends_or_set_nccl_up_differently_say_so()
     }
     with stores() as (kept, _):
         for words, other in cases.items():
-            kept.put("room/1", vars(other))
+            kept.put("room/1", msgspec.to_builtins(other))
             with pytest.raises(ConfigError, match=words):
-                host(kept, "room", "g", note(), time.monotonic() + WAIT_S)
+                host(kept, "room", "g", note(), Deadline(WAIT_S))
 
 
 def test_a_group_is_formed_when_every_rank_was_heard_and_not_before(monkeypatch):
@@ -361,17 +362,30 @@ class NCCL:
     class Options: ...
 
     def __init__(self, store, rank, size, options):
-        self.store, self.rank, self.size = store, rank, size
-
-    def communicate(self, key, first):
-        if first:
-            self.store.set(key, self.ID)
-        assert self.store.get(key) == self.ID
+        self.store, self.rank, self.size, self.calls = store, rank, size, []
 
     def allreduce(self, tensors):
         tensors[0].fill_(self.size * (self.size + 1) / 2)
-        self.communicate("0", self.rank == 0)
+        if self.rank == 0:
+            self.store.set("0", self.ID)
+        assert self.store.get("0") == self.ID
         self.together.wait(WAIT_S)
+        return self
+
+    def _start_coalescing(self):
+        self.calls.append([])
+
+    def broadcast(self, tensor, root):
+        return self
+
+    def send(self, tensors, peer, tag):
+        self.calls[-1].append(("send", peer))
+
+    def recv(self, tensors, peer, tag):
+        self.calls[-1].append(("recv", peer))
+        tensors[0].fill_(7)
+
+    def _end_coalescing(self):
         return self
 
     def is_completed(self):
@@ -382,55 +396,70 @@ class NCCL:
     def abort(self): ...
 
 
-def test_ids_of_nccl_travel_behind_the_secret_alone_and_leave_with_their_group(monkeypatch):
+@contextmanager
+def nccl_groups(monkeypatch):
+    """Two ends of a group over a stand-in for NCCL, and their notes."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
     with stores() as (trainer, worker):
         how = {"device": torch.device("cpu"), "backend": "nccl", "timeout_s": WAIT_S}
-        before, peers = set(listening()), {0: "the trainer", 1: "the worker"}
-        own, other = beside(
-            lambda: groups.Group(trainer, "7", 0, peers, **how), lambda: groups.Group(worker, "7", 1, peers, **how)
+        peers = {0: "the trainer", 1: "the worker"}
+        yield (
+            beside(
+                lambda: groups.Group(trainer, "7", 0, peers, **how), lambda: groups.Group(worker, "7", 1, peers, **how)
+            ),
+            trainer,
         )
-        assert set(listening()) <= before  # no port but that of the notes
+
+
+def test_ids_of_nccl_travel_behind_the_secret_alone_and_leave_with_their_group(monkeypatch):
+    opened, open_store = [], dist.TCPStore
+    monkeypatch.setattr(dist, "TCPStore", lambda *a, **k: opened.append(a))
+    with nccl_groups(monkeypatch) as ((own, other), trainer):
+        assert not opened
         with pytest.raises(TransportError, match="does not let this worker in"):
             RemoteNotes("127.0.0.1", trainer.port, "a guess", threading.Event(), timeout_s=WAIT_S)
         with pytest.raises(RuntimeError):
-            dist.TCPStore("127.0.0.1", trainer.port, None, False, timedelta(seconds=1))
-        for one in (own, other):  # of two ranks, later
-            one._downwards().communicate("0:1", one is own)
-        assert own._downwards().store.multi_get(["0:1"]) == [NCCL.ID]
+            open_store("127.0.0.1", trainer.port, None, False, timedelta(seconds=1))
+        assert not [key for key in trainer._texts if key.startswith("group/")]
         other.sever()
         own.sever()
-        assert not [key for key in trainer._held if key.startswith("group/")]
         assert not other._store.check(["exception_dump"])
     assert not other._store.check(["exception_dump"])  # as NCCL's monitor asks, when the trainer is gone, too
 
 
+def test_transfers_over_nccl_that_begin_together_are_one_call_on_the_communicator_of_the_group(monkeypatch):
+    with nccl_groups(monkeypatch) as ((own, other), _):
+        flats = [torch.zeros(9, dtype=torch.uint8) for _ in range(3)]
+        with own.together():
+            works = [own.send(flats[0], 1), own.receive(flats[1], 1)]
+            assert own.broadcasts.pg.calls == []
+        works.append(own.receive(flats[2], 1))
+        for work in works:
+            own.wait(work)
+        assert own.broadcasts.pg.calls == [[("send", 1), ("recv", 1)], [("recv", 1)]]
+        assert [int(flat[0]) for flat in flats] == [0, 7, 7]
+        assert (own.sent[1], own.received[1]) == (9, 18)
+        other.sever()
+        own.sever()
+        with pytest.raises(TransportError, match="aborted"):
+            own.send(flats[0], 1)
+
+
+def test_a_rank_that_is_gone_ends_the_waits_of_the_others_whatever_the_backend(monkeypatch):
+    """NCCL itself tells nobody that the process of a peer has died; the notes of the trainer do."""
+    with nccl_groups(monkeypatch) as ((own, other), _):
+        monkeypatch.setattr(NCCL, "is_completed", lambda self: False)
+        other.notes.put_at_end("severed/7", "rank 1 (the worker) is gone")
+        works = own.receive(torch.zeros(9, dtype=torch.uint8), 1), own.broadcasts.broadcast(torch.zeros(9))
+        other.notes.close()
+        for call in (lambda: own.wait(works[0]), lambda: own.broadcasts.wait(works[1])):
+            with pytest.raises(TransportError, match=r"rank 1 \(the worker\) is gone"):
+                call()
+
+
 # sockets and files of others
 
-LOCK = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 WRITE = "import sqlite3, sys; sqlite3.connect(sys.argv[1], timeout=0, isolation_level=None).execute('begin immediate')"
-
-
-@pytest.mark.parametrize("look", [listening, lambda: connected(set())])
-def test_a_look_at_the_sockets_of_a_process_keeps_its_locks_on_files(look, tmp_path, monkeypatch):
-    dup, copies, gone = os.dup, [], socket.socket()
-
-    def dup_late(number):
-        if number == gone.fileno():  # as if another thread had closed this socket, and opened the file, since the look
-            os.dup2(file.fileno(), number)
-            copies.append(dup(number))
-            return copies[-1]
-        return dup(number)
-
-    with open(tmp_path / "locked", "w+") as file, gone:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        list(look())
-        assert "BlockingIOError" in finished(LOCK, file.name).stderr
-        monkeypatch.setattr(os, "dup", dup_late)
-        list(look())
-        assert "BlockingIOError" in finished(LOCK, file.name).stderr
-    for copy in copies:
-        os.close(copy)
 
 
 def test_another_process_cannot_write_to_a_locked_database_when_a_group_is_formed_and_moves_weights(tmp_path):
@@ -458,24 +487,3 @@ def test_a_default_timeout_of_the_process_neither_harms_a_group_nor_the_sockets_
                 assert all(os.get_blocking(one.fileno()) for one in (listener, client, accepted))
             finally:
                 socket.setdefaulttimeout(None)
-
-
-def test_a_listener_that_another_thread_opens_meanwhile_is_left_alone(monkeypatch):
-    kept, whole = [], dist.ProcessGroupGloo.create_device
-
-    def make(**how):
-        if len(kept) < 3:  # as another thread would, between two looks
-            listener = socket.create_server(("127.0.0.1", 0))
-            client = socket.create_connection(listener.getsockname())
-            kept.append((listener, client, listener.accept()[0]))
-        return whole(**how)
-
-    monkeypatch.setattr(dist.ProcessGroupGloo, "create_device", make)
-    with group(2) as (trainer, worker):
-        _, received = beside(lambda: trainer.send_weights("policy", weights()), worker.receive_weights)
-        assert same(received, weights())
-    assert len(kept) == 3
-    for listener, client, accepted in kept:
-        with listener, client, accepted:
-            client.sendall(b"still here")
-            assert accepted.recv(100) == b"still here"

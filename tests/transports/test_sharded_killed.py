@@ -19,7 +19,7 @@ from torchrl_ext.testing import free_port
 KILLING = """
 import os, signal, sys, threading
 from torchrl_ext.transports.group.process_group import Group
-from torchrl_ext.transports.group.notes import KeptNotes, RemoteNotes
+from torchrl_ext.transports.group.notes import HostedNotes, RemoteNotes
 from torchrl_ext.transports.ranks import TrainerRanks
 
 class Steps:
@@ -41,7 +41,7 @@ def counted(cls, name):
         return own(self, *args, **more)
     setattr(cls, name, step)
 
-for cls, names in ((Group, ("send", "receive", "wait")), (KeptNotes, ("put", "wait")), (RemoteNotes, ("put", "wait")),
+for cls, names in ((Group, ("send", "receive", "wait")), (HostedNotes, ("put", "wait")), (RemoteNotes, ("put", "wait")),
                    (TrainerRanks, ("_put", "_wait"))):
     for name in names:
         counted(cls, name)

@@ -24,8 +24,8 @@ from torch import Tensor
 from torchrl_ext.bench.runner import ratio, rounds
 from torchrl_ext.errors import ConfigError, TransportError
 from torchrl_ext.transports.group.broadcasts import Broadcasts
-from torchrl_ext.transports.group.meeting import LOBBY, Membership
-from torchrl_ext.transports.group.peers import Carrier
+from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership
+from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.sharded.agents import load_nixl
 
@@ -56,7 +56,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
     except ConfigError as error:
         say(f"without nixl: {error.what}")
     members = {backend: _member(0, secret, backend) for backend in backends}
-    ports = {backend: member.notes(LOBBY).port for backend, member in members.items()}
+    ports = {backend: member.notes(STANDALONE_GROUP).port for backend, member in members.items()}
     context = multiprocessing.get_context("spawn")
     told, tell = context.Pipe(duplex=False)
     worker = context.Process(target=_work, args=(ports, secret, args, tell), daemon=True)
@@ -64,16 +64,13 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
     worker.start()
     try:
         for member in members.values():
-            member.host(LOBBY, 2, ())
+            member.host(STANDALONE_GROUP, 2, ())
         end = _End({backend: member.carrier() for backend, member in members.items()}, args)
-        before = end.gloo.moved()[0]
         say(f"{args.mebibytes} MiB by {', '.join(end.ways)}")
         seconds = rounds(end.ways, args.repeats)
         if not told.poll(TIMEOUT_S) or told.recv() is not True:
             raise TransportError("the other process does not hold what was sent")
         numbers = _numbers(args, seconds, end)
-        broadcast = (args.mebibytes << 20) * (args.repeats + 1)
-        numbers["kernel_vs_counted"] = (end.gloo.moved()[0] - before - broadcast) / end.gloo.sent[1]
         end.meet()  # the other end closes its connections only now
     finally:
         for member in members.values():
@@ -98,7 +95,7 @@ class _End:
         ways: what is measured: a call for each, that returns its seconds.
     """
 
-    def __init__(self, carriers: Mapping[str, Carrier], args: argparse.Namespace) -> None:
+    def __init__(self, carriers: Mapping[str, PeerGroup], args: argparse.Namespace) -> None:
         self.gloo = cast(Group, carriers["gloo"])
         self.flat = torch.zeros(args.mebibytes << 20, dtype=torch.uint8)
         self._bucket_bytes = args.bucket_mebibytes << 20
@@ -124,7 +121,7 @@ class _End:
         for work in (self.gloo.send(byte, other), self.gloo.receive(torch.empty_like(byte), other)):
             self.gloo.wait(work)
 
-    def _move(self, carrier: Carrier) -> None:
+    def _move(self, carrier: PeerGroup) -> None:
         begin = partial(carrier.send, to=1) if carrier.rank == 0 else partial(carrier.receive, source=0)
         self._windowed(carrier, begin, self._bucket_bytes, _FLYING)
 
@@ -132,21 +129,21 @@ class _End:
         many = max(1, _FLYING * self._bucket_bytes // _BROADCAST_BYTES)
         self._windowed(self.gloo.broadcasts, self.gloo.broadcasts.broadcast, _BROADCAST_BYTES, many)
 
-    def _windowed(self, carrier: Carrier | Broadcasts, begin: Callable[[Tensor], Any], nbytes: int, many: int) -> None:
+    def _windowed(self, group: PeerGroup | Broadcasts, begin: Callable[[Tensor], Any], nbytes: int, many: int) -> None:
         flying: deque[Any] = deque()
         for part in self.flat.split(nbytes):
             if len(flying) == many:
-                carrier.wait(flying.popleft())
+                group.wait(flying.popleft())
             flying.append(begin(part))
         while flying:
-            carrier.wait(flying.popleft())
+            group.wait(flying.popleft())
 
 
 def _work(ports: Mapping[str, int], secret: str, args: argparse.Namespace, tell: Any) -> None:
     """Run the other process: join as rank 1, and go through the same ways."""
     members = {backend: _member(port, secret, backend) for backend, port in ports.items()}
     for member in members.values():
-        member.enter(LOBBY, 1, 2, ())
+        member.enter(STANDALONE_GROUP, 1, 2, ())
     end = _End({backend: member.carrier() for backend, member in members.items()}, args)
     correct = True
 
@@ -190,8 +187,7 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
     compared = Table("measured in one run", "median", "spread")
     for way, speed in results["gib_per_s"].items():
         speeds.add_row(way, f"{speed:.2f}")
-    for name in (name for name in results if "_vs_" in name and name != "kernel_vs_counted"):
+    for name in (name for name in results if "_vs_" in name):
         one = results[name]
         compared.add_row(name.replace("_vs_", " / "), f"{one['median']:.2f}", f"{one['low']:.2f} - {one['high']:.2f}")
-    compared.add_row("gloo: bytes by the kernel / by its own counter", f"{results['kernel_vs_counted']:.4f}", "")
     return [speeds, compared]

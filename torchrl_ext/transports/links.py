@@ -38,6 +38,12 @@ _LOCAL_ADDRESS = re.compile(r"torchrl_ext-ipc2-[0-9]+-[0-9a-f]{32}")
 _SLICE_S = 0.05
 _NO_ROOM_S = 0.05
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
+_PROBES = {
+    getattr(socket, name): value
+    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
+    if name in vars(socket)
+}
+"""Options by which the kernel gives up a machine that answers nothing for 40 s, and ends every read of a connection."""
 _HUNG_UP: int = getattr(select, "POLLRDHUP", select.POLLHUP)  # macOS says so with POLLHUP
 
 
@@ -57,6 +63,8 @@ class Link:
         if connection.family != getattr(socket, "AF_UNIX", None):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _PROBES.items():
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
         connection.setblocking(False)
         close_in_children(self)
 

@@ -27,7 +27,7 @@ from torchrl_ext.transports.collective import stream
 from torchrl_ext.transports.collective.stream import BUCKET_BYTES, Incoming
 from torchrl_ext.transports.group import handoffs
 from torchrl_ext.transports.group.backends import choose_backend
-from torchrl_ext.transports.group.meeting import LOBBY, Membership
+from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta
@@ -157,14 +157,14 @@ class VLLMCollectiveTransport(StandaloneTransport):
         params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
         within = self._within = Deadline(self.timeout_s, "the other ranks")
         if self.rank == 0:
-            self._host(LOBBY, self._standalone_size(), params, within)
+            self._host(STANDALONE_GROUP, self._standalone_size(), params, within)
         elif self.master_port == 0:
             raise ConfigError(
                 f"rank {self.rank} does not know the trainer's port", hint="give the trainer and every worker one port"
             )
         else:
             self._member.under(within)
-            self._member.enter(LOBBY, self.rank, self.world_size, params)
+            self._member.enter(STANDALONE_GROUP, self.rank, self.world_size, params)
             self._end = CollectiveWorker(self._member)
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
@@ -178,7 +178,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         if workers == 0:
             if self.check_connection():
                 return Handoff()
-            size, room = self._standalone_size(), LOBBY
+            size, room = self._standalone_size(), STANDALONE_GROUP
         else:
             size, room = 1 + workers, f"room/{uuid.uuid4().hex}"
             if self.world_size not in (None, size):
@@ -265,8 +265,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 stream.send_buckets(group.broadcasts, buckets, packer, bucket_bytes=self.bucket_bytes)
                 answers = handoffs.await_workers(group, load.handoff)
             except BaseException as error:
-                handoffs.tell_stopped(group, why(error))
-                group.sever()
+                group.sever(why(error))
                 if isinstance(error, (TransportError, DeadlineError)):
                     raise handoffs.sending_failed(group, load.handoff, update.version, error) from error
                 raise

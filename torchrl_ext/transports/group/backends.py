@@ -1,12 +1,11 @@
-"""The choice between gloo and NCCL, and what each needs to be made: a store, and devices whose sockets are known."""
+"""The choice between gloo and NCCL, and the store and the devices that a backend is made of."""
 
 from __future__ import annotations
 
 import os
 import socket
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,23 +14,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # by a star there
 
-from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import ConfigError, TransportError, WeightSyncError
 from torchrl_ext.transports.base import deadline
+from torchrl_ext.transports.group.calls import in_time
 from torchrl_ext.transports.group.notes import NoteStore
-from torchrl_ext.transports.group.sockets import in_time, listening
 from torchrl_ext.weights.devices import known_device, usable_device
 
 __all__ = [
-    "GLOO_DEVICES", "GroupStore", "brief", "choose_backend", "gloo_devices", "kept_store", "made_in_time",
-    "reached_store",
+    "GLOO_DEVICES", "GroupStore", "choose_backend", "gloo_options", "kept_store", "nccl_options", "reached_store",
 ]  # fmt: skip
 
 GLOO_DEVICES = 2
-"""Each gloo device has one thread that moves bytes; two of them carry 1.6 times what one does."""
-_ATTEMPTS = 20
+"""Each gloo device has one thread that moves bytes; two of them carry 1.6 times as much as one."""
+_GLOO_THREADS = 8
+_LATER_S = 5.0
+"""Seconds by which gloo's deadline comes after ours: ours raises the error, and gloo's only frees its threads."""
+_NEVER = timedelta(days=365)
 _LOOK_UP_S = 10.0
-_CREATING = threading.Lock()
-"""Devices are created one group at a time, so that a group knows its own listening sockets."""
 
 
 def choose_backend(
@@ -64,8 +64,8 @@ def choose_backend(
 class GroupStore(Store):
     """A torch store that keeps its values in a `NoteStore`, behind its secret.
 
-    gloo needs it while it is constructed. NCCL leaves the id of each communicator there when this is first used, and
-    its monitor looks for signals of other ranks for as long as the process lives.
+    gloo needs it while it is constructed. NCCL leaves the id of its communicator there, and its monitor looks for
+    signals of other ranks for as long as the process lives.
 
     Args:
         notes: where the values are.
@@ -101,25 +101,12 @@ class GroupStore(Store):
         """Return whether all these values are there, as far as the trainer answers."""
         try:
             return all(self._notes.has(self._beginning + key) for key in keys)
-        except WeightSyncError:  # a thread of NCCL's, which asks, must not end the process
+        except WeightSyncError:  # the monitor of NCCL asks in a thread of its own, and must not end the process
             return False
 
     def has_extended_api(self) -> bool:
         """Return False: several values cannot be asked for at once."""
         return False
-
-
-def made_in_time(make: Callable[[], Any], until: float, timeout_s: float, stop: threading.Event) -> Any:
-    """Return what ``make`` returns, or raise at ``until``: gloo itself waits several timeouts for a dead peer."""
-    try:
-        made = in_time(make, until, stop)
-    except RuntimeError as error:
-        raise TransportError(f"connections could not be made: {brief(error)}") from error
-    if made:
-        return made[0]
-    if stop.is_set():
-        raise TransportError("forming the group was aborted")
-    raise DeadlineError(f"connections were not made within {timeout_s:g} s")
 
 
 def kept_store(listener: socket.socket, timeout_s: float) -> Any:
@@ -137,62 +124,51 @@ def reached_store(host: str, port: int, timeout_s: float) -> Any:
     return tcp_store(host, port, None, False, timedelta(seconds=timeout_s), False)
 
 
-def gloo_devices(
-    host: str, port: int, stop: threading.Event, count: int = GLOO_DEVICES
-) -> tuple[list[Any], set[tuple[Any, ...]]]:
-    """Return gloo devices, and the addresses at which they listen.
+def nccl_options() -> Any:
+    """Return options of NCCL without a timeout: where one passes, torch ends the process, and our waits have theirs."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _NEVER
+    return options
 
-    They are bound to the interface that reaches the trainer, unless GLOO_SOCKET_IFNAME names others, as in torch.
+
+def gloo_options(
+    host: str,
+    port: int,
+    timeout_s: float,
+    stop: threading.Event,
+    *,
+    devices: int = GLOO_DEVICES,
+    threads: int = _GLOO_THREADS,
+) -> Any:
+    """Return options of gloo, whose devices are bound to the interface that reaches the trainer.
+
+    GLOO_SOCKET_IFNAME may name other interfaces, as in torch.
 
     Args:
         host, port: where the trainer is.
+        timeout_s: our deadline of every wait, in seconds.
         stop: set by another thread to end a look-up.
-        count: of devices.
+        devices, threads: how many of each.
     """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # left out of the stub
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     make = dist.ProcessGroupGloo.create_device
     if names:
-        calls = [partial(make, interface=names[index % len(names)]) for index in range(count)]
+        options._devices = [make(interface=names[index % len(names)]) for index in range(devices)]
     else:
-        calls = [partial(make, hostname=_own_address(host, port, stop))] * count
-    with _CREATING:
-        devices, listeners = zip(*(_listening_device(call) for call in calls), strict=True)
-    return list(devices), set().union(*listeners)
-
-
-def _listening_device(make: Callable[[], Any]) -> tuple[Any, set[tuple[Any, ...]]]:
-    """Return a device and its address, which gloo does not tell: the one at which this process listens anew.
-
-    Where another thread of this process began to listen meanwhile, there are several, and another device is made.
-
-    Raises:
-        TransportError: other threads opened listeners during every attempt.
-    """
-    for _ in range(_ATTEMPTS):
-        before = set(listening())
-        device = make()
-        new = set(listening()) - before
-        if len(new) <= 1:  # none where open files cannot be listed
-            return device, new
-    raise TransportError(
-        f"other threads of this process opened listening sockets during each of {_ATTEMPTS} attempts to make a device",
-        state="no group was formed",
-        hint="connect before or after they do so",
-    )
+        own = _own_address(host, port, stop)
+        options._devices = [make(hostname=own) for _ in range(devices)]
+    options._threads, options._timeout = threads, timedelta(seconds=timeout_s + _LATER_S)
+    return options
 
 
 def _own_address(host: str, port: int, stop: threading.Event) -> str:
     """Return this machine's address on the route to the trainer."""
-    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_DGRAM)
-    places = in_time(look_up, time.monotonic() + _LOOK_UP_S, stop)
+    within = Deadline(_LOOK_UP_S, stop=stop)
+    places = in_time(partial(socket.getaddrinfo, host, port, type=socket.SOCK_DGRAM), within)
     if not places:
-        raise DeadlineError(f"no name server said within {_LOOK_UP_S:g} s where {host} is")
+        raise within.error(f"no name server knew {host}")
     family, _, _, _, target = places[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)  # sends nothing; the kernel picks the interface
         return probe.getsockname()[0]
-
-
-def brief(error: BaseException) -> str:
-    """Return the message of an error of torch's without its stack."""
-    return str(error).split("\n")[0].split(" This is typically caused")[0]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, final
@@ -13,16 +14,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from torchrl_ext.deadline import pauses
-from torchrl_ext.errors import DeadlineError, TransportError
-from torchrl_ext.transports.group.backends import brief
-from torchrl_ext.transports.group.peers import Move
-from torchrl_ext.transports.group.sockets import connected, run_beside, shut_down
+from torchrl_ext.deadline import Deadline, pauses
+from torchrl_ext.errors import TransportError
+from torchrl_ext.transports.group.backends import GLOO_DEVICES
+from torchrl_ext.transports.group.calls import brief, run_beside
 
-__all__ = ["LONGEST_PAUSE_S", "SHORTEST_PAUSE_S", "SLICE", "Broadcasts"]
+__all__ = ["Broadcasts", "completed_within"]
 
-SLICE = timedelta(seconds=0.1)
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.01
+_SLICE = timedelta(seconds=0.1)
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01
+_AT_ONCE = timedelta(milliseconds=1)
+_UNUSED_TAG = 1 << 20
 
 
 @final
@@ -35,6 +37,7 @@ class Broadcasts:
         device: where tensors must be.
         timeout_s: deadline of every wait, in seconds.
         stop: set by another thread to end every wait.
+        lost: returns why no peer answers any more; "" as far as nobody knows of any failure.
 
     Attributes:
         alive: whether it can be used.
@@ -48,17 +51,12 @@ class Broadcasts:
         device: torch.device,
         timeout_s: float,
         stop: threading.Event,
+        lost: Callable[[], str] = str,
     ) -> None:
         self._pg, self.backend, self.device, self.timeout_s, self.stop = pg, backend, device, timeout_s, stop
-        self.alive, self._connections = True, 0
-        self._endpoints: set[tuple[Any, ...]] = set()
+        self.alive, self._lost = True, lost
         self._begun: deque[Any] = deque()
         self._lock = threading.RLock()
-
-    def watch(self, endpoints: Iterable[tuple[Any, ...]]) -> None:
-        """Take note of addresses at which ranks listen; every connection to or from one is there now."""
-        self._endpoints |= {*endpoints}
-        self._connections = self._count_connections()
 
     @property
     def pg(self) -> Any:
@@ -92,40 +90,35 @@ class Broadcasts:
             TransportError: a connection broke, a peer is gone, or another thread aborted.
             DeadlineError: it took `timeout_s`.
         """
-        until = time.monotonic() + self.timeout_s
-        if self.backend == "nccl":  # its wait only orders streams, so completion is asked for
-            for _ in pauses(self.timeout_s, self.stop, shortest_s=SHORTEST_PAUSE_S, longest_s=LONGEST_PAUSE_S):
-                if work.is_completed():
-                    break
-        while True:
-            finished = work.is_completed()
-            try:
-                work.wait() if finished else work.wait(SLICE)
-            except RuntimeError as error:
-                if finished and not self.stop.is_set():
-                    raise TransportError(f"a connection of the group broke: {brief(error)}") from error
-            else:
-                return
-            if self.stop.is_set():
+        within = Deadline(self.timeout_s, stop=self.stop)
+        while not self._completed(work):
+            if self.stop.is_set() or not self.alive:
                 raise TransportError("the transfer was aborted")
-            if not self.whole:  # gloo itself forgets sends that were half-way
-                raise TransportError("a peer closed its connection")
-            if time.monotonic() >= until:
-                raise DeadlineError(f"nothing moved for {self.timeout_s:g} s")
+            lost = self._lost()  # gloo itself forgets a send that was half-way when its connection broke
+            if lost and not self._completed(work):
+                raise TransportError(lost)
+            within.check("nothing moved")
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if self.stop.is_set() or not self.alive:
+                raise TransportError("the transfer was aborted") from error
+            raise TransportError(f"a connection of the group broke: {brief(error)}") from error
 
-    @property
-    def whole(self) -> bool:
-        """Whether no peer closed a connection, as far as that can be told."""
-        return self._count_connections() >= self._connections
+    def _completed(self, work: Any) -> bool:
+        """Return whether a work is done, well or badly, after a short wait if it is not."""
+        if self.backend == "nccl":  # its wait only orders streams
+            return completed_within(work, _SLICE.total_seconds())
+        if not work.is_completed():
+            with suppress(RuntimeError):
+                work.wait(_SLICE)
+        return bool(work.is_completed())
 
-    def _count_connections(self) -> int:
-        return sum(1 for _ in connected(self._endpoints))
-
-    def sever(self) -> None:
+    def sever(self, busy: Iterable[Future[Any]] = ()) -> None:
         """End it at once, here and at its peers, and every wait in other threads. May be called twice.
 
-        gloo has no way to interrupt a call that waits for a peer, so its sockets are shut down under it: they
-        are those connected to the addresses at which the ranks of this group listen.
+        Args:
+            busy: calls of other threads that use the backend, and end now.
         """
         with self._lock:
             if not self.alive:
@@ -135,10 +128,28 @@ class Broadcasts:
         if self.backend == "nccl":
             run_beside(pg.abort)
             return
-        shut_down(self._endpoints)
-        remains = [self._begun, pg]
+        _close_connections(pg)
+        remains = [[*busy], self._begun, pg]
         del pg
         run_beside(partial(_destroy_later, remains))
+
+
+def completed_within(work: Any, seconds: float) -> bool:
+    """Return whether a work of NCCL's is done within ``seconds``."""
+    turns = pauses(seconds, shortest_s=_SHORTEST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+    return any(work.is_completed() for _ in turns)
+
+
+def _close_connections(pg: Any) -> None:
+    """Close every connection of a gloo backend, by which waits of all threads end, and peers see it.
+
+    gloo has no call for it, but it closes the connections of a device when a `recv` on it is not answered in time.
+    """
+    for tag in range(_UNUSED_TAG, _UNUSED_TAG + GLOO_DEVICES):  # a tag picks the device
+        for peer in range(pg.size()):
+            if peer != pg.rank():
+                with suppress(RuntimeError):
+                    pg.recv([torch.empty(1, dtype=torch.uint8)], peer, tag).wait(_AT_ONCE)
 
 
 def _destroy_later(remains: list[Any]) -> None:
@@ -147,10 +158,10 @@ def _destroy_later(remains: list[Any]) -> None:
     gloo leaves a send that was half-way when its connection broke to its timeout. Destroying the backend earlier
     would block in a destructor, which takes the process down when the interpreter ends meanwhile.
     """
-    begun, pause = remains[0], threading.Event()
+    busy, begun, _ = remains
+    wait(busy)
+    pause = threading.Event()
     while begun:
-        if isinstance(begun[0], Move):
-            begun[0].finish()
         while not begun[0].is_completed():
             pause.wait(0.01)
         begun.popleft()

@@ -1,95 +1,92 @@
-"""Messages by which the ranks of a group tell that a handoff comes, that it arrived, or why not."""
+"""Messages by which the ranks of a group announce a handoff, acknowledge it, or say why it failed."""
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError, why
+from torchrl_ext.errors import NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.transports.base import Arrival, deadline
-from torchrl_ext.transports.group.peers import Carrier
+from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.types import Info, ParamMeta
 
 __all__ = [
-    "Announcements",
-    "acknowledge",
-    "await_others",
-    "await_workers",
-    "receiving_failed",
-    "refused",
-    "require",
+    "Announcements", "acknowledge", "await_others", "await_workers", "receiving_failed", "refused", "require",
     "sending_failed",
-    "stop_reason",
-    "tell_stopped",
-]
+]  # fmt: skip
 
 _LAST_WORDS_S = 1.0
-"""How long one side waits, after a failure, for those that are alive to say so."""
+"""How long one side waits, after a failure, for the words of the ranks that are alive."""
 _LOOK_S = 0.5
-"""How often a worker that waits looks whether its group is still there."""
+"""How often a rank that waits looks whether its group is still there."""
 
 
-def acknowledge(group: Carrier, handoff: int, answer: int | str = "") -> None:
+def acknowledge(group: PeerGroup, handoff: int, answer: int | str = "") -> None:
     """Tell the trainer that all bytes of a handoff are here, and how many, or why it was refused (worker end)."""
     group.acknowledged = handoff
     group.notes.put(f"arrived/{group.generation}/{handoff}/{group.rank}", answer)
 
 
-def await_others(group: Carrier) -> None:
-    """Wait until every worker has answered to the handoff that this one did; to be called by one that leaves.
+def await_others(group: PeerGroup) -> None:
+    """Wait until every worker has answered to the handoff that this one answered to (a worker that leaves).
 
     Its connections close, by which workers that still receive see the group broken: they cannot tell a rank that has
     all from one that died.
     """
-    until = deadline(group.timeout_s)
+    within = Deadline(group.timeout_s, stop=group.notes.stop)
     group.notes.patience_s = _LAST_WORDS_S
     with contextlib.suppress(NotConnectedError):  # the trainer is gone, so nobody receives any more
-        while group.alive and group.whole and not group.notes.stop.is_set() and time.monotonic() < until:
-            over = group.notes.wait(f"over/{group.generation}/{group.acknowledged}", min(until, deadline(_LOOK_S)))
-            if over or stop_reason(group) is not None:
+        while group.intact and not within.over:
+            if group.notes.wait(f"over/{group.generation}/{group.acknowledged}", within.within(_LOOK_S).until):
                 return
 
 
-def await_workers(group: Carrier, handoff: int) -> dict[int, Any]:
+def await_workers(group: PeerGroup, handoff: int) -> dict[int, Any]:
     """Wait for each worker's answer to the handoff: bytes or ``""`` where it was taken, else why not (trainer end).
 
     Raises:
         DeadlineError: names the workers that say nothing within the group's deadline.
-        TransportError: another thread aborted.
+        TransportError: a rank is gone, or another thread aborted.
     """
     key = f"arrived/{group.generation}/{handoff}/"
-    said = group.notes.collect(key, group.workers, deadline(group.timeout_s))
-    if group.notes.stop.is_set():
-        raise TransportError("the transfer was aborted")
-    if len(said) < len(group.workers):
-        silent = group.call(rank for rank in group.workers if rank not in said)
-        raise DeadlineError(f"no word within {group.timeout_s:g} s from {silent} that it arrived")
+    answers: dict[int, Any] = {}
+    within = Deadline(group.timeout_s, stop=group.notes.stop)
+    while len(answers) < len(group.workers):
+        silent = [rank for rank in group.workers if rank not in answers]
+        if within.stop.is_set() or not group.alive:
+            raise TransportError("the transfer was aborted")
+        lost = group.severance.news()
+        answers |= group.notes.collect(key, silent, within.within(_LOOK_S).until)
+        if lost and len(answers) < len(group.workers):
+            raise TransportError(f"the group was severed before every worker had answered: {lost}")
+        if within.over and len(answers) < len(group.workers):
+            silent = [rank for rank in group.workers if rank not in answers]
+            raise within.error(f"no word came from {group.call(silent)} that it arrived")
     group.notes.sweep(key, f"over/{group.generation}/")
     group.notes.put(f"over/{group.generation}/{handoff}", True)
-    return said
+    return answers
 
 
-def refused(group: Carrier, version: int, said: Mapping[int, Any]) -> TransportError:
-    """Return the error that tells which workers have every byte but could not load them, and why (trainer end)."""
-    refusals = "; ".join(f"{group.call([rank])}: {words}" for rank, words in said.items() if words)
+def refused(group: PeerGroup, version: int, answers: Mapping[int, Any]) -> TransportError:
+    """Return the error that names the workers that have every byte but could not load them, and why (trainer end)."""
+    refusals = "; ".join(f"{group.call([rank])}: {words}" for rank, words in answers.items() if words)
     return TransportError(
         f"weights version {version} was not taken by {refusals}",
         state="the other workers have it, and the group is intact",
     )
 
 
-def sending_failed(group: Carrier, handoff: int, version: int, error: WeightSyncError) -> WeightSyncError:
-    """Return the trainer's ``error`` again, with the ranks that are silent and the words of those that are not."""
-    said, silent = {}, []
+def sending_failed(group: PeerGroup, handoff: int, version: int, error: WeightSyncError) -> WeightSyncError:
+    """Return the trainer's ``error`` again, with the ranks that are silent and the words of the others."""
+    answers, silent = {}, []
     if not group.notes.stop.is_set():
         key = f"arrived/{group.generation}/{handoff}/"
-        said = group.notes.collect(key, group.workers, deadline(_LAST_WORDS_S))
-        silent = [rank for rank in group.workers if rank not in said]
+        answers = group.notes.collect(key, group.workers, deadline(_LAST_WORDS_S))
+        silent = [rank for rank in group.workers if rank not in answers]
     lost = f"; no sign of life from {group.call(silent)}" if silent else ""
-    words = [f"rank {rank} says: {text}" for rank, text in said.items() if text and type(text) is str]
+    words = [f"rank {rank} says: {text}" for rank, text in answers.items() if text and type(text) is str]
     return type(error)(
         f"weights version {version} did not reach {group.call(group.workers)}: {error.what}{lost}",
         expected=error.expected,
@@ -98,15 +95,15 @@ def sending_failed(group: Carrier, handoff: int, version: int, error: WeightSync
     )
 
 
-def receiving_failed(group: Carrier, handoff: int, version: int, error: WeightSyncError) -> WeightSyncError:
-    """Tell the trainer of the worker's ``error``, and return it again with what is known of the trainer."""
+def receiving_failed(group: PeerGroup, handoff: int, version: int, error: WeightSyncError) -> WeightSyncError:
+    """Tell the trainer of the worker's ``error``, and return it again with the words of the trainer."""
     try:
         group.notes.patience_s = _LAST_WORDS_S
         acknowledge(group, handoff, why(error))
-        group.sever()
-        trainer = stop_reason(group, _LAST_WORDS_S) or "it is alive, so the network or another worker failed"
+        trainer = group.severance.reason(_LAST_WORDS_S) or "it is alive, so the network or another worker failed"
     except NotConnectedError:
-        trainer = "its store is gone, so it died or was shut down"
+        trainer = "its notes are gone, so it died or was shut down"
+    group.sever(f"{group.call([group.rank])} failed: {why(error)}")
     return type(error)(
         f"rank {group.rank} lost weights version {version} on its way from the trainer, "
         f"{group.call([0])}: {error.what}",
@@ -116,18 +113,6 @@ def receiving_failed(group: Carrier, handoff: int, version: int, error: WeightSy
     )
 
 
-def tell_stopped(group: Carrier, reason: str) -> None:
-    """Leave the reason for the end of the group where workers find it (trainer end)."""
-    with contextlib.suppress(NotConnectedError):
-        group.notes.put(f"stopped/{group.generation}", reason)
-
-
-def stop_reason(group: Carrier, timeout_s: float = 0.0) -> str | None:
-    """Return why the trainer ended the group; None if it does not say so in ``timeout_s`` seconds (worker end)."""
-    found = group.notes.wait(f"stopped/{group.generation}", deadline(timeout_s))
-    return str(found[0]) if found else None
-
-
 class Announcements:
     """One rank's place in the sequence of a group's announcements.
 
@@ -135,7 +120,7 @@ class Announcements:
         group: whose ranks they are for.
     """
 
-    def __init__(self, group: Carrier) -> None:
+    def __init__(self, group: PeerGroup) -> None:
         self.group = group
         self._count = 0
         self._params: tuple[ParamMeta, ...] = ()
@@ -153,14 +138,14 @@ class Announcements:
         """Return the next announcement, or None at the deadline (worker end).
 
         Raises:
-            NotConnectedError: the trainer ended the group, or is gone, or another thread aborted.
-            TransportError, ManifestError: what is announced is no handoff.
+            NotConnectedError: the group was severed, or the trainer is gone, or another thread aborted.
+            TransportError, ManifestError: the announcement is no handoff.
         """
         group, key = self.group, self._key(self._count + 1)
         try:
-            while not (found := group.notes.wait(key, min(within.until, deadline(_LOOK_S)))):
-                reason = self._ended()
-                if reason is not None:
+            while not (found := group.notes.wait(key, within.within(_LOOK_S).until)):
+                reason = "this rank aborted" if within.stop.is_set() else group.severance.reason()
+                if reason or not group.intact:
                     raise NotConnectedError(
                         f"rank {group.rank} is no longer connected to the trainer, {group.call([0])}: {reason}",
                         hint="connect again when the trainer does",
@@ -177,23 +162,18 @@ class Announcements:
         if rows == 0 or (rows is None and not self._params) or type(info.get("version")) is not int:
             raise TransportError(
                 f"the trainer, {group.call([0])}, announced {str(info)[:200]!r}",
-                expected="what its transport says of a handoff, with a list of parameters",
+                expected="the info of a handoff of its transport, with a list of parameters",
                 state="nothing was received",
                 hint="use the same version of torchrl_ext on every rank",
             )
         return Arrival(version=info.pop("version"), params=self._params, info=info)
-
-    def _ended(self) -> str | None:
-        if self.group.notes.stop.is_set():
-            return "this rank aborted"
-        return stop_reason(self.group) or (None if self.group.whole else "a connection of the group was closed")
 
     def _key(self, number: int) -> str:
         return f"announced/{self.group.generation}/{number}"
 
 
 def require(transport: str, info: Info, **fields: type) -> None:
-    """Check that fields of what a trainer says have these types; a float may be an integer, and none is negative.
+    """Check that fields of a trainer's message have these types; a float may be an integer, and none is negative.
 
     Raises:
         TransportError: names the field.
@@ -202,7 +182,7 @@ def require(transport: str, info: Info, **fields: type) -> None:
         value: Any = info.get(name)
         if type(value) not in ((int, float) if kind is float else (kind,)) or (kind is int and value < 0):
             raise TransportError(
-                f"{name} is {str(value)[:200]!r} in what the trainer says of the {transport} transport",
+                f"{name} is {str(value)[:200]!r} in the trainer's message for the {transport} transport",
                 expected="a whole number, 0 or more" if kind is int else f"a {kind.__name__}",
                 state="nothing was received",
                 hint="use the same version of torchrl_ext in trainer and engine",

@@ -1,4 +1,4 @@
-"""Where the ranks of a group meet: they find each other in the trainer's notes, and agree before a group is formed.
+"""Ranks find each other in the trainer's notes, and agree on their settings before a group is formed.
 
 Ranks that do not come are named. Notes come from other processes, so each is checked before it is used.
 """
@@ -11,27 +11,25 @@ import threading
 import uuid
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from types import NoneType
-from typing import Any, ClassVar, cast
+from typing import Any, TypeVar, cast
 
+import msgspec
 import torch
 
 from torchrl_ext import errors
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
-from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.group.handoffs import Announcements, await_others, tell_stopped
-from torchrl_ext.transports.group.notes import KeptNotes, NoteStore, RemoteNotes
-from torchrl_ext.transports.group.peers import Carrier
+from torchrl_ext.transports.group.handoffs import Announcements, await_others
+from torchrl_ext.transports.group.notes import HostedNotes, NoteStore, RemoteNotes
+from torchrl_ext.transports.group.peers import PeerGroup, Severance
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.links import ranks_text
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["LOBBY", "Membership", "Note", "enter", "host"]
+__all__ = ["STANDALONE_GROUP", "Membership", "Note", "enter", "host"]
 
-LOBBY = "lobby"
-"""The room in which ranks meet without a control layer."""
+STANDALONE_GROUP = "standalone"
+"""The rendezvous key of ranks without a control layer."""
 
 _SETTINGS = {"nccl": ("NCCL_CUMEM_ENABLE", "NCCL_CUMEM_HOST_ENABLE")}
 """Environment variables, by backend, that must be the same on all ranks of a communicator; engines set some for
@@ -45,14 +43,16 @@ _ERRORS: Mapping[str, type[errors.WeightSyncError]] = {
 
 _AGAIN = "call init_all_workers_group on every rank at the same time, or connect through a sender"
 
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+
 
 class Membership:
     """Forms the groups of one rank, one after the other, and ends them.
 
     Args:
         address, port: where workers reach the trainer's notes.
-        secret: what trainer and workers know; "" lets in whoever finds the port, unless a control layer passes on one
-            that the trainer makes.
+        secret: of trainer and workers; "" lets in whoever finds the port, unless a control layer passes on one that
+            the trainer makes.
         device, backend: of the groups; the backend is ``"gloo"``, ``"nccl"`` or ``"nixl"``.
         timeout_s: deadline of every wait, in seconds.
     """
@@ -65,7 +65,7 @@ class Membership:
         self._secret, self._private = secret, secret or uuid.uuid4().hex
         self.stop = threading.Event()
         self._notes: NoteStore | None = None
-        self._carrier: Carrier | None = None
+        self._group: PeerGroup | None = None
         self._announcements: Announcements | None = None
         self._generations = 0
 
@@ -74,24 +74,24 @@ class Membership:
         self.stop = within.stop
         if self._notes is not None:
             self._notes.stop = within.stop
-        if self._carrier is not None:
-            self._carrier.under(within.stop)
+        if self._group is not None:
+            self._group.under(within.stop)
 
     @property
     def connected(self) -> bool:
         """Whether there is a group that can be used."""
-        return self._carrier is not None and self._carrier.alive
+        return self._group is not None and self._group.alive
 
-    def carrier(self) -> Carrier:
+    def carrier(self) -> PeerGroup:
         """Return the current group.
 
         Raises:
             NotConnectedError: there is none, or it was closed.
         """
-        if self._carrier is None or not self._carrier.alive:
-            closed = "" if self._carrier is None else ": its group was closed after a failure"
+        if self._group is None or not self._group.alive:
+            closed = "" if self._group is None else ": its group was closed after a failure"
             raise NotConnectedError(f"this end of the collective transport is not connected{closed}", hint=_AGAIN)
-        return self._carrier
+        return self._group
 
     def group(self) -> Group:
         """As `carrier`, of a gloo or NCCL group, which can broadcast."""
@@ -104,33 +104,33 @@ class Membership:
             self._announcements = Announcements(group)
         return self._announcements
 
-    def notes(self, room: str) -> NoteStore:
-        """Return the notes that the trainer hosts, for the ranks that meet in ``room`` (trainer end).
+    def notes(self, key: str) -> NoteStore:
+        """Return the notes that the trainer hosts, for the ranks of a rendezvous key (trainer end).
 
         Raises:
             TransportError: the port is taken.
         """
-        secret = self._secret if room == LOBBY else self._private
+        secret = self._secret if key == STANDALONE_GROUP else self._private
         if self._notes is not None and self._notes.secret != secret:
             self._end_notes()
-        return self._notes or self._keep(KeptNotes(self.address, self.port, secret, self.stop))
+        return self._notes or self._keep(HostedNotes(self.address, self.port, secret, self.stop))
 
-    def host(self, room: str, size: int, params: tuple[ParamMeta, ...]) -> None:
-        """Form the next group with the workers that wait in ``room`` (trainer end).
+    def host(self, key: str, size: int, params: tuple[ParamMeta, ...]) -> None:
+        """Form the next group with the workers that wait under a rendezvous key (trainer end).
 
         Raises:
             DeadlineError, ConfigError, ManifestError: as `host`.
             TransportError: connections could not be made.
         """
         self.leave()
-        notes = self.notes(room)
+        notes = self.notes(key)
         self._generations += 1
         generation = str(self._generations)
-        peers = host(notes, room, generation, self._own_note(size, params), deadline(self.timeout_s))
+        peers = host(notes, key, generation, self._own_note(size, params), Deadline(self.timeout_s, stop=self.stop))
         self._form(notes, generation, 0, peers)
 
-    def enter(self, room: str, rank: int, size: int | None, params: tuple[ParamMeta, ...]) -> None:
-        """Join the group that the trainer forms with the workers in ``room`` (worker end).
+    def enter(self, key: str, rank: int, size: int | None, params: tuple[ParamMeta, ...]) -> None:
+        """Join the group that the trainer forms under a rendezvous key (worker end).
 
         Raises:
             DeadlineError, ConfigError, ManifestError: as `enter`.
@@ -138,31 +138,28 @@ class Membership:
         """
         self.leave()
         self._end_notes()
-        until = deadline(self.timeout_s)
+        within = Deadline(self.timeout_s, stop=self.stop)
         notes = self._keep(RemoteNotes(self.address, self.port, self._secret, self.stop, timeout_s=self.timeout_s))
-        generation, peers = enter(notes, room, rank, self._own_note(size, params), until)
+        generation, peers = enter(notes, key, rank, self._own_note(size, params), within)
         self._form(notes, generation, rank, dict(enumerate(peers)))
 
     def leave(self) -> None:
         """End the group, if there is one."""
-        group, self._carrier = self._carrier, None
+        group, self._group = self._group, None
         if group is not None:
-            if group.rank == 0 and group.alive:
-                tell_stopped(group, "the trainer shut it down or forms a new one")
-            group.sever()
-            own = (f"{kind}/{group.generation}/" for kind in ("announced", "arrived", "over"))
-            group.notes.sweep(*own)
+            group.sever("the trainer shut it down or forms a new one" if group.rank == 0 else "")
+            group.notes.sweep(*(f"{kind}/{group.generation}/" for kind in ("announced", "arrived", "over")))
 
     def abort(self) -> None:
         """End every wait, from another thread; the group is lost."""
         self.stop.set()
-        if (carrier := self._carrier) is not None:
-            carrier.sever()
+        if (group := self._group) is not None:
+            group.sever(f"{group.call([group.rank])} aborted")
 
     def close(self) -> None:
         """Leave the group, a worker once the others have what it has, and close the notes. May be called twice."""
-        if self._carrier is not None and self._carrier.acknowledged:
-            await_others(self._carrier)
+        if self._group is not None and self._group.acknowledged:
+            await_others(self._group)
         self.stop.set()
         self.leave()
         self._end_notes()
@@ -173,9 +170,9 @@ class Membership:
             if self.backend == "nixl":
                 from torchrl_ext.transports.sharded.nixl import NixlGroup
 
-                self._carrier = NixlGroup(notes, generation, rank, peers, **how)
+                self._group = NixlGroup(notes, generation, rank, peers, **how)
             else:
-                self._carrier = Group(notes, generation, rank, peers, backend=self.backend, **how)
+                self._group = Group(notes, generation, rank, peers, backend=self.backend, **how)
         except (TransportError, DeadlineError) as error:
             raise type(error)(
                 f"rank {rank} could not form a {self.backend} group of {len(peers)}: {error.what}",
@@ -205,15 +202,14 @@ class Membership:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Note:
+class Note(msgspec.Struct, frozen=True, kw_only=True):
     """A rank's description of itself, from which the trainer sees whether all ranks agree.
 
     Attributes:
-        world_size: what it was given; None leaves that to the trainer.
+        world_size: number of ranks that it expects; None leaves that to the trainer.
         timeout_s: deadline of its waits, in seconds.
         process: how to call its process in a message.
-        params: what it expects to be moved, `ParamMeta.to_json` of each; empty where it expects nothing particular.
+        params: the parameters that it expects to be moved, `ParamMeta.to_json` of each; empty for any.
         backend: ``"gloo"``, ``"nccl"`` or ``"nixl"``.
         settings: variables of its environment on which ranks must agree, and None for those that are not set.
         token: names the note in which the trainer answers.
@@ -222,43 +218,30 @@ class Note:
     world_size: int | None
     timeout_s: float
     process: str
-    params: list[Any]
+    params: list[list[Any]]
     backend: str
     settings: dict[str, str | None]
     token: str = ""
 
-    _KINDS: ClassVar[Mapping[str, tuple[type, ...]]] = {
-        "world_size": (int, NoneType),
-        "timeout_s": (int, float),
-        "process": (str,),
-        "params": (list,),
-        "backend": (str,),
-        "settings": (dict,),
-        "token": (str,),
-    }
 
-    @classmethod
-    def from_json(cls, rank: int, read: Any) -> Note:
-        """Return the note that was read from ``rank``, checked.
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The trainer's answer to a note: a group with the processes of all its ranks, or the kind and text of an error."""
 
-        Raises:
-            TransportError: it is no such note.
-            ManifestError: it lists what is no parameter.
-        """
-        try:
-            note = cls(**{field: _of(read, field, *kinds) for field, kinds in cls._KINDS.items()})
-            for row in note.params:
-                ParamMeta.from_json(row)
-        except errors.WeightSyncError as error:
-            raise type(error)(f"rank {rank} says what cannot be: {error.what}", expected=error.expected) from error
-        return note
+    generation: str = ""
+    peers: list[str] = []
+    kind: Any = None
+    error: str | None = None
 
 
-def host(notes: NoteStore, room: str, generation: str, own: Note, until: float) -> dict[int, str]:
-    """Wait until every worker is in ``room``, check what they expect, and let them in (trainer end).
+def host(notes: NoteStore, key: str, generation: str, own: Note, within: Deadline) -> dict[int, str]:
+    """Wait until every worker has left its note, check whether all agree, and let them in (trainer end).
 
     Args:
+        notes: of the trainer.
+        key: the rendezvous key of the ranks.
+        generation: of the group that they form.
         own: this rank's note, with a ``world_size``.
+        within: deadline.
 
     Returns:
         How to call the process of each rank, this one included.
@@ -266,30 +249,29 @@ def host(notes: NoteStore, room: str, generation: str, own: Note, until: float) 
     Raises:
         DeadlineError: names the ranks that never arrived.
         ConfigError, ManifestError: a worker expects another world size, or other parameters.
-        TransportError: what a worker says cannot be read.
+        TransportError: a worker's note cannot be read.
     """
     size = own.world_size or 1
     workers = range(1, size)
-    notes.put(f"{room}/0", asdict(own))
+    notes.put(f"{key}/0", msgspec.to_builtins(own))
     try:
-        said = notes.collect(f"{room}/", workers, until)
-        absent = [rank for rank in workers if rank not in said]
-        tokens = [read.get("token") for read in said.values() if type(read) is dict]
-        answers = [f"{room}/answer/{token}" for token in tokens if type(token) is str]
-        for rank in said:
-            notes.drop(f"{room}/{rank}")
+        found = notes.collect(f"{key}/", workers, within.until)
+        tokens = [read.get("token") for read in found.values() if type(read) is dict]
+        answers = [f"{key}/answer/{token}" for token in tokens if type(token) is str]
+        for rank in found:
+            notes.drop(f"{key}/{rank}")
         try:
-            if notes.stop.is_set():
+            if within.stop.is_set():
                 raise TransportError("forming the group was aborted")
+            absent = [rank for rank in workers if rank not in found]
             if absent:
-                raise DeadlineError(
-                    f"{ranks_text(absent)} of world size {size} did not arrive at {notes.address} within "
-                    f"{own.timeout_s:g} s",
+                raise within.error(
+                    f"{ranks_text(absent)} of world size {size} did not arrive at {notes.address}",
                     expected="every rank enters at the same time",
                     state="no group was formed",
                     hint="start the missing workers, or mend world_size",
                 )
-            told = {rank: Note.from_json(rank, read) for rank, read in said.items()}
+            told = {rank: _read(read, Note, f"the note of rank {rank}") for rank, read in found.items()}
             for rank, note in told.items():
                 _agree(own, rank, note)
         except errors.WeightSyncError as error:
@@ -301,22 +283,22 @@ def host(notes: NoteStore, room: str, generation: str, own: Note, until: float) 
         for answer in answers:
             notes.put(answer, {"generation": generation, "peers": list(peers.values())})
         # a rank that died while others were awaited is named here, before a constructor blocks on it
-        ready = notes.collect(f"ready/{generation}/", workers, until)
-        if notes.stop.is_set():
+        ready = notes.collect(f"ready/{generation}/", workers, within.until)
+        if within.stop.is_set():
             raise TransportError("forming the group was aborted")
         absent = [rank for rank in workers if rank not in ready]
         if absent:
-            raise DeadlineError(
-                f"{ranks_text(absent)} ({', '.join(peers[rank] for rank in absent)}) arrived but did not answer",
+            raise within.error(
+                f"{ranks_text(absent)} ({', '.join(peers[rank] for rank in absent)}) arrived and then did not answer",
                 state="no group was formed",
             )
         return peers
     finally:
-        notes.drop(f"{room}/0")
+        notes.drop(f"{key}/0")
 
 
-def enter(notes: NoteStore, room: str, rank: int, own: Note, until: float) -> tuple[str, list[str]]:
-    """Leave this rank's note in ``room``, and wait until the trainer lets everyone in (worker end).
+def enter(notes: NoteStore, key: str, rank: int, own: Note, within: Deadline) -> tuple[str, list[str]]:
+    """Leave this rank's note, and wait until the trainer lets everyone in (worker end); arguments as for `host`.
 
     Returns:
         The generation of the group that is formed now, and how to call the process of each rank, from 0 on.
@@ -324,32 +306,31 @@ def enter(notes: NoteStore, room: str, rank: int, own: Note, until: float) -> tu
     Raises:
         DeadlineError: names the ranks that never arrived.
         ConfigError, ManifestError: the trainer expects something else.
-        TransportError: what the trainer says cannot be read.
+        TransportError: the trainer's answer cannot be read.
     """
-    answer = f"{room}/answer/{uuid.uuid4().hex}"
-    notes.put(f"{room}/{rank}", asdict(replace(own, token=answer.rpartition("/")[2])))
-    found = notes.wait(answer, until)
+    token = uuid.uuid4().hex
+    notes.put(f"{key}/{rank}", {**msgspec.to_builtins(own), "token": token})
+    found = notes.wait(f"{key}/answer/{token}", within.until)
     if not found:
-        notes.drop(f"{room}/{rank}")
-        if notes.stop.is_set():
+        notes.drop(f"{key}/{rank}")
+        if within.stop.is_set():
             raise TransportError("joining the group was aborted")
-        others = [other for other in range(own.world_size or 1) if other != rank]
-        absent = [other for other in others if not notes.has(f"{room}/{other}")]
-        raise DeadlineError(
-            f"rank {rank} waited {own.timeout_s:g} s at {notes.address} for "
-            + (f"{ranks_text(absent)}, which did not arrive" if absent else "the trainer (rank 0)"),
+        absent = [other for other in range(own.world_size or 1) if other != rank and not notes.has(f"{key}/{other}")]
+        raise within.error(
+            f"rank {rank} waited at {notes.address} for "
+            f"{ranks_text(absent) if absent else 'the trainer (rank 0)'}, which did not arrive",
             expected="every rank enters at the same time",
             state="no group was formed",
         )
-    notes.drop(answer)
-    if type(found[0]) is dict and "error" in found[0]:
-        kind = _ERRORS.get(str(found[0].get("kind")), TransportError)
-        raise kind(f"the trainer formed no group: {_of(found[0], 'error', str)}")
-    generation, peers = _of(found[0], "generation", str), _of(found[0], "peers", list)
-    if not all(type(peer) is str for peer in peers) or not rank < len(peers) == (own.world_size or len(peers)):
+    notes.drop(f"{key}/answer/{token}")
+    answer = _read(found[0], _Answer, "the answer of the trainer")
+    if answer.error is not None:
+        raise _ERRORS.get(str(answer.kind), TransportError)(f"the trainer formed no group: {answer.error}")
+    if not rank < len(answer.peers) == (own.world_size or len(answer.peers)):
         raise _malformed("the answer of the trainer", found[0])
-    notes.put(f"ready/{generation}/{rank}", True)
-    return generation, peers
+    notes.put_at_end(Severance.key(answer.generation), f"rank {rank} ({answer.peers[rank]}) is gone")
+    notes.put(f"ready/{answer.generation}/{rank}", True)
+    return answer.generation, answer.peers
 
 
 def _agree(own: Note, rank: int, note: Note) -> None:
@@ -374,32 +355,34 @@ def _agree(own: Note, rank: int, note: Note) -> None:
                 state="no group was formed",
                 hint=f"start the trainer with {name}={theirs or ''}" if theirs else f"start all without {name}",
             )
-    mine_rows, their_rows = ({row[0]: list(row) for row in side.params} for side in (own, note))
-    if not mine_rows or not their_rows:  # nothing was said about them
-        return
-    for name in [*mine_rows, *their_rows]:
+    mine_rows, their_rows = _metas(0, own), _metas(rank, note)
+    for name in [*mine_rows, *their_rows] if mine_rows and their_rows else ():
         if mine_rows.get(name) != their_rows.get(name):
             raise errors.ManifestError(
                 f"rank {rank} and the trainer disagree on parameter {name!r}",
-                expected=f"the trainer has {_row(mine_rows.get(name))}, rank {rank} {_row(their_rows.get(name))}",
+                expected=f"the trainer has {mine_rows.get(name)}, rank {rank} {their_rows.get(name)}",
                 state="no group was formed",
             )
+
+
+def _metas(rank: int, note: Note) -> dict[str, ParamMeta]:
+    try:
+        return {meta.name: meta for meta in map(ParamMeta.from_json, note.params)}
+    except errors.ManifestError as error:
+        what = f"rank {rank} expects an invalid parameter: {error.what}"
+        raise errors.ManifestError(what, expected=error.expected) from error
 
 
 def _setting(value: str | None) -> str:
     return "not set" if value is None else repr(value)
 
 
-def _row(row: list[Any] | None) -> str:
-    return "none" if row is None else f"{row[1]}{row[2]}"
-
-
-def _of(said: Any, field: str, *kinds: type) -> Any:
-    """Return one field of a note, which has exactly one of these types (JSON has no subtypes)."""
-    value = said.get(field) if type(said) is dict else None
-    if type(said) is not dict or type(value) not in kinds:
-        raise _malformed(f"{field} of a note", value)
-    return value
+def _read(found: Any, kind: type[_Struct], what: str) -> _Struct:
+    """Return a note as a struct of this kind, or raise a TransportError."""
+    try:
+        return msgspec.convert(found, kind)
+    except (msgspec.ValidationError, UnicodeError) as error:  # the latter of half a surrogate pair
+        raise _malformed(what, found) from error
 
 
 def _malformed(what: str, found: Any) -> TransportError:

@@ -1,31 +1,27 @@
-"""What carries bytes between two ranks of a group, whichever library moves them."""
+"""One rank's end of a group in which ranks send each other bytes, whichever library moves them."""
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import Future, wait
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import DeadlineError, TransportError
-from torchrl_ext.transports.group.backends import brief
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import NotConnectedError, TransportError, WeightSyncError
+from torchrl_ext.transports.group.calls import brief, run_beside
 from torchrl_ext.transports.group.notes import NoteStore
-from torchrl_ext.transports.group.sockets import await_calls
 
-__all__ = ["Carrier", "Move", "must_return", "sever_at_exit"]
+__all__ = ["Move", "PeerGroup", "Severance"]
 
 _LOOK_S = 0.1
-_TEARDOWN_S = 2.0
-_NEAR_S = 10.0
-"""A call into C++ that returns while the interpreter ends takes the process down, so the end waits for such a one."""
+_NEWS_S = 0.5
 
 
 class Move:
@@ -39,9 +35,9 @@ class Move:
     Attributes:
         nbytes: in all.
         landed: bytes that are there.
-        failure: what the transfer met, if it failed.
+        failure: the error that ended the transfer, if it failed.
         done: set once ``flat`` is free again, well or badly.
-        counted: whether its bytes are in the carrier's counters.
+        counted: whether its bytes are in the group's counters.
     """
 
     def __init__(self, flat: Tensor, peer: int, sends: bool) -> None:
@@ -51,26 +47,70 @@ class Move:
         self.failure: BaseException | None = None
         self.done = threading.Event()
 
-    def is_completed(self) -> bool:
-        """Return whether ``flat`` is free again, well or badly."""
-        return self.done.is_set()
-
-    def finish(self) -> None:
-        """Have the transfer go on to its end, although nobody waits for it."""
+    def arrives(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` until ``flat`` is free again, and return whether it is."""
+        return self.done.wait(seconds)
 
     def end(self, failure: BaseException | None = None) -> None:
-        """Let go of the memory, and of those who wait."""
+        """Let go of the memory, and end the waits of other threads."""
         self.failure = self.failure or failure
         self.flat = None
         self.done.set()
 
 
-class Carrier(ABC):
+class Severance:
+    """The note that says why a group of one generation was severed; the first reason stays.
+
+    A rank leaves one when it severs its end, and the trainer's notes leave one for a process whose connection closes.
+
+    Args:
+        notes: of the trainer.
+        generation: of the group.
+    """
+
+    def __init__(self, notes: NoteStore, generation: str) -> None:
+        self._notes, self._key = notes, self.key(generation)
+        self._reason, self._next_look = "", 0.0
+
+    @staticmethod
+    def key(generation: str) -> str:
+        """Return the name of the note."""
+        return f"severed/{generation}"
+
+    def reason(self, timeout_s: float = 0.0) -> str:
+        """Return why the group was severed; "" if no rank says so within ``timeout_s`` seconds.
+
+        Raises:
+            NotConnectedError: the notes are gone, and the trainer with them.
+        """
+        if not self._reason:
+            found = self._notes.wait(self._key, time.monotonic() + timeout_s)
+            self._reason = str(found[0]) if found else ""
+        return self._reason
+
+    def news(self) -> str:
+        """Return the reason as of the last half second, or why the notes themselves are gone."""
+        now = time.monotonic()
+        if not self._reason and now >= self._next_look:
+            self._next_look = now + _NEWS_S
+            try:
+                return self.reason()
+            except NotConnectedError as error:
+                self._reason = error.what
+        return self._reason
+
+    def leave(self, reason: str) -> None:
+        """Leave the reason, unless one is there."""
+        with suppress(WeightSyncError):  # the trainer is gone, which ends the group as well
+            self._notes.put(self._key, reason, keep=True)
+
+
+class PeerGroup(ABC):
     """One rank's end of a group in which every rank can send bytes to every other.
 
     The n-th `receive` from a peer gets the bytes of the n-th `send` of that peer to this rank; both have the same size.
-    Between different pairs of ranks there is no order, and any number of transfers may be in flight. Threads may share
-    it; the transfers of one pair count in the order in which they were begun.
+    Any number of transfers may be in flight. Threads may share the group; the transfers of one pair count in the order
+    in which they were begun.
 
     Args:
         notes: where the ranks meet.
@@ -86,6 +126,7 @@ class Carrier(ABC):
         workers: ranks other than 0.
         acknowledged: number of the handoff that this worker answered to last; 0 before the first.
         sent, received: bytes by peer, of the transfers that were waited for, as this end counts them.
+        severance: why the group was severed.
     """
 
     def __init__(
@@ -104,6 +145,7 @@ class Carrier(ABC):
         self.alive, self.workers, self.acknowledged = True, range(1, len(peers)), 0
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
+        self.severance = Severance(notes, generation)
         self._lock = threading.RLock()
 
     def under(self, stop: threading.Event) -> None:
@@ -124,7 +166,15 @@ class Carrier(ABC):
 
     @abstractmethod
     def receive(self, flat: Tensor, source: int) -> Any:
-        """Begin to fill ``flat`` with what a rank sends next, and return the work to `wait` for; as `send`."""
+        """Begin to fill ``flat`` with the next bytes from a rank, and return the work to `wait` for; as `send`."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Begin the transfers of a block in one call.
+
+        Over NCCL the transfers of a block run beside each other, and blocks (a transfer outside of any is one) run in
+        order, so that all ranks must begin those that they share in one order. Elsewhere it changes nothing.
+        """
+        return nullcontext()
 
     def wait(self, work: Any) -> None:
         """Wait until a transfer is done; one that is done may be waited for again.
@@ -134,17 +184,16 @@ class Carrier(ABC):
             DeadlineError: nothing moved for `timeout_s`; names the peer.
         """
         move: Move = work
-        landed, until = -1, 0.0
-        while not move.done.wait(_LOOK_S) and move.failure is None:
+        landed, within = 0, Deadline(self.timeout_s, stop=self.notes.stop)
+        while not move.arrives(_LOOK_S) and move.failure is None:
             if move.landed != landed:
-                landed, until = move.landed, time.monotonic() + self.timeout_s
+                landed, within = move.landed, Deadline(self.timeout_s, stop=self.notes.stop)
             if self._over:
                 raise TransportError("the transfer was aborted")
             lost = self._lost()
-            if lost and not move.done.wait(_LOOK_S):  # its last bytes may be on their way from the kernel to us
-                raise TransportError(f"{lost} closed its connection while bytes moved {self._way(move)}")
-            if time.monotonic() >= until:
-                raise DeadlineError(f"nothing moved {self._way(move)} for {self.timeout_s:g} s")
+            if lost and not move.arrives(_LOOK_S):  # its last bytes may be on their way from the kernel to us
+                raise TransportError(f"bytes moved {self._way(move)} when the group was severed: {lost}")
+            within.check(f"nothing moved {self._way(move)}")
         if move.failure is not None:
             raise self._broken(move, move.failure) from move.failure
         with self._lock:
@@ -153,21 +202,39 @@ class Carrier(ABC):
                 move.counted = True
 
     @property
-    def whole(self) -> bool:
-        """Whether no peer closed a connection, as far as that can be told."""
-        return not self._lost()
+    def intact(self) -> bool:
+        """Whether every rank is in the group, as far as is known."""
+        return self.alive and not self._lost()
 
-    @abstractmethod
     def _lost(self) -> str:
-        """Return how to call a peer that closed its connection; "" where none did, as far as that can be told."""
+        """Return why a peer does not answer any more; "" as far as nobody knows of any failure."""
+        return self.severance.news()
 
     def call(self, ranks: Iterable[int]) -> str:
         """Return ranks as messages name them: ``"rank 2 (pid 17 on host)"``."""
         return ", ".join(f"rank {rank} ({self.peers[rank]})" for rank in ranks)
 
+    def sever(self, reason: str = "") -> None:
+        """End the group at once, here and at its peers, and every wait in other threads. May be called twice.
+
+        Args:
+            reason: for the other ranks.
+        """
+        with self._lock:
+            if not self.alive:
+                return
+            self.alive = False
+        reason = reason or f"{self.call([self.rank])} left it"
+        if self.rank == 0:
+            self.severance.leave(reason)
+        else:  # which asks the trainer, that may be frozen
+            severance = self.severance
+            run_beside(lambda: severance.leave(reason))
+        self._sever()
+
     @abstractmethod
-    def sever(self) -> None:
-        """End the group at once, here and at its peers, and every wait in other threads. May be called twice."""
+    def _sever(self) -> None:
+        """End the transfers and the connections of the group."""
 
     @property
     def _over(self) -> bool:
@@ -180,38 +247,3 @@ class Carrier(ABC):
         if self._over:
             return TransportError("the transfer was aborted")
         return TransportError(f"a connection broke while bytes moved {self._way(move)}: {brief(error)}")
-
-
-class _Severable(Protocol):
-    def sever(self) -> None: ...
-
-
-_SEVERABLE: weakref.WeakSet[Any] = weakref.WeakSet()
-_RETURNING: dict[Future[Any], float] = {}
-
-
-def sever_at_exit(one: _Severable) -> None:
-    """Sever ``one`` at the end of the process, before its modules go."""
-    _SEVERABLE.add(one)
-
-
-def must_return(call: Future[Any], at: float) -> None:
-    """Have the end of the process wait for a call that is in C++, if it will return soon.
-
-    Args:
-        call: of a thread.
-        at: monotonic moment until which it returns; a later word about the same call replaces an earlier one.
-    """
-    new = call not in _RETURNING
-    _RETURNING[call] = at
-    if new:
-        call.add_done_callback(lambda done: _RETURNING.pop(done, None))
-
-
-@atexit.register
-def _sever_all() -> None:
-    for one in list(_SEVERABLE):
-        one.sever()
-    await_calls(_TEARDOWN_S)
-    soon = time.monotonic() + _NEAR_S
-    wait([call for call, at in list(_RETURNING.items()) if at < soon], _NEAR_S)

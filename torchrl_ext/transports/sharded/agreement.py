@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from torchrl_ext.errors import ManifestError, TransportError
-from torchrl_ext.transports.group.peers import Carrier
+from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.sharded.plans.plan import TransferPlan, make_plan
 from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.types import Info, ParamMeta
@@ -114,7 +114,7 @@ def first_difference(rank: int, own: Sequence[ParamMeta], rows: Sequence[Any]) -
     )
 
 
-def put_shares(group: Carrier, number: int, held: Sequence[Share], needed: Sequence[Share]) -> None:
+def put_shares(group: PeerGroup, number: int, held: Sequence[Share], needed: Sequence[Share]) -> None:
     """Leave what every member holds or needs where all find it, equal shares once (trainer rank 0)."""
     distinct: list[Share] = []
     places: dict[int, int] = {}
@@ -134,7 +134,7 @@ def put_shares(group: Carrier, number: int, held: Sequence[Share], needed: Seque
 
 
 def plan_of(
-    group: Carrier, number: int, params: tuple[ParamMeta, ...], until: float, *, bucket_bytes: int, own: Share | None
+    group: PeerGroup, number: int, params: tuple[ParamMeta, ...], until: float, *, bucket_bytes: int, own: Share | None
 ) -> TransferPlan:
     """Make the plan from what rank 0 left under its number.
 
@@ -174,5 +174,5 @@ def rows_of(plan: TransferPlan) -> Info:
     return {"digest": plan.digest, "rows": plan.rows_digest().tolist()}
 
 
-def _key(group: Carrier, number: int) -> str:
+def _key(group: PeerGroup, number: int) -> str:
     return f"shares/{group.generation}/{number}"

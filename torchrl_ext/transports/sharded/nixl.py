@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, TransportError
-from torchrl_ext.transports.group.backends import made_in_time
+from torchrl_ext.transports.group.calls import made_in_time, run_beside, sever_at_exit, wait_for_at_exit
 from torchrl_ext.transports.group.notes import NoteStore
-from torchrl_ext.transports.group.peers import Carrier, Move, must_return, sever_at_exit
-from torchrl_ext.transports.group.sockets import run_beside
+from torchrl_ext.transports.group.peers import Move, PeerGroup
 from torchrl_ext.transports.sharded.agents import Registered, load_nixl, make_agent
 
 __all__ = ["NixlGroup"]
@@ -41,8 +41,8 @@ _HEAD = struct.Struct("<cQQQQQQ")
 _OFFER, _LANDED, _PING, _BYE = b"o", b"l", b"p", b"b"
 
 
-class NixlGroup(Carrier):
-    """A group whose ranks read each other's memory; arguments as for `Carrier`.
+class NixlGroup(PeerGroup):
+    """A group whose ranks read each other's memory; arguments as for `PeerGroup`.
 
     Raises:
         ConfigError: NIXL is not installed.
@@ -63,7 +63,7 @@ class NixlGroup(Carrier):
         api, until, key = load_nixl(), time.monotonic() + timeout_s, f"agents/{generation}/"
         self._begun: Counter[tuple[int, bool]] = Counter()
         name = f"{generation}/{rank}/{uuid.uuid4().hex}"
-        agent = made_in_time(partial(make_agent, api, name), until, timeout_s, notes.stop)
+        agent = made_in_time(partial(make_agent, api, name), Deadline(timeout_s, stop=notes.stop))
         notes.put(f"{key}{rank}", [name, agent.get_agent_metadata().decode("latin-1")])
         said = notes.collect(key, peers, until)
         if notes.stop.is_set():
@@ -74,7 +74,7 @@ class NixlGroup(Carrier):
         self._thread = _Thread(agent, {one: _Peer(read) for one, read in said.items() if one != rank}, device)
         sever_at_exit(self)
         self._end_thread = weakref.finalize(self, self._thread.end)
-        must_return(run_beside(self._thread.run), 0.0)  # at once, when it is severed
+        wait_for_at_exit(run_beside(self._thread.run), 0.0)  # at once, when it is severed
         try:
             self._exchange()
         except BaseException:
@@ -113,10 +113,10 @@ class NixlGroup(Carrier):
         return move
 
     def _lost(self) -> str:
-        return self.call(one for one, peer in list(self._thread.peers.items()) if peer.gone)
+        gone = self.call(one for one, peer in list(self._thread.peers.items()) if peer.gone)
+        return f"{gone} closed its connection" if gone else super()._lost()
 
-    def sever(self) -> None:
-        self.alive = False
+    def _sever(self) -> None:
         self._end_thread()
 
 

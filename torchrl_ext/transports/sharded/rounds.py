@@ -19,7 +19,7 @@ from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.kernels.base import Piece, kernels_on
 from torchrl_ext.landing.sliced import Sliced, part_of
 from torchrl_ext.transports.copies import BufferPool, as_bytes, copy_each, is_plain
-from torchrl_ext.transports.group.peers import Carrier
+from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.sharded.plans.plan import Transfer, TransferPlan
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest
@@ -83,7 +83,7 @@ class Outgoing:
     """
 
     def __init__(
-        self, plan: TransferPlan, rank: int, shards: Sequence[Shard], carrier: Carrier, pool: BufferPool
+        self, plan: TransferPlan, rank: int, shards: Sequence[Shard], carrier: PeerGroup, pool: BufferPool
     ) -> None:
         self._plan, self._rank, self._carrier, self._pool = plan, rank, carrier, pool
         index = {meta.name: number for number, meta in enumerate(plan.params)}
@@ -99,7 +99,7 @@ class Outgoing:
         """Send all rounds, and what digests them.
 
         Raises:
-            TransportError, DeadlineError: as `Carrier.wait`.
+            TransportError, DeadlineError: as `PeerGroup.wait`.
             ManifestError: a shard is not what was declared.
         """
         flying: deque[list[Any]] = deque()
@@ -207,7 +207,7 @@ class Incoming:
         worker: int,
         needed: Sequence[tuple[Block, ...]],
         into: Mapping[str, Tensor],
-        carrier: Carrier,
+        carrier: PeerGroup,
         trainers: Sequence[int],
         pool: BufferPool,
     ) -> None:
@@ -228,7 +228,7 @@ class Incoming:
         """Yield each tensor of which something is needed, once it is complete; then compare all with their digests.
 
         Raises:
-            TransportError, DeadlineError: as `Carrier.wait`.
+            TransportError, DeadlineError: as `PeerGroup.wait`.
             IntegrityError: a tensor has landed otherwise than it was sent; names it.
         """
         yielded, count = 0, len(self._plan.params)
@@ -252,7 +252,7 @@ class Incoming:
         """Receive the rest and drop it, so that the group stays in step.
 
         Raises:
-            TransportError, DeadlineError: as `Carrier.wait`.
+            TransportError, DeadlineError: as `PeerGroup.wait`.
         """
         self._landing = False
         while self._done < self._plan.rounds:

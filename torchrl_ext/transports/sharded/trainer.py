@@ -12,7 +12,7 @@ from torchrl_ext.errors import ManifestError, NotConnectedError, TransportError,
 from torchrl_ext.transports.base import TransferStats, deadline
 from torchrl_ext.transports.group import handoffs
 from torchrl_ext.transports.group.meeting import Membership
-from torchrl_ext.transports.group.peers import Carrier
+from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.ranks import TrainerRanks
 from torchrl_ext.transports.sharded.agreement import (
     Description,
@@ -103,7 +103,7 @@ class TrainerEnd(End):
         }
         return info, partial(self._send, group, plan, own, info)
 
-    def _planned(self, group: Carrier, own: Description) -> TransferPlan:
+    def _planned(self, group: PeerGroup, own: Description) -> TransferPlan:
         """Return the plan for what all ranks hold now; make and compare it where something has changed."""
         ask = partial(self.ranks.ask, "describe", digest=digest_of(own.params))
         answers = ask(known=0 if self.plan is None else self.number)
@@ -125,7 +125,7 @@ class TrainerEnd(End):
         self._held, self.plan, self._agreed = held, plan, False
         return plan
 
-    def _send(self, group: Carrier, plan: TransferPlan, own: Description, info: Info) -> TransferStats:
+    def _send(self, group: PeerGroup, plan: TransferPlan, own: Description, info: Info) -> TransferStats:
         began, before = time.perf_counter(), group.sent.total()
         ordered = answered = False
         outgoing = Outgoing(plan, 0, own.shards, group, self._pool)
@@ -141,8 +141,7 @@ class TrainerEnd(End):
             answered = True
             sent += [answer["sent"] for answer in self.ranks.answers(_LAST_WORDS_S if refused else None)]
         except BaseException as error:
-            handoffs.tell_stopped(group, why(error))
-            group.sever()
+            group.sever(why(error))
             if ordered:  # else no other rank has begun
                 outgoing.drain()
             if ordered and not answered:
@@ -163,7 +162,7 @@ class TrainerEnd(End):
             | {shard.meta.name: shard.why for shard in own.shards if shard.gathers},
         )
 
-    def _await_plans(self, group: Carrier, plan: TransferPlan) -> None:
+    def _await_plans(self, group: PeerGroup, plan: TransferPlan) -> None:
         """Wait until every worker has made the same plan.
 
         Raises:
@@ -241,12 +240,12 @@ class TrainerEnd(End):
 
     # all ranks
 
-    def _made(self, group: Carrier, own: Description, number: int) -> TransferPlan:
+    def _made(self, group: PeerGroup, own: Description, number: int) -> TransferPlan:
         until, bucket_bytes = deadline(self.settings.timeout_s), self.settings.bucket_bytes
         return plan_of(group, number, own.params, until, bucket_bytes=bucket_bytes, own=own.share)
 
 
-def _with_workers(member: Membership, workers: int) -> Carrier:
+def _with_workers(member: Membership, workers: int) -> PeerGroup:
     """Return the group of ``member``, in which the first ranks after 0 receive; other trainer ranks come behind."""
     group = member.carrier()
     group.workers = range(1, 1 + workers)

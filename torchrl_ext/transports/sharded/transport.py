@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, TransportError
 from torchrl_ext.transports.group.backends import choose_backend
-from torchrl_ext.transports.group.meeting import LOBBY
+from torchrl_ext.transports.group.meeting import STANDALONE_GROUP
 from torchrl_ext.transports.sharded.agents import load_nixl
 from torchrl_ext.transports.sharded.ends import End, Settings
 from torchrl_ext.transports.sharded.trainer import TrainerEnd
@@ -143,13 +143,13 @@ class ShardedTransport(StandaloneTransport):
         """
         params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
         if self._worker_end is not None:
-            self._worker_end.enter(LOBBY, None, None, params)
+            self._worker_end.enter(STANDALONE_GROUP, None, None, params)
         elif self._trainer.ranks.rank:
             self._trainer.meet()
         else:
             try:
                 self._trainer.member.stop.clear()
-                self._trainer.host(LOBBY, self._standalone_workers(), params)
+                self._trainer.host(STANDALONE_GROUP, self._standalone_workers(), params)
             except BaseException as error:
                 self._trainer.ranks.dismiss(error)
                 raise
@@ -167,7 +167,7 @@ class ShardedTransport(StandaloneTransport):
         if workers == 0:
             if self.check_connection():
                 return Handoff(info={"transport": self.name})
-            room, workers = LOBBY, self._standalone_workers()
+            room, workers = STANDALONE_GROUP, self._standalone_workers()
         notes, settings = driver.member.notes(room), self.settings
         info = {
             "transport": self.name,

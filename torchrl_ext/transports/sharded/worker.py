@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrl_ext.errors import ManifestError, NotConnectedError, WeightSyncError, why
 from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.group import handoffs
-from torchrl_ext.transports.group.peers import Carrier
+from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.sharded.agreement import Needs, plan_of, rows_of
 from torchrl_ext.transports.sharded.ends import End, Settings
 from torchrl_ext.transports.sharded.plans.plan import TransferPlan
@@ -90,7 +90,7 @@ class WorkerEnd(End):
         group = self.member.carrier()
         self._drain(group, self._incoming(group, info, {}), info, why(error))
 
-    def _drain(self, group: Carrier, incoming: Incoming, info: Info, words: str) -> None:
+    def _drain(self, group: PeerGroup, incoming: Incoming, info: Info, words: str) -> None:
         """Receive and drop the rest of a handoff, so that the group stays in step, and tell the trainer why."""
         if not group.alive:
             return
@@ -100,7 +100,7 @@ class WorkerEnd(End):
         except WeightSyncError:
             group.sever()
 
-    def _incoming(self, group: Carrier, info: Info, into: Mapping[str, Tensor]) -> Incoming:
+    def _incoming(self, group: PeerGroup, info: Info, into: Mapping[str, Tensor]) -> Incoming:
         if info["group"] != group.generation:
             raise NotConnectedError(
                 f"the trainer sends through group {info['group']}, this worker is in group {group.generation}",
@@ -115,7 +115,7 @@ class WorkerEnd(End):
         needed = [self._needed(meta) for meta in params]
         return Incoming(self.plan, group.rank - 1, needed, into, group, trainers, self._pool)
 
-    def _made(self, group: Carrier, info: Info, params: tuple[ParamMeta, ...]) -> TransferPlan:
+    def _made(self, group: PeerGroup, info: Info, params: tuple[ParamMeta, ...]) -> TransferPlan:
         """Make the plan, and tell the trainer that it is the same, or what differs.
 
         Raises:

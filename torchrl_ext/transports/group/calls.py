@@ -1,0 +1,96 @@
+"""Calls into libraries that take no deadline and cannot be interrupted, also when the process ends."""
+
+from __future__ import annotations
+
+import atexit
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, Protocol
+
+from torchrl_ext.deadline import Deadline, in_thread
+from torchrl_ext.errors import TransportError
+
+__all__ = ["brief", "in_time", "made_in_time", "run_beside", "sever_at_exit", "wait_for_at_exit"]
+
+_SLICE_S = 0.05
+_TEARDOWN_S = 2.0
+_NEAR_S = 10.0
+"""A call into C++ that returns while the interpreter ends takes the process down, so the end waits for such a one."""
+
+_CALLS: set[Future[Any]] = set()
+
+
+def run_beside(call: Callable[[], Any]) -> Future[Any]:
+    """Run ``call`` in a thread of its own, and return the future of its result."""
+    made = in_thread(call, "torchrl-ext-beside")
+    _CALLS.add(made)
+    made.add_done_callback(_CALLS.discard)
+    return made
+
+
+def in_time(call: Callable[[], Any], within: Deadline) -> list[Any]:
+    """Return the result of ``call`` as a list of one; an empty list where the deadline is over first."""
+    made = run_beside(call)
+    while not made.done() and not within.over:
+        wait([made], _SLICE_S)
+    return [made.result()] if made.done() else []
+
+
+def made_in_time(make: Callable[[], Any], within: Deadline) -> Any:
+    """Return the result of ``make``; gloo itself waits several timeouts for a dead peer.
+
+    Raises:
+        TransportError: torch could not make the connections, or another thread ended the wait.
+        DeadlineError: it took too long.
+    """
+    try:
+        made = in_time(make, within)
+    except RuntimeError as error:
+        raise TransportError(f"connections could not be made: {brief(error)}") from error
+    if made:
+        return made[0]
+    if within.stop.is_set():
+        raise TransportError("forming the group was aborted")
+    raise within.error("connections were not made")
+
+
+def brief(error: BaseException) -> str:
+    """Return the message of an error of torch's without its stack."""
+    return str(error).split("\n")[0].split(" This is typically caused")[0]
+
+
+class _Severable(Protocol):
+    def sever(self) -> None: ...
+
+
+_SEVERABLE: weakref.WeakSet[Any] = weakref.WeakSet()
+_RETURNING: dict[Future[Any], float] = {}
+
+
+def sever_at_exit(one: _Severable) -> None:
+    """Sever ``one`` at the end of the process, before its modules go."""
+    _SEVERABLE.add(one)
+
+
+def wait_for_at_exit(call: Future[Any], at: float) -> None:
+    """Have the end of the process wait for a call that is in C++, if it will return soon.
+
+    Args:
+        call: of a thread.
+        at: monotonic moment by which it returns; a later one for the same call replaces an earlier one.
+    """
+    new = call not in _RETURNING
+    _RETURNING[call] = at
+    if new:
+        call.add_done_callback(lambda done: _RETURNING.pop(done, None))
+
+
+@atexit.register
+def _sever_all() -> None:
+    for one in list(_SEVERABLE):
+        one.sever()
+    wait(list(_CALLS), _TEARDOWN_S)
+    soon = time.monotonic() + _NEAR_S
+    wait([call for call, at in list(_RETURNING.items()) if at < soon], _NEAR_S)
