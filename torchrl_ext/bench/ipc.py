@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 import uuid
+from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
@@ -107,16 +108,10 @@ def _work(channel: str, size: str, part: str, count: int, tell: Any, device: str
     worker = IPCTransport(channel, timeout_s=TIMEOUT_S)
     extra: list[int] = []
     for turn in range(count):
-        info = worker.poll(TIMEOUT_S)
-        if info is None:
+        with track_peak() if turn + 1 == count else nullcontext(extra) as extra:
+            received = worker.receive_weights(TIMEOUT_S, weights=weights)
+        if received is None:
             raise TransportError(f"the trainer sent nothing within {TIMEOUT_S:g} s")
-        if turn + 1 < count:
-            for _ in worker.receive(info, weights):
-                pass
-        else:
-            with track_peak() as extra:
-                for _ in worker.receive(info, weights):
-                    pass
     correct = all(bool((tensor == 1).all()) for tensor in weights.values())
     tell.send((correct, extra[0] if extra else None))
     worker.shutdown()

@@ -280,7 +280,7 @@ class DeltaTransport(StandaloneTransport):
             self._base,
             self._local_dir,
             hook=self._before_read,
-            group=self._group and self._group.mailbox,
+            group=None if self._group is None else self._group.mailbox,
             copies=lambda name: True,  # what is returned is whole, so the copy to which changes are applied is here
         )
 
