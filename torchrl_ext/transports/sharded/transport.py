@@ -15,8 +15,8 @@ from torchrl_ext.transports.collective.backends import choose_backend
 from torchrl_ext.transports.collective.meeting import LOBBY
 from torchrl_ext.transports.sharded.agents import load_nixl
 from torchrl_ext.transports.sharded.ends import End, Settings
-from torchrl_ext.transports.sharded.trainer import TrainerEnd
-from torchrl_ext.transports.sharded.worker import WorkerEnd
+from torchrl_ext.transports.sharded.trainer import ShardedTrainer
+from torchrl_ext.transports.sharded.worker import ShardedWorker
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Handoff, Info, ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
@@ -32,8 +32,8 @@ class ShardedTransport(StandaloneTransport):
     """Sends each worker its slices, straight from the trainer ranks that hold them: no gather, no full tensor.
 
     Every rank of the trainer (of torch's process group; or one process without any) makes one, and calls
-    `update_weights` or `send_weights`. Ranks say which blocks they hold (`WeightSource.shards`), workers which ones
-    they need, and all make the same transfer plan of it, whose digest is compared before a byte moves.
+    `update_weights` or `send_weights`. Ranks tell rank 0 which blocks they hold (`WeightSource.shards`), workers which
+    ones they need, and rank 0 makes a transfer plan and hands each member its part.
 
     Args:
         master_address: where workers and other trainer ranks reach trainer rank 0.
@@ -109,8 +109,8 @@ class ShardedTransport(StandaloneTransport):
         )
         self._workers = workers
         meets = (self.settings, master_address, int(master_port), secret)
-        self._trainer_end = TrainerEnd(*meets, self.name) if worker is None else None
-        self._worker_end = None if worker is None else WorkerEnd(*meets, worker)
+        self._trainer_end = ShardedTrainer(*meets, self.name) if worker is None else None
+        self._worker_end = None if worker is None else ShardedWorker(*meets, worker)
 
     @classmethod
     def from_info(cls, info: Info) -> ShardedTransport:
@@ -255,18 +255,18 @@ class ShardedTransport(StandaloneTransport):
         return self._trainer if self._worker_end is None else self._worker_end
 
     @property
-    def _trainer(self) -> TrainerEnd:
+    def _trainer(self) -> ShardedTrainer:
         if self._trainer_end is None:
             raise TransportError("this is the end of a worker", expected="a trainer rank", state="nothing was sent")
         return self._trainer_end
 
     @property
-    def _worker(self) -> WorkerEnd:
+    def _worker(self) -> ShardedWorker:
         if self._worker_end is None:
             raise TransportError("this is the end of a trainer rank, which sends", expected="a worker: give worker=")
         return self._worker_end
 
-    def _driver(self, what: str) -> TrainerEnd:
+    def _driver(self, what: str) -> ShardedTrainer:
         rank = self._trainer.ranks.rank
         if rank:
             raise TransportError(
