@@ -23,7 +23,7 @@ from torchrl_ext.errors import (
     UpdateError,
 )
 from torchrl_ext.launch.processes import free_port
-from torchrl_ext.transports.trainer_ranks import Group, TrainerRanks, numbered
+from torchrl_ext.transports.ranks import Group, TrainerRanks, numbered
 
 PATIENT_S = 60.0
 WAYS = ["both do it", "rank 1 fails", "rank 1 is away", "rank 0 fails"]
@@ -410,7 +410,7 @@ class TestAlone:
 
 KILLED = """
 import sys, torchrl_ext as tx, torch.distributed as dist
-from torchrl_ext.transports.trainer_ranks import Group, TrainerRanks
+from torchrl_ext.transports.ranks import Group, TrainerRanks
 store = dist.FileStore(sys.argv[1], -1)
 ranks = TrainerRanks("policy", 30, group=lambda: Group(0, 2, store))
 with ranks.leading() as session:
@@ -435,7 +435,7 @@ def test_rank_0_that_is_killed_is_named_at_the_deadline(tmp_path, beside):
 REAL = """
 import os, sys, torch, torch.distributed as dist
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.transports.trainer_ranks import TrainerRanks, numbered
+from torchrl_ext.transports.ranks import TrainerRanks, numbered
 rank, world, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 ranks = TrainerRanks(numbered("policy"), 60)  # before there is a group
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
