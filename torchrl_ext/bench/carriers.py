@@ -27,7 +27,7 @@ from torchrl_ext.transports.collective.broadcasts import Broadcasts
 from torchrl_ext.transports.collective.carrier import Carrier
 from torchrl_ext.transports.collective.group import Group
 from torchrl_ext.transports.collective.meeting import LOBBY, Membership
-from torchrl_ext.transports.sharded.agents import load_nixl
+from torchrl_ext.transports.sharded.nixl import load_nixl
 
 __all__ = ["add_arguments", "measure", "tables"]
 
