@@ -17,8 +17,8 @@ from torchrl_ext.launch.processes import free_port
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership
 from torchrl_ext.transports.group.peers import Move
 from torchrl_ext.transports.group.process_group import Group
-from torchrl_ext.transports.sharded import agents
-from torchrl_ext.transports.sharded.agents import Registered
+from torchrl_ext.transports.sharded import nixl
+
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ RANKS = 3
 
 def installed():
     try:
-        return agents.load_nixl() is not None
+        return nixl.load_nixl() is not None
     except ConfigError:
         return False
 
@@ -369,7 +369,7 @@ def test_peers_forget_memory_that_was_let_go_of_while_both_still_send(monkeypatc
 def test_without_nixl_its_group_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(agents, "_MODULES", ("no_such_module",))
     with pytest.raises(ConfigError, match=r"pip install 'torchrl_ext\[nixl\]'"):
-        agents.load_nixl()
+        nixl.load_nixl()
 
 
 def test_a_group_over_gloo_carries_and_broadcasts_in_between():
