@@ -30,7 +30,6 @@ import os
 import platform
 import re
 import socket
-import threading
 import time
 from contextlib import suppress
 from typing import Any

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError
-from torchrl_ext.transports.group.backends import made_in_time
-from torchrl_ext.transports.group.calls import run_beside
+from torchrl_ext.transports.group.calls import made_in_time, run_beside, sever_at_exit, wait_for_at_exit
 from torchrl_ext.transports.group.notes import NoteStore
-from torchrl_ext.transports.group.peers import Move, PeerGroup, must_return, sever_at_exit
+from torchrl_ext.transports.group.peers import Move, PeerGroup, sever_at_exit
 
 __all__ = ["NixlGroup", "load_nixl"]
 
@@ -150,7 +149,7 @@ class NixlGroup(PeerGroup):
         self._agent = agent
         sever_at_exit(self)
         self._end_agent = weakref.finalize(self, agent.end)
-        must_return(run_beside(agent.run), 0.0)  # at once, when it is severed
+        wait_for_at_exit(run_beside(agent.run), 0.0)  # at once, when it is severed
         try:
             self._exchange()
         except BaseException:
@@ -188,10 +187,10 @@ class NixlGroup(PeerGroup):
         return move
 
     def _lost(self) -> str:
-        return self.call(one for one, peer in list(self._agent.peers.items()) if peer.gone)
+        gone = self.call(one for one, peer in list(self._agent.peers.items()) if peer.gone)
+        return f"{gone} closed its connection" if gone else super()._lost()
 
-    def sever(self) -> None:
-        self.alive = False
+    def _sever(self) -> None:
         self._end_agent()
 
 
