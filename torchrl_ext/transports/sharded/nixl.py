@@ -25,7 +25,7 @@ from torch import Tensor
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError
 from torchrl_ext.transports.group.calls import made_in_time, run_beside, sever_at_exit, wait_for_at_exit
 from torchrl_ext.transports.group.notes import NoteStore
-from torchrl_ext.transports.group.peers import Move, PeerGroup, sever_at_exit
+from torchrl_ext.transports.group.peers import Move, PeerGroup
 
 __all__ = ["NixlGroup", "load_nixl"]
 
