@@ -12,6 +12,7 @@ from contextlib import closing, nullcontext
 
 import pytest
 import torch
+from msgspec import to_builtins
 
 import torchrl_ext as tx
 from tests.processes import python
@@ -30,6 +31,7 @@ from torchrl_ext.transports.ipc import cuda_memory as cuda_ipc
 from torchrl_ext.transports.ipc import transport as ipc
 from torchrl_ext.transports.ipc import worker as ipc_worker
 from torchrl_ext.transports.ipc.host_memory import attach, create
+from torchrl_ext.transports.ipc.messages import Handle, HostHandle, decode
 from torchrl_ext.transports.ipc.workers import ConnectedWorkers
 from torchrl_ext.transports.links import new_address, shared_address
 from torchrl_ext.weights.source import MappingSource
@@ -132,7 +134,7 @@ class TestFailures:
             arriving = pool.submit(worker.receive_weights, WAIT_S)
             with pytest.raises(TransportError, match="no 4096 bytes of shared memory"):
                 trainer.send_weights(weights())
-            with pytest.raises(TransportError, match="let this worker not in: no 4096 bytes of shared memory"):
+            with pytest.raises(TransportError, match="refused this worker: no 4096 bytes of shared memory"):
                 arriving.result(WAIT_S)
 
     def test_where_memory_is_short_a_default_buffer_is_smaller(self, make, monkeypatch):
@@ -169,12 +171,12 @@ class TestFailures:
         workers = ConnectedWorkers(new_address(), "session", lambda devices: segment, WAIT_S)
         with socket.socket(socket.AF_UNIX) as leaving, closing(segment), closing(workers):
             leaving.connect("\0" + workers._listener.address)
-            leaving.sendall(frame(b'{"hello": {"rank": 1, "devices": ["cpu"]}}'))
+            leaving.sendall(frame(b'{"kind": "hello", "rank": 1, "devices": ["cpu"]}'))
             workers.wait_for(1)
             with pytest.raises(TransportError, match=r"rank 1 .*: it lies in another pid namespace"):
                 for name, value in {"announce": {}, "begin": 1, "filled": 0, "await_taken": 0}.items():
                     if name == moment:
-                        leaving.sendall(frame(b'{"leaving": "it lies in another pid namespace"}'))
+                        leaving.sendall(frame(b'{"kind": "leaving", "why": "it lies in another pid namespace"}'))
                         leaving.close()
                     getattr(workers, name)(value)
 
@@ -183,8 +185,8 @@ class TestFailures:
         opening = trainer.open(1, ())
         with socket.socket(socket.AF_UNIX) as stranger:
             stranger.connect("\0" + opening.info["address"])
-            stranger.sendall(frame(b'{"hello": {"rank": []}}'))
-            with pytest.raises(DeadlineError, match=f"pid {os.getpid()}.* does not say who it is"):
+            stranger.sendall(frame(b'{"kind": "hello", "rank": []}'))
+            with pytest.raises(DeadlineError, match=f"pid {os.getpid()}.* does not speak this protocol"):
                 opening.transfer()
 
     @pytest.mark.parametrize("settings", [{"bucket_bytes": 100}, {"workers": 0}, {"timeout_s": 0}])
@@ -196,7 +198,7 @@ class TestFailures:
 class TestHandles:
     def test_a_segment_is_plain_json_and_shows_what_is_written(self):
         own = create("cpu", 8192)
-        other = attach(json.loads(json.dumps(own.handle)))
+        other = attach(decode(json.loads(json.dumps(to_builtins(own.handle))), Handle, "a test"))
         own.flat[5000:5003] = torch.tensor([1, 2, 3], dtype=torch.uint8)
         assert other.flat[5000:5003].tolist() == [1, 2, 3]
         for segment in (own, other):
@@ -206,7 +208,7 @@ class TestHandles:
     def test_nobody_can_cut_a_segment_that_others_map(self):
         own = create("cpu", 8192)
         with pytest.raises(PermissionError):
-            os.truncate(f"/proc/self/fd/{own.handle['fd']}", 0)
+            os.truncate(f"/proc/self/fd/{own.handle.fd}", 0)
         own.close()
 
     @pytest.mark.parametrize(
@@ -227,14 +229,14 @@ class TestHandles:
     def test_a_handle_that_lies_is_refused(self, change):
         own = create("cpu", 8192)
         with pytest.raises(IntegrityError):
-            attach({**own.handle, **change})
+            attach(decode({**to_builtins(own.handle), **change}, Handle, "a test"))
         own.close()
 
     def test_a_process_that_is_gone_is_named(self):
         child = subprocess.Popen([sys.executable, "-c", ""])
         child.wait()
         with pytest.raises(TransportError, match=f"no process {child.pid}.*pid namespace"):
-            attach({"kind": "host", "pid": child.pid, "fd": 3, "inode": [1, 1], "bytes": 64})
+            attach(HostHandle(pid=child.pid, fd=3, inode=(1, 1), bytes=64))
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
     def test_another_user_is_refused_with_the_reason(self):
@@ -242,31 +244,32 @@ class TestHandles:
         code = """
 import json, os, sys
 from torchrl_ext.transports.ipc.host_memory import attach
+from torchrl_ext.transports.ipc.messages import Handle, decode
 os.setuid(65534)
 try:
-    attach(json.loads(sys.argv[1]))
+    attach(decode(json.loads(sys.argv[1]), Handle, "a test"))
 except Exception as error:
     print(type(error).__name__, error)
 """
-        assert "belongs to another user" in python(code, json.dumps(own.handle))
+        assert "belongs to another user" in python(code, json.dumps(to_builtins(own.handle)))
         own.close()
 
     def test_a_file_that_is_not_sealed_memory_is_refused(self, tmp_path):
         (tmp_path / "file").write_bytes(bytes(64))
         with open(tmp_path / "file", "rb+") as file:
             found = os.fstat(file.fileno())
-            handle = {"pid": os.getpid(), "fd": file.fileno(), "inode": [found.st_dev, found.st_ino], "bytes": 64}
-            with pytest.raises(WeightSyncError):
-                attach({"kind": "host", **handle})
+            inode = (found.st_dev, found.st_ino)
+            with pytest.raises(TransportError, match="cannot be mapped here"):
+                attach(HostHandle(pid=os.getpid(), fd=file.fileno(), inode=inode, bytes=64))
 
-    @pytest.mark.parametrize("address", [None, 7, "", "/tmp/socket", "torchrl_ext-ipc2-0-../x"])
+    @pytest.mark.parametrize("address", [None, 7, "", "/tmp/socket", "torchrl_ext-ipc3-0-../x"])
     def test_an_address_of_something_else_is_refused(self, make, address):
         with pytest.raises(ConfigError, match="no address of a trainer"):
             make().join({"address": address, "rank": 1, "session": "x"})
 
     @pytest.mark.parametrize(
         "said",
-        [b"\xff", b"[1]", b"{}", b'{"welcome": 3}', b'{"welcome": {"session": "y", "segment": {}}}'],
+        [b"\xff", b"[1]", b"{}", b'{"kind": "welcome"}', b'{"kind": "welcome", "session": "y", "segment": {}}'],
         ids=repr,
     )
     def test_what_is_no_trainer_is_refused_by_a_worker(self, make, said):
@@ -283,7 +286,7 @@ except Exception as error:
                     joining.result(WAIT_S)
                 stranger.close()
 
-    @pytest.mark.parametrize("said", [b"\xff", b"[]", b"{}", b'{"hello": {}}', b'{"hello": {"devices": 1}}'])
+    @pytest.mark.parametrize("said", [b"\xff", b"[]", b"{}", b'{"kind": "hello"}', b'{"kind": "leaving", "why": ""}'])
     def test_what_is_no_worker_is_sent_away_by_a_trainer(self, make, said):
         trainer, worker = make(timeout_s=WAIT_S), make()
         opening = trainer.open(1, ())
@@ -323,7 +326,7 @@ class TestMemoryOfADevice:
         monkeypatch.setattr(cuda_ipc, "_call", call)
         monkeypatch.setattr(cuda_ipc, "_index", lambda device: 0)
         monkeypatch.setattr(cuda_ipc, "_context", lambda index: None)
-        monkeypatch.setattr(cuda_ipc, "CudaSegment", lambda *arguments: set())
+        monkeypatch.setattr(cuda_ipc, "_flat", lambda *arguments: torch.empty(0))
         monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty_cache"))
         return done, answers

@@ -10,12 +10,27 @@ import socket
 import threading
 from contextlib import suppress
 
+import msgspec
 import pytest
 
 import torchrl_ext as tx
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.transports.ipc.host_memory import attach, create
+from torchrl_ext.transports.ipc.messages import (
+    Announce,
+    Filled,
+    Handle,
+    Hello,
+    Leaving,
+    Refused,
+    Stopped,
+    Taken,
+    TurnedAway,
+    Welcome,
+    decode,
+)
 from torchrl_ext.transports.ipc.worker import IPCWorker
 from torchrl_ext.transports.ipc.workers import ConnectedWorkers
 from torchrl_ext.transports.links import Link, new_address
@@ -66,6 +81,11 @@ def message_of(draw, message):
     return found if isinstance(found, dict) else {}
 
 
+def plain(message):
+    """A message as the JSON object that travels."""
+    return json.loads(msgspec.json.encode(message))
+
+
 def frame(data):
     return len(data).to_bytes(4, "big") + data
 
@@ -103,8 +123,8 @@ def segment():
 
 def test_a_trainer_takes_any_hello_and_any_answer(pair, segment):
     draw, let_in = random.Random(1), 0
-    hello = {"hello": {"rank": 1, "devices": ["cpu"]}}
-    answers = [{"taken": [3, 1]}, {"refused": [3, "no"]}, {"leaving": "no"}]
+    hello = plain(Hello(rank=1, devices=["cpu"]))
+    answers = [plain(one) for one in (Taken(handoff=3, bucket=1), Refused(handoff=3, why="no"), Leaving(why=""))]
     for _ in range(ROUNDS):
         connected = ConnectedWorkers(new_address(), "session", lambda devices: segment, 0.0)
         link, theirs = pair()
@@ -129,10 +149,11 @@ def test_a_trainer_takes_any_hello_and_any_answer(pair, segment):
 
 def test_a_worker_takes_any_message_of_a_trainer(pair, segment):
     draw, welcomed = random.Random(2), 0
-    welcome = {"welcome": {"session": "s", "segment": segment.handle, "timeout_s": 1.0}}
+    welcome = plain(Welcome(session="s", segment=segment.handle))
     params = [["a", "float32", [3]], ["b", "uint8", [2, 3]]]
     info = {"transport": "ipc", "version": 1, "session": "s", "handoff": 5, "params": params}
-    others = [{"turned away": "no"}, {"announce": info}, {"filled": [5, 0]}, {"stopped": [5, "no"]}]
+    filled, stopped = Filled(handoff=5, bucket=0), Stopped(handoff=5, why="no")
+    others = [plain(one) for one in (TurnedAway(why="no"), Announce(info=info), filled, stopped)]
     for _ in range(ROUNDS):
         worker = IPCWorker(lambda: ["cpu"])
         worker._link, theirs = pair()
@@ -141,8 +162,7 @@ def test_a_worker_takes_any_message_of_a_trainer(pair, segment):
         theirs.shutdown(socket.SHUT_WR)
         with suppress(WeightSyncError):
             for _ in range(4):
-                told = worker._enter("", 0.0)
-                if told is not None and "announce" in told:
+                if isinstance(worker._hear(Deadline(0.0)), Announce):
                     break
         welcomed += worker.connected
         with suppress(WeightSyncError):
@@ -159,8 +179,10 @@ def test_a_worker_takes_any_announcement(pair, segment):
     for _ in range(ROUNDS):
         transport = tx.make_transport("ipc", timeout_s=1.0)
         transport._worker._link, theirs = pair()
-        transport._worker._welcome = {"session": "s", "segment": segment.handle}
-        theirs.sendall(frame(json.dumps({"announce": mutated(draw, whole)}).encode()) + frame(b'{"filled": [5, 0]}'))
+        transport._worker._welcome = Welcome(session="s", segment=segment.handle)
+        announced = {"kind": "announce", "info": mutated(draw, whole)}
+        filled = plain(Filled(handoff=5, bucket=0))
+        theirs.sendall(b"".join(frame(json.dumps(one).encode()) for one in (announced, filled)))
         theirs.shutdown(socket.SHUT_WR)
         with suppress(WeightSyncError):
             transport.receive_weights(0.0)
@@ -171,7 +193,7 @@ def test_any_handle_maps_what_it_says_or_nothing(segment):
     draw, before = random.Random(5), len(os.listdir("/proc/self/fd"))
     for _ in range(ROUNDS):
         with suppress(WeightSyncError):
-            attach(mutated(draw, segment.handle)).close()
+            attach(decode(mutated(draw, plain(segment.handle)), Handle, "a test")).close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError, why
 from torchrl_ext.transports.base import TransferStats
 from torchrl_ext.transports.buckets import Packer, Plan
@@ -132,7 +133,7 @@ class IPCTransport(StandaloneTransport):
         return Handoff(info=info, transfer=partial(self._send, source, info, params))
 
     def _send(self, source: WeightSource, info: Info, params: tuple[ParamMeta, ...]) -> None:
-        connected = self._told_workers(info) if self._alone else self._workers
+        connected = self._announced_to(info) if self._alone else self._workers
         if connected is None:
             raise NotConnectedError("this transport was shut down", hint="connect again")
         began = time.perf_counter()
@@ -168,13 +169,12 @@ class IPCTransport(StandaloneTransport):
         packer.finish()
         connected.await_taken(number)
 
-    def _told_workers(self, info: Info) -> ConnectedWorkers:
-        """Return the workers of this channel, once they are told of the handoff."""
-        connected = self._workers or self._listen_at(shared_address(self._channel))
+    def _announced_to(self, info: Info) -> ConnectedWorkers:
+        """Return the workers of this channel, once the handoff was announced to them."""
+        connected, within = self._workers or self._listen_at(shared_address(self._channel)), Deadline(self.timeout_s)
         try:
-            announced = self._announced.get(timeout=self.timeout_s)
-            while announced.get("handoff") != info["handoff"]:  # of a send that failed before it came to this
-                announced = self._announced.get(timeout=self.timeout_s)
+            while (announced := self._announced.get(timeout=within.left_s)).get("handoff") != info["handoff"]:
+                continue  # of a send that failed before it came to this
         except queue.Empty:
             raise TransportError("the handoff was not announced", hint="call announce(handoff.info)") from None
         connected.wait_for(self._count)
@@ -223,7 +223,7 @@ class IPCTransport(StandaloneTransport):
         yield from self._worker.receive(info, into, self.timeout_s)
 
     def decline(self, info: Info, error: BaseException) -> None:
-        self._worker.refuse(info, why(error))
+        self._worker.decline(info, error)
 
     # both ends
 
