@@ -54,7 +54,7 @@ SECONDS = {
     "kernels/test_encode.py": 10,
     "codecs/test_codecs.py": 8,
     "weights/shards/test_megatron.py": 7,
-    "transports/test_warming.py": 7,
+    "versions/test_warm.py": 7,
     "cli/test_push.py": 7,
     "stores/test_delta_manifest.py": 6,
     "collectors/test_updater.py": 6,

@@ -18,7 +18,7 @@ FLOORS = [
     {"errors"},
     {"types", "registry", "files", "deadline"},
     {"kernels", "messages"},
-    {"stores", "weights"},
+    {"routes", "stores", "weights"},
     {"codecs"},
     {"landing"},
     {"versions"},
@@ -41,9 +41,8 @@ HOMES = {
 }
 RUN_BY_VLLM = ROOT / "torchrl_ext" / "cli" / "demo" / "stories" / "switching.py"  # by its own interpreter
 IN_ENGINES = {
-    "types", "errors", "messages", "registry", "files", "deadline", "kernels", "weights", "codecs", "landing", "stores",
-    "versions",
-    "transports", "proof", "sync", "plugins",
+    "types", "errors", "messages", "routes", "registry", "files", "deadline", "kernels", "weights", "codecs", "landing",
+    "stores", "versions", "transports", "proof", "sync", "plugins",
 }  # fmt: skip
 TRAINER_ONLY = {"torchrl", "tensordict", "transformers", "ray", "aiohttp", "httpx", "requests", "peft", "datasets"}
 ENGINE_MODULES = [

@@ -57,7 +57,8 @@ from importlib.machinery import ModuleSpec
 def of_third_party(name):
     if name.startswith("__"):
         raise AttributeError(name)
-    return AnyClass(name, (), {"__init__": lambda self, *given, **settings: None}) if name[0].isupper() else Stub(name)
+    takes = {"__init__": lambda self, *given, **settings: None, "__init_subclass__": lambda cls=None, **settings: None}
+    return AnyClass(name, (), takes) if name[0].isupper() else Stub(name)
 
 class AnyClass(abc.ABCMeta):
     __getattr__ = lambda cls, name: of_third_party(name)

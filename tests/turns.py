@@ -20,8 +20,8 @@ from tests.processes import finished
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.sync.connection import HandedOn
-from torchrl_ext.transports.roots import PublishedRoot
+from torchrl_ext.sync.published import PublishedFollower
+from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import WeightSource, as_source
 
@@ -130,7 +130,7 @@ class Turns:
     def _publish(self, folder):
         """The trainer knows no engine; another party puts what it published in service."""
         trainer, reader = tx.make_transport("delta", root=str(folder)), PublishedRoot(str(folder))
-        follower = HandedOn(reader, tx.connect(self.url))
+        follower = PublishedFollower(reader, tx.connect(self.url))
         for end in (trainer.shutdown, reader.close, follower.close):
             self._ends.callback(end)
 

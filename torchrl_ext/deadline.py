@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 from torchrl_ext.errors import DeadlineError, TransportError, WeightSyncError
 
-__all__ = ["Deadline", "in_background", "in_thread", "pauses", "wait_until"]
+__all__ = ["Deadline", "beside", "in_thread", "pauses", "wait_until"]
 
 Found = TypeVar("Found")
 
@@ -45,6 +45,10 @@ class Deadline:
         made = copy.copy(self)
         made.who = who
         return made
+
+    def again(self, who: str | None = None) -> Deadline:
+        """Return a deadline of as many seconds that begins now, under the same flag: for the next wait of a step."""
+        return Deadline(self.timeout_s, self.who if who is None else who, self.stop)
 
     def within(self, timeout_s: float) -> Deadline:
         """Return a deadline of ``timeout_s`` seconds from now that is no later than this one, under the same flag."""
@@ -175,30 +179,29 @@ def _append(error: BaseException, cause: BaseException) -> None:
 
 
 @contextmanager
-def in_background(call: Callable[..., None], info: Any, abort: Callable[[], None]) -> Iterator[None]:
-    """Run ``call(info, abort)`` in a thread beside the block.
+def beside(call: Callable[[Callable[[], None]], None], within: Deadline) -> Iterator[None]:
+    """Run ``call`` in a thread beside the block, whose waits are under the same deadline.
 
-    Whichever side fails first aborts the other, so that neither waits for a party that has given up. The first cause
+    Whichever side fails first sets ``within.stop``, so that neither waits for a party that has given up. The first cause
     is raised, the other one chained to it. ``call`` must have a deadline of its own.
 
     Args:
-        call: takes ``info`` and a callable for failures that it sees early.
-        info: handed to ``call``.
-        abort: unblocks the block; may run in either thread, more than once.
+        call: takes a callable for failures that it sees early.
+        within: of the block's waits.
     """
     failures: list[BaseException] = []
     foreseen = threading.Event()
 
     def early() -> None:
         foreseen.set()
-        abort()
+        within.stop.set()
 
     def run() -> None:
         try:
-            call(info, early)
+            call(early)
         except BaseException as error:  # noqa: BLE001 - carried over to the waiting thread
             failures.append(error)
-            abort()
+            within.stop.set()
 
     thread = threading.Thread(target=run, name="torchrl-ext-load", daemon=True)
     thread.start()
@@ -206,7 +209,7 @@ def in_background(call: Callable[..., None], info: Any, abort: Callable[[], None
         yield
     except BaseException as error:
         late = not failures and not foreseen.is_set()
-        abort()
+        within.stop.set()
         thread.join()
         if failures and not late:
             raise failures[0] from error

@@ -6,6 +6,7 @@
     ├── ConfigError (ValueError)       a setting or a name that cannot work; raised before any I/O
     ├── ManifestError                  names, shapes or dtypes that do not agree
     ├── IntegrityError                 bytes that are not what the manifest promises
+    │   └── StaleBaseError             a version that builds on one which its receiver does not hold
     ├── DeadlineError (TimeoutError)   a wait that reached its deadline; names the peer
     ├── TransportError                 the data layer failed
     │   ├── NotConnectedError          used before `init_all_workers_group` / `connect`, or after `shutdown`
@@ -23,7 +24,7 @@ from typing import Any
 
 __all__ = [
     "ConcurrentUpdateError", "ConfigError", "DeadlineError", "EngineError", "EngineRefusedError",
-    "EngineUnreachableError", "IntegrityError", "ManifestError", "NotConnectedError", "StoreError",
+    "EngineUnreachableError", "IntegrityError", "ManifestError", "NotConnectedError", "StaleBaseError", "StoreError",
     "TransportError", "UpdateError", "WeightSyncError",
 ]  # fmt: skip
 
@@ -66,6 +67,10 @@ class ManifestError(WeightSyncError):
 
 class IntegrityError(WeightSyncError):
     """Bytes are not what their manifest promises."""
+
+
+class StaleBaseError(IntegrityError):
+    """A version builds on one that its receiver does not hold; everything has to be sent."""
 
 
 class DeadlineError(WeightSyncError, TimeoutError):

@@ -6,17 +6,18 @@ import contextlib
 import dataclasses
 import ipaddress
 import math
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import torch
 
-from torchrl_ext.errors import ManifestError
+from torchrl_ext.errors import ConfigError, ManifestError, WeightSyncError
 
 __all__ = [
-    "PROOFS", "EngineInfo", "EngineRow", "Handoff", "Info", "ParamMeta", "Part", "SyncReport", "adapter_label",
+    "PROOFS", "EngineInfo", "EngineRow", "Info", "ParamMeta", "Part", "SyncReport", "adapter_label",
     "adapter_rank", "adapter_version", "dtype_from_name", "dtype_name", "least",
 ]  # fmt: skip
 
@@ -50,13 +51,44 @@ def cast_hint(dtype: torch.dtype) -> str:
     return f"give WeightSender dtype=torch.{name}, `torchrl-ext push` --dtype {name}, or the engine another --dtype"
 
 
-@dataclass(frozen=True)
-class ParamMeta:
+T = TypeVar("T")
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+_Size = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+
+
+def decoded(value: Any, kind: type[T], what: str, error: type[WeightSyncError] = ConfigError) -> T:
+    """Return the object of type ``kind`` that a JSON value from another process stands for.
+
+    Args:
+        value: the value.
+        kind: any type that msgspec converts to, which may contain `torch.dtype`; types are strict.
+        what: names the value in errors.
+        error: the class of these errors.
+
+    Raises:
+        WeightSyncError: of class ``error``; it has the path of the field and its bound.
+    """
+    try:
+        return msgspec.convert(value, kind, dec_hook=_decode_dtype)
+    except (msgspec.ValidationError, ValueError, RecursionError) as cause:  # ValueError: half a surrogate pair in a key
+        raise error(f"{what} is malformed: {f'{cause}':.400}", state="unchanged") from None
+
+
+def _decode_dtype(kind: type, value: Any) -> Any:
+    if kind is not torch.dtype:
+        raise NotImplementedError(kind)
+    try:
+        return dtype_from_name(value)
+    except ManifestError as error:
+        raise ValueError(error.what) from None
+
+
+class ParamMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One parameter in checkpoint coordinates: its name, dtype and full (unsharded) shape."""
 
     name: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: tuple[_Size, ...]
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> ParamMeta:
@@ -84,43 +116,31 @@ class ParamMeta:
         Raises:
             ManifestError: the row is malformed.
         """
-        try:
-            name, dtype, shape = row
-            sizes = tuple(map(operator.index, shape))
-            if not isinstance(name, str) or min(sizes, default=0) < 0 or max(sizes, default=0) >= 1 << 48:
-                raise ValueError
-        except (TypeError, ValueError, OverflowError):
-            raise ManifestError(f"{row!r} does not describe a parameter", expected="[name, dtype, [sizes]]") from None
-        return cls(name, dtype_from_name(dtype), sizes)
+        return decoded(row, cls, f"the row {reprlib.repr(row)} of a parameter", ManifestError)
 
     def __str__(self) -> str:
         return f"{self.name} {dtype_name(self.dtype)}{list(self.shape)}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """What an update says that brings some tensors: all others are as an earlier version has them.
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """Names the tensors of a partial update, and the version that holds the others.
 
     Attributes:
         base: that version; 0 stands for the weights that the engine was started with.
         names: of the tensors that the update brings, in checkpoint coordinates.
     """
 
-    base: int
-    names: frozenset[str]
+    base: Count
+    names: Annotated[frozenset[str], msgspec.Meta(min_length=1)]
 
     def to_json(self) -> Info:
         """Return the part as a JSON object, its names sorted."""
         return {"base": self.base, "names": sorted(self.names)}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Part:
+    def from_json(cls, info: Mapping[str, Any]) -> Part:
         """Make a part from its JSON object; raise ManifestError where it is malformed, or names nothing."""
-        base, names = told.get("base"), told.get("names")
-        sound = type(base) is int and 0 <= base < 1 << 62 and isinstance(names, list) and names
-        if sound and all(isinstance(name, str) for name in names or ()):
-            return cls(base=base or 0, names=frozenset(names or ()))
-        raise ManifestError(f"{told!r:.80} is no part of a model", expected='{"base": N, "names": ["...", ...]}')
+        return decoded(info, cls, "a part of a model", ManifestError)
 
 
 def adapter_label(name: str, version: int) -> str:
@@ -139,28 +159,6 @@ def adapter_rank(params: Iterable[ParamMeta]) -> int:
     return max(
         (meta.shape[0] for meta in params if ".lora_A." in meta.name or "lora_embedding_A" in meta.name), default=0
     )
-
-
-def _nothing(*_: Any) -> None:
-    return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Handoff:
-    """One version that is ready to be sent, or what engines need to join a transport.
-
-    Attributes:
-        info: JSON-safe; what the engine needs to know to receive it.
-        ahead: moves what can be moved while engines still generate, beside their prefetch.
-        transfer: moves the bytes, beside the engine's call; has nothing left to do for files.
-        acknowledge: takes the oldest version that an engine may still read, now that this one is in service; what is
-            older may go. None stands for workers without a control layer, of which nobody knows what they read.
-    """
-
-    info: Info
-    ahead: Callable[[], None] = _nothing
-    transfer: Callable[[], None] = _nothing
-    acknowledge: Callable[[int | None], None] = _nothing
 
 
 STOCK = ("disk", "native")

@@ -12,8 +12,8 @@ from tests.engine.served import OLDER, ServedSGLang, ServedVLLM, serving
 from tests.models import PROMPT, VOCAB, greedy, tiny_model
 from tests.processes import WAIT_S, finished
 from torchrl_ext.errors import EngineRefusedError, UpdateError
-from torchrl_ext.messages import ADAPTERS_ROUTE
 from torchrl_ext.rollout.remote import RemoteInferenceClient
+from torchrl_ext.routes import ADAPTERS_ROUTE
 
 pytestmark = pytest.mark.engine
 

@@ -9,7 +9,7 @@ import torchrl_ext as tx
 from tests.engine.served import ServedSGLang, ServedVLLM, serving
 from tests.models import tiny_model
 from torchrl_ext.cli.main import main
-from torchrl_ext.messages import ADAPTERS_ROUTE
+from torchrl_ext.routes import ADAPTERS_ROUTE
 
 pytestmark = pytest.mark.engine
 

@@ -10,7 +10,7 @@ import torchrl_ext as tx
 from tests.engine.following import OfOneKind, sending
 from tests.models import VOCAB, tiny_model
 from torchrl_ext.errors import UpdateError
-from torchrl_ext.sync.outputs import Probe, gaps, random_prompts
+from torchrl_ext.proof.outputs import Probe, gaps, random_prompts
 from torchrl_ext.weights.scoring import score
 
 pytestmark = pytest.mark.engine

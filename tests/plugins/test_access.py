@@ -16,8 +16,8 @@ from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_model
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.messages import Inspect, Join, Load, Rehearse, Verify
-from torchrl_ext.messages.routes import bears_key
 from torchrl_ext.rollout.client import InferenceClient
+from torchrl_ext.routes import bears_key
 from torchrl_ext.stores.opening import ROOTS_VARIABLE, admit
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.types import API_KEY_VARIABLE, ParamMeta

@@ -93,8 +93,8 @@ def test_what_cannot_be_is_answered_with_400_and_the_engine_serves_what_it_serve
     told = {"local_checkpoint_dir": str(tmp_path / "local"), "source_dir": str(tmp_path / "root")}
     for route, body, words in (
         ("/pull_weights", {**told, "target_version": 9}, "weight_v000009"),
-        ("/pull_weights", told, "has no version"),
-        ("/pull_weights", {**told, "target_version": "2"}, "version of a 'pull' message"),
+        ("/pull_weights", told, "missing required field `version`"),
+        ("/pull_weights", {**told, "target_version": "2"}, "Expected `int`, got `str` - at `$.version`"),
         ("/pull_weights", {**told, "target_version": 1, "local_checkpoint_dir": "relative"}, "does not open relative"),
         ("/update_weights_from_disk", {"model_path": str(tmp_path / "nothing")}, "nothing"),
         ("/update_weights_from_disk", {"model_path": str(tmp_path), "load_format": "strange"}, "strange"),

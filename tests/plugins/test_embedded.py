@@ -283,7 +283,7 @@ def test_a_damaged_update_leaves_the_engine_paused_and_the_next_one_resumes_it(
     engine.begin(1)
     with pytest.raises(WeightSyncError):
         engine.load(handoff.info)
-        engine.load({"verify": {name: tensor_digest(tensor) for name, tensor in source}})
+        engine.verify({name: tensor_digest(tensor) for name, tensor in source})
     with pytest.raises(EngineRefusedError):
         engine.commit(1)
     with pytest.raises(EngineRefusedError, match="a part of a version"):
@@ -319,7 +319,7 @@ def test_an_engine_that_was_told_of_a_version_of_slimes_too_early_holds_all_of_i
         engine.prefetch(1)
         engine.begin(1)
         engine.load({"transport": "delta", "version": 1, "params": [meta.to_json() for meta in source.params()]})
-        engine.load({"verify": {name: tensor_digest(tensor) for name, tensor in holds.items()}})
+        engine.verify({name: tensor_digest(tensor) for name, tensor in holds.items()})
         engine.commit(1)
     transport.shutdown()
 
@@ -389,7 +389,7 @@ def test_an_update_needs_a_pause_and_a_start(server, http, tmp_path):
         sender.update_weights(model(0))
         assert http.post("/start_weight_update").status_code == 409
         with pytest.raises(EngineRefusedError, match="start_weight_update"):
-            sender.engine.load({"verify": {"x": "00"}})
+            sender.engine.verify({"x": "00"})
 
 
 def test_steps_of_a_sender_that_did_not_join_last_are_refused_before_anything_is_touched(http, in_service):

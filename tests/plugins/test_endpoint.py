@@ -14,7 +14,8 @@ from tests.processes import WAIT_S
 from tests.transports.chains import checkpoint, folder, published, same, weights
 from tests.versions.test_slime_chains import renumber
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import ANSWERS, Finish, Reset, Start, read
+from torchrl_ext.messages import Finish, Reset, Start, read
+from torchrl_ext.routes import ANSWERS
 from torchrl_ext.sync.worker_end import WorkerEnd
 
 PLUGIN = ("torchrl_ext.plugins.vllm.adapters", "torchrl_ext.plugins.vllm.endpoint")
@@ -207,7 +208,7 @@ def test_an_update_that_was_not_begun_leaves_the_engine_serving(endpoint, made):
 def test_every_call_has_a_deadline_and_a_pull_waits_for_no_load(endpoint, made, monkeypatch):
     _, base, _ = made
     engine = Engine(weights(), backend=None)
-    monkeypatch.setattr("torchrl_ext.sync.roots._BUSY_S", 0.01)
+    monkeypatch.setattr("torchrl_ext.sync.published._BUSY_S", 0.01)
 
     async def test():
         engine.hangs = "reload_weights"

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.rpc.servers import GOOD, bare, running
-from torchrl_ext.messages import ADAPTERS_ROUTE
+from torchrl_ext.routes import ADAPTERS_ROUTE
 
 
 class Adapters:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
-from torchrl_ext.messages import ANSWERS
+from torchrl_ext.routes import ANSWERS
 
 CONFIG = {
     "model_config": {"model": "/models/policy", "dtype": "torch.float32"},

@@ -7,7 +7,7 @@ import pytest
 from tests.rpc.adapter_servers import actions, serving_adapters
 from tests.rpc.servers import bare, running
 from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.messages import ADAPTERS_ROUTE
+from torchrl_ext.routes import ADAPTERS_ROUTE
 from torchrl_ext.rpc.engines.sglang import SGLangEngine
 from torchrl_ext.rpc.engines.vllm import EmbeddedEngine, VLLMEngine
 from torchrl_ext.rpc.fleet import Fleet

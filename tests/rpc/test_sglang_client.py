@@ -7,7 +7,7 @@ import pytest
 import torchrl_ext as tx
 from tests.rpc.servers import bare, running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
-from torchrl_ext.messages import CHANNEL
+from torchrl_ext.routes import CHANNEL
 from torchrl_ext.rpc.engines.sglang import SGLangEngine
 
 JOIN = {"transport": "disk", "params": []}
@@ -88,7 +88,7 @@ def test_an_update_pauses_flushes_transfers_and_resumes():
     with running(NEW) as server:
         engine = SGLangEngine(server.url)
         update(engine)
-        engine.load({"verify": {"w": "00"}})
+        engine.verify({"w": "00"})
         assert said(server) == [
             {"kind": "inspect", **dict.fromkeys(("root", "clear", "dial", "token"))},
             "GET /server_info",

@@ -8,7 +8,7 @@ import pytest
 from tests.rpc.servers import running
 from tests.rpc.test_sglang_client import NEW, STARTED_WITH, STOCK, plugin, refused, update
 from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.messages import CHANNEL
+from torchrl_ext.routes import CHANNEL
 from torchrl_ext.rpc.engines.sglang import SGLangEngine
 
 ALL = {"weights", "kv_cache", "cuda_graph"}

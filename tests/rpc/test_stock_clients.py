@@ -75,7 +75,7 @@ def test_full_files_go_through_sglangs_own_route(generation):
         }
         assert not engine.verifies
         with pytest.raises(ConfigError, match="cannot prove"):
-            engine.load({"verify": {}})
+            engine.verify({"w": "00"})
 
 
 @pytest.mark.parametrize("checker", [STOCK, GONE])
@@ -267,7 +267,7 @@ def test_an_update_of_a_stock_vllm_clears_what_an_earlier_one_left_and_labels_wh
         assert not OURS.search(json.dumps(server.calls))
         assert not engine.verifies
         with pytest.raises(ConfigError, match="cannot prove"):
-            engine.load({"verify": {}})
+            engine.verify({"w": "00"})
 
 
 def test_a_stock_vllm_without_a_unique_id_meets_at_the_store():

@@ -8,7 +8,7 @@ import pytest
 import torchrl_ext as tx
 from tests.rpc.servers import CONFIG, GOOD, Resting, bare, failed, running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.messages import ANSWERS, OPEN_UPDATE, escaped
+from torchrl_ext.routes import ANSWERS, OPEN_UPDATE, escaped
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.fleet import Fleet
 
@@ -24,7 +24,7 @@ def test_an_update_calls_the_routes_in_the_order_of_the_protocol():
         engine.prefetch(8)
         with engine.updating(8):
             engine.load({"version": 8, "params": []})
-            engine.load({"verify": {"w": "00"}})
+            engine.verify({"w": "00"})
         assert [
             (call, query, body if "info" not in str(body) else bare(next(iter(body.values()))))
             for call, query, body in server.calls

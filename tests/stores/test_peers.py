@@ -15,10 +15,9 @@ from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores import Chain, open_store
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.peers import as_chain
-from torchrl_ext.sync.roots import invited
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.delta.transport import DeltaTransport
-from torchrl_ext.transports.roots import locate, parameters
+from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.versions.foreign import ForeignVersions
 
 
@@ -186,10 +185,10 @@ def test_an_engine_that_is_told_to_load_from_a_root_of_theirs_lands_its_newest_v
         step(own, version)
         {"SkyRL": write_skyrl, "stitch": write_stitch}[program](root, version, old, own)
     before = sorted(root.rglob("*"))
-    found, version = locate(str(root))
-    with invited(found, "engine", base, parameters(found, version, base)) as join:
-        worker = DeltaTransport.from_info(join.info())
-        worker.join(join.info())
+    found, version = PublishedRoot.of_path(str(root), base)
+    with found.invited(found.contents(version)[0]) as info:
+        worker = DeltaTransport.from_info(info)
+        worker.join(info)
         landed = dict(worker.receive({"version": version}, {}))
     assert version == 2 and same(landed, own)
     assert sorted(root.rglob("*")) == before  # the probe is gone

@@ -8,7 +8,7 @@ from tests.adapters import lora_policy, randomise
 from tests.models import PROMPT, greedy, tiny_model
 from tests.rpc.adapter_servers import serving_adapters
 from torchrl_ext.errors import ConfigError, EngineError, StoreError, UpdateError
-from torchrl_ext.messages import ADAPTERS_ROUTE
+from torchrl_ext.routes import ADAPTERS_ROUTE
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.http import HTTPSession
 

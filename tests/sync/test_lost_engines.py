@@ -59,6 +59,9 @@ class Doomed(EngineClient):
         self._kill("load")
         self._engine.load(info, on_failure)
 
+    def verify(self, digests):
+        self._engine.verify(digests)
+
     def commit(self, version):
         self._kill("commit")
         self._engine.commit(version)

@@ -12,10 +12,10 @@ import torchrl_ext as tx
 from tests.models import tiny_model
 from torchrl_ext.errors import ConfigError, EngineUnreachableError, IntegrityError, ManifestError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader, WeightLoader
-from torchrl_ext.messages import Finish, Join, Prefetch, Start, loading
+from torchrl_ext.messages import Finish, Join, Load, Prefetch, Start
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.sync.parts import PartSource, chosen, trainable
+from torchrl_ext.sync.only import PartSource, chosen, trainable
 from torchrl_ext.types import Part
 from torchrl_ext.weights.derived import CastSource, Layered, RenamedSource
 from torchrl_ext.weights.shards.blocks import Block, Shard
@@ -319,7 +319,7 @@ class TestReceiver:
             if told:
                 receiver.handle(Prefetch(version=version, part=part))
             receiver.handle(Start())
-            receiver.handle(loading(info if part is None else {**info, "onto": part.base}))
+            receiver.handle(Load.of(info if part is None else {**info, "onto": part.base}))
             receiver.handle(Finish(version=version))
 
         return receiver, served, send

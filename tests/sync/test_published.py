@@ -14,8 +14,8 @@ from torchrl_ext.embedded.dialects import Dialects
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest
 from torchrl_ext.errors import ConfigError, StoreError, UpdateError
-from torchrl_ext.sync.connection import HandedOn
-from torchrl_ext.transports.roots import PublishedRoot
+from torchrl_ext.sync.published import PublishedFollower
+from torchrl_ext.transports.published import PublishedRoot
 
 
 def tensors(seed, **changes):
@@ -77,7 +77,7 @@ def test_the_newest_version_of_a_root_is_put_in_service_whoever_published_it(eng
     root, client = PublishedRoot(tmp_path / "root", base), tx.make_engine("inprocess", engine=engine)
     told = root.newest()
     assert told["version"] == 2 and ("path" in told) == (publish is by_disk)
-    HandedOn(root, client).take(told)
+    PublishedFollower(root, client).take(told)
     root.close()
     assert says(engine) == greedy(tiny_model(6), PROMPT, 8)
     (row,) = client.rows()
@@ -88,7 +88,7 @@ def test_the_newest_version_of_a_root_is_put_in_service_whoever_published_it(eng
 def test_a_version_that_is_named_and_the_ones_after_it_follow_one_another(engine, base, tmp_path):
     by_skyrl(tmp_path / "root", [5, 6, 7], base)
     root, client = PublishedRoot(tmp_path / "root", base), tx.make_engine("inprocess", engine=engine)
-    handed = HandedOn(root, client)
+    handed = PublishedFollower(root, client)
     for version, seed in ((1, 5), (3, 7)):
         handed.take(root.at(version))
         assert says(engine) == greedy(tiny_model(seed), PROMPT, 8)
@@ -102,7 +102,7 @@ def test_damaged_files_are_not_served_and_the_next_good_version_is(engine, base,
     data[-1] ^= 1
     file.write_bytes(data)
     root, client = PublishedRoot(tmp_path, base), tx.make_engine("inprocess", engine=engine)
-    handed = HandedOn(root, client)
+    handed = PublishedFollower(root, client)
     with pytest.raises(UpdateError, match="is damaged"):
         handed.take(root.newest())
     assert client.rows()[0].state == "paused"
@@ -124,7 +124,7 @@ def test_a_root_of_another_model_is_refused_before_the_pause(engine, base, tmp_p
     tx.make_transport("disk", root=tmp_path).send_weights("policy", {"other.weight": torch.ones(3)})
     root, client = PublishedRoot(tmp_path, base), tx.make_engine("inprocess", engine=engine)
     with pytest.raises(UpdateError, match=r"other\.weight"):
-        HandedOn(root, client).take(root.newest())
+        PublishedFollower(root, client).take(root.newest())
     root.close()
     assert client.rows()[0].pause_s == 0 and says(engine) == greedy(tiny_model(0), PROMPT, 8)
 

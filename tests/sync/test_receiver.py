@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec import structs
 from torch import nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
@@ -12,7 +11,7 @@ from tests.collectors.collecting import same
 from tests.models import tiny_model, tiny_tokenizer
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, NotConnectedError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import Join, loading
+from torchrl_ext.messages import Join, Load
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.digests import tensor_digest
@@ -36,7 +35,7 @@ def test_it_follows_whatever_transport_it_is_told_to_join(tmp_path):
         handoff = transport.prepare(as_source(policy), version)
         receiver.prefetch(version)
         receiver.start()
-        receiver.load(loading(handoff.info))
+        receiver.load(Load.of(handoff.info))
         receiver.verify({name: tensor_digest(tensor) for name, tensor in as_source(policy)})
         receiver.finish(version)
         assert receiver.version == version
@@ -63,7 +62,7 @@ def test_parameters_that_cannot_land_are_refused_before_the_transport_is_joined(
 
 def test_a_transport_that_nobody_knows_is_refused_with_the_names():
     receiver = tx.WeightReceiver({"x": torch.zeros(1)})
-    info = replace(invitation(tx.MemoryTransport(), {"x": torch.zeros(1)}), transport="pigeon")
+    info = structs.replace(invitation(tx.MemoryTransport(), {"x": torch.zeros(1)}), transport="pigeon")
     with pytest.raises(ConfigError, match=r"no transport called 'pigeon'.*memory"):
         receiver.connect(info)
 

@@ -13,7 +13,7 @@ from tests.sync.vllm_objects import net as talker
 from torchrl_ext.collectors.from_torchrl_ends import as_engine
 from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
-from torchrl_ext.messages import ANSWERS, TAKE_OVER
+from torchrl_ext.routes import ANSWERS, TAKE_OVER
 from torchrl_ext.sync.engines import actors
 
 

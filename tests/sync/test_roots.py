@@ -10,64 +10,68 @@ from tests.transports.chains import checkpoint, folder, published, same
 from tests.versions.test_slime_chains import renumber
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import CheckAdapter, Finish, Load, Prefetch, Reset, Start, stamped
+from torchrl_ext.messages import CheckAdapter, Finish, Join, Load, Prefetch, Reset, Start, stamped
+from torchrl_ext.sync.published import check_adapter
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.sync.roots import check_adapter, invited
-from torchrl_ext.transports.roots import locate, parameters, part
+from torchrl_ext.transports.published import PublishedRoot
 
 
 @pytest.fixture
 def chain(tmp_path):
-    """Two versions of two flush files each; returns root and base."""
+    """Two versions of two flush files each; returns the folder, and it as a root."""
     made, root = tmp_path / "made", tmp_path / "root"
     _, _, history = published(made, 3, encoding="deltas", keyframe_every=0)
     for version in (1, 2):
         renumber(folder(made, version + 1), folder(root, version), version)
-    return root, str(checkpoint(tmp_path / "base", history[1]))
+    return root, PublishedRoot(root, str(checkpoint(tmp_path / "base", history[1])))
+
+
+def located(path):
+    root, version = PublishedRoot.of_path(str(path))
+    return root.root, version
 
 
 def test_of_a_root_the_newest_version_that_is_known_to_be_complete_is_taken(chain):
-    root, base = chain
-    assert locate(str(root)) == (str(root), 1)
-    (folder(root, 2) / "DONE").touch()
-    assert locate(str(root)) == (str(root), 2)
-    assert {row[0] for row in parameters(str(root), 2, base)} == {"a.weight", "b.weight", "c.count"}
+    place, root = chain
+    assert located(place) == (str(place), 1)
+    (folder(place, 2) / "DONE").touch()
+    assert located(place) == located(folder(place, 2)) == (str(place), 2)
+    assert {row[0] for row in root.contents(2)[0]} == {"a.weight", "b.weight", "c.count"}
 
 
 def test_a_version_that_is_named_is_taken_when_the_call_names_all_of_its_files(chain):
-    root, base = chain
-    names = sorted(path.name for path in folder(root, 2).iterdir())
-    assert locate(str(folder(root, 2))) == (str(root), 2)
-    assert parameters(str(root), 2, base, names)
+    place, root = chain
+    names = sorted(path.name for path in folder(place, 2).iterdir())
+    assert root.contents(2, names)[0]
     for lacking in (names[:1], names[1:]):
         with pytest.raises(WeightSyncError, match="names only a part of version 2"):
-            parameters(str(root), 2, base, lacking)
+            root.contents(2, lacking)
 
 
 def test_a_version_of_which_files_are_missing_is_refused(chain):
-    root, base = chain
-    first, second = sorted(folder(root, 2).iterdir())
+    place, root = chain
+    first, second = sorted(folder(place, 2).iterdir())
     first.rename(f"{first}.tmp")
     with pytest.raises(StoreError, match="publish every file of a version before"):
-        parameters(str(root), 2, base, [second.name])
-    shutil.rmtree(folder(root, 2))
+        root.contents(2, [second.name])
+    shutil.rmtree(folder(place, 2))
     with pytest.raises(StoreError, match="holds no version 2"):
-        parameters(str(root), 2, base)
+        root.contents(2)
 
 
 def test_a_version_that_is_announced_in_several_calls_lands_when_the_last_one_came(chain):
-    root, base = chain
-    first, second = sorted(path.name for path in folder(root, 2).iterdir())
-    (folder(root, 2) / second).rename(root / "late")
-    assert parameters(str(root), 2, base, [first], parts=True)
-    (root / "late").rename(folder(root, 2) / second)
-    assert parameters(str(root), 2, base, [second], parts=True)
-    assert part(str(root), 2, [second, first]) == [first, second]
+    place, root = chain
+    first, second = sorted(path.name for path in folder(place, 2).iterdir())
+    (folder(place, 2) / second).rename(place / "late")
+    assert root.contents(2, [first], parts=True)[0]
+    (place / "late").rename(folder(place, 2) / second)
+    params, own = root.contents(2, [second, first], parts=True)
+    assert params and own == [first, second]
     with pytest.raises(StoreError, match="not rank9999_flush000000"):
-        part(str(root), 2, [second, "rank9999_flush000000.safetensors"])
+        root.contents(2, [second, "rank9999_flush000000.safetensors"])
     for files in ("rank", [], [1], {"a": 1}):
         with pytest.raises(ConfigError, match="a list of names"):
-            part(str(root), 2, files)
+            root.contents(2, files)
 
 
 class Packed(TensorsLoader):
@@ -92,8 +96,9 @@ def test_a_label_stands_for_versions_without_changes_unless_the_engine_loaded_by
         for message in (prefetch, Start(), Load(version=version, handoff={}), Finish(version=version)):
             receiver.handle(stamped(message, receiver.connection))
 
-    with invited(str(root), "reader", base, parameters(str(root), 1, base)) as message:
-        receiver.connect(message)
+    theirs = PublishedRoot(root, base)
+    with theirs.invited(theirs.contents(1)[0]) as info:
+        receiver.connect(Join.of(info))
     lands(1, "0")
     assert same(held, history[2])
     shutil.rmtree(folder(root, 1))

@@ -17,6 +17,7 @@ from torchrl_ext.messages import (
     Finish,
     Inspect,
     Join,
+    Load,
     Poll,
     Prefetch,
     Pull,
@@ -26,7 +27,6 @@ from torchrl_ext.messages import (
     Start,
     State,
     Verify,
-    loading,
 )
 from torchrl_ext.sync.worker_end import WorkerEnd, joined
 from torchrl_ext.weights.digests import tensor_digest
@@ -85,7 +85,7 @@ def test_workers_follow_a_trainer_step_by_step(engine):
     assert idle(handle) == [{}, {}]
     handoff = transport.prepare(as_source(policy), 1)
     digests = {name: tensor_digest(tensor) for name, tensor in as_source(policy)}
-    for message in (Prefetch(version=1), Start(), loading(handoff.info), Verify(digests=digests), Seal()):
+    for message in (Prefetch(version=1), Start(), Load.of(handoff.info), Verify(digests=digests), Seal()):
         assert handle(message) == [{}, {}]
         assert not isinstance(message, Prefetch) or idle(handle) == [{}, {}]
     assert handle(Finish(version=1)) == [{}, {}]
@@ -160,7 +160,7 @@ def test_what_is_staged_while_the_engine_loads_by_itself_never_lands_on_that(eng
         assert handle(Prefetch(version=version)) == [{}, {}]
         answers = idle(handle)
         if answers == [{}, {}]:
-            for message in (Start(), loading(handoff.info), Finish(version=version)):
+            for message in (Start(), Load.of(handoff.info), Finish(version=version)):
                 assert handle(message) == [{}, {}]
         return answers
 

@@ -15,7 +15,8 @@ from torch import nn
 from torchrl.modules.llm.backends.vllm import vllm_async
 
 from torchrl_ext.landing.loader import as_loader
-from torchrl_ext.messages import ANSWERS, TAKE_OVER, Finish, Start, read
+from torchrl_ext.messages import Finish, Start, read
+from torchrl_ext.routes import ANSWERS, TAKE_OVER
 from torchrl_ext.sync.worker_end import WorkerEnd
 
 WORDS = 16

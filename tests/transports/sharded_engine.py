@@ -18,7 +18,7 @@ from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import EngineError, EngineUnreachableError
 from torchrl_ext.landing.loader import WeightLoader
 from torchrl_ext.landing.sliced import Sliced
-from torchrl_ext.messages import Finish, Join, Poll, Prefetch, Start, loading, read
+from torchrl_ext.messages import Finish, Join, Load, Poll, Prefetch, Start, Verify, read
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.worker_end import WorkerEnd
 from torchrl_ext.types import EngineInfo, EngineRow
@@ -183,7 +183,10 @@ class LineEngine(EngineClient):
 
     def load(self, info, on_failure=lambda: None):
         with self._failing(on_failure):
-            self._tell(loading(info))
+            self._tell(Load.of(info))
+
+    def _compare(self, digests):
+        self._tell(Verify(digests=digests))
 
     def commit(self, version):
         self._tell(Finish(version=version))

@@ -17,10 +17,10 @@ from tests.transports.members import SHORT_S, WAIT_S, beside
 from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.launch.processes import free_port
-from torchrl_ext.transports.collective import sockets
-from torchrl_ext.transports.collective.carrier import Move
-from torchrl_ext.transports.collective.group import Group
-from torchrl_ext.transports.collective.meeting import LOBBY, Membership
+from torchrl_ext.transports.group import sockets
+from torchrl_ext.transports.group.meeting import LOBBY, Membership
+from torchrl_ext.transports.group.peers import Move
+from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.sharded import agents
 from torchrl_ext.transports.sharded.agents import Registered
 

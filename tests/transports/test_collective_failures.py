@@ -26,7 +26,7 @@ from torchrl_ext.errors import (
 )
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.launch.processes import free_port
-from torchrl_ext.messages import loading
+from torchrl_ext.messages import Load
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.types import ParamMeta
@@ -224,7 +224,7 @@ def test_a_loader_that_fails_in_process_leaves_the_group_in_step_while_its_error
         receiver.start()
 
         def load():
-            receiver.load(loading(worker.poll(WAIT_S)))
+            receiver.load(Load.of(worker.poll(WAIT_S)))
 
         told, held = beside(lambda: trainer.send_weights("policy", policy), load)
         assert isinstance(held, ValueError)

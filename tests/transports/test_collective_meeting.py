@@ -23,15 +23,15 @@ from tests.processes import finished
 from tests.transports.members import SHORT_S, WAIT_S, beside, enter, group, member, same, weights
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.launch.processes import free_port
-from torchrl_ext.messages import Join, loading
+from torchrl_ext.messages import Join, Load
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.transports.collective import group as groups
-from torchrl_ext.transports.collective.handoffs import Announcements
-from torchrl_ext.transports.collective.meeting import Note, host
-from torchrl_ext.transports.collective.meeting import enter as enter_room
-from torchrl_ext.transports.collective.notes import NOTE_BYTES, KeptNotes, RemoteNotes
-from torchrl_ext.transports.collective.sockets import connected, listening
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.transports.group import process_group as groups
+from torchrl_ext.transports.group.handoffs import Announcements
+from torchrl_ext.transports.group.meeting import Note, host
+from torchrl_ext.transports.group.meeting import enter as enter_room
+from torchrl_ext.transports.group.notes import NOTE_BYTES, KeptNotes, RemoteNotes
+from torchrl_ext.transports.group.sockets import connected, listening
 from torchrl_ext.weights.source import as_source
 
 
@@ -89,7 +89,7 @@ def test_an_engine_that_waits_for_a_silent_trainer_is_another_trainers_at_once()
         receiver.connect(Join.of({**other.open(1, ()).info, "params": params}))
     piece = other.prepare(as_source(policy), 1)
     receiver.start()
-    receiver.load(loading(piece.info))
+    receiver.load(Load.of(piece.info))
     receiver.finish(1)
     assert torch.equal(served.weight, policy.weight)
 

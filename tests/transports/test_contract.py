@@ -8,9 +8,8 @@ import torch
 import torchrl_ext as tx
 from torchrl_ext.registry import transports
 from torchrl_ext.testing import SMALL_BYTES, WAIT_S, Ends, TransportContract, free_port
-from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Handoff
-from torchrl_ext.weights.source import checked
+from torchrl_ext.transports.base import Arrival, Handoff, WorkerEnd
+from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
 
 
 class TestMemory(TransportContract):
@@ -153,39 +152,42 @@ def test_every_registered_transport_is_under_the_contract():
     assert covered == set(tx.transports())
 
 
-class Shelf(StandaloneTransport):
+class Shelf(StandaloneTransport, Mailbox, WorkerEnd):
     """A transport of another package, whose constructor knows nothing of ours."""
 
     name = "shelf"
     newest = None
 
     def __init__(self):
-        self.connected = False
+        self.mine = True
 
-    def open(self, workers, params):
-        self.connected = True
-        return Handoff(info={"transport": self.name})
+    @property
+    def mailbox(self):
+        return self
 
-    def prepare(self, source, version):
-        self.connected = True
-        params = [meta.to_json() for meta in source.params()]
-        Shelf.newest = {"transport": self.name, "version": version, "params": params}, dict(checked(source))
-        return Handoff(info=Shelf.newest[0])
+    def open(self, workers, params, within):
+        return Handoff()
 
-    def join(self, info):
-        self.connected = True
+    def prepare(self, update, within):
+        arrival = Arrival(version=update.version, params=update.source.params())
+        Shelf.newest = arrival, dict(update.source)
+        return Handoff()
 
-    def poll(self, timeout_s):
+    @classmethod
+    def join(cls, info, here, within):
+        return cls()
+
+    def attend(self, within):
+        return self
+
+    def get(self, within, received=None):
         return self.newest[0]
 
-    def receive(self, info, into):
-        yield from ((meta.name, tensor) for meta, tensor in self.newest[1].items())
+    def receive(self, arrival, into, within):
+        yield from ((meta.name, self.newest[1][meta.name]) for meta in arrival.params)
 
-    def check_connection(self):
-        return self.connected
-
-    def shutdown(self):
-        self.connected = False
+    def close(self):
+        self.mine = False
 
 
 @pytest.fixture
@@ -200,7 +202,7 @@ def test_a_transport_whose_constructor_leaves_ours_out_sends_alone_and_to_an_eng
     Shelf().send_weights(policy)
     worker = Shelf()
     assert torch.equal(worker.receive_weights()["weight"], policy.weight)
-    assert (worker.received_version, worker.timeout_s, worker.stats.density) == (1, 60.0, 1.0)
+    assert (worker.received_version, worker.timeout_s) == (1, 60.0)
     sender = tx.WeightSender(Shelf(), tx.make_engine("inprocess", engine=served))
     report = sender.update_weights(policy)
     assert report.verified and torch.equal(served.weight, policy.weight)

@@ -18,8 +18,8 @@ from torchrl_ext.testing import free_port
 
 KILLING = """
 import os, signal, sys, threading
-from torchrl_ext.transports.collective.group import Group
-from torchrl_ext.transports.collective.notes import KeptNotes, RemoteNotes
+from torchrl_ext.transports.group.process_group import Group
+from torchrl_ext.transports.group.notes import KeptNotes, RemoteNotes
 from torchrl_ext.transports.ranks import TrainerRanks
 
 class Steps:

@@ -16,7 +16,7 @@ from torchrl_ext.collectors.policy_loader import ModelLoader, other_names
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.landing.loader import TensorsLoader, as_loader
-from torchrl_ext.messages import Join, Verify, loading
+from torchrl_ext.messages import Join, Load, Verify
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
@@ -207,7 +207,7 @@ def test_an_engine_takes_the_directory_it_was_started_from_and_whatever_came_fro
             engine.handle(Join.of({**transport.open(1, source.params()).info, "params": params}))
             engine.pause("abort", 10)
             engine.start()
-            engine.handle(loading(handoff.info))
+            engine.handle(Load.of(handoff.info))
             engine.handle(Verify(digests={name: tensor_digest(tensor) for name, tensor in source}))
             engine.finish("1")
             sent = {name: tensor_digest(tensor) for name, tensor in as_source(model)}

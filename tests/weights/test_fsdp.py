@@ -168,7 +168,7 @@ sender.update_weights()
 """,
     "rank 0 leaves no gather and no forward pass, whatever stops it before it sends": """
 from torchrl_ext.errors import ConcurrentUpdateError, StoreError
-from torchrl_ext.sync.outputs import Probe
+from torchrl_ext.proof.outputs import Probe
 
 class Down(tx.MemoryTransport):
     down = False

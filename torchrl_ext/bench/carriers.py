@@ -23,10 +23,10 @@ from torch import Tensor
 
 from torchrl_ext.bench.runner import ratio, rounds
 from torchrl_ext.errors import ConfigError, TransportError
-from torchrl_ext.transports.collective.broadcasts import Broadcasts
-from torchrl_ext.transports.collective.carrier import Carrier
-from torchrl_ext.transports.collective.group import Group
-from torchrl_ext.transports.collective.meeting import LOBBY, Membership
+from torchrl_ext.transports.group.broadcasts import Broadcasts
+from torchrl_ext.transports.group.meeting import LOBBY, Membership
+from torchrl_ext.transports.group.peers import Carrier
+from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.sharded.agents import load_nixl
 
 __all__ = ["add_arguments", "measure", "tables"]

@@ -34,7 +34,7 @@ _DEADLINE_S = 600.0
 
 def measure_first_use(say: Callable[[str], None]) -> dict[str, Any]:
     """Time each step with an empty cache and with a warm one; and say where this machine keeps compiled loops."""
-    from torchrl_ext.transports.delta.warming import cache_folder
+    from torchrl_ext.versions.warm import cache_folder
 
     found: dict[str, Any] = {"cache": cache_folder(), "steps": dict(STEPS)}
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as cache:
@@ -140,7 +140,7 @@ def _engine(info: Mapping[str, Any]) -> None:
     from torchrl_ext.codecs.base import codec_from_json
     from torchrl_ext.messages import Join, Load
     from torchrl_ext.sync.receiver import WeightReceiver
-    from torchrl_ext.transports.delta.warming import Warming
+    from torchrl_ext.versions.warm import Warming
     from torchrl_ext.weights.source import MappingSource
 
     served = _model()

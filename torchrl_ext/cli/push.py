@@ -101,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
 def _hand_on(args: argparse.Namespace) -> int:
     """Have the engines load the newest published version; see `run`."""
     import torchrl_ext as tx
-    from torchrl_ext.sync.connection import HandedOn
-    from torchrl_ext.transports.roots import PublishedRoot
+    from torchrl_ext.sync.published import PublishedFollower
+    from torchrl_ext.transports.published import PublishedRoot
 
     found = tx.discover(*args.engines, api_key=args.api_key)
     with contextlib.ExitStack() as stack:
@@ -117,7 +117,7 @@ def _hand_on(args: argparse.Namespace) -> int:
         else:  # full versions of ours, as any engine can load them
             transport = tx.make_transport("disk", root=args.published, timeout_s=args.timeout_s)
             stack.callback(transport.shutdown)
-            info = transport.poll(0.0)
+            info = transport.newest()
             if info is None:
                 raise ConfigError(
                     f"{args.published} holds no full version", expected="one, as some engines lack our plugin"
@@ -127,7 +127,7 @@ def _hand_on(args: argparse.Namespace) -> int:
         params = [ParamMeta.from_json(row) for row in info["params"]]
         size, began, error = sum(meta.nbytes for meta in params), time.perf_counter(), None
         try:
-            HandedOn(transport, fleet).take(info)
+            PublishedFollower(transport, fleet).take(info)
         except UpdateError as failure:
             error = failure
         report = SyncReport(

@@ -16,13 +16,13 @@ from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.sync.connection import HandedOn
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.sync.published import PublishedFollower
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
-from torchrl_ext.types import SyncReport
+from torchrl_ext.types import Info, SyncReport
 from torchrl_ext.weights.source import is_torchrl
 
 if TYPE_CHECKING:
@@ -249,8 +249,9 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
         super().__init__(vllm_engine)
         self._transport = DiskTransport(scheme.local_addr)
+        self._taken: Info | None = None
         driven = None if self._local is not None else as_engine(vllm_engine)
-        self._handed = None if driven is None else HandedOn(self._transport, driven)
+        self._follower = None if driven is None else PublishedFollower(self._transport, driven)
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Return whether a newer version was published within ``timeout`` seconds and is in service.
@@ -259,20 +260,20 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
             ManifestError: it has other parameters than the engine; nothing was changed.
             UpdateError: an engine does not serve it.
         """
-        if self._handed is None:
+        if self._follower is None:
             return self._transport.receive_weights(timeout, model=self._engine) is not None
         info = self._transport.poll(timeout)
         if info is None:
             return False
-        self._handed.take(info)
+        self._follower.take(info)
         self._transport.pass_over(info)
         return True
 
     def shutdown(self) -> None:
         """Leave the engine, which keeps serving the weights it has."""
         try:
-            if self._handed is not None:
-                self._handed.close()
+            if self._follower is not None:
+                self._follower.close()
         finally:
             self._transport.shutdown()
 

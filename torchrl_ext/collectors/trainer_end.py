@@ -13,9 +13,8 @@ from torchrl.weight_update.utils import _resolve_model
 
 from torchrl_ext.collectors.hub import Hub
 from torchrl_ext.collectors.policy_loader import ModelLoader, other_names
-from torchrl_ext.collectors.worker_end import WorkerEngine
+from torchrl_ext.collectors.worker_end import Keep, WorkerEngine
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, EngineUnreachableError, UpdateError, WeightSyncError
-from torchrl_ext.messages import Keep
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.inprocess import InProcessEngine

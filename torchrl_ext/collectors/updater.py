@@ -15,8 +15,8 @@ from torchrl_ext.collectors.from_torchrl_ends import as_engine
 from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.registry import transports
 from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.sync.outgoing import bump
 from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.sync.update_source import bump
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.types import SyncReport

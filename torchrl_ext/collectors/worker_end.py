@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torchrl_ext import errors
@@ -13,14 +13,14 @@ from torchrl_ext.errors import DeadlineError, EngineError, EngineRefusedError, E
 from torchrl_ext.messages import (
     Finish,
     Join,
-    Keep,
     Leave,
+    Load,
     Message,
     Prefetch,
     Rehearse,
     Start,
     State,
-    loading,
+    Verify,
     read,
     replaced_by,
     stamped,
@@ -38,6 +38,10 @@ _GRACE_S = 5.0
 """Seconds that the trainer waits longer than a transport does, so that the transport's own error arrives."""
 _ANSWER_S = 60.0
 """Seconds that an answer may wait for a trainer that does not read."""
+
+
+class Keep(Message, frozen=True, kw_only=True):
+    """Tells a worker that waits for its first weights that none will come, and to keep what it has."""
 
 
 class WorkerEngine(EngineClient):
@@ -87,10 +91,6 @@ class WorkerEngine(EngineClient):
         """Ask what an update proves; weights land in the very tensors that a worker computes with."""
         self._proof = str(self.ask(Rehearse(how=how))["proof"])
 
-    @property
-    def takes_parts(self) -> bool:
-        return True
-
     def prefetch(self, version: int, part: Part | None = None) -> None:
         self.ask(Prefetch(version=version, part=part))
 
@@ -100,7 +100,10 @@ class WorkerEngine(EngineClient):
         self.ask(Start())
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self.ask(loading(info))
+        self.ask(Load.of(info))
+
+    def _compare(self, digests: Mapping[str, str]) -> None:
+        self.ask(Verify(digests={**digests}))
 
     def commit(self, version: int) -> None:
         self.ask(Finish(version=version))
@@ -141,8 +144,8 @@ class WorkerEngine(EngineClient):
         """
         number = next(self._numbers)
         try:
-            told = stamped(message, self._connection).to_json()
-            self.link.send({"number": number, "message": told}, deadline(self._timeout_s))
+            request = {"number": number, "message": stamped(message, self._connection).to_json()}
+            self.link.send(request, deadline(self._timeout_s))
             until = deadline(self._timeout_s)
             answer = self.link.read(until)
             while answer is not None and answer.get("number") != number:  # an answer that came too late
@@ -190,13 +193,13 @@ class SchemeWorkerEnd:
             WeightSyncError: what came cannot land here.
         """
         while True:
-            asked = self._link.read(deadline(timeout_s))
-            if asked is None:
+            request = self._link.read(deadline(timeout_s))
+            if request is None:
                 raise DeadlineError(f"no weights came from {self._link.peer} within {timeout_s:g} s")
-            failure = self._answer(asked)
-            if failure is not None:
-                raise failure
-            if asked["message"]["kind"] in (Finish.kind, Keep.kind):
+            message = self._answer(request)
+            if isinstance(message, Exception):
+                raise message
+            if isinstance(message, (Finish, Keep)):
                 return
 
     def start(self) -> None:
@@ -226,18 +229,19 @@ class SchemeWorkerEnd:
     def _run(self) -> None:
         try:
             while not self._stopped:
-                asked = self._link.read(None)
-                if asked is not None:
-                    self._answer(asked)
+                request = self._link.read(None)
+                if request is not None:
+                    self._answer(request)
         except (TransportError, DeadlineError) as error:
             if not self._stopped:
                 log.info("%s; this worker keeps its weights, version %d", error.what, self.version)
 
-    def _answer(self, asked: Info) -> Exception | None:
-        number = asked.get("number")
+    def _answer(self, request: Info) -> Message | Exception:
+        """Do what the message of a request says, answer it, and return the message, or what went wrong."""
+        number = request.get("number")
         try:
-            message = read(asked.get("message"))
-            told = self._receiver.handle(message)
+            message = read(request.get("message"))
+            answer = {} if isinstance(message, Keep) else self._receiver.handle(message)
             if isinstance(message, Finish):
                 self._landed(message.version)
                 with self._news:
@@ -246,8 +250,8 @@ class SchemeWorkerEnd:
         except Exception as error:  # noqa: BLE001 - the trainer learns of it, whatever it is
             self._link.send({"number": number, "error": _described(error)}, deadline(_ANSWER_S))
             return error
-        self._link.send({"number": number, "told": told}, deadline(_ANSWER_S))
-        return None
+        self._link.send({"number": number, "told": answer}, deadline(_ANSWER_S))
+        return message
 
 
 def _described(error: Exception) -> Info:

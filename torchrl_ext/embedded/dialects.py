@@ -13,7 +13,7 @@ from typing import Any, final
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.messages import Finish, Message, Pull
-from torchrl_ext.sync.roots import DiskLoads
+from torchrl_ext.sync.published import DiskLoads
 from torchrl_ext.sync.worker_end import pull
 from torchrl_ext.types import Info
 
@@ -38,7 +38,7 @@ class Dialects:
         Raises:
             WeightSyncError: see there.
         """
-        pull(Pull.asked(body), self._engine.model_dir)
+        pull(Pull.of(body), self._engine.model_dir)
 
     def update(self, body: Info) -> None:
         """Load a checkpoint directory or a version; see `DiskLoads.load`.

@@ -142,10 +142,10 @@ class Engine:
         self._refuse_torn()
 
     def _refuse_torn(self) -> None:
-        if self._torn or self._receiver.empty:
+        if self._torn or self._receiver.held.empty:
             lacks = "the engine slept at level 2 and holds no weights"
             half = "the engine holds half an update and cannot serve it"
-            raise EngineRefusedError(lacks if self._receiver.empty else half, state="paused", hint=_SEND_AGAIN)
+            raise EngineRefusedError(lacks if self._receiver.held.empty else half, state="paused", hint=_SEND_AGAIN)
 
     def handle(self, message: Message) -> Info:
         """Do what a message says, and return the answer when it is done.
@@ -239,7 +239,7 @@ class Engine:
         Requests that are frozen keep their keys and values of the old weights, until `Scheduler.forget`.
         """
         with self._in_update():
-            if self._receiver.empty:
+            if self._receiver.held.empty:
                 self._loader.check(self._arrived)  # what did not come has no older value to fall back on
             version = int(label) if label is not None and _NUMBER.fullmatch(label) else self._receiver.version
             self._receiver.finish(version)
@@ -254,7 +254,7 @@ class Engine:
             EngineRefusedError: it holds none.
         """
         with self._alone(), self.scheduler.weights:
-            if self._receiver.empty:
+            if self._receiver.held.empty:
                 self._refuse_torn()
             return self._loader.digests()
 

@@ -27,7 +27,7 @@ from torchrl_ext.embedded.protocol import GenerateRequest, is_token
 from torchrl_ext.embedded.sequences import answer
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
 from torchrl_ext.messages import read
-from torchrl_ext.messages.routes import bears_key, refusal
+from torchrl_ext.routes import bears_key, refusal
 from torchrl_ext.sync.inspection import followed
 from torchrl_ext.types import Info
 

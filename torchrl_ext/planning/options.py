@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torchrl_ext.codecs.slime.current import CHECKSUMS
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import transports
-from torchrl_ext.transports.delta.hooks import hook_at
+from torchrl_ext.versions.hooks import hook_at
 
 if TYPE_CHECKING:
     from torchrl_ext.types import EngineInfo

@@ -110,23 +110,17 @@ class EngineClient(ABC):
                 where that could not be restored.
         """
 
-    @property
-    def takes_parts(self) -> bool:
-        """Whether the engine that is connected can be told that an update brings some tensors alone."""
-        return False
-
     @abstractmethod
     def prefetch(self, version: int, part: Part | None = None) -> None:
         """Have the engine prepare ``version`` as far as it can while it serves.
 
         Args:
             version: the version that comes.
-            part: which tensors it brings, and what has the others; None for a whole one. Only for an engine that
-                `takes_parts`.
+            part: which tensors it brings, and what has the others; None for a whole one.
 
         Raises:
-            EngineRefusedError, IntegrityError: the engine does not hold what the part builds on; it serves what it
-                served.
+            EngineRefusedError, StaleBaseError: the engine does not hold what the part builds on, or takes no parts; it
+                serves what it served.
         """
 
     @abstractmethod
@@ -148,7 +142,11 @@ class EngineClient(ABC):
             EngineRefusedError, IntegrityError: the weights of a worker differ; names the tensor.
         """
         if digests:
-            self.load({"verify": digests})
+            self._compare(digests)
+
+    def _compare(self, digests: Mapping[str, str]) -> None:
+        """Do what `verify` says, with digests."""
+        raise ConfigError(f"{self.url} compares no digests", hint="give WeightSender verify=False")
 
     def oldest(self, version: int) -> int | None:
         """Return the oldest version that the engine may still read while ``version`` is in service; None if unknown."""
@@ -303,6 +301,9 @@ class NullEngine(EngineClient):
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         if self._on_load is not None:
             self._on_load(info)
+
+    def verify(self, digests: Mapping[str, str]) -> None:
+        return None
 
     def commit(self, version: int) -> None:
         return None

@@ -149,10 +149,6 @@ class Fleet(EngineClient):
     def replaced(self, connection: str) -> str:
         return next(filter(None, self.everywhere("say who has joined", lambda one: one.replaced(connection))), "")
 
-    @property
-    def takes_parts(self) -> bool:
-        return all(engine.takes_parts for engine in self._active())
-
     def prefetch(self, version: int, part: Part | None = None) -> None:
         self._failed.clear()
         self._while_any("prefetch", lambda engine: engine.prefetch(version, part))
@@ -162,6 +158,9 @@ class Fleet(EngineClient):
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self._while_any("load", lambda engine: engine.load(info), on_failure)
+
+    def _compare(self, digests: Mapping[str, str]) -> None:
+        self._while_any("load", lambda engine: engine.verify(digests))
 
     def commit(self, version: int) -> None:
         """See `EngineClient.commit`. Engines that decode serve again last: by then those that prefill have dropped the

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchrl_ext.errors import EngineRefusedError
-from torchrl_ext.messages import BACKEND
+from torchrl_ext.routes import BACKEND
 from torchrl_ext.types import STOCK, EngineInfo
 
 __all__ = [

@@ -1,7 +1,4 @@
-"""`Connection` joins engines to a transport, and they follow its sender from then on.
-
-`HandedOn` puts versions in service that another process has published.
-"""
+"""`Connection` joins engines to a transport, and they follow its sender from then on."""
 
 from __future__ import annotations
 
@@ -14,23 +11,18 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import final
 
-from torchrl_ext.deadline import in_background
-from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, UpdateError, WeightSyncError
+from torchrl_ext.deadline import Deadline, beside
+from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.rpc.discovery import connect
-from torchrl_ext.transports.base import Transport
-from torchrl_ext.transports.disk import DiskTransport
+from torchrl_ext.transports.base import Handoff, Transport
 from torchrl_ext.transports.ranks import drives
-from torchrl_ext.transports.roots import PublishedRoot
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import EngineRow, Handoff, Info, ParamMeta
-from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.types import EngineRow, ParamMeta
 
-__all__ = ["Connection", "HandedOn", "Spans", "client_of", "parts_of"]
+__all__ = ["Connection", "Spans", "client_of", "parts_of"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -61,8 +53,9 @@ class Connection:
 
     Args:
         engine: a client, or a fleet.
-        open_transport: takes the number of workers and the parameters; returns the handoff by which they join.
-        abort: ends ``transfer`` of the handoff from another thread.
+        invite: takes the number of workers, the parameters and a deadline; returns the handoff by which they join.
+        transport: its name.
+        timeout_s: deadline of every wait of the transport, in seconds.
         compares: whether engines will be asked to compare digests.
         rehearse: as in `WeightSender`.
 
@@ -70,23 +63,26 @@ class Connection:
         newest: the greatest version that an engine said it serves when it joined.
         delivered: the version that all of them have put in service since they joined, which a part can build on; None
             before the first.
+        parts: whether these engines have refused no part yet.
     """
 
     def __init__(
         self,
         engine: EngineClient,
-        open_transport: Callable[[int, tuple[ParamMeta, ...]], Handoff],
-        abort: Callable[[], None],
+        invite: Callable[[int, tuple[ParamMeta, ...], Deadline], Handoff],
         *,
+        transport: str,
+        timeout_s: float = 60.0,
         compares: bool = True,
         rehearse: str = "once",
     ) -> None:
-        self.engine, self._open_transport, self._abort = engine, open_transport, abort
+        self.engine, self._invite, self._transport, self._timeout_s = engine, invite, transport, timeout_s
         self._compares, self._rehearse = compares, rehearse
         self._joined: tuple[tuple[ParamMeta, ...], tuple[str, ...]] | None = None
         self._id = ""
         self.newest = 0
         self.delivered: int | None = None
+        self.parts = True
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -158,79 +154,28 @@ class Connection:
         return any((row.state, row.version) == ("serving", version) for row in self.engine.rows())
 
     def _join(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
-        engine, self.delivered = self.engine.info(), None
+        engine, self.delivered, self.parts = self.engine.info(), None, True
         if engine.weight_version.isdecimal():
             self.newest = max(self.newest, int(engine.weight_version))
+        within = Deadline(self._timeout_s, f"the workers of {self.engine.url}")
         with spans.of("connect"):
-            handoff = self._open_transport(engine.world_size, params)
+            handoff = self._invite(engine.world_size, params, within)
             self._id = uuid.uuid4().hex
             info = {
+                "timeout_s": self._timeout_s,
                 **handoff.info,
+                "transport": self._transport,
                 "connection": self._id,
-                "sender": f"a {handoff.info.get('transport')} sender, process {os.getpid()} on {socket.gethostname()},",
+                "sender": f"a {self._transport} sender, process {os.getpid()} on {socket.gethostname()},",
                 "params": [meta.to_json() for meta in params],
                 "world_size": 1 + engine.world_size,
                 "unproved": self._rehearse == "never",
                 "compares": self._compares,
             }
-            with in_background(self.engine.connect, info, self._abort):
-                handoff.transfer()
+            with beside(lambda early: self.engine.connect(info, early), within):
+                handoff.transfer(within)
         with spans.of("rehearse"):
             self.engine.rehearse(self._rehearse)
-
-
-@final
-class HandedOn:
-    """Drives an engine through versions that another process publishes under a root.
-
-    A `WeightSender` would write them a second time, under version numbers of its own.
-
-    Args:
-        transport: reader of the root, which the engine reaches under the same path.
-        engine: a client, or a fleet.
-    """
-
-    def __init__(self, transport: DiskTransport | PublishedRoot, engine: EngineClient) -> None:
-        self._transport, self._engine = transport, engine
-        self._connection = Connection(engine, self._invite, transport.abort)
-
-    def take(self, info: Info) -> None:
-        """Put one published version in service.
-
-        Args:
-            info: what `DiskTransport.poll` or `PublishedRoot.newest` gave. With a ``path``, engines compare digests of
-                every tensor there with what they hold.
-
-        Raises:
-            UpdateError: an engine does not serve it; the same version can be taken again.
-        """
-        version = info["version"]
-        try:
-            params = tuple(ParamMeta.from_json(row) for row in info["params"])
-            with self._connection.turn():
-                self._put(info, version, params)
-        except Exception as error:
-            self._connection.drop()  # a half-made update is not built upon
-            raise UpdateError(
-                f"weights version {version} of {self._transport.root} did not reach every engine: {error}",
-                rows=self._engine.rows(),
-            ) from error
-
-    def _put(self, info: Info, version: int, params: tuple[ParamMeta, ...]) -> None:
-        self._connection.ensure(params, Spans())
-        self._engine.prefetch(version)
-        source = CheckpointSource(Path(info["path"])) if "path" in info and self._engine.verifies else ()
-        digests = {name: tensor_digest(tensor) for name, tensor in source}
-        with self._engine.updating(version):
-            self._engine.load(info)
-            self._engine.verify(digests)
-
-    def _invite(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
-        return Handoff(info=self._transport.invite())
-
-    def close(self) -> None:
-        """Close the engine's client; the engine keeps serving what it has."""
-        self._engine.close()
 
 
 def client_of(transport: Transport, engine: EngineClient | str | None, rank: int | None) -> EngineClient:

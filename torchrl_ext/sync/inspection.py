@@ -39,11 +39,12 @@ import torch
 
 import torchrl_ext
 from torchrl_ext import registry
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.messages import Inspect
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.transports.shared_root import SharedRoot
+from torchrl_ext.transports.shared_root import Invitation, SharedRoot
 from torchrl_ext.types import Info
 
 __all__ = ["followed", "inspect"]
@@ -88,7 +89,7 @@ def _look(invitation: Info) -> Info:
         admit(invitation.get("root"))
         store = open_store(invitation["root"])
         shared = SharedRoot(store, str(invitation.get("run_id")))
-        shared.find(invitation, timeout_s=2.0, aborted=threading.Event())
+        shared.find(Invitation.from_json(invitation, "the root to look at"), Deadline(2.0))
         found["seen"] = True
         if "://" not in store.url:
             status = os.statvfs(store.url)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, EngineRefusedError, IntegrityError, NotConnectedError
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import ConfigError, EngineRefusedError, IntegrityError, NotConnectedError, StaleBaseError
 from torchrl_ext.landing.loader import Changes, WeightLoader, as_loader
 from torchrl_ext.messages import (
     REPLACED,
     Connected,
     Finish,
-    Inspect,
     Join,
-    Keep,
     Leave,
     Load,
     Message,
@@ -32,13 +32,41 @@ from torchrl_ext.messages import (
 )
 from torchrl_ext.registry import transports
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.sync.inspection import inspect
-from torchrl_ext.transports.base import Transport
+from torchrl_ext.transports.base import Arrival, Worker, WorkerEnd
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Info, Part
+from torchrl_ext.types import Info, ParamMeta, Part
 from torchrl_ext.weights.devices import free_cached
 
-__all__ = ["WeightReceiver"]
+__all__ = ["Held", "WeightReceiver"]
+
+_TIMEOUT_S = 60.0  # of a transport whose trainer names no deadline
+_AGAIN = "send again: the next update is sent whole"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """The weights that a model holds.
+
+    Attributes:
+        base: the version on which a part may build: 0 for the weights that the engine was started with; None where no
+            part may, since they are another sender's, or of another origin.
+        intact: they are one version, of which the digests are known: the next version may come as changes.
+        landing: the version of which a part landed, and the rest did not come, or was not proved; None where every
+            tensor is of one origin.
+        empty: their memory was given up, and no update has filled it since.
+    """
+
+    base: int | None = None
+    intact: bool = False
+    landing: int | None = None
+    empty: bool = False
+
+    def __str__(self) -> str:
+        if self.empty:
+            return "no weights"
+        if not self.intact:
+            return "parts of several versions, or weights of another origin"
+        return "another sender's weights" if self.base is None else f"version {self.base}"
 
 
 class WeightReceiver:
@@ -46,8 +74,14 @@ class WeightReceiver:
 
     Args:
         target: module, TensorDict, mapping or `WeightLoader` that takes the weights.
-        transport: the worker end to use alone; an engine gets its transport from `connect`.
+        transport: a worker's transport, to use without a control layer; an engine joins the one that `Join` names.
         rank: this worker's rank within its engine, 0 .. world size of the engine - 1.
+
+    Attributes:
+        target: as it was given.
+        connection: the one that `Join` named last.
+        held: the weights that the model holds.
+        version: the version in service; 0 before the first.
 
     Example:
         >>> trainer, worker = tx.DiskTransport(root), tx.DiskTransport(root)
@@ -59,37 +93,22 @@ class WeightReceiver:
 
     def __init__(self, target: Any = None, transport: StandaloneTransport | None = None, *, rank: int = 0) -> None:
         self._loader: WeightLoader | None = None if target is None else as_loader(target)
-        self._target = target
-        self._transport: Transport | None = transport
-        self._rank = rank
-        self._joined = self._sealed = False
-        self._sender = ""
-        self.connection = ""  # the one that `Join` named last
-        self.torn = False  # a part of a version landed, and the rest did not come, or was not proved
-        self._intact = True  # the model holds one version, and not parts of several
+        self.target = target
+        self._alone, self._rank = transport, rank
+        self._end: WorkerEnd | None = None
+        self._timeout_s, self._within = _TIMEOUT_S, Deadline(0)
+        self.connection = self._sender = ""
+        self.held = Held(base=0, intact=True)
         self._staged: Changes | None = None
-        self._announced = False  # the version prefetched last came with names of files, or a label
-        self._part: Part | None = None  # what the version that comes brings, where that is not everything
-        self._followed = False  # a version landed since the trainer joined
-        self._landed = 0  # the version of the last load; engines need not say which one they put in service
-        self._origins = 0  # how often the model came to hold what landed elsewhere
-        self.empty = False  # the weights were given up, and no update has filled them since
+        self._part: Part | None = None  # of the version that comes, where it brings only some tensors
+        self._sealed = False
+        self._rows: tuple[list[Any], tuple[ParamMeta, ...]] = [], ()
         self.version = 0
-
-    @property
-    def target(self) -> Any:
-        """The target that takes the weights, as it was given."""
-        return self._target
 
     @property
     def whole(self) -> bool:
         """Whether the model holds one version that arrived whole, and layers in the form that is computed with."""
-        return not self.torn and (self._loader is None or self._loader.idle)
-
-    @property
-    def takes_parts(self) -> bool:
-        """Whether the target takes updates of some tensors alone."""
-        return self._require_loader().parts
+        return self.held.landing is None and (self._loader is None or self._loader.idle)
 
     # driven by an engine
 
@@ -129,12 +148,10 @@ class WeightReceiver:
                     self.reloaded()
             case State():
                 return {} if message.connection else self.state()
-            case Inspect():
-                return inspect(message)
             case Leave():
                 if message.connection in ("", self.connection):
                     self.close()
-            case Poll() | Keep():  # whatever was begun was done when it was answered
+            case Poll():  # whatever was begun was done when it was answered
                 pass
             case _:
                 raise ConfigError(f"a message of kind {message.kind!r} means nothing here", state="unchanged")
@@ -150,7 +167,7 @@ class WeightReceiver:
             return
         if message.connection in ("", self.connection):  # one that bears none is of whoever had the worker join
             return
-        since = f"{self._sender or 'another one'} has joined" if self._joined else "no sender has joined"
+        since = "no sender has joined" if self._end is None else f"{self._sender or 'another one'} has joined"
         raise EngineRefusedError(
             f"{REPLACED}: {since} this engine since",
             expected="steps of the sender that joined last",
@@ -160,8 +177,8 @@ class WeightReceiver:
 
     def state(self) -> Info:
         """Return the answer to a `State` that asks how the weights are."""
-        torn = {"whole": True} if self.whole else {"whole": False, "landing": self._landed}
-        return {"empty": True, **torn} if self.empty else torn
+        torn = {"whole": True} if self.whole else {"whole": False, "landing": self.held.landing or self.version}
+        return {"empty": True, **torn} if self.held.empty else torn
 
     def check(self, message: Join) -> None:
         """Refuse what can be known to fail before a transport is joined, or a weight touched.
@@ -189,17 +206,22 @@ class WeightReceiver:
         loader.by_slices(kind.slices)
         loader.refuse_unsound(unproved=message.unproved)
         loader.vouch(message.compares)
-        if self._transport is not None:
-            self._transport.shutdown()
-        info = message.info()
+        self.close()
+        self._timeout_s = float(message.offer.get("timeout_s", _TIMEOUT_S))
+        here = Worker(
+            rank=message.rank_offset + self._rank,
+            params=message.params,
+            slices=loader.slices(),
+            whole=loader.whole(),
+            copies=lambda name: not loader.patchable(name),
+        )
         try:
-            self._transport = kind.from_info(info)
-            self._transport.want(loader.slices(), loader.whole())
-            self._transport.join({**info, "rank": message.rank_offset + self._rank})
+            self._end = kind.join(message.offer, here, self._deadline())
         except KeyError as error:
             raise _incomplete(f"the offer of transport {message.transport!r}", error) from error
-        self._transport.incremental.retain(lambda name: not loader.patchable(name))
-        self._joined, self._staged, self._followed = True, None, False
+        if self.held.base:  # of a version of another sender, or of this one before
+            self.held = replace(self.held, base=None)
+        self._staged = None
         self._expect(None)
 
     def rehearse(self, message: Rehearse) -> Info:
@@ -216,8 +238,8 @@ class WeightReceiver:
         if needed and not message.ask:
             try:
                 loader.rehearse()
-            except IntegrityError:
-                self.torn = True  # the weights from before could not be put back
+            except IntegrityError:  # the weights from before could not be put back
+                self.held = replace(self.held, landing=self.version)
                 raise
             needed = False
         return {"needed": needed, "proof": loader.proof(), **loader.rehearsal()}
@@ -238,51 +260,40 @@ class WeightReceiver:
             files, label: as in `Prefetch`.
 
         Raises:
-            IntegrityError: the model does not hold what the part builds on.
+            StaleBaseError: the model does not hold what the part builds on, or another origin's by now.
             ManifestError: some tensors of the part land only together with others.
             WeightSyncError: the version cannot be had. In all cases the engine goes on with what it serves.
         """
-        transport, loader, self._staged = self._require_transport(), self._require_loader(), None
-        origins = self._origins
-        if part is not None:
-            self._require_base(part.base)
+        end, loader, before, self._staged = self._require_end(), self._require_loader(), self.held, None
+        if part is not None and (before.empty or before.base != part.base):
+            raise StaleBaseError(
+                f"some tensors of a model were sent to stay beside those of version {part.base}, and this one holds "
+                f"{before}",
+                expected=f"version {part.base}, whole, from this trainer",
+                state="nothing was changed; the engine serves what it served",
+                hint=_AGAIN,
+            )
         if part is not None or self._part is not None:
             self._expect(part)
-        label = label if self._intact else None  # weights that the engine loaded by itself have labels too
-        if files is not None or label is not None or self._announced:
-            self._announced = files is not None or label is not None
-            transport.incremental.expect(version, files, label)
-        changes = transport.incremental.prefetch(version, loader.position_digests if self._intact else None)
+        held = loader.position_digests if before.intact else None
+        label = label if before.intact else None  # weights that the engine loaded by itself have labels too
+        changes = end.stage(version, held, self._deadline(), files=files, label=label)
         if changes is not None:
             try:
                 loader.stage(changes)
             except IntegrityError:
-                self._intact = False  # whatever the model holds, the next version does not build on it
+                if self.held is before:
+                    self.held = replace(before, base=None, intact=False)
                 raise
-            self._staged = changes
-        if self._origins != origins:  # in another thread: the engine serves while this goes on
-            self._staged = None
+        if before.intact and not self.held.intact:  # in another thread: the engine serves while this goes on
             self._expect(None)
-            raise IntegrityError(
+            raise StaleBaseError(
                 f"the engine loaded other weights while version {version} was staged",
                 expected="the weights that its changes begin with",
                 state=f"version {version} did not land, and the engine goes on with what it loaded",
-                hint="send again: the next update is sent whole",
+                hint=_AGAIN,
             )
-
-    def _require_base(self, base: int) -> None:
-        """Refuse a part whose other tensors are not those that the model holds."""
-        if self._intact and not self.empty and self._landed == base and (self._followed or base == 0):
-            return
-        holds = f"version {self._landed}"
-        if self.empty or not self._intact:
-            holds = "no weights" if self.empty else "parts of several versions, or weights of another origin"
-        raise IntegrityError(
-            f"some tensors of a model were sent to stay beside those of version {base}, and this one holds {holds}",
-            expected=f"version {base}, whole, from this trainer",
-            state="nothing was changed; the engine serves what it served",
-            hint="send again: the next update is sent whole",
-        )
+        self._staged = changes
 
     def _expect(self, part: Part | None) -> None:
         """Take note of what comes next, also in the loader; with None, everything."""
@@ -300,40 +311,50 @@ class WeightReceiver:
             try:
                 self._require_loader().confirm()
             except IntegrityError:
-                self._staged, self._intact = None, False
+                self._staged, self.held = None, replace(self.held, base=None, intact=False)
                 raise
 
     def start(self) -> None:
         """Make ready to load; the engine is idle, and what torch keeps of the device's memory is there for the load."""
-        self._require_transport()
+        self._require_end()
         self._sealed = False
         if self._staged is None:
-            self._intact = False
-            free_cached()
-            self._require_loader().start()
+            self._begin()
+
+    def _begin(self) -> None:
+        self.held = replace(self.held, base=None, intact=False)
+        free_cached()
+        self._require_loader().start()
 
     def load(self, message: Load) -> None:
         """Land one handoff, or the staged changes where they are of its version."""
-        loader = self._require_loader()
-        transport, staged, self._staged = self._require_transport(), self._staged, None
+        loader, end = self._require_loader(), self._require_end()
+        staged, self._staged = self._staged, None
         if staged is not None and staged.reached[1] == message.version:
-            self._landed, self._intact, self.torn = message.version, False, True
+            self.held = replace(self.held, base=None, intact=False, landing=message.version)
             loader.commit()
-            transport.incremental.landed(staged)
+            end.landed(staged)
             return
         if message.handoff.get("onto") != (None if self._part is None else self._part.base):
             raise IntegrityError(
                 f"version {message.version} comes as {'all' if self._part else 'some'} tensors of a model, which was "
                 "not announced",
                 expected="what the prefetch before it said",
-                hint="send again: the next update is sent whole",
+                hint=_AGAIN,
             )
-        if self._intact:  # what was staged is another version
-            self._intact = False
-            loader.start()
-        self._landed, self.torn = message.version, True  # a transport may fill the model's own memory
-        with closing(_passed_on(transport.receive(message.info(), loader.targets()))) as pairs:
+        if self.held.intact:  # what was staged is another version
+            self._begin()
+        self.held = replace(self.held, landing=message.version)  # a transport may fill the model's own memory
+        arrival = Arrival(version=message.version, params=self._params(message.handoff), info=message.handoff)
+        with closing(_passed_on(end.receive(arrival, loader.targets(), self._deadline()))) as pairs:
             loader.load(pairs)
+
+    def _params(self, handoff: Info) -> tuple[ParamMeta, ...]:
+        """Return the parameters of a handoff; most are those of the handoff before."""
+        rows = handoff.get("params", [])
+        if rows != self._rows[0]:
+            self._rows = rows, tuple(map(ParamMeta.from_json, rows))
+        return self._rows[1]
 
     def verify(self, expected: Mapping[str, str]) -> None:
         """End the load, and compare ``expected`` with the digests that the loader vouches for (`WeightLoader.digests`).
@@ -363,11 +384,9 @@ class WeightReceiver:
     def finish(self, version: int) -> None:
         """Note that the model holds ``version``, of which everything arrived; end the load if `seal` did not."""
         if not self._sealed:
-            self._require_loader().finish()
-            free_cached()
-        self._sealed = self.empty = self.torn = False
-        self._intact = self._followed = True
-        self.version = version
+            self.seal()
+        landed = version if self.held.landing is None else self.held.landing
+        self.held, self._sealed, self.version = Held(base=landed, intact=True), False, version
         if self._part is not None:
             self._expect(None)
 
@@ -377,46 +396,52 @@ class WeightReceiver:
         Args:
             empty: it holds nothing, until an update fills it.
         """
-        self._origins += 1  # before the rest, as a version may be staged in another thread
-        self._staged, self._intact, self.empty = None, False, empty
+        self.held = Held(landing=self.held.landing, empty=empty)  # first, as a version may be staged in another thread
+        self._staged = None
         self._expect(None)
         self._require_loader().invalidate()
 
     def reloaded(self) -> None:
         """Note that the engine loaded a whole checkpoint by itself."""
-        self.torn = False
+        self.held = replace(self.held, landing=None)
         self._require_loader().reloaded()
 
+    def tear(self) -> None:
+        """Note that the engine loads a checkpoint by itself, which is not whole before `reloaded`."""
+        self.held = Held(landing=self.version)
+
     def abort(self) -> None:
-        """Unblock a wait in another thread."""
-        if self._transport is not None:
-            self._transport.abort()
+        """End a wait in another thread."""
+        self._within.stop.set()
 
     def close(self) -> None:
         """Leave the transport. May be called twice."""
-        if self._transport is not None:
-            self._transport.shutdown()
-            self._transport, self._joined = None, False
+        end, self._end = self._end, None
+        if end is not None:
+            end.close()
+        if self._alone is not None:
+            self._alone.shutdown()
 
     # used alone: methods with TorchRL's names
 
     def register_model(self, model: Any) -> None:
         """Set where weights land; in place of another model, a trainer that joined for that one has to join again."""
         loader, first = as_loader(model), self._loader is None
-        if self._joined:
+        if self._end is not None:
             self.close()
-        self._target, self._loader = model, loader
-        self._staged, self._part, self._intact, self.empty = None, None, first, False
+        self.target, self._loader = model, loader
+        self._staged = self._part = None
+        self.held = Held(base=0 if first else None, intact=first)
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]], **_: Any) -> None:
         """Connect the worker end of a collective transport; other transports need no group."""
-        self._alone().init_all_workers_group(model_metadata)
+        self._require_alone().init_all_workers_group(model_metadata)
 
     def poll_and_apply(self, timeout: float | None = 0.0) -> bool:
         """Apply the newest version if one came within ``timeout`` seconds; return whether one did."""
-        received = self._alone().receive_weights(timeout, model=self._loader)
+        received = self._require_alone().receive_weights(timeout, model=self._loader)
         if received is not None:
-            self.version = self._alone().received_version
+            self.version = self._require_alone().received_version
         return received is not None
 
     def apply_weights(self, weights: Any) -> None:
@@ -425,25 +450,31 @@ class WeightReceiver:
 
         source, loader = as_source(weights), self._require_loader()
         loader.check(source.params())
-        self.invalidate(empty=self.empty)
-        self.torn = True
+        self.invalidate(empty=self.held.empty)
+        self.held = replace(self.held, landing=self.version)
         loader.start()
         loader.load(source)
         loader.finish()
-        self.empty = self.torn = False
+        self.held = Held()
+
+    def _deadline(self) -> Deadline:
+        self._within = Deadline(self._timeout_s, "the trainer")
+        return self._within
 
     def _require_loader(self) -> WeightLoader:
         if self._loader is None:
             raise NotConnectedError("this receiver has no model", hint="call register_model(model)")
         return self._loader
 
-    def _require_transport(self) -> Transport:
-        if self._transport is None:
+    def _require_end(self) -> WorkerEnd:
+        if self._end is None:
             raise NotConnectedError("this receiver joined no transport", hint="connect first")
-        return self._transport
+        return self._end
 
-    def _alone(self) -> StandaloneTransport:
-        return cast(StandaloneTransport, self._require_transport())  # none but one that was given to be used alone
+    def _require_alone(self) -> StandaloneTransport:
+        if self._alone is None:
+            raise NotConnectedError("this receiver has no transport of its own", hint="give WeightReceiver one")
+        return self._alone
 
 
 def _passed_on(pairs: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:

@@ -6,34 +6,34 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchrl_ext.deadline import in_background
+from torchrl_ext.deadline import Deadline, beside
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
     NotConnectedError,
+    StaleBaseError,
     TransportError,
     UpdateError,
     WeightSyncError,
     why,
 )
 from torchrl_ext.messages import REPLACED
+from torchrl_ext.proof.outputs import Compute, Outputs, Probe
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.connection import Connection, Spans, client_of, parts_of
-from torchrl_ext.sync.outgoing import Outgoing, Ranks, bump
-from torchrl_ext.sync.outputs import Compute, Outputs, Probe
-from torchrl_ext.sync.parts import Only, chosen, trainable
-from torchrl_ext.transports.base import TransferStats, Transport
-from torchrl_ext.transports.ranks import drives
-from torchrl_ext.types import PROOFS, Handoff, ParamMeta, Part, SyncReport, least
+from torchrl_ext.sync.only import Only, chosen, trainable
+from torchrl_ext.sync.update_source import UpdateSource, bump
+from torchrl_ext.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
+from torchrl_ext.transports.ranks import Steps, TrainerRanks, numbered
+from torchrl_ext.types import PROOFS, Info, ParamMeta, Part, SyncReport, least
 from torchrl_ext.weights.derived import as_mapper, converted
 from torchrl_ext.weights.source import (
     MappingSource,
@@ -113,16 +113,18 @@ class WeightSender:
         self._verify = self._wanted and engine is not None
         engine = client_of(transport, engine, rank)
         self._transport = transport
-        self._mapper, self._dtype, self._rank = mapper, dtype, rank
+        self._mapper, self._dtype = mapper, dtype
         self._outputs = Outputs.wanted(verify, max_gap, probe)
-        self._ranks = Ranks(transport.timeout_s)
+        self._ranks = transport.ranks = TrainerRanks(numbered("sender"), transport.timeout_s, rank=rank)
         self._model: Callable[[], Any] = lambda: None
         self._read: Callable[[Any], WeightSource] = as_source
         self._collectors: list[weakref.ref[Any]] = []
         self._connect_to(engine)
-        self._spans = Spans()
+        self._spans, self._stats = Spans(), TransferStats()
         self._attempted = 0
-        self._held: int | None = None
+        self._assumed: int | None = None
+        self._refused: frozenset[str] | None = None  # the names of a part that engines did not take
+        self._rows: tuple[tuple[ParamMeta, ...], list[Any]] = (), []
         self.version = 0
 
     # methods with TorchRL's names
@@ -163,18 +165,25 @@ class WeightSender:
             self._verify = self._wanted
             self._connect_to(vllm_engine)
         if model_metadata is None:
-            params = self._outgoing(None).params()
+            params = self._source(None).params()
         else:
             params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
-        if drives(self._rank):
-            self._connection.ensure(params, self._spans)
+        if self._transport.gathers:  # the other ranks take no part
+            if self._ranks.drives:
+                self._connection.ensure(params, self._spans)
+        elif self._ranks.drives:
+            with self._ranks.leading() as session:
+                session.end(self.version, accepted=False)
+                self._connection.ensure(params, self._spans)
+        else:
+            self._ranks.following(lambda: steps_of(self._transport, self._source(None)))
 
     def update_weights(self, weights: Any = None, *, only: Only | None = None) -> SyncReport:
         """Send the registered model's weights, or ``weights``, as the next version.
 
         Args:
             weights: the whole model, in place of the registered one.
-            only: which tensors may differ from what was sent last (`torchrl_ext.sync.parts.Only`); the same on every
+            only: which tensors may differ from what was sent last (`torchrl_ext.sync.only.Only`); the same on every
                 trainer rank. These alone are sent, where all engines serve what was sent last; else everything is,
                 after a failure or with a new engine for example, and `SyncReport.part` says so. Where engines refuse
                 them alone, and serve what they served, everything is sent at once by a trainer of one rank.
@@ -186,9 +195,8 @@ class WeightSender:
             ManifestError, ConfigError: ``only`` means none of the tensors, or names one that is not sent.
             WeightSyncError: the update failed; the message says which engines serve what.
         """
-        with self._transport.exclusive("update_weights"), self._connection.turn():
-            self._ranks.call()
-            report, accepted = self._lead(weights, only) if drives(self._rank) else self._follow(weights, only)
+        with exclusive(self._transport, "update_weights"), self._connection.turn():
+            report, accepted = self._lead(weights, only) if self._ranks.drives else self._follow(weights, only)
         for _ in range(accepted):
             bump(self._collectors)
         return report
@@ -211,46 +219,58 @@ class WeightSender:
         Args:
             version: 0: the weights that they were started with, which the caller knows.
         """
-        self._held = version
+        self._assumed = version
 
     def _lead(self, weights: Any, only: Only | None) -> tuple[SyncReport, int]:
-        """Drive an update, and return its report, and that one more was accepted; tell the other ranks how it ends."""
-        started, begun, failure = time.perf_counter(), None, None
-        try:
+        """Drive an update on rank 0, and return its report, and that one more was accepted."""
+        started = time.perf_counter()
+        with self._ranks.leading() as session:
             source, names = self._begun(weights, only)
-            begun = source
-            if self._ranks.shared:
-                self._ranks.begin()
-            report = self._drive(source, weights, started, names)
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
-            if begun is not None and only is not None and not begun.decided:
-                self._decide(begun, None)
-            self._transport.dismiss(begun, failure)
-            if self._ranks.shared:
-                self._ranks.end(self.version, begun=begun is not None, accepted=failure is None)
+            report = self._drive(source, names, weights, started)
+            session.end(self.version, accepted=True)
         log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
         return report, 1
 
-    def _begun(self, weights: Any, only: Only | None) -> tuple[Outgoing, frozenset[str] | None]:
-        registered = self._model()
-        if self._ranks.shared and registered is not None:
-            with suppress(WeightSyncError):  # which is raised where it matters
-                self._ranks.join(lambda: self._read(registered))
-        source = self._outgoing(weights)
+    def _follow(self, weights: Any, only: Only | None) -> tuple[SyncReport, int]:
+        """Do what rank 0 orders, on another rank, and wait for what becomes of the update.
+
+        Returns:
+            A report, and how many updates were accepted since this rank last heard of one.
+        """
+
+        def steps() -> Steps:
+            source, names = self._begun(weights, only)
+
+            def limit(order: Info) -> None:
+                part = None if order["base"] is None or names is None else Part(base=order["base"], names=names)
+                source.limit(part, narrow=self._transport.parts)
+
+            def outputs(_: Info) -> None:
+                if self._outputs is not None:
+                    self._outputs.asked(weights, self._model())
+
+            return {"limit": limit, "outputs": outputs, **steps_of(self._transport, source)}
+
+        ended = self._ranks.following(steps)
+        self.version = self.version + 1 if ended.version is None else ended.version
+        if ended.error is not None and not self._transport.gathers:
+            raise ended.error
+        if not ended.accepted:
+            log.warning("trainer rank 0 could not put an update in service; engines serve version %d", self.version)
+        return SyncReport(version=self.version, transport=self._transport.name), ended.accepted
+
+    def _begun(self, weights: Any, only: Only | None) -> tuple[UpdateSource, frozenset[str] | None]:
+        source = self._source(weights)
         return source, None if only is None else chosen(only, source, self._trained(weights))
 
-    def _drive(self, source: Outgoing, weights: Any, started: float, names: frozenset[str] | None = None) -> SyncReport:
+    def _drive(self, source: UpdateSource, names: frozenset[str] | None, weights: Any, started: float) -> SyncReport:
         compared: AbstractContextManager[None] = nullcontext()
-        source.version = max(self.version, self._attempted) + 1  # until the transport and the engines say more
+        self._spans, self._stats, source.version = Spans(), TransferStats(), self._next_version()
         try:
             if self._outputs is not None:
+                self._ranks.session.order("outputs", always=True)
                 compared = self._outputs.compared(self.engine, source, weights, self._model())
-            self._spans, self._transport.stats = Spans(), TransferStats()
             try:
-                source.version = self._next_version()
                 with compared:
                     self._deliver(source, names)
             except BaseException:
@@ -267,113 +287,98 @@ class WeightSender:
         self.version = self._connection.delivered = source.version
         return self._report(self.version, source, started)
 
-    def _follow(self, weights: Any, only: Only | None) -> tuple[SyncReport, int]:
-        """Take part in the gathers, on a rank that does not drive, and wait for what became of the update.
-
-        Returns:
-            A report, and how many updates were accepted since this rank last heard of one.
-        """
-        try:
-            source, names = self._begun(weights, only)
-            source.begins = self._ranks.begins
-            if self._outputs is not None and source.begins():
-                self._outputs.asked(weights, self._model())
-            if names is not None and source.store is not None and source.begins():
-                base = self._ranks.hear_part()
-                source.limit(None if base is None else Part(base=base, names=names))
-        except BaseException as error:
-            self._transport.dismiss(None, error)
-            raise
-        self._transport.follow(source)
-        self.version, accepted = self._ranks.ended(self.version + 1)
-        if not accepted:
-            log.warning("trainer rank 0 could not put an update in service; engines serve version %d", self.version)
-        return SyncReport(version=self.version, transport=self._transport.name), accepted
-
-    def _deliver(self, source: Outgoing, names: frozenset[str] | None) -> None:
+    def _deliver(self, source: UpdateSource, names: frozenset[str] | None) -> None:
         """Send one version to every engine that answers.
 
-        A broadcast in which an engine is lost fails for its whole group: the others get the version in another one,
-        before the caller is told of the loss. Where another sender joined an engine after this one did, the engines
-        join again, once.
+        Everything is sent once more where engines refuse a part, or do not hold what a version builds on, or where
+        another sender joined them since. A broadcast in which an engine is lost fails for its whole group: the others
+        get the version in another one, before the caller hears of the loss.
         """
         lost: WeightSyncError | None = None
-        again = source.store is None  # other trainer ranks gather once
+        anew = False
         while True:
-            if source.part is not None:  # of an attempt before
-                source.limit(None)
-            if self._connection.ensure(source.params(), self._spans):
-                self._transport.renew()
-            if self._held is not None and self.version == self._attempted == self._connection.newest == self._held:
-                self._connection.delivered = self._held
-            self._held = None
-            version = source.version = self._next_version()
-            if names is not None:
-                self._decide(source, names)
+            source.limit(None)
+            anew = self._connection.ensure(source.params(), self._spans) or anew
+            base = None if names is None or anew or names == self._refused else self._base()
+            self._ranks.session.order("limit", always=True, base=base)
+            if names is not None and base is not None:
+                source.limit(Part(base=base, names=names), narrow=self._transport.parts)
             source.digesting = self._verify and self.engine.verifies and not self._transport.proves
+            source.version = self._next_version()
             try:
-                self._update(source, version)
+                self._update(Update(source=source, version=source.version, anew=anew))
             except WeightSyncError as error:
-                if self._refused(source, error):
-                    log.warning("weights version %d brought a part, and everything is sent now: %s", version, error)
+                if not anew and self._builds_on_what_is_not_there(source, error):
+                    log.warning("weights version %d is sent again, whole: %s", source.version, error)
                     self._connection.drop()
-                    names = None
-                    continue
-                if again and REPLACED in str(error):
-                    log.warning("weights version %d is sent again, by a new connection: %s", version, error)
-                    self._connection.drop()
-                    self._transport.renew()
-                    names, again = None, False
-                    continue
-                if source.store is not None or self._connection.reached(version) or not self._connection.shrank():
+                    anew = True
+                elif self._connection.reached(source.version) or not self._connection.shrank():
                     raise
-                log.warning("weights version %d is sent again, to the engines that are left: %s", version, error)
-                lost = lost or error
+                else:
+                    log.warning("weights version %d is sent to the engines that are left: %s", source.version, error)
+                    lost = lost or error
                 continue
             if lost is not None:
                 raise lost
             return
 
-    def _decide(self, source: Outgoing, names: frozenset[str] | None) -> None:
-        """Send these tensors alone, if every engine serves what was sent last; tell the other trainer ranks."""
-        base, source.decided = self.version, True
-        if names is not None and self._connection.delivered == base == self._attempted:
-            told = not self._transport.parts or self.engine.takes_parts
-            if self._connection.all_serve(base) and told and self._transport.builds_on(base):
-                source.limit(Part(base=base, names=names), narrow=self._transport.parts)
-        self._ranks.tell_part(source.part)
+    def _base(self) -> int | None:
+        """Return the version on which a part can build: the last one, if all engines have put it in service."""
+        if self._assumed is not None and self.version == self._attempted == self._connection.newest == self._assumed:
+            self._connection.delivered = self._assumed
+        self._assumed = None
+        return self.version if self._connection.delivered == self.version == self._attempted else None
 
-    def _refused(self, source: Outgoing, error: WeightSyncError) -> bool:
-        """Return whether engines did not take a part, of which no other trainer rank was told, and changed nothing."""
-        if source.told is None or source.store is not None or isinstance(error, (DeadlineError, TransportError)):
+    def _builds_on_what_is_not_there(self, source: UpdateSource, error: WeightSyncError) -> bool:
+        """Return whether engines refused what the version builds on, and changed nothing, so that all of it can go."""
+        words = str(error)
+        if REPLACED in words or isinstance(error, StaleBaseError) or StaleBaseError.__name__ in words:
+            return True
+        if source.part is None or isinstance(error, (DeadlineError, TransportError)):
             return False
+        self._refused = source.part.names  # engines without our plugin, for example, or tensors of one fused layer
         return self._connection.all_serve(self.version)
 
     # one update, phase by phase
 
-    def _update(self, source: Outgoing, version: int) -> None:
-        self._attempted = version  # from here on somebody may have seen it: this number stands for no other weights
-        with self._spans.of("prepare"):
-            handoff = self._transport.prepare(source, version)
-        staging, info = partial(self._prefetch, source.told), {**handoff.info, **source.onto}
-        with self._spans.of("prefetch"), in_background(staging, version, self._transport.abort):
-            handoff.ahead()  # engines still generate: they fetch, check, decode, stage
-        with self._spans.of("pause"), self.engine.updating(version):  # paused only from here
-            with in_background(self.engine.load, info, self._transport.abort):
-                handoff.transfer()  # a collective runs beside the call; disk has nothing left to do
-            self.engine.verify(source.digests)
-        self._acknowledge(handoff, version)
+    def _update(self, update: Update) -> None:
+        self._attempted = update.version  # from here on somebody may have seen it: it stands for no other weights
+        within = Deadline(self._transport.timeout_s, f"the workers of {self.engine.url}")
+        with passing(self._transport, update.source):
+            with self._spans.of("prepare"):
+                handoff = self._transport.prepare(update, within)
+            with self._spans.of("prefetch"), beside(self._prefetch(update), within):
+                handoff.ahead(within)  # engines still generate: they fetch, check, decode, stage
+            with self._spans.of("pause"), self.engine.updating(update.version):  # paused only from here
+                with beside(self._load(update, handoff), within):
+                    handoff.transfer(within)  # a collective runs beside the call; disk has nothing left to do
+                self.engine.verify(update.source.digests)
+        self._served(update, handoff)
 
     # its helpers
 
-    def _acknowledge(self, handoff: Handoff, version: int) -> None:
-        try:
-            handoff.acknowledge(self.engine.oldest(version))
-        except Exception:
-            log.error("weights version %d is in service, but its transport raised afterwards", version, exc_info=True)
+    def _prefetch(self, update: Update) -> Callable[[Callable[[], None]], None]:
+        return lambda early: self.engine.prefetch(update.version, self._onto(update))
 
-    def _prefetch(self, part: Part | None, version: int, _: Callable[[], None]) -> None:
-        self.engine.prefetch(version, part)
+    def _load(self, update: Update, handoff: Handoff) -> Callable[[Callable[[], None]], None]:
+        part = self._onto(update)
+        onto = {} if part is None else {"onto": part.base}
+        if (params := update.source.params()) != self._rows[0]:
+            self._rows = params, [meta.to_json() for meta in params]
+        own = {"transport": self._transport.name, "version": update.version, "params": self._rows[1]}
+        info = {**own, **handoff.info, **onto}
+        return lambda early: self.engine.load(info, early)
+
+    def _onto(self, update: Update) -> Part | None:
+        """Return the part of which workers hear: of versions whose changes a transport finds itself, they need not."""
+        return update.source.part if self._transport.parts else None
+
+    def _served(self, update: Update, handoff: Handoff) -> None:
+        self._stats = handoff.stats
+        try:
+            handoff.served(self.engine.oldest(update.version))
+        except Exception:
+            log.error("weights version %d is in service, but its transport raised then", update.version, exc_info=True)
 
     def _trained(self, weights: Any) -> Callable[[], frozenset[str]] | None:
         """Return what tells the names of trainable parameters, as they are sent; None where no module does."""
@@ -383,7 +388,7 @@ class WeightSender:
         rename = as_mapper(self._mapper or {})
         return lambda: frozenset(map(rename, trainable(module)))
 
-    def _outgoing(self, weights: Any) -> Outgoing:
+    def _source(self, weights: Any) -> UpdateSource:
         registered = self._model()
         if weights is None and registered is None:
             raise NotConnectedError(
@@ -392,9 +397,7 @@ class WeightSender:
         source = self._read(registered) if weights is None else as_source(weights)
         if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
             source = converted(source, registered)  # a module's own names become those of its checkpoint
-        if self._ranks.shared:
-            self._ranks.join(lambda: source)
-        return Outgoing(source, mapper=self._mapper, dtype=self._dtype)
+        return UpdateSource(source, mapper=self._mapper, dtype=self._dtype)
 
     def _next_version(self) -> int:
         """Return the next version number, which neither a failed attempt nor another sender has used."""
@@ -405,11 +408,18 @@ class WeightSender:
         compares = self._verify and not self._transport.proves
         self.engine, self._connection = (
             engine,
-            Connection(engine, self._transport.open, self._transport.abort, compares=compares, rehearse=self._rehearse),
+            Connection(
+                engine,
+                self._transport.open,
+                transport=self._transport.name,
+                timeout_s=self._transport.timeout_s,
+                compares=compares,
+                rehearse=self._rehearse,
+            ),
         )
 
-    def _report(self, version: int, source: Outgoing, started: float, failed: bool = False) -> SyncReport:
-        stats = self._transport.stats
+    def _report(self, version: int, source: UpdateSource, started: float, failed: bool = False) -> SyncReport:
+        stats = self._stats
         moved = source.bytes if stats.bytes is None else stats.bytes
         asked = self._verify and self.engine.verifies
         rows = []

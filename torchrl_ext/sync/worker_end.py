@@ -24,8 +24,8 @@ from torchrl_ext.landing.loader import WeightLoader
 from torchrl_ext.messages import Inspect, Join, Load, Message, Poll, Prefetch, Pull, Rehearse, State
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.transports.delta.hooks import PRE_READ_HOOK, read_hook
 from torchrl_ext.types import Info, least
+from torchrl_ext.versions.hooks import PRE_READ_HOOK, read_hook
 from torchrl_ext.versions.local_checkpoint import LocalCheckpoint
 
 __all__ = ["WorkerEnd", "joined", "pull", "words_of"]

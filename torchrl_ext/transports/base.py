@@ -1,7 +1,10 @@
 """The contract of the data layer. A transport moves bytes; it knows no engine, no HTTP, no pause and no cache.
 
-To add one, write the abstract methods of `Transport` (or of `torchrl_ext.transports.standalone.StandaloneTransport`),
-name the class in the entry-point group ``torchrl_ext.transports``, and run `torchrl_ext.testing` over it.
+Its two ends are two classes: `Transport` is the trainer's, `WorkerEnd` a worker's. A control layer carries what the one
+says to the other (`Handoff.info`), or else a `torchrl_ext.transports.standalone.Mailbox` does.
+
+To add a transport, write the abstract methods of both (or of `StandaloneTransport`, which works without a control
+layer, too), name the class in the entry-point group ``torchrl_ext.transports``, and run `torchrl_ext.testing` over it.
 """
 
 from __future__ import annotations
@@ -12,26 +15,50 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
 
-from torchrl_ext.errors import ConcurrentUpdateError, ConfigError
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import ConcurrentUpdateError
 from torchrl_ext.landing.loader import Changes
-from torchrl_ext.types import Handoff, Info, ParamMeta
+from torchrl_ext.transports.ranks import Steps, TrainerRanks
+from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["Incremental", "TransferStats", "Transport"]
+__all__ = [
+    "Arrival", "Handoff", "TransferStats", "Transport", "Update", "Worker", "WorkerEnd", "exclusive", "passing",
+    "steps_of",
+]
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """One version as a trainer sends it.
+
+    Attributes:
+        source: what is sent. Its ``part`` (`torchrl_ext.types.Part`) says which version has all other tensors, where it
+            yields some; of a transport whose `Transport.parts` is false, which of all may differ from that version.
+        version: its number.
+        anew: workers may hold another sender's weights, so this version must build on nothing of theirs.
+    """
+
+    source: WeightSource
+    version: int
+    anew: bool = False
 
 
 @dataclass
 class TransferStats:
-    """The cost of a transport's last update, in bytes and seconds.
+    """The cost of one update on a transport, in bytes and seconds.
 
     Attributes:
-        bytes: bytes that were moved or published, once, whatever the fan-out; None where they equal the model's.
+        bytes: bytes that were moved or published, once, whatever the fan-out; None where they equal the source's.
         density: changed elements / all elements.
         spans: seconds by phase (``encode``, ``publish``, ``transfer``).
         rank_bytes: bytes that each trainer rank sent, in order of rank; empty where they were not counted.
@@ -47,195 +74,104 @@ class TransferStats:
     whole: Mapping[str, str] = field(default_factory=dict)
 
 
-class Incremental(ABC):
-    """The steps of a worker end that run before the engine pauses, beside `Transport.receive`.
+@dataclass(frozen=True, kw_only=True)
+class Handoff:
+    """One version that is ready to be sent, or an invitation to workers to join.
 
-    Only a transport whose versions are stored, or come as changes, has something to do there.
+    Attributes:
+        info: JSON-safe; what the trainer's end says to a worker's, beside the version and its parameters.
+        ahead: moves what can be moved while engines still generate, beside their prefetch.
+        transfer: moves the bytes, beside the engines' load. Files leave it nothing to do.
+        served: takes the oldest version that an engine may still read, now that this one is in service; None where no
+            control layer knows what workers read. Older ones may go.
+        stats: filled in by `Transport.prepare` and by the steps.
     """
 
-    @abstractmethod
-    def prefetch(self, version: int, held: Callable[[], Mapping[str, str]] | None) -> Changes | None:
-        """Fetch and check ``version`` while the engine serves.
-
-        Args:
-            version: the version to reach.
-            held: tells the position digests of what the model holds, should they be needed; None where the model may
-                hold parts of several versions, and nothing can be built upon.
-
-        Returns:
-            The changes that lead there from the version that the model holds; None where `Transport.receive` gives it
-            in full.
-        """
-
-    def expect(self, version: int, files: Sequence[str] | None, label: str | None) -> None:
-        """Take note of how ``version``, which is prefetched next, comes.
-
-        Args:
-            version: its number.
-            files: names of its files, where it comes in parts, of which these are one; None for all of it.
-            label: what the weights in service are called.
-
-        Raises:
-            ConfigError: no version comes in parts here.
-        """
-        if files is not None:
-            raise ConfigError(f"version {version} comes in parts", expected="files of slime's first format")
-
-    def landed(self, changes: Changes) -> None:  # noqa: B027 - without changes there is nothing to follow
-        """Take note that the model now holds the version that ``changes`` lead to."""
-
-    def retain(self, names: Callable[[str], bool]) -> None:  # noqa: B027 - full versions need no copies
-        """Keep host copies of the tensors that ``names`` accepts; the loader needs them whole to take in changes."""
+    info: Info = field(default_factory=dict)
+    ahead: Callable[[Deadline], None] = _nothing
+    transfer: Callable[[Deadline], None] = _nothing
+    served: Callable[[int | None], None] = _nothing
+    stats: TransferStats = field(default_factory=TransferStats)
 
 
-class _InFull(Incremental):
-    """Has nothing to do before the pause: every version comes in full, when it is received."""
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """One worker, as it joins a transport.
 
-    def prefetch(self, version: int, held: Callable[[], Mapping[str, str]] | None) -> None:
-        return None
+    Attributes:
+        rank: 1, 2, ... among the workers of all engines; the trainer is rank 0.
+        params: of the model, in the trainer's order.
+        slices: blocks of tensors that this worker needs, by name, none where nothing lands here; a tensor that is left
+            out is needed whole. Only for a transport that `Transport.slices`.
+        whole: tensors that are needed whole although the engine is sharded -> the reason.
+        copies: names the tensors of which the worker end keeps host copies, for a loader that cannot patch them.
+    """
+
+    rank: int
+    params: tuple[ParamMeta, ...] = ()
+    slices: Mapping[str, tuple[Block, ...]] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
+    copies: Callable[[str], bool] = lambda name: False
 
 
-_IN_FULL = _InFull()
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """One version as a worker is to receive it: its number, its parameters in order, and the handoff's info."""
+
+    version: int
+    params: tuple[ParamMeta, ...]
+    info: Info = field(default_factory=dict)
 
 
 class Transport(ABC):
-    """A route for weights from a trainer to its workers; an instance is the trainer end, a worker end, or both.
-
-    Trainer end: `open`, then `prepare` for each version. Worker end: `join`, then `receive` for each version. A control
-    layer passes infos from the one to the other, or else `torchrl_ext.transports.standalone` does.
+    """The trainer's end of a route for weights.
 
     Args:
-        timeout_s: deadline of every wait, in seconds.
+        timeout_s: deadline of every wait, in seconds. A constructor that leaves ``super().__init__()`` out keeps 60.
 
-    A constructor that leaves ``super().__init__()`` out keeps the default.
+    Attributes:
+        ranks: the ranks of this trainer; whoever drives updates sets it.
     """
 
     name: ClassVar[str]
-    timeout_s: float = 60.0
-    _last_version = 0
     proves: ClassVar[bool] = False
     """Workers check every tensor by digests that travel with the weights; a sender needs no proof of its own."""
     slices: ClassVar[bool] = False
-    """Workers get the blocks that they `want` alone, as `torchrl_ext.landing.sliced.Sliced`; none of what they need no
-    part of."""
+    """Workers receive only the blocks that they need (`Worker.slices`), as `torchrl_ext.landing.sliced.Sliced`."""
     parts: ClassVar[bool] = True
-    """`prepare` takes a source of some tensors (`WeightSource.part`), and workers get these alone; where this is false,
-    it gets the whole source always, whose `part` says what may have changed."""
+    """An update of some tensors carries only these; where this is false, the transport finds itself what changed."""
+    gathers: ClassVar[bool] = True
+    """`prepare` or ``transfer`` passes over the source, in which the other trainer ranks take part."""
+    timeout_s: float = 60.0
+    ranks: TrainerRanks = TrainerRanks("nobody", 60.0)
 
     def __init__(self, *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
 
-    @cached_property
-    def stats(self) -> TransferStats:
-        """What the last update took."""
-        return TransferStats()
-
-    # trainer end
+    @abstractmethod
+    def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
+        """Invite ``workers`` engine workers to `join`, for these parameters; ``transfer`` runs while they do."""
 
     @abstractmethod
-    def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
-        """Make ready for ``workers`` engine workers and these parameters.
-
-        Returns:
-            A handoff whose ``info`` goes to every engine's `join`, while ``transfer`` runs here.
-        """
-
-    @abstractmethod
-    def prepare(self, source: WeightSource, version: int) -> Handoff:
-        """Do everything for a version that can be done before engines pause; what is left is in the handoff.
-
-        A handoff's ``info`` has at least ``version`` and ``params``, a list of `ParamMeta.to_json`.
-        """
-
-    def builds_on(self, version: int) -> bool:
-        """Return whether the next version may be a part of the model, which has all else in common with ``version``."""
-        return True
-
-    def renew(self) -> None:  # noqa: B027 - most versions need nothing of those before
-        """Take note that workers hold what another sender sent: the next version must build on nothing of theirs."""
-
-    def follow(self, source: WeightSource) -> None:
-        """Take part in one update on a trainer rank that does not drive it: as a rule in the gathers alone.
+    def prepare(self, update: Update, within: Deadline) -> Handoff:
+        """Do everything for a version that can be done before engines pause; the handoff has the rest.
 
         Raises:
-            WeightSyncError: this rank, or rank 0, could not do its part.
+            StaleBaseError: the version on which a part builds is not there any more; the sender sends everything.
         """
-        source.replay()
 
-    def dismiss(self, source: WeightSource | None, error: BaseException | None = None) -> None:
-        """End an update: on the rank that drives, which lets the others go that are in `follow`, and on another rank
-        that failed before it followed.
-
-        Args:
-            source: what is sent; None where the update failed before any rank could gather.
-            error: what the update failed with on this rank.
-        """
-        if error is not None and source is not None:
-            source.drain()
+    def rank_steps(self, source: WeightSource) -> Steps:
+        """Return what another trainer rank does when rank 0 orders it through `ranks`, by the name of the order."""
+        return {}
 
     def latest_version(self) -> int:
-        """Return the newest version that this transport knows to exist, or tried to send; 0 before the first."""
-        return self._last_version
-
-    @contextmanager
-    def exclusive(self, what: str) -> Iterator[None]:
-        """Hold this transport for one send; a second one meanwhile is refused.
-
-        Raises:
-            ConcurrentUpdateError: another one is running.
-        """
-        busy: threading.Lock = vars(self).setdefault("_busy", threading.Lock())
-        if not busy.acquire(blocking=False):
-            raise ConcurrentUpdateError(
-                f"{what} was called while another send runs on this {self.name} transport",
-                state="the running send goes on",
-                hint="send from one thread, or give each trainer a transport of its own",
-            )
-        try:
-            yield
-        finally:
-            busy.release()
-
-    # worker end
+        """Return the newest version that this transport knows to exist; 0 before the first."""
+        return 0
 
     @classmethod
-    def from_info(cls, info: Info) -> Transport:
-        """Return the worker end for a trainer's `open` info, ready to `join`."""
-        return cls()
-
-    def want(self, slices: Mapping[str, tuple[Block, ...]], whole: Mapping[str, str]) -> None:  # noqa: B027
-        """Take note of what this worker needs, before it joins; a transport of whole tensors has no use for it.
-
-        Args:
-            slices: blocks of tensors by name, none where nothing lands here; a tensor that is left out is needed whole.
-            whole: those that are needed whole although the engine is sharded -> the reason.
-        """
-
     @abstractmethod
-    def join(self, info: Info) -> None:
-        """Connect to the trainer that made ``info``."""
-
-    @abstractmethod
-    def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the pairs of one handoff, full tensors in checkpoint coordinates, in the order of ``info["params"]``.
-
-        Where `slices` is true, `Sliced` tensors of the blocks that were wanted, and nothing for a name without blocks.
-
-        Args:
-            info: a handoff's.
-            into: tensors that may be filled directly; what is yielded then is that very tensor. Anything else that
-                is yielded is memory that nobody writes again.
-        """
-
-    @property
-    def incremental(self) -> Incremental:
-        """The steps of this worker end that run before the pause."""
-        return _IN_FULL
-
-    # both ends
-
-    def abort(self) -> None:  # noqa: B027 - a transport without blocking waits has nothing to abort
-        """End every wait inside this transport, from another thread."""
+    def join(cls, info: Info, here: Worker, within: Deadline) -> WorkerEnd:
+        """Return the end of worker ``here``, connected to the trainer whose `open` made ``info``."""
 
     @abstractmethod
     def check_connection(self) -> bool:
@@ -244,6 +180,102 @@ class Transport(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Release everything. May be called twice."""
+
+
+class WorkerEnd(ABC):
+    """A worker's end: `stage` and `receive` for each version, and `close`."""
+
+    def stage(
+        self,
+        version: int,
+        held: Callable[[], Mapping[str, str]] | None,
+        within: Deadline,
+        *,
+        files: Sequence[str] | None = None,
+        label: str | None = None,
+    ) -> Changes | None:
+        """Fetch, check and decode a version while the engine serves.
+
+        Args:
+            version: the version to reach.
+            held: returns the position digests of what the model holds; None where the model may hold parts of several
+                versions, and nothing can be built upon.
+            within: deadline of each wait.
+            files: names of its files, where it comes in parts, of which these are one; None for all of it.
+            label: what the weights in service are called.
+
+        Returns:
+            The changes that lead there from what the model holds; None where `receive` brings it in full.
+
+        Raises:
+            StaleBaseError: it builds on a version that this worker does not hold.
+        """
+        return None
+
+    @abstractmethod
+    def receive(
+        self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the pairs of one version, full tensors in checkpoint coordinates, in the order of its parameters.
+
+        Where `Transport.slices` is true, `Sliced` tensors of the blocks that the worker needs, and nothing for a name
+        without blocks.
+
+        Args:
+            arrival: the version.
+            into: tensors that may be filled directly; that very tensor is yielded then. Whatever else is yielded is
+                memory that nobody writes again.
+            within: deadline of each wait.
+        """
+
+    def landed(self, staged: Changes) -> None:  # noqa: B027 - without changes there is nothing to follow
+        """Take note that the model now holds the version that ``staged`` leads to."""
+
+    def check_connection(self) -> bool:
+        """Return whether this end is connected."""
+        return True
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the trainer, and end every wait in other threads. May be called twice."""
+
+
+@contextmanager
+def exclusive(transport: Transport, what: str) -> Iterator[None]:
+    """Hold a transport for one send; a second one meanwhile is refused.
+
+    Raises:
+        ConcurrentUpdateError: another one is running.
+    """
+    busy: threading.Lock = vars(transport).setdefault("_busy", threading.Lock())
+    if not busy.acquire(blocking=False):
+        raise ConcurrentUpdateError(
+            f"{what} was called while another send runs on this {transport.name} transport",
+            state="the running send goes on",
+            hint="send from one thread, or give each trainer a transport of its own",
+        )
+    try:
+        yield
+    finally:
+        busy.release()
+
+
+@contextmanager
+def passing(transport: Transport, source: WeightSource) -> Iterator[None]:
+    """Have the other trainer ranks take part in the block's pass over ``source``, which is finished if it fails."""
+    if transport.gathers:
+        transport.ranks.session.order("gather", always=True)
+    try:
+        yield
+    except BaseException:
+        if transport.gathers:
+            source.drain()
+        raise
+
+
+def steps_of(transport: Transport, source: WeightSource) -> Steps:
+    """Return what a trainer rank other than 0 does for each order of an update of ``source``."""
+    return {"gather": lambda order: source.replay(), **transport.rank_steps(source)}
 
 
 def deadline(timeout_s: float) -> float:

@@ -3,35 +3,41 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 from torch import Tensor
 
-from torchrl_ext.errors import IntegrityError, StoreError
-from torchrl_ext.stores import Chain, LocalStore, Manifest, version_name
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import IntegrityError, StaleBaseError, StoreError
+from torchrl_ext.stores import Chain, LocalStore, version_name
 from torchrl_ext.stores.versions import Held
-from torchrl_ext.transports.base import Incremental, deadline
-from torchrl_ext.transports.delta.hooks import hook_at
-from torchrl_ext.transports.shared_root import VISIBLE_S, SharedRoot
-from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Handoff, Info, ParamMeta, Part
+from torchrl_ext.transports.base import Arrival, Handoff, TransferStats, Update, Worker, WorkerEnd
+from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation, SharedRoot
+from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
+from torchrl_ext.versions.hooks import hook_at
 from torchrl_ext.versions.local_checkpoint import LocalCheckpoint
-from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["DiskTransport"]
 
 _SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
 
 
-class DiskTransport(StandaloneTransport, Incremental):
+class Offer(Invitation, frozen=True, kw_only=True):
+    """Where versions lie; ``local_dir`` is the directory on a worker's host into which they are copied first."""
+
+    local_dir: str | None = None
+
+
+class DiskTransport(StandaloneTransport):
     """Publishes ``root/weight_v000001/``, ``root/weight_v000002/``, ...; each loads with ``from_pretrained``.
 
     A version appears as a whole (temporary sibling, fsync, rename), then the pointer ``root/latest`` moves to it.
@@ -87,34 +93,24 @@ class DiskTransport(StandaloneTransport, Incremental):
         self._full, self._adapter = FullWriter(shard_bytes, files, adapter=adapter), adapter
         self._run_id = uuid.uuid4().hex
         self._shared = SharedRoot(self._store, self._run_id)
-        self._connected = False
-        self._received: Held | None = None
-        self._opened: PublishedVersion | None = None
-        self._aborted = threading.Event()
-
-    @classmethod
-    def from_info(cls, info: Info) -> DiskTransport:
-        return cls(info["root"], local_dir=info.get("local_dir"))
 
     @property
     def root(self) -> str:
         """The directory, as an absolute path."""
         return str(self._store.root)
 
-    # trainer end
-
-    def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
+    def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         self._store.own()
         self._connected = True
         return Handoff(info=self.invite())
 
     def invite(self) -> Info:
-        """Write a probe, and return the info by which workers join; a process that only reads may call this too."""
+        """Write a probe, and return the offer by which workers join; a process that only reads may call this too."""
         local = None if self._local is None else str(self._local.directory)
-        return {"transport": self.name, **self._shared.invite(), "root": str(self._seen_at), "local_dir": local}
+        return {**self._shared.invite(), "root": str(self._seen_at), "local_dir": local}
 
-    def prepare(self, source: WeightSource, version: int) -> Handoff:
-        began = time.perf_counter()
+    def prepare(self, update: Update, within: Deadline) -> Handoff:
+        source, version, stats, began = update.source, update.version, TransferStats(), time.perf_counter()
         if not self._store.owned:
             self._store.own()
         if self._shared.probe is not None:  # workers that joined have found it
@@ -122,116 +118,41 @@ class DiskTransport(StandaloneTransport, Incremental):
         if source.part is None:
             needed = self._full.needed_bytes(source)
             with self._store.draft(version_name(version), needed_bytes=needed) as draft:
-                manifest = self._full.write(draft, source, version, self._run_id)
+                self._full.write(draft, source, version, self._run_id)
         else:
-            base = self._own_version(source.part.base)
-            needed = self._full.needed_bytes(source, base.manifest)
-            try:
+            with closing(self._own_version(source.part.base)) as base:
+                needed = self._full.needed_bytes(source, base.manifest)
                 with self._store.draft(version_name(version), needed_bytes=needed) as draft:
-                    manifest, self.stats.bytes = self._full.write_part(draft, source, version, self._run_id, base)
-            finally:
-                base.close()
+                    _, stats.bytes = self._full.write_part(draft, source, version, self._run_id, base)
         self._versions.advance(version)
         if self._wrote is not None:
             self._wrote(self.root, version_name(version))
         self._connected = True
-        self.stats.spans = {"publish": time.perf_counter() - began}
-        return Handoff(info=self._info(manifest, source.part), acknowledge=self._prune)
-
-    def builds_on(self, version: int) -> bool:
-        """Return whether this trainer published ``version``, and it is there; adapters are published whole."""
-        if self._adapter:
-            return False
-        try:
-            self._own_version(version).close()
-        except (FileNotFoundError, IntegrityError):
-            return False
-        return True
+        stats.spans["publish"] = time.perf_counter() - began
+        info = {"run_id": self._run_id, "path": str(self._seen_at / version_name(version))}
+        return Handoff(info=info, served=self._prune, stats=stats)
 
     def _own_version(self, version: int) -> PublishedVersion:
-        opened = PublishedVersion(self._store, version)
+        """Open a version that this trainer published, which a part is to build on.
+
+        Raises:
+            StaleBaseError: it is not there any more, or another one's; or versions are adapters.
+        """
         try:
-            opened.check(opened.params(), self._run_id)
-        except IntegrityError:
-            opened.close()
-            raise
+            if self._adapter:
+                raise IntegrityError("adapters are published whole")
+            opened = PublishedVersion(self._store, version)
+            try:
+                opened.check(opened.params(), self._run_id)
+            except IntegrityError:
+                opened.close()
+                raise
+        except (FileNotFoundError, IntegrityError) as error:
+            raise StaleBaseError(f"version {version} cannot be built on: {error}", state="nothing was sent") from error
         return opened
 
     def latest_version(self) -> int:
-        return self._versions.newest()
-
-    # worker end
-
-    def join(self, info: Info) -> None:
-        self._shared.find(info, self.timeout_s, self._aborted)
-        self._connected = True
-
-    @property
-    def incremental(self) -> Incremental:
-        return self
-
-    def prefetch(self, version: int, held: Callable[[], Mapping[str, str]] | None = None) -> None:
-        opened = self._open_version(version)
-        self._pin(opened)
-        part = opened.manifest.part  # what else it holds was verified with the version before
-        known = part is not None and (part[0], part[1].base) == self._received
-        opened.verify(part[1].names if part is not None and known else None)
-
-    def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        version = info["version"]
-        opened = self._opened
-        if opened is None or opened.number != version:
-            opened = self._open_version(version)
-            self._pin(opened)
-        self._opened = None
-        try:
-            params = tuple(map(ParamMeta.from_json, info["params"]))
-            opened.check(params, info.get("run_id"))
-            yield from opened.pairs(into, {meta.name for meta in params})
-        finally:
-            opened.close()
-        self._received = opened.manifest.run_id, version
-
-    # both ends
-
-    def abort(self) -> None:
-        self._aborted.set()
-
-    def check_connection(self) -> bool:
-        return self._connected and self._store.root.is_dir()
-
-    def shutdown(self) -> None:
-        self._connected = False
-        self.abort()
-        self._pin(None)
-        self._shared.clear()
-        if self._store.owned:
-            self._store.disown()
-
-    # without a control layer
-
-    def poll(self, timeout_s: float) -> Info | None:
-        self._aborted.clear()
-        until, pause = deadline(timeout_s), _SHORTEST_S
-        while True:
-            newest = self._versions.latest()
-            with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
-                if newest and self._other(newest):
-                    self._versions.offered(newest)
-                    opened = PublishedVersion(self._store, newest)
-                    self._pin(opened if self._local is None else self._copied(opened, self._local))
-                    self._connected = True
-                    return self._info(opened.manifest)
-            if self._aborted.wait(min(pause, max(0.0, until - time.monotonic()))) or time.monotonic() >= until:
-                return None
-            pause = min(2 * pause, _LONGEST_S)
-
-    def pass_over(self, info: Info) -> None:
-        """Take note that others received the version in ``info``, so that `poll` waits for another one (worker end)."""
-        self._pin(None)
-        self._received = info["run_id"], info["version"]
-
-    # its helpers
+        return max(self._last_version, self._versions.newest())
 
     def _prune(self, oldest: int | None) -> None:
         """Remove versions before ``oldest``; with None, where nobody says what is read, all but the newest two."""
@@ -241,52 +162,142 @@ class DiskTransport(StandaloneTransport, Incremental):
             oldest = (0, 0, *self._versions.numbers())[-2]
         self._versions.prune(before=oldest)
 
-    def _other(self, newest: int) -> bool:
+    def check_connection(self) -> bool:
+        return self._connected and self._store.root.is_dir()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._reader.close()
+        self._shared.clear()
+        if self._store.owned:
+            self._store.disown()
+
+    # worker end
+
+    @cached_property
+    def _reader(self) -> DiskReader:
+        return DiskReader(self._store, self._local, self.timeout_s)
+
+    @property
+    def mailbox(self) -> DiskReader:
+        return self._reader
+
+    def attend(self, within: Deadline) -> DiskReader:
+        return self._reader
+
+    def newest(self, timeout_s: float = 0.0, before: Info | None = None) -> Info | None:
+        """Describe the newest version to engines (`torchrl_ext.sync.published.PublishedFollower`).
+
+        Args:
+            timeout_s: seconds to wait for one.
+            before: what this returned for the version that they serve; None for any version.
+
+        Returns:
+            ``{"version", "params", "path", "run_id"}``; None when nothing newer came.
+        """
+        served = None if before is None else Arrival(version=before["version"], params=(), info=before)
+        found = self._reader.get(Deadline(timeout_s), served)
+        if found is None:
+            return None
+        rows = [meta.to_json() for meta in found.params]
+        return {"transport": self.name, "version": found.version, "params": rows, **found.info}
+
+    @classmethod
+    def join(cls, info: Info, here: Worker, within: Deadline) -> WorkerEnd:
+        offer = Offer.from_json(info, "the offer of a disk transport")
+        store = LocalStore(offer.root)
+        SharedRoot(store, "").find(offer, within)
+        local = None if offer.local_dir is None else LocalCheckpoint(offer.local_dir)
+        return DiskReader(store, local, within.timeout_s)
+
+
+@final
+class DiskReader(WorkerEnd, Mailbox):
+    """Reads versions of a root; one that was staged, or that `get` returned, stays open, so that none can prune it.
+
+    Args:
+        store: the root.
+        local: the copy on this host from which versions are loaded, if they are copied first.
+        timeout_s: deadline of every wait, in seconds.
+    """
+
+    def __init__(self, store: LocalStore, local: LocalCheckpoint | None, timeout_s: float) -> None:
+        self._store, self._local, self._timeout_s = store, local, timeout_s
+        self._versions = Chain(store)
+        self._received: Held | None = None
+        self._opened: PublishedVersion | None = None
+
+    def stage(
+        self,
+        version: int,
+        held: Callable[[], Mapping[str, str]] | None,
+        within: Deadline,
+        *,
+        files: Sequence[str] | None = None,
+        label: str | None = None,
+    ) -> None:
+        opened = self._open(version, within)
+        self._pin(opened)
+        part = opened.manifest.part  # what else it holds was verified with the version before
+        known = part is not None and (part[0], part[1].base) == self._received
+        opened.verify(part[1].names if part is not None and known else None)
+
+    def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
+        if self._opened is None or self._opened.number != arrival.version:
+            self._pin(self._open(arrival.version, within))
+        assert self._opened is not None
+        opened, self._opened = self._opened, None
+        with closing(opened):
+            opened.check(arrival.params, arrival.info.get("run_id"))
+            yield from opened.pairs(into, {meta.name for meta in arrival.params})
+        self._received = opened.manifest.run_id, arrival.version
+
+    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
+            newest = self._versions.latest()
+            with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
+                if newest and self._other(newest, received):
+                    self._versions.offered(newest)
+                    opened = PublishedVersion(self._store, newest)
+                    self._pin(opened if self._local is None else self._copied(opened, self._local))
+                    path = str(self._store.root / version_name(newest))
+                    info = {"run_id": opened.manifest.run_id, "path": path}
+                    return Arrival(version=newest, params=opened.params(), info=info)
+        return None
+
+    def _other(self, newest: int, received: Arrival | None) -> bool:
         """Return whether ``newest`` was not received last; in an emptied root it may be lower, or of another run."""
-        if self._received is None or newest != self._received[1]:
+        if received is None or newest != received.version:
             return True
-        return self._versions.replaced(newest, self._received[0])
+        return self._versions.replaced(newest, received.info["run_id"])
 
-    def _info(self, manifest: Manifest, part: Part | None = None) -> Info:
-        rows = []
-        for placed in manifest.params:
-            if part is None or placed.meta.name in part.names:
-                rows.append(placed.meta.to_json())
-        return {
-            "transport": self.name,
-            "version": manifest.version,
-            "run_id": manifest.run_id,
-            "path": str(self._seen_at / version_name(manifest.version)),
-            "params": rows,
-        }
-
-    def _open_version(self, version: int) -> PublishedVersion:
-        until = deadline(min(VISIBLE_S, self.timeout_s))
-        self._aborted.clear()  # an earlier abort ended the waits of its time, and not this one
-        while True:
+    def _open(self, version: int, within: Deadline) -> PublishedVersion:
+        missing: FileNotFoundError | None = None
+        for _ in within.within(VISIBLE_S).pauses(shortest_s=_SHORTEST_S, longest_s=_SHORTEST_S):
             try:
                 opened = PublishedVersion(self._store, version)
                 return opened if self._local is None else self._copied(opened, self._local)
             except FileNotFoundError as error:
-                newest = self._versions.latest()
-                if newest > version or self._aborted.wait(_SHORTEST_S) or time.monotonic() > until:
-                    raise StoreError(
-                        f"{error.filename} is not there",
-                        expected=f"weights version {version}; the newest in {self.root} is {newest}",
-                        state="nothing was read",
-                        hint="send the weights again",
-                    ) from error
+                missing = error
+                if self._versions.latest() > version:
+                    break
+        raise StoreError(
+            f"{missing and missing.filename} is not there",
+            expected=f"weights version {version}; the newest in {self._store.root} is {self._versions.latest()}",
+            state="nothing was read",
+            hint="send the weights again",
+        ) from missing
 
     def _copied(self, opened: PublishedVersion, local: LocalCheckpoint) -> PublishedVersion:
         """Return the version as it is on this host, where it is copied first."""
-        try:
-            local.pull(self.root, opened.number)
+        with closing(opened):
+            local.pull(str(self._store.root), opened.number)
             return PublishedVersion(self._store, opened.number, opened.manifest, at=local.directory)
-        finally:
-            opened.close()
 
     def _pin(self, opened: PublishedVersion | None) -> None:
-        """Hold one version open, so that pruning cannot remove it before it is read."""
         if self._opened is not None:
             self._opened.close()
         self._opened = opened
+
+    def close(self) -> None:
+        self._pin(None)

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-import queue
 import uuid
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import ClassVar, final
 
 from torch import Tensor
 
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError, TransportError
-from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Handoff, Info, ParamMeta
-from torchrl_ext.weights.source import WeightSource, checked
+from torchrl_ext.messages import Wire
+from torchrl_ext.transports.base import Arrival, Handoff, Update, Worker, WorkerEnd
+from torchrl_ext.transports.standalone import QueueMailbox, StandaloneTransport
+from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.weights.source import checked
 
 __all__ = ["MemoryTransport"]
 
 
+@final
 class _Channel:
     """The state that the ends of one named channel share."""
 
     def __init__(self) -> None:
-        self.versions: dict[int, dict[str, Tensor]] = {}
-        self.announced: queue.Queue[Info] = queue.Queue()
-        self.newest = 0
+        self.tensors: dict[str, Tensor] | None = None
+        self.mailbox, self.version = QueueMailbox(), 0
 
 
 _CHANNELS: weakref.WeakValueDictionary[str, _Channel] = weakref.WeakValueDictionary()
 """Channels by name, each as long as one of its ends exists."""
+
+
+class Offer(Wire, frozen=True, kw_only=True):
+    """Names the channel to a worker of the same process."""
+
+    channel: str
 
 
 class MemoryTransport(StandaloneTransport):
@@ -52,70 +60,58 @@ class MemoryTransport(StandaloneTransport):
         super().__init__(timeout_s=timeout_s)
         self._name = channel or f"instance-{uuid.uuid4().hex}"
         self._channel = _CHANNELS.setdefault(self._name, _Channel())
-        self._connected = False
 
-    def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
-        self._connected = True
-        return Handoff(info={"transport": self.name, "channel": self._name})
+    @property
+    def mailbox(self) -> QueueMailbox:
+        return self._channel.mailbox
 
-    def prepare(self, source: WeightSource, version: int) -> Handoff:
-        tensors, params = {}, []
-        for meta, tensor in checked(source):
-            tensors[meta.name] = tensor.clone()
-            params.append(meta.to_json())
-        self._channel.versions = {version: tensors}
-        self._channel.newest = max(self._channel.newest, version)
+    def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         self._connected = True
-        info = {"transport": self.name, "version": version, "params": params}
-        return Handoff(info=info, acknowledge=self._release)
+        return Handoff(info=Offer(channel=self._name).to_json())
+
+    def prepare(self, update: Update, within: Deadline) -> Handoff:
+        tensors = {meta.name: tensor.clone() for meta, tensor in checked(update.source)}
+        self._channel.tensors, self._channel.version = tensors, update.version
+        return Handoff(served=self._release)
 
     def _release(self, oldest: int | None) -> None:
         """Drop the copies that no engine needs; receivers without a control layer may still come for them."""
-        if oldest in self._channel.versions:  # the only one
-            self._channel.versions = {}
+        if oldest == self._channel.version:
+            self._channel.tensors = None
 
     def latest_version(self) -> int:
-        return self._channel.newest
+        return max(self._last_version, self._channel.version)
 
-    def join(self, info: Info) -> None:
-        channel = _CHANNELS.get(info["channel"])
+    def attend(self, within: Deadline) -> WorkerEnd:
+        return _MemoryWorker(self._name, self._channel)
+
+    @classmethod
+    def join(cls, info: Info, here: Worker, within: Deadline) -> WorkerEnd:
+        name = Offer.from_json(info, "the offer of a memory transport").channel
+        channel = _CHANNELS.get(name)
         if channel is None:
             raise TransportError(
-                f"memory channel {info['channel']!r} does not exist in this process",
+                f"memory channel {name!r} does not exist in this process",
                 expected="trainer and engine in one process",
                 hint="use another transport, disk for example",
             )
-        self._name, self._channel = info["channel"], channel
-        self._connected = True
+        return _MemoryWorker(name, channel)
 
-    def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        tensors = self._channel.versions.get(info["version"])
-        if tensors is None:
+
+@final
+class _MemoryWorker(WorkerEnd):
+    def __init__(self, name: str, channel: _Channel) -> None:
+        self._name, self._channel = name, channel
+
+    def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
+        tensors = self._channel.tensors
+        if tensors is None or self._channel.version != arrival.version:
             raise IntegrityError(
-                f"version {info['version']} is not in memory channel {self._name!r}",
-                expected=f"one of {sorted(self._channel.versions)}",
+                f"version {arrival.version} is not in memory channel {self._name!r}",
+                expected=f"version {self._channel.version}, before engines serve it",
             )
         for name, tensor in tensors.items():
             yield name, tensor.clone()
 
-    def announce(self, info: Info) -> None:
-        self._channel.announced.put(info)
-
-    def poll(self, timeout_s: float) -> Info | None:
-        try:
-            info = self._channel.announced.get(timeout=timeout_s)
-            while True:  # only the newest counts
-                try:
-                    info = self._channel.announced.get_nowait()
-                except queue.Empty:
-                    break
-        except queue.Empty:
-            return None
-        self._connected = True
-        return info
-
-    def check_connection(self) -> bool:
-        return self._connected
-
-    def shutdown(self) -> None:
-        self._connected = False
+    def close(self) -> None:
+        """Keep nothing: the channel is the trainer's."""

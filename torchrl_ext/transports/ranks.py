@@ -1,278 +1,508 @@
-"""`TrainerRanks`: what rank 0 of a trainer asks of its other ranks in an update, and what they answer.
+"""`TrainerRanks`: how ranks 1, 2, ... of a trainer follow rank 0 through an update, over the store of torch's group.
 
-Both go through the store of torch's process group, which is no collective: each rank is named that does not answer. A
-value of torch's TCPStore is 8 MiB at most, so longer ones go in several; and what was read is removed, since the store
-would keep it for as long as the trainer lives.
+Every update is a session with a random id. Rank 0 posts it before anything can fail, gives orders in it, and posts how
+it ended; another rank takes the newest session that it has not followed. So a rank that failed, came late or left out
+an update is in step with the next one. A store is no collective: errors name each rank that does not answer.
 
-Every update has a number, under which all of its orders and answers are: a rank that fails before it follows counts the
-update too (`TrainerRanks.dismiss`), so that no rank ever follows the orders of an update that is over.
+Keys, below ``torchrl_ext/ranks/NAME/``: ``newest`` (an id), ``after/ID`` (there is a newer session than ID), and as
+JSON ``ID/order/N``, ``ID/answer/N/RANK``, ``ID/over``. Those of a session go with the next but one.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from typing import Any
+import uuid
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeAlias, TypeVar, final
 
+import msgspec
 import torch
 
 from torchrl_ext import errors
-from torchrl_ext.deadline import wait_until
-from torchrl_ext.errors import (
-    ConcurrentUpdateError,
-    DeadlineError,
-    NotConnectedError,
-    TransportError,
-    WeightSyncError,
-    why,
-)
+from torchrl_ext.deadline import Deadline, in_thread
+from torchrl_ext.errors import ConcurrentUpdateError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.types import Info
 
-__all__ = ["TrainerRanks", "drives", "shared_store", "store_gone"]
+__all__ = ["Ended", "Group", "RankStep", "Session", "Steps", "TrainerRanks", "drives", "numbered", "torch_group"]
 
 log = logging.getLogger("torchrl_ext")
 
-_SHORTEST_S, _LONGEST_S = 0.001, 0.01  # between two looks
+RankStep: TypeAlias = Callable[[Info], Info | None]
+"""What a rank does for an order: takes its arguments, and returns the rank's answer; both are JSON-safe."""
+
+Steps: TypeAlias = Mapping[str, RankStep]
+"""The steps of a rank by the name of their order."""
+
 _PHASES = 30
-"""For how many timeouts a rank waits for the next order of rank 0: an update has phases, each with its own deadline."""
-_OVER = "over"
-_MOST_CHARACTERS = 4 << 20  # of one value
+"""For how many timeouts a rank waits for rank 0: an update has phases, each with its own deadline."""
+_STOP_S = 0.05  # in which a stop flag is seen
+_LEAST_S = 0.002  # of a wait; less than a millisecond is none, and lasts for ever
+_MOST_BYTES = 4 << 20  # of one value; a TCPStore takes 8 MiB
+_WHERE = {
+    "expected": "update_weights on every trainer rank, by senders that every rank makes in the same order",
+    "hint": "look at trainer rank 0",
+}
 
-_made: Counter[str] = Counter()  # by name, in this process
+_made: Counter[str] = Counter()  # by kind, in this process
 
 
-class TrainerRanks:
-    """The ranks of one trainer: rank 0 gives orders, the others follow them until it says that the update is over.
+class Group(NamedTuple):
+    """A trainer's ranks: the rank of this process, how many there are, and the store that they share."""
 
-    Transports of one name are matched across ranks by the order in which each process made them.
+    rank: int
+    size: int
+    store: Any
 
-    Args:
-        name: of the transport.
-        timeout_s: how long a rank may take for an answer, in seconds.
+
+def torch_group() -> Group:
+    """Return torch's process group; one of a single rank where there is none."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return Group(0, 1, None)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    return Group(torch.distributed.get_rank(), torch.distributed.get_world_size(), store)
+
+
+def numbered(kind: str) -> str:
+    """Return a name that is the same on every rank that called this as often for ``kind`` before."""
+    _made[kind] += 1
+    return f"{kind}/{_made[kind]}"
+
+
+def drives(rank: int | None) -> bool:
+    """Return whether a trainer rank drives updates, as rank 0 does; None stands for torch's."""
+    return (torch_group().rank if rank is None else rank) == 0
+
+
+class Ended(NamedTuple):
+    """How rank 0 ended an update, as another rank hears it.
+
+    Attributes:
+        version: the version in service; None where no group is shared.
+        accepted: how many updates were accepted since `TrainerRanks.following` returned last.
+        error: what the update failed with on rank 0.
     """
 
-    def __init__(self, name: str, timeout_s: float) -> None:
-        self._name, self._timeout_s = f"torchrl_ext/ranks/{name}/{_made[name]}", timeout_s
-        _made[name] += 1
-        self._update, self._orders = 1, 0  # the number of the update that runs or comes next; orders given in it
-        self._began = 0.0
-        self._serving = threading.Lock()
-        self._given: list[tuple[str, int]] = []  # keys of orders, and how many values each took
+    version: int | None
+    accepted: int
+    error: WeightSyncError | None = None
+
+
+class _Failure(msgspec.Struct, frozen=True):
+    kind: str
+    what: str
+    parts: dict[str, str | None]
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Failure:
+        parts = {}
+        if isinstance(error, WeightSyncError):
+            parts = {"expected": error.expected, "state": error.state, "hint": error.hint}
+        return cls(type(error).__name__, errors.why(error).encode(errors="replace").decode(), parts)
+
+    def error(self, rank: int) -> WeightSyncError:
+        kind = getattr(errors, self.kind) if self.kind in errors.__all__ else TransportError
+        made: WeightSyncError = kind(f"trainer rank {rank}: {self.what}", **self.parts)
+        return made
+
+
+class _Order(msgspec.Struct, frozen=True):
+    step: str = ""  # empty: the session is over
+    args: dict[str, Any] = {}
+    always: bool = False
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    given: dict[str, Any] = {}
+    failure: _Failure | None = None
+
+
+class _Over(msgspec.Struct, frozen=True):
+    version: int
+    accepted: int  # updates since rank 0 began
+    failure: _Failure | None
+    missed: tuple[int, ...]  # ranks for which rank 0 waited in vain
+
+
+Message = TypeVar("Message", bound=msgspec.Struct)
+
+
+@final
+class _Notes:
+    """The store below a prefix, with values of any length and waits that another thread can end.
+
+    Raises (all methods):
+        NotConnectedError: the store is gone.
+    """
+
+    def __init__(self, prefix: str, store: Any, slice_s: float) -> None:
+        self.store, self._prefix, self._slice_s = store, prefix, slice_s
+        self._clone: Any = None  # a wait holds the lock of the client that it is made on
+
+    def put(self, key: str, value: bytes | msgspec.Struct) -> list[str]:
+        """Put a value, and return the keys that it took."""
+        text = value if isinstance(value, bytes) else msgspec.json.encode(value)
+        pieces = [text[at : at + _MOST_BYTES] for at in range(0, max(1, len(text)), _MOST_BYTES)]
+        keys = [key, *(f"{key}/{number}" for number in range(1, len(pieces)))]
+        pieces[0] = b"%d %s" % (len(pieces), pieces[0])
+        for each, piece in reversed(list(zip(keys, pieces, strict=True))):  # readers look for the first one
+            self._call("set", self._prefix + each, piece)
+        return keys
+
+    def there(self, *keys: str) -> bool:
+        return bool(self._call("check", [self._prefix + key for key in keys]))
+
+    def get(self, key: str) -> bytes:
+        key = self._prefix + key
+        count, _, text = self._call("get", key).partition(b" ")
+        return b"".join([text, *(self._call("get", f"{key}/{number}") for number in range(1, int(count)))])
+
+    def read(self, key: str, kind: type[Message]) -> Message:
+        return msgspec.json.decode(self.get(key), type=kind)
+
+    def newest(self) -> str:
+        """Return the id of the newest session; empty before the first."""
+        return self.get("newest").decode() if self.there("newest") else ""
+
+    def remove(self, keys: list[str]) -> None:
+        with suppress(RuntimeError):  # some stores remove nothing
+            for key in keys:
+                self.store.delete_key(self._prefix + key)
+
+    def looks(self, within: Deadline, *keys: str) -> Iterator[None]:
+        """Yield at once, and then when all ``keys`` have come or a slice has passed, until ``within`` is over."""
+        yield
+        while not within.over:
+            self._sleep(within, [self._prefix + key for key in keys])
+            yield
+
+    def _sleep(self, within: Deadline, keys: list[str]) -> None:
+        if self._clone is None:
+            try:
+                self._clone = self.store.clone()
+            except (AttributeError, RuntimeError):  # of an older torch, or one that cannot be cloned
+                self._clone = self.store
+        # In a thread, as torch's wait takes no stop flag and no Ctrl-C; in long slices, as it logs each that passes.
+        client, span = self._clone, timedelta(seconds=max(_LEAST_S, min(self._slice_s, within.left_s)))
+        job = in_thread(lambda: client.wait(keys, span), "torchrl-ext-trainer-ranks")
+        while not job.done() and not within.stop.is_set():
+            wait([job], _STOP_S)
+        if not job.done():
+            self._clone = None  # that one is busy for the rest of its slice
+
+    def _call(self, what: str, *args: Any) -> Any:
+        try:
+            return getattr(self.store, what)(*args)
+        except RuntimeError as error:
+            raise NotConnectedError(
+                f"the store of the trainer's process group is gone: {error}",
+                state="this rank does not know how the update ended",
+                hint="look at trainer rank 0, which keeps it as a rule",
+            ) from error
+
+
+@final
+class Session:
+    """One update, through which rank 0 leads the other ranks (`TrainerRanks.leading`).
+
+    In a group of one rank it posts nothing, and has no answers.
+    """
+
+    def __init__(self, notes: _Notes | None, size: int, timeout_s: float) -> None:
+        self.id, self._notes, self._others, self._timeout_s = uuid.uuid4().hex, notes, range(1, size), timeout_s
+        self._orders, self._began, self._late = 0, time.monotonic(), False
+        self._keys: list[str] = []
+        self._ended: tuple[int | None, bool] = None, False
+
+    def order(self, step: str, /, *, always: bool = False, **args: Any) -> None:
+        """Let every other rank run ``step``.
+
+        Args:
+            step: its name.
+            always: a rank that comes after the session ended runs it too: other ranks meet it there, as in a gather.
+            args: JSON-safe arguments.
+        """
+        if self._notes is not None:
+            self._began = self._began if self._orders else time.monotonic()
+            self._orders += 1
+            self._keys += self._notes.put(f"{self.id}/order/{self._orders}", _Order(step, args, always))
+
+    def answers(self, within: Deadline | None = None) -> list[Info]:
+        """Return what ranks 1, 2, ... answer to the last order, in order of rank.
+
+        Args:
+            within: for all of them; by default the timeout of these ranks.
+
+        Raises:
+            WeightSyncError: a rank failed in a step or before; of the class of its error, in its words.
+            DeadlineError: names each rank that does not answer by the deadline.
+            TransportError: the stop flag of ``within`` was set.
+        """
+        if self._notes is None or not self._orders:
+            return []
+        within = within or Deadline(self._timeout_s)
+        keys = {rank: f"{self.id}/answer/{self._orders}/{rank}" for rank in self._others}
+        for _ in self._notes.looks(within, *keys.values()):
+            if self._notes.there(*keys.values()):
+                break
+        found = {rank: self._notes.read(key, _Answer) for rank, key in keys.items() if self._notes.there(key)}
+        for rank, answer in found.items():
+            if answer.failure is not None:
+                raise answer.failure.error(rank)
+        if silent := [str(rank) for rank in keys if rank not in found]:
+            self._late = not within.stop.is_set()
+            who = f"trainer rank{'s' * (len(silent) > 1)} {', '.join(silent)}"
+            raise within.naming(who).error(expected=_WHERE["expected"], hint=f"look at {who}")
+        return [answer.given for answer in found.values()]
+
+    def ask(self, step: str, /, *, within: Deadline | None = None, **args: Any) -> list[Info]:
+        """Give an order, and return the `answers` to it."""
+        self.order(step, **args)
+        return self.answers(within)
+
+    def end(self, version: int, accepted: bool) -> None:
+        """Set which version the other ranks hear is in service, and whether this update put it there."""
+        self._ended = version, accepted
+
+    def _missed(self, failed: bool) -> tuple[int, ...]:
+        """Return the ranks for which this one waited in vain, in `answers` or in a gather: they answered nothing."""
+        late = self._late or (failed and time.monotonic() - self._began >= self._timeout_s)
+        if self._notes is None or not self._orders or not late:
+            return ()
+        return tuple(rank for rank in self._others if not self._notes.there(f"{self.id}/answer/1/{rank}"))
+
+
+@final
+class TrainerRanks:
+    """The ranks of one trainer: rank 0 leads an update, and the other ranks follow it.
+
+    What must be the same on every rank: the names (`numbered`: every rank makes as many objects of a kind, in the same
+    order), and a call per update, from one thread at a time: `leading` on rank 0, `following` on another. Timeouts,
+    transports, mappers and engines may differ, or be left out.
+
+    Args:
+        name: of this object, and of no other one in this process.
+        timeout_s: how long a rank may take for an answer, in seconds; a rank waits 30 times as long for rank 0.
+        rank: of this process; None takes that of the group.
+        group: returns the group at the time of a call.
+    """
+
+    def __init__(
+        self, name: str, timeout_s: float, *, rank: int | None = None, group: Callable[[], Group] = torch_group
+    ) -> None:
+        self._name, self._timeout_s, self._rank, self._group = name, timeout_s, rank, group
+        self._busy = threading.Lock()
+        self._notes: _Notes | None = None
+        self._session: Session | None = None
+        self._last = ""  # id of the session that this rank led or followed last
+        self._past: deque[list[str]] = deque()  # keys, by session
+        self._version = self._accepted = 0
 
     @property
     def rank(self) -> int:
         """This process's rank in the trainer; 0 where it is the only one."""
-        return torch.distributed.get_rank() if _grouped() else 0
+        return self._group().rank if self._rank is None else self._rank
 
     @property
     def size(self) -> int:
         """The number of the trainer's ranks."""
-        return torch.distributed.get_world_size() if _grouped() else 1
+        return self._group().size
 
-    # rank 0
+    @property
+    def drives(self) -> bool:
+        """Whether this rank leads, as rank 0 does."""
+        return self.rank == 0
 
-    def order(self, what: str, **more: Any) -> None:
-        """Tell every other rank to do ``what``, with JSON-safe arguments."""
-        self._orders += 1
-        if self._orders == 1:
-            self._began = time.monotonic()
-        if self.size > 1:
-            self._give(f"order/{self._orders}", {"do": what, **more})
-
-    def answers(self, timeout_s: float | None = None) -> list[Info]:
-        """Return what ranks 1, 2, ... answer to the last order, in this order.
-
-        Args:
-            timeout_s: how long each may take, in seconds; by default that of these ranks.
+    @property
+    def session(self) -> Session:
+        """The session that rank 0 leads now; in a group of one rank there always is one.
 
         Raises:
-            DeadlineError: names the ranks that do not answer within the deadline.
-            WeightSyncError: a rank could not do it, in its words; the kind of error that it met.
+            TransportError: this one of several ranks leads none.
         """
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        found = [self._wait(f"answer/{self._orders}/{rank}", rank, timeout_s) for rank in range(1, self.size)]
-        for key, count in self._given if found else ():  # all ranks have read these
-            self._remove(key, count)
-        self._given = []
-        for rank, answer in enumerate(found, 1):
-            if "error" in answer:
-                kind = getattr(errors, str(answer.get("kind")), TransportError)
-                raise kind(f"trainer rank {rank}: {answer['error']}", state=answer.get("state"))
-        return found
+        if self._session is None and self.size > 1:
+            raise TransportError("this trainer rank leads no update now", expected="update_weights or send_weights")
+        return self._session or Session(None, 1, self._timeout_s)
 
-    def ask(self, what: str, **more: Any) -> list[Info]:
-        """Give an order, and return the `answers` to it."""
-        self.order(what, **more)
-        return self.answers()
+    @contextmanager
+    def leading(self) -> Iterator[Session]:
+        """Lead the other ranks through an update, on rank 0; however the block ends, they hear of it once.
 
-    def dismiss(self, error: BaseException | None = None) -> None:
-        """End an update: on rank 0 once in every update, which lets the other ranks go; on them where one fails before
-        it follows.
-
-        Args:
-            error: what it failed with on this rank; the others raise it as well.
-        """
-        words = {} if error is None else {"error": why(error), "kind": type(error).__name__}
-        try:
-            if self.rank == 0:
-                waited = self._orders > 0 and time.monotonic() - self._began >= self._timeout_s
-                self.order(_OVER, waited=waited, **words)
-                if self.size > 1:
-                    self._give("over", {"do": _OVER, "waited": waited, **words})
-            elif words:
-                self._put(f"answer/1/{self.rank}", words)
-        except WeightSyncError:
-            log.warning("the other trainer ranks could not be told that an update is over", exc_info=True)
-        self._update, self._orders = self._update + 1, 0
-
-    # the other ranks
-
-    def serve(self, steps: Mapping[str, Callable[[Info], Info | None]]) -> None:
-        """Follow orders until rank 0 says that the update is over.
-
-        Args:
-            steps: what is done for each order; it takes the order, and returns what is answered.
+        They hear the version of the last `Session.end`, and the error that the block raises.
 
         Raises:
-            ConcurrentUpdateError: another thread of this process follows them.
-            WeightSyncError: rank 0 failed, or is gone; or a step failed here.
+            ConcurrentUpdateError: another thread leads one, which goes on.
+            NotConnectedError: the store is gone; the block did not run.
         """
-        if not self._serving.acquire(blocking=False):
-            raise ConcurrentUpdateError(
-                "this trainer rank takes part in another update through the same transport",
-                state="that one goes on",
-                hint="update from one thread, or give each sender a transport of its own",
-            )
-        try:
-            self._serve(steps)
-        finally:
-            self._update, self._orders = self._update + 1, 0
-            self._serving.release()
-
-    def _serve(self, steps: Mapping[str, Callable[[Info], Info | None]]) -> None:
-        failure: WeightSyncError | None = None
-        order = self._first()
-        while order["do"] != _OVER:
-            self._orders += 1
+        with self._one_at_a_time():
+            notes, failure = self._shared(), None
+            session = self._session = Session(notes, self.size, self._timeout_s)
             try:
-                answer = steps[order["do"]](order) or {}
-            except Exception as error:  # noqa: BLE001 - carried over to rank 0, and raised here at the end
-                failure = error if isinstance(error, WeightSyncError) else TransportError(why(error))
-                failure.__cause__ = error
-                answer = {"error": why(error), "kind": type(error).__name__}
-            self._put(f"answer/{self._orders}/{self.rank}", answer)
-            order = self._wait(f"order/{self._orders + 1}", 0, _PHASES * self._timeout_s)
-        if failure is not None:
-            raise failure
-        if "error" in order:
-            kind = getattr(errors, str(order.get("kind")), TransportError)
-            raise kind(f"trainer rank 0: {order['error']}", state="this rank took no part in what followed")
+                if notes is not None:
+                    self._post(notes, session)
+                yield session
+            except BaseException as error:
+                failure = error
+                raise
+            finally:
+                self._session = None
+                version, accepted = session._ended
+                self._version, self._accepted = self._version if version is None else version, self._accepted + accepted
+                if notes is not None:
+                    self._close(notes, session, failure)
 
-    def _first(self) -> Info:
-        """Wait for the first order of this update; where it is over already, return that order.
+    def _post(self, notes: _Notes, session: Session) -> None:
+        while len(self._past) > 1:  # other ranks may be in the session before this one
+            notes.remove(self._past.popleft())
+        self._past.append(session._keys)
+        notes.put("newest", session.id.encode())
+        session._keys += notes.put(f"after/{self._last}", b"")
+        self._last = session.id
 
-        Rank 0 may have waited for this rank in vain: this call is then the next update's, if rank 0 begins one soon.
+    def _close(self, notes: _Notes, session: Session, error: BaseException | None) -> None:
+        try:
+            failure = None if error is None else _Failure.of(error)
+            over = _Over(self._version, self._accepted, failure, session._missed(error is not None))
+            session._keys += notes.put(f"{session.id}/over", over)
+            session._keys += notes.put(f"{session.id}/order/{session._orders + 1}", _Order())
+        except NotConnectedError:
+            log.warning("the other trainer ranks do not hear how an update ended", exc_info=True)
+
+    def following(self, steps: Callable[[], Mapping[str, RankStep]], within: Deadline | None = None) -> Ended:
+        """Follow rank 0 through the newest session that this rank has not followed, on a rank other than 0.
+
+        Args:
+            steps: returns what this rank does for each order, by its name. It reads the weights: an error that it or a
+                step raises is the answer to rank 0, and raised here once the session is over.
+            within: ends every wait for rank 0; by default, and at most, each of them lasts 30 timeouts.
+
+        Returns:
+            How rank 0 ended the session, even if with an error. Without a shared group the step ``"gather"`` runs, and
+            the update counts as accepted.
+
+        Raises:
+            ConcurrentUpdateError: another thread of this process follows.
+            DeadlineError: rank 0 began no session, or was silent in it, until the deadline.
+            NotConnectedError: the store is gone.
         """
-        over: Info | None = None
+        with self._one_at_a_time():
+            own, notes = _Own(steps), self._shared()
+            if notes is None:
+                own.answer(_Order("gather"))
+                own.require()
+                return Ended(None, 1)
+            try:
+                over = self._follow(notes, own, within or Deadline(float("inf")))
+            except WeightSyncError as error:
+                own.require(error)
+                raise
+            own.require()
+            news, self._accepted = over.accepted - self._accepted, over.accepted
+            return Ended(over.version, news, None if over.failure is None else over.failure.error(0))
+
+    def _follow(self, notes: _Notes, own: _Own, within: Deadline) -> _Over:
+        """Follow the newest session; where rank 0 waited in vain for this rank, rather one that begins soon."""
+        missed: _Over | None = None
         while True:
             try:
-                order = self._wait("order/1", 0, _PHASES * self._timeout_s if over is None else self._timeout_s)
+                self._last = self._newest(notes, self._patience(within, 1 if missed else _PHASES))
             except DeadlineError:
-                if over is None:
+                if missed is None:
                     raise
-                self._update -= 1
-                return over
-            if not self._there("over"):
-                return order
-            over = self._wait("over", 0, self._timeout_s)
-            if not over["waited"]:
-                return over
-            self._update += 1
+                return missed
+            over = f"{self._last}/over"
+            if notes.there(over) and self.rank in (ended := notes.read(over, _Over)).missed:
+                missed = ended
+            elif self._run(notes, self._last, own, within):
+                return notes.read(over, _Over)
 
-    # both
+    def _newest(self, notes: _Notes, within: Deadline) -> str:
+        """Wait for a session that this rank has not followed, and return its id."""
+        for _ in notes.looks(within, f"after/{self._last}"):
+            if (newest := notes.newest()) not in ("", self._last):
+                return newest
+        raise within.error("trainer rank 0 began no update", **_WHERE)
 
-    def _store(self) -> Any:
-        return torch.distributed.distributed_c10d._get_default_store()
-
-    def _key(self, key: str) -> str:
-        return f"{self._name}/{self._update}/{key}"
-
-    def _give(self, key: str, value: Info) -> None:
-        self._given.append((self._key(key), self._put(key, value)))
-
-    def _put(self, key: str, value: Info) -> int:
-        """Put what others wait for, and return how many values of the store it took."""
-        key, text = self._key(key), json.dumps(value, separators=(",", ":"))
-        parts = [text[at : at + _MOST_CHARACTERS] for at in range(0, len(text), _MOST_CHARACTERS)]
+    def _run(self, notes: _Notes, session: str, own: _Own, within: Deadline) -> bool:
+        """Run the orders of a session until it is over; return False where a newer one has replaced it before."""
+        answered: list[str] = []
         try:
-            for number, part in enumerate(parts[1:], 1):
-                self._store().set(f"{key}/{number}", part)
-            self._store().set(key, f"{len(parts)} {parts[0]}")  # last, as it is what readers look for
-        except RuntimeError as error:
-            raise store_gone(error) from error
-        return len(parts)
+            for number in itertools.count(1):
+                key, patience = f"{session}/order/{number}", self._patience(within, _PHASES)
+                for _ in notes.looks(patience, key):
+                    if notes.there(key):
+                        break
+                    if notes.newest() != session and not notes.there(key):  # it may have come between the two looks
+                        return False
+                else:
+                    raise patience.error("trainer rank 0 gave no order", **_WHERE)
+                order, over = notes.read(key, _Order), notes.there(f"{session}/over")
+                if not order.step:
+                    break
+                if not over:
+                    answered += notes.put(f"{session}/answer/{number}/{self.rank}", own.answer(order))
+                elif order.always:
+                    own.answer(order)
+            return True
+        finally:
+            notes.remove(answered)  # which rank 0 has read, or never will
 
-    def _wait(self, key: str, rank: int, timeout_s: float) -> Info:
-        key, store = self._key(key), self._store()
-        try:
-            wait_until(
-                lambda: store.check([key]),
-                timeout_s,
-                lambda: DeadlineError(
-                    f"trainer rank {rank} said nothing within {timeout_s:g} s",
-                    expected="update_weights on every trainer rank, the same number of times",
-                    hint=f"look at trainer rank {rank}; make the same transports in the same order on every rank",
-                ),
-                shortest_s=_SHORTEST_S,
-                longest_s=_LONGEST_S,
+    def _patience(self, within: Deadline, timeouts: int) -> Deadline:
+        return within.within(timeouts * self._timeout_s)
+
+    def _shared(self) -> _Notes | None:
+        _, size, store = self._group()
+        if size > 1 and (self._notes is None or self._notes.store is not store):
+            self._notes, self._last = _Notes(f"torchrl_ext/ranks/{self._name}/", store, self._timeout_s / 2), ""
+        return self._notes if size > 1 else None
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise ConcurrentUpdateError(
+                "another thread of this trainer rank is in an update of the same sender",
+                state="that update goes on",
+                hint="update from one thread, or make a sender for each",
             )
-            count, _, text = store.get(key).decode().partition(" ")
-            text += "".join(store.get(f"{key}/{number}").decode() for number in range(1, int(count)))
-            if rank:  # rank 0 alone reads answers, and orders are for all
-                self._remove(key, int(count))
-            found = json.loads(text)
-        except DeadlineError:
-            raise
-        except RuntimeError as error:
-            raise store_gone(error) from error
-        return dict(found)
-
-    def _there(self, key: str) -> bool:
         try:
-            return bool(self._store().check([self._key(key)]))
-        except RuntimeError as error:
-            raise store_gone(error) from error
-
-    def _remove(self, key: str, count: int) -> None:
-        with suppress(RuntimeError):  # some stores remove nothing
-            for part in (key, *(f"{key}/{number}" for number in range(1, count))):
-                self._store().delete_key(part)
+            yield
+        finally:
+            self._busy.release()
 
 
-def drives(rank: int | None) -> bool:
-    """Return whether a trainer rank drives updates, as rank 0 does; None stands for torch's, 0 without a group."""
-    return (torch.distributed.get_rank() if rank is None and _grouped() else rank or 0) == 0
+@final
+class _Own:
+    """The steps of this rank, and its first failure."""
 
+    def __init__(self, make: Callable[[], Mapping[str, RankStep]]) -> None:
+        self._failure: Exception | None = None
+        self._steps: Mapping[str, RankStep] | None = None
+        try:
+            self._steps = make()
+        except Exception as error:  # noqa: BLE001 - the answer to rank 0, and raised at the end
+            self._failure = error
 
-def shared_store() -> Any | None:
-    """Return the store of torch's process group; None where this process is the only rank."""
-    shared = _grouped() and torch.distributed.get_world_size() > 1
-    return torch.distributed.distributed_c10d._get_default_store() if shared else None
+    def answer(self, order: _Order) -> bytes:
+        """Run an order, and return the answer to it."""
+        error = self._failure
+        if self._steps is not None:
+            try:
+                return msgspec.json.encode(_Answer(self._steps[order.step](order.args) or {}))
+            except Exception as met:  # noqa: BLE001 - as above
+                error = met
+                self._failure = self._failure or met
+        assert error is not None
+        return msgspec.json.encode(_Answer(failure=_Failure.of(error)))
 
-
-def store_gone(error: Exception) -> NotConnectedError:
-    """Return the error to raise where the store of torch's process group failed with ``error``."""
-    return NotConnectedError(
-        f"the store of the trainer's process group is gone: {error}",
-        state="this rank does not know what became of the update",
-        hint="look at trainer rank 0, which keeps it as a rule",
-    )
-
-
-def _grouped() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    def require(self, cause: Exception | None = None) -> None:
+        """Raise the failure, if there is one."""
+        if isinstance(self._failure, WeightSyncError) or (self._steps is None and self._failure is not None):
+            raise self._failure from self._failure.__cause__ or cause
+        if self._failure is not None:
+            raise TransportError(errors.why(self._failure)) from self._failure

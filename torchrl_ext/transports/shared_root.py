@@ -4,26 +4,43 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
-import time
 import uuid
 from contextlib import suppress
 
-from torchrl_ext.errors import IntegrityError, StoreError, TransportError
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import IntegrityError, StoreError
+from torchrl_ext.messages import Wire
 from torchrl_ext.stores import Store
 from torchrl_ext.stores.local import TEMPORARY
-from torchrl_ext.transports.base import deadline
 from torchrl_ext.types import Info
 
-__all__ = ["VISIBLE_S", "SharedRoot"]
+__all__ = ["VISIBLE_S", "Invitation", "SharedRoot"]
 
 VISIBLE_S = 2.0  # seconds that a shared filesystem may take to show a new name
 _LOOK_S = 0.1
 _PROBE = re.compile(re.escape(f".probe{TEMPORARY}") + "[0-9a-f]{32}")
+_NOT_SENT = "no weights were sent; this engine serves what it has"
+_SHARE = "pick a root on a filesystem that is mounted on both hosts under the same path"
+
+
+class Invitation(Wire, frozen=True, kw_only=True):
+    """Where the trainer left a probe.
+
+    Attributes:
+        root: of the versions, as workers see it.
+        probe: the key of the probe.
+        run_id: names the trainer's run; the probe holds it.
+        host: of the trainer.
+    """
+
+    root: str
+    probe: str
+    run_id: str
+    host: str
 
 
 class SharedRoot:
-    """Writes the probe on the trainer end, and looks for it on a worker end.
+    """Writes the probe on the trainer's end, and looks for it on a worker's.
 
     Args:
         store: the directory (or bucket), as this process sees it.
@@ -38,16 +55,12 @@ class SharedRoot:
         self.probe: str | None = None
 
     def invite(self) -> Info:
-        """Write a probe, and return what workers need to look for it (trainer end)."""
+        """Write a probe, and return the fields of an `Invitation` (trainer end)."""
         self.clear()
         self.probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
         self._store.put(self.probe, self._token.encode())
-        return {
-            "root": self._store.url,
-            "probe": self.probe,
-            "run_id": self._token,
-            "host": socket.gethostname(),
-        }
+        host = socket.gethostname()
+        return {"root": self._store.url, "probe": self.probe, "run_id": self._token, "host": host}
 
     def clear(self) -> None:
         """Remove the probe, if there is one (trainer end)."""
@@ -56,49 +69,40 @@ class SharedRoot:
                 self._store.delete(self.probe)
             self.probe = None
 
-    def find(self, info: Info, timeout_s: float, aborted: threading.Event) -> None:
+    def find(self, offer: Invitation, within: Deadline) -> None:
         """Look for the trainer's probe (worker end).
 
         Raises:
             StoreError: it is not here, so the root is only visible to the trainer, or another directory.
-            TransportError: another thread set ``aborted`` meanwhile.
-            IntegrityError: ``info`` is not one of `invite`.
+            TransportError: another thread ended the wait.
+            IntegrityError: the offer names no probe.
         """
-        root, host, probe, token = (_text(info, field) for field in ("root", "host", "probe", "run_id"))
-        if not _PROBE.fullmatch(probe):
+        if not _PROBE.fullmatch(offer.probe):
             raise IntegrityError(
-                f"the probe of a shared root is {probe!r}",
+                f"the probe of a shared root is {offer.probe!r}",
                 expected="a name as the trainer gives one",
                 state="nothing was read",
             )
-        here, trainer = f"{self._store.url} on {socket.gethostname()}", f"{root} on {host}"
-        until = deadline(min(VISIBLE_S, timeout_s))
-        aborted.clear()  # an earlier abort ended the waits of its time, and not this one
-        while True:
+        here, trainer = f"{self._store.url} on {socket.gethostname()}", f"{offer.root} on {offer.host}"
+        found = None
+        for _ in within.within(VISIBLE_S).pauses(shortest_s=_LOOK_S, longest_s=_LOOK_S):
             with suppress(FileNotFoundError):
-                found = self._store.get(probe)
+                found = self._store.get(offer.probe)
+            if found is not None or not self._store.available():
                 break
-            if not self._store.available() or time.monotonic() > until:
-                raise StoreError(
-                    f"{here} does not hold what the trainer wrote into {trainer}: this root is only visible to the "
-                    "trainer",
-                    expected=f"the file {probe}",
-                    state="no weights were sent; this engine serves what it has",
-                    hint="pick a root on a filesystem that is mounted on both hosts under the same path",
-                )
-            if aborted.wait(_LOOK_S):
-                raise TransportError("joining the trainer was aborted", state="this engine serves what it has")
-        if found != token.encode(errors="replace"):
+        if found is None and within.stop.is_set():
+            raise within.error("the trainer's root was not found", state=_NOT_SENT)
+        if found is None:
+            raise StoreError(
+                f"{here} does not hold what the trainer wrote into {trainer}: this root is only visible to the trainer",
+                expected=f"the file {offer.probe}",
+                state=_NOT_SENT,
+                hint=_SHARE,
+            )
+        if found != offer.run_id.encode(errors="replace"):
             raise StoreError(
                 f"{here} and {trainer} are different directories",
                 expected="one directory that both ends see",
-                state="no weights were sent; this engine serves what it has",
-                hint="pick a root on a filesystem that is mounted on both hosts under the same path",
+                state=_NOT_SENT,
+                hint=_SHARE,
             )
-
-
-def _text(info: Info, field: str) -> str:
-    value = info.get(field)
-    if not isinstance(value, str) or "\0" in value:
-        raise IntegrityError(f"{field} of a shared root is {value!r}", expected="a name", state="nothing was read")
-    return value

@@ -2,32 +2,86 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import queue
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, final
 
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.landing.loader import TensorsLoader, as_loader
-from torchrl_ext.transports.base import Transport
+from torchrl_ext.transports.base import Arrival, Transport, Update, WorkerEnd, exclusive, passing, steps_of
+from torchrl_ext.transports.ranks import TrainerRanks, numbered
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.source import as_source, inner_model, is_mapping
 
-__all__ = ["StandaloneTransport"]
+__all__ = ["Mailbox", "QueueMailbox", "StandaloneTransport"]
+
+_SHORTEST_S, _LONGEST_S = 0.002, 0.02  # between two looks into a queue
+
+
+class Mailbox(ABC):
+    """Brings word of a version from a trainer to its workers, where no control layer does."""
+
+    def put(self, arrival: Arrival, within: Deadline) -> None:  # noqa: B027 - workers may see a version by themselves
+        """Announce a version to the workers (trainer end), before ``transfer`` of its handoff."""
+
+    @abstractmethod
+    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        """Return the newest version other than the one ``received`` last, or None at the deadline (worker end)."""
+
+    def refuse(self, arrival: Arrival, error: BaseException) -> None:  # noqa: B027 - nobody may wait for this worker
+        """Tell the trainer not to wait: a version of `get` cannot land here, because of ``error`` (worker end)."""
+
+
+@final
+class QueueMailbox(Mailbox):
+    """Brings word through a queue of this process."""
+
+    def __init__(self) -> None:
+        self._arrivals: queue.Queue[Arrival] = queue.Queue()
+
+    def put(self, arrival: Arrival, within: Deadline) -> None:
+        self._arrivals.put(arrival)
+
+    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        found = None
+        for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
+            while not self._arrivals.empty():
+                found = self._arrivals.get_nowait()
+            if found is not None:
+                break
+        return found
 
 
 class StandaloneTransport(Transport):
-    """A transport whose worker end hears of versions without a control layer: `send_weights` and `receive_weights`.
+    """A transport that works alone: `send_weights` on the trainer, `receive_weights` on a worker.
 
-    A transport adds `poll` for it, and `announce` where workers cannot see a version unless they are told.
+    An instance is the one or the other; a worker's makes its `WorkerEnd` by `attend` when it first receives.
 
     Args:
         timeout_s: deadline of every wait, in seconds.
-
-    Attributes:
-        received_version: the version that `receive_weights` returned last; 0 before the first.
     """
 
-    received_version = 0
+    _received: Arrival | None = None
+    _end: WorkerEnd | None = None
+    _within: Deadline | None = None  # of the call that runs
+    _connected = False
+    _last_version = 0
+
+    @property
+    def received_version(self) -> int:
+        """The version that `receive_weights` returned last; 0 before the first."""
+        return 0 if self._received is None else self._received.version
+
+    @property
+    @abstractmethod
+    def mailbox(self) -> Mailbox:
+        """The mailbox of this end."""
+
+    @abstractmethod
+    def attend(self, within: Deadline) -> WorkerEnd:
+        """Return the worker end of this instance, which needs no invitation."""
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
         """Connect standalone ends, under TorchRL's name for it; only a collective has a group to form.
@@ -37,23 +91,10 @@ class StandaloneTransport(Transport):
         """
         del model_metadata
 
-    def announce(self, info: Info) -> None:
-        """Tell the workers of this transport that a handoff comes (trainer end)."""
-
-    @property
-    def drives(self) -> bool:
-        """Whether `send_weights` sends, on this rank of a trainer; on others it takes part (`Transport.follow`)."""
-        return True
-
-    @abstractmethod
-    def poll(self, timeout_s: float) -> Info | None:
-        """Return the ``info`` of the newest version not yet received, or None after ``timeout_s`` (worker end)."""
-
-    def decline(self, info: Info, error: BaseException) -> None:
-        """Tell the trainer not to wait: a handoff from `poll` cannot land here, because of ``error`` (worker end)."""
-
     def send_weights(self, model_id: Any, weights: Any = None) -> None:
         """Send one version of ``weights`` (trainer end); also callable as ``send_weights(weights)``.
+
+        On a trainer of several ranks, every rank calls it; rank 0 sends.
 
         Args:
             model_id: name of the model, a label only.
@@ -62,32 +103,46 @@ class StandaloneTransport(Transport):
         Raises:
             ConcurrentUpdateError: another send runs.
             TransportError, DeadlineError: the bytes could not be moved.
-            WeightSyncError: the rank that drives failed, where this one takes part.
+            WeightSyncError: rank 0 failed, on another rank.
         """
-        if weights is None:
-            model_id, weights = "policy", model_id
-        with self.exclusive("send_weights"):
-            try:
-                source = as_source(weights)
-            except BaseException as error:
-                self.dismiss(None, error)
-                raise
-            if not self.drives:
-                self.follow(source)
+        weights = model_id if weights is None else weights
+        with exclusive(self, "send_weights"):
+            if "ranks" not in vars(self):
+                self.ranks = TrainerRanks(numbered("transport"), self.timeout_s)
+            if not self.ranks.drives:
+                ended = self.ranks.following(lambda: steps_of(self, as_source(weights)))
+                if ended.error is not None:
+                    raise ended.error
                 return
-            failure = None
-            try:
+            with self.ranks.leading() as session:
+                source = as_source(weights)
                 version = self._last_version = self.latest_version() + 1  # taken even where it fails: some may get it
-                handoff = self.prepare(source, version)
-                handoff.ahead()
-                self.announce({**handoff.info, "model_id": model_id})
-                handoff.transfer()
-                handoff.acknowledge(None)
-            except BaseException as error:
-                failure = error
-                raise
-            finally:
-                self.dismiss(source, failure)
+                self._send(Update(source=source, version=version))
+                session.end(version, accepted=True)
+
+    def _send(self, update: Update) -> None:
+        within = self._within = Deadline(self.timeout_s, f"the workers of this {self.name} transport")
+        with passing(self, update.source):
+            handoff = self.prepare(update, within)
+            handoff.ahead(within)
+            arrival = Arrival(version=update.version, params=update.source.params(), info=handoff.info)
+            self.mailbox.put(arrival, within)
+            handoff.transfer(within)
+        self._connected = True
+        handoff.served(None)
+
+    def announce(self, info: Info) -> None:
+        """Announce a version to the workers, for a control layer that has no other way to reach them.
+
+        Args:
+            info: with ``version`` and ``params`` beside what `prepare` gave.
+        """
+        params = tuple(map(ParamMeta.from_json, info["params"]))
+        within = Deadline(self.timeout_s, f"the workers of this {self.name} transport")
+        self.mailbox.put(Arrival(version=info["version"], params=params, info=info), within)
+
+    def latest_version(self) -> int:
+        return self._last_version
 
     def receive_weights(
         self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
@@ -107,22 +162,25 @@ class StandaloneTransport(Transport):
             ManifestError: ``weights`` or ``model`` has other parameters; nothing was changed.
             IntegrityError, TransportError: what arrived is damaged or incomplete.
         """
-        info = self.poll(self.timeout_s if timeout is None else timeout)
-        if info is None:
+        wait_s = self.timeout_s if timeout is None else timeout
+        within = self._within = Deadline(wait_s, f"the trainer of this {self.name} transport")
+        if self._end is None:
+            self._end = self.attend(within)
+        arrival = self.mailbox.get(within, self._received)
+        if arrival is None:
             return None
+        self._connected = True
         try:
-            params = tuple(ParamMeta.from_json(row) for row in info["params"])
             target = None if weights is None else TensorsLoader(_mapping(weights))
-            if target is not None:
-                target.check(params)
             loader = None if model is None or strategy is not None else as_loader(model)
-            if loader is not None:
-                loader.check(params)
+            for one in filter(None, (target, loader)):
+                one.check(arrival.params)
         except Exception as error:
-            self.decline(info, error)
+            self.mailbox.refuse(arrival, error)
             raise
         into = {} if target is None else target.targets()
-        received = dict(self.receive(info, into))
+        within = self._within = Deadline(self.timeout_s, within.who)
+        received = dict(self._end.receive(arrival, into, within))
         if target is not None:
             target.load(received.items())
             into = target.targets()
@@ -137,8 +195,23 @@ class StandaloneTransport(Transport):
         if model is not None and strategy is not None:
             model = inner_model(model)
             strategy.apply_weights(model, result if _is_flat(model) else result.unflatten_keys("."))
-        self.received_version = info["version"]
+        self._received = arrival
         return result
+
+    def abort(self) -> None:
+        """End the wait of a `send_weights` or `receive_weights` that runs in another thread."""
+        if self._within is not None:
+            self._within.stop.set()
+
+    def check_connection(self) -> bool:
+        return self._connected
+
+    def shutdown(self) -> None:
+        self.abort()
+        self._connected = False
+        end, self._end = self._end, None
+        if end is not None:
+            end.close()
 
 
 def _is_flat(model: Any) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import final
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from torchrl_ext.errors import ConfigError, ManifestError
@@ -63,7 +63,7 @@ class RenamedSource(WeightSource):
 
     def shards(self) -> Iterator[Shard]:
         for shard in self._source.shards():
-            yield shard.under(replace(shard.meta, name=self._mapper(shard.meta.name)))
+            yield shard.under(structs.replace(shard.meta, name=self._mapper(shard.meta.name)))
 
     def held(self) -> Mapping[str, Tensor]:
         return {self._mapper(name): tensor for name, tensor in self._source.held().items()}
@@ -121,7 +121,7 @@ class CastSource(WeightSource):
         return with_dtype(self._source.files(), self._dtype)
 
     def _cast(self, meta: ParamMeta) -> ParamMeta:
-        return replace(meta, dtype=self._dtype) if meta.dtype.is_floating_point else meta
+        return structs.replace(meta, dtype=self._dtype) if meta.dtype.is_floating_point else meta
 
 
 def regex_mapper(table: Mapping[str, str]) -> Callable[[str], str]:

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 import torchrl_ext
 from torchrl_ext.cli.doctor.findings import Examination, Examined, Finding, Notes
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
-from torchrl_ext.messages import ADAPTERS_ROUTE, BACKEND
 from torchrl_ext.registry import engines
+from torchrl_ext.routes import ADAPTERS_ROUTE, BACKEND
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
 from torchrl_ext.rpc.server_info import is_guest, kv_connectors

@@ -14,11 +14,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from torchrl_ext.cli.doctor.findings import Examined, Notes
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.messages import Inspect
 from torchrl_ext.rpc.http import normalise_url
 from torchrl_ext.stores import Store, open_store
-from torchrl_ext.transports.shared_root import SharedRoot
+from torchrl_ext.transports.shared_root import Invitation, SharedRoot
 from torchrl_ext.types import Info, cast_hint, dtype_from_name, dtype_name
 
 __all__ = ["SharedChecks", "compare_checkpoint", "compare_own_checkpoint", "own_address", "read_checkpoint"]
@@ -179,9 +180,9 @@ class SharedChecks:
         if self._store is None or not probe.startswith(".probe") or "/" in probe:
             return False
         theirs = SharedRoot(self._store, self._token)
-        info = {"root": self._root, "probe": probe, "run_id": self._token, "host": "the engine"}
+        offer = Invitation(root=self._root, probe=probe, run_id=self._token, host="the engine")
         try:
-            theirs.find(info, timeout_s=2.0, aborted=threading.Event())
+            theirs.find(offer, Deadline(2.0))
         except WeightSyncError:
             return False
         with suppress(StoreError):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.launch.server import Server, StockSpec, as_flags, on_cpu
-from torchrl_ext.messages import BACKEND
+from torchrl_ext.routes import BACKEND
 
 __all__ = ["VLLMServer", "VLLMSpec"]
 

@@ -8,7 +8,7 @@ to the `lora_id`, which is drawn anew at each load (`sglang.srt.managers.schedul
 of another.
 
 Messages travel as the ``action`` of ``/weights_checker``, like our others, but these stay in the process that looks
-names up (`TokenizerManager`): those of `torchrl_ext.messages.steps`. The workers are asked about layers.
+names up (`TokenizerManager`). The workers are asked about layers.
 
 What SGLang 0.5.23 passes over in silence is refused when a version is staged: it scales every layer by
 ``lora_alpha / r``, whatever ``use_rslora``, ``alpha_pattern`` and ``rank_pattern`` say, and skips tensors that it has
@@ -25,25 +25,23 @@ from pathlib import Path
 from typing import Any, final
 
 from torchrl_ext.errors import ConfigError, EngineError, NotConnectedError
-from torchrl_ext.messages import (
-    CHANNEL,
-    CheckAdapter,
-    CheckLoaded,
-    ListAdapters,
-    Message,
-    ServeAdapter,
-    StageAdapter,
-    UnloadAdapter,
-    read,
-)  # fmt: skip
+from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, Text, UnloadAdapter, read
+from torchrl_ext.routes import CHANNEL, ListAdapters
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.sync.roots import check_adapter
+from torchrl_ext.sync.published import check_adapter
 from torchrl_ext.types import Info, adapter_label, adapter_version
 
-__all__ = ["HOOKS", "Adapters", "check_worker"]
+__all__ = ["HOOKS", "Adapters", "CheckLoaded", "check_worker"]
 
 _NOT_HERE = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}, "bias": "none"}
 """Settings of PEFT that change what an adapter computes and that SGLang ignores, with their neutral values."""
+
+
+class CheckLoaded(Message, frozen=True, kw_only=True):
+    """Asks workers whether each tensor of the adapter that was loaded under ``label`` has a layer that applies it."""
+
+    label: Text
+
 
 _managers: weakref.WeakKeyDictionary[Any, Adapters] = weakref.WeakKeyDictionary()
 

@@ -4,7 +4,7 @@ SGLang (0.5.13 and later) calls `register` in each of its processes and then app
 which hold the model, and in the process that looks up adapters by name (`torchrl_ext.plugins.sglang.adapters`):
 
 * ``/weights_checker`` reaches every worker, between two steps of generation, whether the server is paused or not, and
-  carries a free string: the ``action``. Ours begin with `torchrl_ext.messages.CHANNEL`; a server without the plugin
+  carries a free string: the ``action``. Ours begin with `torchrl_ext.routes.CHANNEL`; a server without the plugin
   says "Unsupported action" and goes on. What they do is in `torchrl_ext.plugins.sglang.worker`.
 * ``/update_weights_from_disk`` with ``load_format="delta"`` lands a version directory, or the newest one of a root.
 
@@ -22,14 +22,14 @@ import pkgutil
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.messages import CHANNEL, CheckAdapter, CheckLoaded, Prefetch, read
+from torchrl_ext.messages import CheckAdapter, Prefetch, read
 from torchrl_ext.plugins.found import enable, grant_tiles
 from torchrl_ext.plugins.sglang import adapters as sglang_adapters
 from torchrl_ext.plugins.sglang import routes as sglang_routes
+from torchrl_ext.routes import CHANNEL
 
 __all__ = ["register"]
 
@@ -130,7 +130,7 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
     try:
         runner = manager.tp_worker.model_runner
         message = read(json.loads(request.action.removeprefix(CHANNEL)))
-        if isinstance(message, (CheckAdapter, CheckLoaded)):
+        if isinstance(message, (CheckAdapter, sglang_adapters.CheckLoaded)):
             failure = _united(lambda: sglang_adapters.check_worker(runner.lora_manager, message))
             return CheckWeightsReqOutput(success=not failure, message=failure)
         worker = _worker(runner)
@@ -202,7 +202,7 @@ def update_weights_from_disk(
         if load_format == "delta":
             if runner.is_draft_worker:
                 return True, "a draft model follows no delta: it stays as it is"
-            return _worker(runner).land(model_path, asdict(sglang_routes.announced()))
+            return _worker(runner).land(model_path, sglang_routes.announced())
     except Exception as error:  # noqa: BLE001 - it would end the server
         return False, f"{type(error).__name__}: {error}"
     if kwargs.get("weight_name_filter") or any(args):  # not a trainer's call

@@ -17,14 +17,29 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from torchrl_ext.errors import DeadlineError, EngineError, WeightSyncError
-from torchrl_ext.messages import CHANNEL, Land, Message, Poll, Pull, answers_in, merged
+from torchrl_ext.messages import Message, Poll, Pull, Text
+from torchrl_ext.routes import CHANNEL, answers_in, merged
 
-__all__ = ["HOOKS", "announced", "load"]
+__all__ = ["HOOKS", "Land", "announced", "load"]
 
 log = logging.getLogger("torchrl_ext")
 
 _SERVER: Final = "sglang.srt.entrypoints.http_server"
 _PULL_S: Final = 7200.0
+
+
+class Land(Message, frozen=True, kw_only=True):
+    """Says what a server's workers need to know of a call that has them land a version directory.
+
+    Attributes:
+        files: the names of files that the call has; None for all of the version.
+        paused: whether the server is paused.
+        label: what the weights in service are called.
+    """
+
+    files: list[Any] | None = None
+    paused: bool = False
+    label: Text | None = None
 
 
 _OURS: Final = "torchrl_ext"
@@ -92,7 +107,7 @@ def _add(app: Any, manager: Any) -> None:
 
     async def pull_weights(request: Any) -> Any:
         try:
-            message = Pull.asked(json.loads(await request.body()))
+            message = Pull.of(json.loads(await request.body()))
             await _told(manager, message)
             success, words = True, "Success."
         except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is

@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import distributed, nn
 
-from torchrl_ext.messages import Finish, Flush, Join, Load, Message, Start, State, partial_version
+from torchrl_ext.messages import Finish, Join, Load, Message, Start, State, partial_version
 from torchrl_ext.plugins.sglang.loader import SGLangLoader
+from torchrl_ext.plugins.sglang.routes import Land
 from torchrl_ext.plugins.workers import agree
-from torchrl_ext.sync.roots import invited
+from torchrl_ext.routes import Flush
 from torchrl_ext.sync.worker_end import WorkerEnd, words_of
-from torchrl_ext.transports.roots import locate, parameters, part
+from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.types import Info
 
 __all__ = ["SGLangWorker"]
@@ -114,27 +114,28 @@ class SGLangWorker:
         return answer
 
     @torch.inference_mode()
-    def land(self, path: str, told: Mapping[str, Any]) -> tuple[bool, str]:
+    def land(self, path: str, call: Land) -> tuple[bool, str]:
         """Bring the model to the version at ``path``, as slime's ``load_format="delta"`` wants it. Never raises.
 
         Args:
             path: a version directory ``weight_v000007``, or the root that holds it (then the newest version is taken).
-            told: ``files`` that the call names, whether the server is ``paused``, and the ``label`` of its weights.
+            call: what the server's process says of the call.
         """
         receiver, together = self._end.receiver, self._end.together
-        root, version = "", 0
+        root: PublishedRoot
+        version = 0
         params: list[Any] = []
         own: list[str] | None = None
 
         def look() -> None:
             nonlocal root, version, params, own
-            root, version = locate(path)
-            own = part(root, version, told.get("files"))
-            params = parameters(root, version, self._checkpoint, told.get("files"), parts=bool(told.get("paused")))
+            reader = f"reader-{distributed.get_rank(self._group)}"
+            root, version = PublishedRoot.of_path(path, self._checkpoint, reader=reader)
+            params, own = root.contents(version, call.files, parts=call.paused)
 
         def join() -> None:
-            with invited(root, f"reader-{distributed.get_rank(self._group)}", self._checkpoint, params) as message:
-                receiver.connect(message)
+            with root.invited(params) as info:
+                receiver.connect(Join.of(info))
 
         def commit() -> None:
             self._loader.prepared = False
@@ -145,16 +146,16 @@ class SGLangWorker:
         try:
             self._end.settle()
             together(look)
-            if self._joined != (root, params):
+            if self._joined != (root.root, params):
                 together(join)
-                self._joined = (root, params)
-            together(lambda: receiver.prefetch(version, files=own, label=told.get("label")))
+                self._joined = (root.root, params)
+            together(lambda: receiver.prefetch(version, files=own, label=call.label))
             together(receiver.confirm)
             together(commit)
         except Exception as error:  # noqa: BLE001 - as for `answer`
             self._joined = None
             return False, words_of(error)
-        return True, f"version {version} of {root} is in service"
+        return True, f"version {version} of {root.root} is in service"
 
 
 def _flush(manager: Scheduler) -> bool:

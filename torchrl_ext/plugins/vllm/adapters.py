@@ -29,16 +29,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from torchrl_ext.errors import ConfigError, NotConnectedError
-from torchrl_ext.messages import (
-    ADAPTERS_ROUTE,
-    CheckAdapter,
-    Message,
-    ServeAdapter,
-    StageAdapter,
-    UnloadAdapter,
-    read,
-)  # fmt: skip
+from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, UnloadAdapter, read
 from torchrl_ext.plugins.vllm import names as vllm
+from torchrl_ext.routes import ADAPTERS_ROUTE
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.types import Info, adapter_label, adapter_version
 

@@ -33,11 +33,11 @@ from fastapi.responses import JSONResponse
 
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, WeightSyncError
-from torchrl_ext.messages import BACKEND, Finish, Pull, Reset
-from torchrl_ext.messages.routes import bears_key
+from torchrl_ext.messages import Finish, Pull, Reset
 from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
+from torchrl_ext.routes import BACKEND, bears_key
 from torchrl_ext.sync.engines.hosts import VLLMHost
-from torchrl_ext.sync.roots import DiskLoads
+from torchrl_ext.sync.published import DiskLoads
 
 __all__ = ["UpdateFromDisk"]
 
@@ -95,7 +95,7 @@ class UpdateFromDisk:
         return str(self._loads.load(body.get("model_path"), body.get("load_format"), label, body.get("files")))
 
     def _pull(self, body: Mapping[str, Any]) -> str:
-        self._files.pull(Pull.asked(body))
+        self._files.pull(Pull.of(body))
         return "Success."
 
 

@@ -22,22 +22,12 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from torchrl_ext.errors import EngineError, ManifestError
-from torchrl_ext.messages import (
-    ANSWERS,
-    OPEN_UPDATE,
-    CheckAdapter,
-    Finish,
-    Join,
-    Message,
-    Start,
-    escaped,
-    read,
-    stamped,
-)
+from torchrl_ext.messages import CheckAdapter, Finish, Join, Message, Start, read, stamped
 from torchrl_ext.plugins.vllm import names as vllm
 from torchrl_ext.plugins.vllm.loader import VLLMLoader
 from torchrl_ext.plugins.workers import agree
-from torchrl_ext.sync.roots import check_adapter
+from torchrl_ext.routes import ANSWERS, OPEN_UPDATE, escaped
+from torchrl_ext.sync.published import check_adapter
 from torchrl_ext.sync.worker_end import WorkerEnd, joined, words_of
 from torchrl_ext.types import Info
 
@@ -137,7 +127,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if whole:
             self._end.receiver.reloaded()
         elif self._loader.is_open():
-            self._end.receiver.torn = True
+            self._end.receiver.tear()
 
     @property
     def whole(self) -> bool:

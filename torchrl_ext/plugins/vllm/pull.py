@@ -10,11 +10,12 @@ import os
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.messages import Pull, escaped
+from torchrl_ext.messages import Pull
 from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine, told_all
+from torchrl_ext.routes import escaped
 from torchrl_ext.sync.worker_end import joined, pull, words_of
-from torchrl_ext.transports.delta.hooks import PRE_READ_HOOK
 from torchrl_ext.types import Info
+from torchrl_ext.versions.hooks import PRE_READ_HOOK
 
 __all__ = ["pulled", "reloaded"]
 
@@ -39,7 +40,7 @@ def pulled(worker: Any, base: str, told: Info, hook: str | None) -> Info:
                 state="nothing was read",
                 hint=f"start the engine with {PRE_READ_HOOK}={hook:.80}",
             )
-        pull(Pull.asked(told), base)
+        pull(Pull.of(told), base)
     except Exception as error:  # noqa: BLE001 - told to the others, whatever it is
         words = words_of(error)
     failures = told_all(words)

@@ -13,8 +13,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torchrl_ext.messages import BACKEND, TAKE_OVER, partial_version
+from torchrl_ext.messages import partial_version
 from torchrl_ext.plugins.found import enable, grant_tiles
+from torchrl_ext.routes import BACKEND, TAKE_OVER
 
 __all__ = ["register"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import uuid
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,7 @@ from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError
 from torchrl_ext.messages import Load, Seal
 from torchrl_ext.rpc.engines.base import is_absent
 from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.transports.roots import PublishedRoot
+from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.types import Info
 
 __all__ = ["Fetched", "asked", "staged"]
@@ -102,12 +101,8 @@ def staged(
             return replace(before, version=version)
         except EngineError:  # another trainer had them join something else, or one was started again
             pass
-    try:
-        connection = uuid.uuid4().hex
-        sender = f"a client that fetches from {root}, process {os.getpid()} on {socket.gethostname()},"
-        info = {**published.invite(), "params": params, "connection": connection, "sender": sender}
+    sender = f"a client that fetches from {root}, process {os.getpid()} on {socket.gethostname()},"
+    with published.invited(params, sender) as info:
         fleet.everywhere("join the folder", lambda one: one.connect(info) if one.url in urls else None)
-    finally:
-        published.close()
     stage()
-    return Fetched(version=version, root=root, params=params, connection=connection)
+    return Fetched(version=version, root=root, params=params, connection=info["connection"])

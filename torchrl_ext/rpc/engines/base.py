@@ -26,11 +26,11 @@ from torchrl_ext.messages import (
     Poll,
     Rehearse,
     State,
-    merged,
     partial_version,
     replaced_by,
     stamped,
 )
+from torchrl_ext.routes import merged
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.rpc.engines.sleep import SleepState, check_wake
 from torchrl_ext.rpc.engines.workers import Workers
@@ -210,10 +210,14 @@ class HTTPEngine(EngineClient):
         return self._followed
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        what = "keep the digests of the new weights" if "verify" in info else "load the new weights"
         self._torn = True
-        with self._step(what, state=self._paused("part of an update")):
+        with self._step("load the new weights", state=self._paused("part of an update")):
             self._load(info)
+
+    def _compare(self, digests: Mapping[str, str]) -> None:
+        self._torn = True
+        with self._step("keep the digests of the new weights", state=self._paused("part of an update")):
+            self._workers.verify(digests)
 
     def commit(self, version: int) -> None:
         with self._step(f"finish version {version}", state=self._paused("part of an update")):
@@ -228,7 +232,7 @@ class HTTPEngine(EngineClient):
 
     @abstractmethod
     def _load(self, info: Info) -> None:
-        """Send one handoff, or the trainer's digests, to the workers."""
+        """Send one handoff to the workers."""
 
     @abstractmethod
     def _finish(self, version: int) -> None:

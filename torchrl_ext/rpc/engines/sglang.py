@@ -31,7 +31,8 @@ from typing import Any, ClassVar
 from torchrl_ext import messages
 from torchrl_ext.deadline import pauses
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
-from torchrl_ext.messages import CHANNEL, Message, merged
+from torchrl_ext.messages import Message
+from torchrl_ext.routes import CHANNEL, Flush, ListAdapters, merged
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.adapters import AdapterClient
 from torchrl_ext.rpc.engines.base import HTTPEngine, is_absent, restated
@@ -206,10 +207,6 @@ class SGLangEngine(HTTPEngine):
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
             raise EngineRefusedError(f"{self.url}/weights_checker answered {told!r}", hint=PLUGIN) from None
 
-    @property
-    def takes_parts(self) -> bool:
-        return self._workers.plugged
-
     def prefetch(self, version: int, part: Part | None = None) -> None:
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
             if self._workers.plugged:
@@ -323,7 +320,7 @@ class SGLangEngine(HTTPEngine):
         return AdapterClient(self, name, self._adapters, self._tell_adapters, plugin=_ADAPTERS, lora=_LORA)
 
     def _adapters(self) -> Info:
-        return self._tell_adapters(messages.ListAdapters())["adapters"]
+        return self._tell_adapters(ListAdapters())["adapters"]
 
     def _tell_adapters(self, message: Message) -> Info:
         told = merged(self.tell(message))
@@ -382,7 +379,7 @@ class SGLangEngine(HTTPEngine):
     def _try_flush(self) -> tuple[int, str]:
         """Try to drop the cache; return 200, or 400 while requests use it, and SGLang's message."""
         if self._workers.plugged:  # SGLang's route collects garbage too, which can take longer than an update
-            flushed = merged(self._tell(messages.Flush())).get("flushed")
+            flushed = merged(self._tell(Flush())).get("flushed")
             return (200, "") if flushed else (400, "the cache is in use")
         answer = self._http.call("POST", "/flush_cache")
         if answer.ok or answer.status == 400:

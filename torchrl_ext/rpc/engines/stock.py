@@ -29,12 +29,12 @@ outputs prove an update (``verify="outputs"``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, final
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
-from torchrl_ext.messages import BACKEND
+from torchrl_ext.routes import BACKEND
 from torchrl_ext.rpc.engines.workers import Workers
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.rpc.server_info import keeps_copies, parse_sglang_info, sglang_transports
@@ -70,9 +70,8 @@ def _bodies(info: Info) -> Iterator[tuple[list[str], list[str], list[list[int]]]
             )
 
 
-def _refuse_digests(info: Info, url: str, hint: str) -> None:
-    if "verify" in info:
-        raise ConfigError(f"{url} runs without our plugin, and cannot prove what it holds", hint=hint)
+def _unproved(url: str, hint: str) -> ConfigError:
+    return ConfigError(f"{url} runs without our plugin, and cannot prove what it holds", hint=hint)
 
 
 def _proved_by_outputs(url: str, transport: str) -> None:
@@ -150,8 +149,10 @@ class StockSGLang(Workers):
     def start(self, *, bracketed: bool = False) -> None:
         return None
 
+    def verify(self, digests: Mapping[str, str]) -> None:
+        raise _unproved(self._http.url, PLUGIN)
+
     def load(self, info: Info) -> None:
-        _refuse_digests(info, self._http.url, PLUGIN)
         if self._transport == "disk":
             body = {"model_path": info["path"], "load_format": "auto", "weight_version": str(info["version"])}
             body |= {"flush_cache": False, "abort_all_requests": False}
@@ -239,8 +240,10 @@ class StockVLLM(Workers):
         self._clean = False
         self._post("/start_weight_update", {}, timeout_s=self._timeout_s)
 
+    def verify(self, digests: Mapping[str, str]) -> None:
+        raise _unproved(self._url, FLAGS)
+
     def load(self, info: Info) -> None:
-        _refuse_digests(info, self._url, FLAGS)
         if self._transport == "disk":
             body = {"method": "reload_weights", "kwargs": {"weights_path": info["path"]}}
             for _ in range(1 if self._clean else 2):  # an earlier one may have left some half-filled, as in `start`

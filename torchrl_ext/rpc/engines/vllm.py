@@ -4,7 +4,7 @@ in the bodies are our messages (`torchrl_ext.messages`):
 
 ========================================  ====================================================================
 ``POST /init_weight_transfer_engine``     ``{"init_info": message}``: all that loads nothing. Answers come in the
-                                          text of an error (`torchrl_ext.messages.ANSWERS`); from the embedded
+                                          text of an error (`torchrl_ext.ANSWERS`); from the embedded
                                           engine in ``{"answer": {...}}``
 ``POST /pause?mode=abort|wait|keep``      with ``clear_cache=false``, which vLLM is about to give up: `commit` clears
 ``POST /start_weight_update``
@@ -31,7 +31,8 @@ from typing import Any, ClassVar, final
 
 from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
-from torchrl_ext.messages import ADAPTERS_ROUTE, ANSWERS, BACKEND, Message, answers_in, unescaped
+from torchrl_ext.messages import Message
+from torchrl_ext.routes import ADAPTERS_ROUTE, ANSWERS, BACKEND, answers_in, unescaped
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.adapters import AdapterClient
 from torchrl_ext.rpc.engines.base import HTTPEngine, restated
@@ -176,10 +177,6 @@ class VLLMRoutes(HTTPEngine):
         if self._workers.plugged:
             self._wake_weights()
             super().rehearse(how)
-
-    @property
-    def takes_parts(self) -> bool:
-        return self._workers.plugged
 
     def prefetch(self, version: int, part: Part | None = None) -> None:
         """See `EngineClient.prefetch`. Workers stage while they generate."""

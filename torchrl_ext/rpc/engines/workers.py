@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, final
 
 from torchrl_ext import messages
 from torchrl_ext.errors import EngineError, EngineRefusedError
-from torchrl_ext.messages import OPEN_UPDATE, Join, Message, merged, stamped
+from torchrl_ext.messages import Join, Message, stamped
+from torchrl_ext.routes import OPEN_UPDATE, merged
 from torchrl_ext.types import Info, Part
 
 __all__ = ["PluggedSGLang", "PluggedVLLM", "Workers", "abandon"]
@@ -42,8 +43,14 @@ class Workers(ABC):
     def join(self, info: Info) -> None:
         """Have them join the transport of ``info``, with their ``rank_offset``."""
 
-    def prefetch(self, version: int, part: Part | None = None) -> None:  # noqa: B027 - stock workers prepare nothing ahead
-        """Have them fetch and check ``version``, or the part of it that comes, while the engine serves."""
+    def prefetch(self, version: int, part: Part | None = None) -> None:
+        """Have them fetch and check ``version``, or the part of it that comes, while the engine serves.
+
+        Raises:
+            EngineRefusedError: a stock worker takes whole versions only, and prepares nothing ahead.
+        """
+        if part is not None:
+            raise EngineRefusedError("engines without our plugin take whole versions only", state="nothing was changed")
 
     @abstractmethod
     def start(self, *, bracketed: bool = False) -> None:
@@ -55,7 +62,11 @@ class Workers(ABC):
 
     @abstractmethod
     def load(self, info: Info) -> None:
-        """Have them take one handoff, or compare digests."""
+        """Have them take one handoff."""
+
+    @abstractmethod
+    def verify(self, digests: Mapping[str, str]) -> None:
+        """Have them compare their weights with the trainer's digests."""
 
     @abstractmethod
     def finish(self, version: int) -> None:
@@ -130,7 +141,10 @@ class PluggedSGLang(_Plugged):
         self._tell(messages.Start(connection=self.connection, bracketed=bracketed))
 
     def load(self, info: Info) -> None:
-        self._tell(stamped(messages.loading(info), self.connection))
+        self._tell(stamped(messages.Load.of(info), self.connection))
+
+    def verify(self, digests: Mapping[str, str]) -> None:
+        self._tell(messages.Verify(connection=self.connection, digests={**digests}))
 
     def finish(self, version: int) -> None:
         self._tell(messages.Finish(connection=self.connection, version=version))
@@ -176,7 +190,10 @@ class PluggedVLLM(_Plugged):
         self._post("/start_weight_update")
 
     def load(self, info: Info) -> None:
-        self._update(stamped(messages.loading(info), self.connection))
+        self._update(stamped(messages.Load.of(info), self.connection))
+
+    def verify(self, digests: Mapping[str, str]) -> None:
+        self._update(messages.Verify(connection=self.connection, digests={**digests}))
 
     def finish(self, version: int) -> None:
         self._update(messages.Seal(connection=self.connection))

@@ -118,10 +118,6 @@ class EngineActor:
         self._client.rehearse(how)
         return self._client.proof
 
-    def takes_parts(self) -> bool:
-        """Return `EngineClient.takes_parts`."""
-        return self._client.takes_parts
-
     def prefetch(self, version: int, part: Part | None = None) -> None:
         self._client.prefetch(version, part)
 
@@ -130,6 +126,9 @@ class EngineActor:
 
     def load(self, info: Info) -> None:
         self._client.load(info)
+
+    def verify(self, digests: Mapping[str, str]) -> None:
+        self._client.verify(digests)
 
     def commit(self, version: int) -> None:
         self._client.commit(version)

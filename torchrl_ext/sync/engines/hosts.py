@@ -12,26 +12,9 @@ from typing import Any, ClassVar, Final
 
 from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
-from torchrl_ext.messages import (
-    ANSWERS,
-    BACKEND,
-    TAKE_OVER,
-    Finish,
-    Join,
-    Leave,
-    Load,
-    Message,
-    Poll,
-    Prefetch,
-    Pull,
-    Seal,
-    Start,
-    Verify,
-    answers_in,
-    merged,
-    unescaped,
-)  # fmt: skip
+from torchrl_ext.messages import Finish, Join, Leave, Load, Message, Poll, Prefetch, Pull, Seal, Start, Verify
 from torchrl_ext.registry import scorers
+from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER, answers_in, merged, unescaped
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import EngineInfo, Info
 from torchrl_ext.weights.checkpoint import CheckpointSource
@@ -68,10 +51,6 @@ class Host(ABC):
     @abstractmethod
     def resume(self) -> None:
         """Generate again."""
-
-    def takes_parts(self) -> bool:
-        """Return whether an update may bring some tensors alone."""
-        return True
 
     def free(self) -> None:  # noqa: B027 - not everything has a cache
         """Give up the memory of keys and values, while paused; requests that are frozen are computed again later."""
@@ -124,9 +103,6 @@ class ModuleHost(Host):
         self._receiver, self._target, self.handle = receiver, receiver.target, receiver.handle
         self.serving = threading.Event()
         self.serving.set()
-
-    def takes_parts(self) -> bool:
-        return self._receiver.takes_parts
 
     def pause(self) -> None:
         self.serving.clear()

@@ -18,12 +18,13 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSy
 from torchrl_ext.messages import (
     Finish,
     Join,
+    Load,
     Message,
     Prefetch,
     Rehearse,
     Start,
     State,
-    loading,
+    Verify,
     partial_version,
     replaced_by,
     stamped,
@@ -31,7 +32,7 @@ from torchrl_ext.messages import (
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.sync.engines.hosts import Host, ModuleHost, VLLMHost, host_of
 from torchrl_ext.sync.engines.switching import Switch
-from torchrl_ext.sync.parts import Only
+from torchrl_ext.sync.only import Only
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
 from torchrl_ext.weights.source import WeightSource
 
@@ -148,10 +149,6 @@ class InProcessEngine(EngineClient):
         self._rehearsed = (told,)
         self._proof = str(told["proof"])
 
-    @property
-    def takes_parts(self) -> bool:
-        return self._host.takes_parts()
-
     def prefetch(self, version: int, part: Part | None = None) -> None:
         self._handle(Prefetch(version=version, part=part))
 
@@ -168,7 +165,10 @@ class InProcessEngine(EngineClient):
             raise
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self._handle(loading(info))
+        self._handle(Load.of(info))
+
+    def _compare(self, digests: Mapping[str, str]) -> None:
+        self._handle(Verify(digests={**digests}))
 
     def commit(self, version: int) -> None:
         self._handle(Finish(version=version))
@@ -241,7 +241,7 @@ class InProcessEngine(EngineClient):
 
         Args:
             model_weights_path: the directory.
-            only: which of its tensors (`torchrl_ext.sync.parts.Only`); all others stay as they are, and only these are
+            only: which of its tensors (`torchrl_ext.sync.only.Only`); all others stay as they are, and only these are
                 moved. None for all.
 
         Returns:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -111,10 +111,6 @@ class RayEngine(EngineClient):
     def rehearse(self, how: str = "once") -> None:
         self._row = replace(self._row, proof=self._ask("rehearse", how, timeout_s=self._load_timeout_s))
 
-    @property
-    def takes_parts(self) -> bool:
-        return bool(self._ask("takes_parts"))
-
     def prefetch(self, version: int, part: Part | None = None) -> None:
         self._ask("prefetch", version, part, timeout_s=self._load_timeout_s)
 
@@ -124,6 +120,9 @@ class RayEngine(EngineClient):
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self._ask("load", info, timeout_s=self._load_timeout_s)
+
+    def _compare(self, digests: Mapping[str, str]) -> None:
+        self._ask("verify", digests, timeout_s=self._load_timeout_s)
 
     def commit(self, version: int) -> None:
         self._ask("commit", version, timeout_s=self._load_timeout_s)

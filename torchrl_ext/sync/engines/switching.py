@@ -11,9 +11,9 @@ from torch import Tensor
 
 from torchrl_ext.errors import UpdateError, WeightSyncError
 from torchrl_ext.registry import transports
-from torchrl_ext.sync.outgoing import Outgoing
-from torchrl_ext.sync.parts import Only, chosen
+from torchrl_ext.sync.only import Only, chosen
 from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.types import SyncReport
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.derived import Layered
@@ -62,7 +62,7 @@ class Switch:
         Raises:
             ManifestError: nothing held has a tensor's name, or its shape; or a tensor has no data.
         """
-        given = Outgoing(as_source(tensors), mapper=mapper)
+        given = UpdateSource(as_source(tensors), mapper=mapper)
         with self._turn:
             good = self._last_good()
             dtypes = {meta.name: meta.dtype for meta in good.params()}

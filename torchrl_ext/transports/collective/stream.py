@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from torchrl_ext.transports.buckets import Bucket, Lander, Packer, Plan
-from torchrl_ext.transports.collective.broadcasts import Broadcasts
 from torchrl_ext.transports.copies import BufferPool
+from torchrl_ext.transports.group.broadcasts import Broadcasts
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["BUCKET_BYTES", "DIRECT_BYTES", "SLICE_BYTES", "Incoming", "buckets_of", "send_buckets"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
@@ -20,18 +20,55 @@ from torchrl_ext.errors import (
     WeightSyncError,
     why,
 )
-from torchrl_ext.transports.base import TransferStats
+from torchrl_ext.messages import Wire
+from torchrl_ext.transports.base import Arrival, Handoff, TransferStats, Update, Worker, WorkerEnd
 from torchrl_ext.transports.buckets import Packer, Plan
-from torchrl_ext.transports.collective import handoffs, stream
-from torchrl_ext.transports.collective.backends import choose_backend
-from torchrl_ext.transports.collective.group import Group
-from torchrl_ext.transports.collective.meeting import LOBBY, Membership
+from torchrl_ext.transports.collective import stream
 from torchrl_ext.transports.collective.stream import BUCKET_BYTES, Incoming
-from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Handoff, Info, ParamMeta
-from torchrl_ext.weights.source import WeightSource, checked
+from torchrl_ext.transports.group import handoffs
+from torchrl_ext.transports.group.backends import choose_backend
+from torchrl_ext.transports.group.meeting import LOBBY, Membership
+from torchrl_ext.transports.group.process_group import Group
+from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.weights.source import checked
 
-__all__ = ["VLLMCollectiveTransport"]
+__all__ = ["CollectiveWorker", "GroupMailbox", "Offer", "VLLMCollectiveTransport"]
+
+
+class Offer(Wire, frozen=True, kw_only=True):
+    """Where the members of a group meet.
+
+    Attributes:
+        master_address, master_port: of the trainer's notes.
+        secret: what members know.
+        members: number of ranks, the trainer included.
+        room: names the meeting.
+        backend: ``"gloo"`` or ``"nccl"``.
+        timeout_s: deadline of every wait, in seconds.
+    """
+
+    master_address: str
+    master_port: int
+    members: int
+    room: str
+    backend: str
+    timeout_s: float
+    secret: str = ""
+
+
+class Load(Wire, frozen=True, kw_only=True):
+    """One handoff.
+
+    Attributes:
+        group: names the group through which it comes.
+        handoff: its number in the group.
+        bucket_bytes: size of its buckets.
+    """
+
+    group: str
+    handoff: int
+    bucket_bytes: int
 
 
 class VLLMCollectiveTransport(StandaloneTransport):
@@ -104,21 +141,6 @@ class VLLMCollectiveTransport(StandaloneTransport):
         self._handoffs = 0
         self._plan = Plan()
 
-    @classmethod
-    def from_info(cls, info: Info) -> VLLMCollectiveTransport:
-        info = {"rank": 1, **info}
-        handoffs.require(cls.name, info, master_address=str, master_port=int, rank=int, world_size=int, room=str)
-        handoffs.require(cls.name, info, backend=str, bucket_bytes=int, timeout_s=float)
-        return cls(
-            info["master_address"],
-            info["master_port"],
-            info["rank"],
-            info["world_size"],
-            "cpu" if info["backend"] == "gloo" else None,
-            secret=str(info.get("secret", "")),
-            **{name: info[name] for name in ("backend", "bucket_bytes", "timeout_s")},
-        )
-
     # forming the group
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
@@ -133,29 +155,29 @@ class VLLMCollectiveTransport(StandaloneTransport):
             ManifestError: names the parameter on which ranks disagree.
         """
         params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
-        self._member.stop.clear()
+        within = self._within = Deadline(self.timeout_s, "the other ranks")
         if self.rank == 0:
-            self._host(LOBBY, self._standalone_size(), params)
+            self._host(LOBBY, self._standalone_size(), params, within)
         elif self.master_port == 0:
             raise ConfigError(
                 f"rank {self.rank} does not know the trainer's port", hint="give the trainer and every worker one port"
             )
         else:
+            self._member.under(within)
             self._member.enter(LOBBY, self.rank, self.world_size, params)
+            self._end = CollectiveWorker(self._member)
 
-    def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
+    def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         """As `Transport.open`; 0 workers (no control layer) stands for those that call `init_all_workers_group`.
 
         Raises:
             ConfigError: the world size given at construction is another one.
             TransportError: this is not rank 0, or the port is taken.
         """
-        if self.rank != 0:
-            raise self._no_trainer("open")
-        self._member.stop.clear()
+        self._require_trainer("open")
         if workers == 0:
             if self.check_connection():
-                return Handoff(info={"transport": self.name})
+                return Handoff()
             size, room = self._standalone_size(), LOBBY
         else:
             size, room = 1 + workers, f"room/{uuid.uuid4().hex}"
@@ -164,38 +186,21 @@ class VLLMCollectiveTransport(StandaloneTransport):
                     f"this transport was given world_size {self.world_size}, but the engines have {workers} workers",
                     expected=f"world_size {size} (1 + workers), or None to take it from the engines",
                 )
+        self._member.under(within)
         notes = self._member.notes(room)
-        info = {
-            "transport": self.name,
-            "master_address": self.master_address,
-            "master_port": notes.port,
-            "secret": notes.secret,
-            "world_size": size,
-            "room": room,
-            "backend": self.backend,
-            "bucket_bytes": self.bucket_bytes,
-            "timeout_s": self.timeout_s,
-        }
-        return Handoff(info=info, transfer=partial(self._host, room, size, params))
+        offer = Offer(
+            master_address=self.master_address,
+            master_port=notes.port,
+            secret=notes.secret,
+            members=size,
+            room=room,
+            backend=self.backend,
+            timeout_s=self.timeout_s,
+        )
+        return Handoff(info=offer.to_json(), transfer=lambda within: self._host(room, size, params, within))
 
-    def join(self, info: Info) -> None:
-        """As `Transport.join`; ``info["rank"]`` is this worker's rank.
-
-        Raises:
-            DeadlineError: names the ranks that did not arrive.
-            ConfigError: the rank does not exist in this world size.
-        """
-        handoffs.require(self.name, info, rank=int, world_size=int, room=str)
-        self.rank = info["rank"]
-        if not 0 < self.rank < info["world_size"]:
-            raise ConfigError(
-                f"worker rank {self.rank} does not exist in world_size {info['world_size']}",
-                hint="give each engine the rank offset 1 + workers of the engines before it",
-            )
-        self._member.stop.clear()
-        self._member.enter(info["room"], self.rank, info["world_size"], ())
-
-    def _host(self, room: str, size: int, params: tuple[ParamMeta, ...]) -> None:
+    def _host(self, room: str, size: int, params: tuple[ParamMeta, ...], within: Deadline) -> None:
+        self._member.under(within)
         self._member.host(room, size, params)
         self._agreed = {meta.name: meta for meta in params}
 
@@ -207,12 +212,38 @@ class VLLMCollectiveTransport(StandaloneTransport):
             )
         return self.world_size
 
+    @classmethod
+    def join(cls, info: Info, here: Worker, within: Deadline) -> CollectiveWorker:
+        """As `Transport.join`.
+
+        Raises:
+            DeadlineError: names the ranks that did not arrive.
+            ConfigError: the rank does not exist in this world size.
+        """
+        offer = Offer.from_json(info, f"the offer of a {cls.name} transport")
+        if not 0 < here.rank < offer.members:
+            raise ConfigError(
+                f"worker rank {here.rank} does not exist in world_size {offer.members}",
+                hint="give each engine the rank offset 1 + workers of the engines before it",
+            )
+        device, backend = choose_backend("cpu" if offer.backend == "gloo" else None, offer.backend)
+        member = Membership(
+            offer.master_address,
+            offer.master_port,
+            offer.secret,
+            device=device,
+            backend=backend,
+            timeout_s=offer.timeout_s,
+        )
+        member.under(within)
+        member.enter(offer.room, here.rank, offer.members, ())
+        return CollectiveWorker(member)
+
     # an update
 
-    def prepare(self, source: WeightSource, version: int) -> Handoff:
-        if self.rank != 0:
-            raise self._no_trainer("send_weights")
-        group, params = self._member.group(), source.params()
+    def prepare(self, update: Update, within: Deadline) -> Handoff:
+        self._require_trainer("send_weights")
+        group, source, params = self._member.group(), update.source, update.source.params()
         for meta in params if self._agreed else ():
             if self._agreed.get(meta.name) != meta:
                 raise ManifestError(
@@ -222,118 +253,145 @@ class VLLMCollectiveTransport(StandaloneTransport):
                     hint="call init_all_workers_group with the metadata of what is sent",
                 )
         self._handoffs += 1
-        info = {
-            "transport": self.name,
-            "version": version,
-            "group": group.generation,
-            "handoff": self._handoffs,
-            "bucket_bytes": self.bucket_bytes,
-            "params": self._plan.rows(params),
-        }
-        return Handoff(info=info, transfer=partial(self._send, group, source, info, params))
+        load = Load(group=group.generation, handoff=self._handoffs, bucket_bytes=self.bucket_bytes)
+        stats = TransferStats()
 
-    def _send(self, group: Group, source: WeightSource, info: Info, params: tuple[ParamMeta, ...]) -> None:
-        began = time.perf_counter()
-        try:
-            buckets = stream.buckets_of(self._plan, params, info["bucket_bytes"])
-            packer = Packer(params, checked(source, params))
-            stream.send_buckets(group.broadcasts, buckets, packer, bucket_bytes=info["bucket_bytes"])
-            said = handoffs.await_workers(group, info)
-        except BaseException as error:
-            handoffs.tell_stopped(group, why(error))
-            group.sever()
-            if isinstance(error, (TransportError, DeadlineError)):
-                raise handoffs.sending_failed(group, info, error) from error
-            raise
-        self.stats = TransferStats(spans={"transfer": time.perf_counter() - began})
-        for words in said.values():
-            if words:
-                raise handoffs.refused(group, info, said)
-
-    def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        pairs = self._receiving(info, into)
-        next(pairs)  # from here on the handoff is taken or refused, also by a loader that asks for nothing
-        return pairs
-
-    def _receiving(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[Any]:
-        """Yield None once the handoff has begun, and then its pairs."""
-        group = self._member.group()
-        incoming = self._incoming(group, info, into)
-        name, told = None, False
-        try:
-            yield None
-            for name, tensor in incoming.pairs():
-                yield name, tensor
-            handoffs.acknowledge(group, info)  # only now has the loader taken the last one, too
-            told = True
-        except WeightSyncError as error:
-            raise handoffs.receiving_failed(group, info, error) from error
-        except (GeneratorExit, Exception) as error:
-            stopped = "it loaded nothing" if name is None else f"it stopped loading after {name!r}"
-            self._drain(group, incoming, info, stopped if type(error) is GeneratorExit else why(error))
-            told = True
-            raise
-        finally:
-            if not told:
+        def transfer(within: Deadline) -> None:
+            began = time.perf_counter()
+            self._member.under(within)
+            try:
+                packer = Packer(params, checked(source, params))
+                buckets = stream.buckets_of(self._plan, params, self.bucket_bytes)
+                stream.send_buckets(group.broadcasts, buckets, packer, bucket_bytes=self.bucket_bytes)
+                answers = handoffs.await_workers(group, load.handoff)
+            except BaseException as error:
+                handoffs.tell_stopped(group, why(error))
                 group.sever()
+                if isinstance(error, (TransportError, DeadlineError)):
+                    raise handoffs.sending_failed(group, load.handoff, update.version, error) from error
+                raise
+            stats.spans["transfer"] = time.perf_counter() - began
+            if any(answers.values()):
+                raise handoffs.refused(group, update.version, answers)
 
-    def decline(self, info: Info, error: BaseException) -> None:
-        group = self._member.group()
-        self._drain(group, self._incoming(group, info, {}), info, why(error))
+        return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
 
-    def _incoming(self, group: Group, info: Info, into: Mapping[str, Tensor]) -> Incoming:
-        handoffs.require(self.name, info, group=str, handoff=int, version=int, bucket_bytes=int, params=list)
-        if info["group"] != group.generation:
-            raise NotConnectedError(
-                f"the trainer sends through group {info['group']}, rank {self.rank} is in group {group.generation}",
-                hint="connect again",
-            )
-        params = self._plan.metas(info["params"])
-        buckets = stream.buckets_of(self._plan, params, info["bucket_bytes"])
-        return Incoming(group.broadcasts, buckets, params, into, bucket_bytes=info["bucket_bytes"])
-
-    def _drain(self, group: Group, incoming: Incoming, info: Info, words: str) -> None:
-        """Receive and drop the rest of a handoff, so that the group stays in step, and tell the trainer why."""
-        if not group.alive:  # nothing comes; the interpreter may be ending, which closes iterators left half-way
-            return
-        try:
-            incoming.drain()
-            handoffs.acknowledge(group, info, words)
-        except WeightSyncError:
-            group.sever()
-
-    # without a control layer
-
-    def announce(self, info: Info) -> None:
-        self._member.announcements().put(info)
-
-    def poll(self, timeout_s: float) -> Info | None:
-        """Return the next announcement, or None after ``timeout_s`` seconds.
-
-        Raises:
-            TransportError: this is the trainer.
-            NotConnectedError: no group, or the trainer ended it or is gone.
-        """
+    def attend(self, within: Deadline) -> CollectiveWorker:
         if self.rank == 0:
             raise TransportError(
                 "receive_weights was called on rank 0, the trainer", expected="a worker, rank 1 to world_size - 1"
             )
-        return self._member.announcements().get(timeout_s)
+        self._member.group()
+        return CollectiveWorker(self._member)
 
-    # both ends
-
-    def abort(self) -> None:
-        self._member.abort()
+    @property
+    def mailbox(self) -> GroupMailbox:
+        return GroupMailbox(self._member)
 
     def check_connection(self) -> bool:
         return self._member.connected
 
     def shutdown(self) -> None:
+        super().shutdown()
         self._member.close()
 
-    def _no_trainer(self, what: str) -> TransportError:
-        return TransportError(
-            f"{what} was called on rank {self.rank}",
-            expected="rank 0, the trainer; other ranks receive",
-            state="nothing was sent",
-        )
+    def _require_trainer(self, what: str) -> None:
+        if self.rank != 0:
+            raise TransportError(
+                f"{what} was called on rank {self.rank}",
+                expected="rank 0, the trainer; other ranks receive",
+                state="nothing was sent",
+            )
+
+
+@final
+class CollectiveWorker(WorkerEnd):
+    """Receives what the trainer broadcasts in a group."""
+
+    def __init__(self, member: Membership) -> None:
+        self.member, self._plan = member, Plan()
+
+    def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
+        self.member.under(within)
+        pairs = self._receiving(arrival, into)
+        next(pairs)  # from here on the handoff is taken or refused, also by a loader that asks for nothing
+        return pairs
+
+    def _receiving(self, arrival: Arrival, into: Mapping[str, Tensor]) -> Iterator[Any]:
+        """Yield None once the handoff has begun, and then its pairs."""
+        group, load = self.member.group(), self._load(arrival)
+        incoming = self._incoming(group, load, arrival, into)
+        name, answered = None, False
+        try:
+            yield None
+            for name, tensor in incoming.pairs():
+                yield name, tensor
+            handoffs.acknowledge(group, load.handoff)  # only now has the loader taken the last one, too
+            answered = True
+        except WeightSyncError as error:
+            raise handoffs.receiving_failed(group, load.handoff, arrival.version, error) from error
+        except (GeneratorExit, Exception) as error:
+            stopped = "it loaded nothing" if name is None else f"it stopped loading after {name!r}"
+            self._drain(group, incoming, load, stopped if type(error) is GeneratorExit else why(error))
+            answered = True
+            raise
+        finally:
+            if not answered:
+                group.sever()
+
+    def refuse(self, arrival: Arrival, error: BaseException) -> None:
+        """Receive and drop a version that cannot land here, and tell the trainer why."""
+        group, load = self.member.group(), self._load(arrival)
+        self._drain(group, self._incoming(group, load, arrival, {}), load, why(error))
+
+    def _load(self, arrival: Arrival) -> Load:
+        return Load.from_json(arrival.info, "a handoff of a collective transport")
+
+    def _incoming(self, group: Group, load: Load, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
+        if load.group != group.generation:
+            raise NotConnectedError(
+                f"the trainer sends through group {load.group}, rank {group.rank} is in group {group.generation}",
+                hint="connect again",
+            )
+        buckets = stream.buckets_of(self._plan, arrival.params, load.bucket_bytes)
+        return Incoming(group.broadcasts, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes)
+
+    def _drain(self, group: Group, incoming: Incoming, load: Load, words: str) -> None:
+        """Receive and drop the rest of a handoff, so that the group stays in step, and tell the trainer why."""
+        if not group.alive:  # nothing comes; the interpreter may be ending, which closes iterators left half-way
+            return
+        try:
+            incoming.drain()
+            handoffs.acknowledge(group, load.handoff, words)
+        except WeightSyncError:
+            group.sever()
+
+    def check_connection(self) -> bool:
+        return self.member.connected
+
+    def close(self) -> None:
+        self.member.close()
+
+
+@final
+class GroupMailbox(Mailbox):
+    """Announces versions in the notes of a group."""
+
+    def __init__(self, member: Membership) -> None:
+        self.member = member
+
+    def put(self, arrival: Arrival, within: Deadline) -> None:
+        self.member.under(within)
+        self.member.announcements().put(arrival)
+
+    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        """Return the next announcement, or None at the deadline.
+
+        Raises:
+            NotConnectedError: no group, or the trainer ended it or is gone.
+        """
+        self.member.under(within)
+        return self.member.announcements().get(within)
+
+    def refuse(self, arrival: Arrival, error: BaseException) -> None:
+        CollectiveWorker(self.member).refuse(arrival, error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -11,7 +11,7 @@ from torchrl_ext.codecs.auto import AutoCodec
 from torchrl_ext.codecs.base import Codec
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores import Store
-from torchrl_ext.transports.ranks import TrainerRanks
+from torchrl_ext.transports.ranks import Session, Steps
 from torchrl_ext.versions.shards.copies import RankCopies, steps
 from torchrl_ext.versions.shards.own import OwnBlocks
 from torchrl_ext.weights.source import WeightSource
@@ -42,33 +42,25 @@ class ByShard:
     """One rank of a trainer whose ranks write versions together.
 
     Args:
-        name: of the transport.
         store: where versions are written.
         base: the checkpoint directory on which the first version is a delta.
         device: where copies are; as `OwnBlocks`.
-        timeout_s: how long a rank may take for an answer, in seconds.
+        ranks: returns the session in which rank 0 leads the others.
 
     Attributes:
-        ranks: the trainer's ranks.
         own: what this rank keeps.
     """
 
     def __init__(
-        self,
-        name: str,
-        store: Store,
-        base: str | os.PathLike[str] | None,
-        device: torch.device | None,
-        timeout_s: float,
+        self, store: Store, base: str | None, device: torch.device | None, ranks: Callable[[], Session]
     ) -> None:
-        self.ranks = TrainerRanks(f"{name}/by_shard", timeout_s)
+        self._store, self._base, self._ranks = store, base, ranks
         self.own = OwnBlocks(device)
         self._copies: RankCopies | None = None
-        self._store, self._base = store, None if base is None else os.fspath(base)
 
     def baseline(self) -> RankCopies:
         """Return what deltas are taken against, as rank 0 sees it."""
-        self._copies = RankCopies(self.ranks, self.own)
+        self._copies = RankCopies(self._ranks, self.own)
         return self._copies
 
     @property
@@ -76,13 +68,9 @@ class ByShard:
         """The bytes that each rank wrote of the last delta, in order of rank; known on rank 0."""
         return () if self._copies is None else self._copies.rank_bytes
 
-    def follow(self, source: WeightSource) -> None:
-        """Do what rank 0 says, until it says that the update is over."""
-        self.ranks.serve(steps(self.own, source, self._store, self.ranks.rank, self._base))
-
-    def dismiss(self, error: BaseException | None) -> None:
-        """As `TrainerRanks.dismiss`."""
-        self.ranks.dismiss(error)
+    def steps(self, source: WeightSource, rank: int) -> Steps:
+        """Return what another rank does when rank 0 orders it."""
+        return steps(self.own, source, self._store, rank, self._base)
 
 
 def of_blocks(codec: Codec) -> Codec:

@@ -24,11 +24,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # by a 
 
 from torchrl_ext.deadline import pauses
 from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError
-from torchrl_ext.transports.collective.backends import brief, gloo_devices, kept_store, made_in_time, reached_store
-from torchrl_ext.transports.collective.broadcasts import Broadcasts
-from torchrl_ext.transports.collective.carrier import sever_at_exit
-from torchrl_ext.transports.collective.handoffs import require
-from torchrl_ext.transports.collective.sockets import at_port, dial, in_time, listen, run_beside, shut_down
+from torchrl_ext.transports.group.backends import brief, gloo_devices, kept_store, made_in_time, reached_store
+from torchrl_ext.transports.group.broadcasts import Broadcasts
+from torchrl_ext.transports.group.handoffs import require
+from torchrl_ext.transports.group.peers import sever_at_exit
+from torchrl_ext.transports.group.sockets import at_port, dial, in_time, listen, run_beside, shut_down
 from torchrl_ext.transports.native.addresses import listening_at
 from torchrl_ext.types import Info
 

@@ -30,9 +30,9 @@ from torchrl_ext.errors import (
 )
 from torchrl_ext.transports.base import TransferStats
 from torchrl_ext.transports.buckets import Packer, Plan
-from torchrl_ext.transports.collective.backends import choose_backend
-from torchrl_ext.transports.collective.handoffs import require
 from torchrl_ext.transports.collective.stream import Incoming, send_buckets
+from torchrl_ext.transports.group.backends import choose_backend
+from torchrl_ext.transports.group.handoffs import require
 from torchrl_ext.transports.native.meeting import Meeting, group_of, keep_store
 from torchrl_ext.transports.native.wire import MAKES, wire_of
 from torchrl_ext.transports.standalone import StandaloneTransport

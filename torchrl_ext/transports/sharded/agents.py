@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.transports.collective.carrier import Move
+from torchrl_ext.transports.group.peers import Move
 
 __all__ = ["KEPT", "UNUSED_BYTES", "Registered", "load_nixl", "make_agent"]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from torchrl_ext.errors import ManifestError, TransportError
-from torchrl_ext.transports.collective.carrier import Carrier
+from torchrl_ext.transports.group.peers import Carrier
 from torchrl_ext.transports.sharded.plans.plan import TransferPlan, make_plan
 from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.types import Info, ParamMeta

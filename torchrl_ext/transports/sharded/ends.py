@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torchrl_ext.transports.collective.meeting import Membership
 from torchrl_ext.transports.copies import BufferPool
+from torchrl_ext.transports.group.meeting import Membership
 from torchrl_ext.transports.sharded.plans.plan import TransferPlan
 
 __all__ = ["End", "Settings"]

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import DeadlineError, TransportError
-from torchrl_ext.transports.collective.backends import made_in_time
-from torchrl_ext.transports.collective.carrier import Carrier, Move, must_return, sever_at_exit
-from torchrl_ext.transports.collective.notes import NoteStore
-from torchrl_ext.transports.collective.sockets import run_beside
+from torchrl_ext.transports.group.backends import made_in_time
+from torchrl_ext.transports.group.notes import NoteStore
+from torchrl_ext.transports.group.peers import Carrier, Move, must_return, sever_at_exit
+from torchrl_ext.transports.group.sockets import run_beside
 from torchrl_ext.transports.sharded.agents import Registered, load_nixl, make_agent
 
 __all__ = ["NixlGroup"]

@@ -18,8 +18,8 @@ from torch import Tensor
 from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.kernels.base import Piece, kernels_on
 from torchrl_ext.landing.sliced import Sliced, part_of
-from torchrl_ext.transports.collective.carrier import Carrier
 from torchrl_ext.transports.copies import BufferPool, as_bytes, copy_each, is_plain
+from torchrl_ext.transports.group.peers import Carrier
 from torchrl_ext.transports.sharded.plans.plan import Transfer, TransferPlan
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest

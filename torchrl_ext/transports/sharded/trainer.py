@@ -10,9 +10,9 @@ from typing import Any
 
 from torchrl_ext.errors import ManifestError, NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.transports.base import TransferStats, deadline
-from torchrl_ext.transports.collective import handoffs
-from torchrl_ext.transports.collective.carrier import Carrier
-from torchrl_ext.transports.collective.meeting import Membership
+from torchrl_ext.transports.group import handoffs
+from torchrl_ext.transports.group.meeting import Membership
+from torchrl_ext.transports.group.peers import Carrier
 from torchrl_ext.transports.ranks import TrainerRanks
 from torchrl_ext.transports.sharded.agreement import (
     Description,

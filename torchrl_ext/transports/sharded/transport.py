@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, TransportError
-from torchrl_ext.transports.collective.backends import choose_backend
-from torchrl_ext.transports.collective.meeting import LOBBY
+from torchrl_ext.transports.group.backends import choose_backend
+from torchrl_ext.transports.group.meeting import LOBBY
 from torchrl_ext.transports.sharded.agents import load_nixl
 from torchrl_ext.transports.sharded.ends import End, Settings
 from torchrl_ext.transports.sharded.trainer import TrainerEnd

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from torchrl_ext.errors import ManifestError, NotConnectedError, WeightSyncError, why
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.collective import handoffs
-from torchrl_ext.transports.collective.carrier import Carrier
+from torchrl_ext.transports.group import handoffs
+from torchrl_ext.transports.group.peers import Carrier
 from torchrl_ext.transports.sharded.agreement import Needs, plan_of, rows_of
 from torchrl_ext.transports.sharded.ends import End, Settings
 from torchrl_ext.transports.sharded.plans.plan import TransferPlan

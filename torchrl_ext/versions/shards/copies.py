@@ -83,11 +83,11 @@ class RankCopies(Baseline):
     A keyframe is streamed from the source, and compared on the way with what the ranks hold of it.
 
     Args:
-        ranks: the others.
+        ranks: returns the others.
         own: what rank 0 keeps.
     """
 
-    def __init__(self, ranks: Ranks, own: OwnBlocks) -> None:
+    def __init__(self, ranks: Callable[[], Ranks], own: OwnBlocks) -> None:
         super().__init__()
         self._ranks, self._own = ranks, own
         self._agreed: list[str] = []
@@ -103,11 +103,11 @@ class RankCopies(Baseline):
         """
         self._source, self._files = source, source.files()
         mine = self._own.layout(source)
-        found = [layout_digest(mine), *(answer["layout"] for answer in self._ranks.ask("agree"))]
+        found = [layout_digest(mine), *(answer["layout"] for answer in self._ranks().ask("agree"))]
         if found == self._agreed:
             return True
         self.version, self._agreed = None, []
-        layouts = [mine, *self._ranks.ask("blocks")]
+        layouts = [mine, *self._ranks().ask("blocks")]
         params = source.params()
         _compare(layouts)
         held = [
@@ -122,27 +122,27 @@ class RankCopies(Baseline):
             }
             for own, kept in zip(held, shared_out(params, held), strict=True)
         ]
-        self._ranks.order("keep", blocks=shared)
+        self._ranks().order("keep", blocks=shared)
         self._own.keep(source, shared[0])
-        self._ranks.answers()
+        self._ranks().answers()
         self.metas, self._agreed = params, found
         return False
 
     def start(self, base: str, source: WeightSource) -> None:
         self.fits(source)
-        self._ranks.order("start", base=base)
-        self._gathered([self._own.start(base), *self._ranks.answers()])
+        self._ranks().order("start", base=base)
+        self._gathered([self._own.start(base), *self._ranks().answers()])
 
     def take(self, source: WeightSource) -> None:
         self.version = None
-        self._ranks.order("seed")
-        self._gathered([self._own.seed(source), *self._ranks.answers()])
+        self._ranks().order("seed")
+        self._gathered([self._own.seed(source), *self._ranks().answers()])
 
     def write(self, delta: NewDelta, source: WeightSource, draft: Draft, prefix: str) -> DeltaManifest:
         self.version = None
-        self._ranks.order("encode", codec=delta.codec.to_json(), place=draft.place, prefix=prefix)
+        self._ranks().order("encode", codec=delta.codec.to_json(), place=draft.place, prefix=prefix)
         write = partial(_written, draft, prefix)
-        found = [self._own.encode(source, delta.codec, _stem(0), write), *self._ranks.answers()]
+        found = [self._own.encode(source, delta.codec, _stem(0), write), *self._ranks().answers()]
         told, files, parts = list[Info](), dict[str, int](), dict[int, list[DeltaPart]]()
         for answer in found:
             files |= answer["files"]
@@ -175,7 +175,7 @@ class RankCopies(Baseline):
             ManifestError: a tensor is not what the ranks hold of it; names it.
         """
         assert self._source is not None
-        self._ranks.order("keyframe")
+        self._ranks().order("keyframe")
         self._stream = iter(self._source)
         for meta, tensor in checked(self._stream, self.metas):
             if (found := position_digest(tensor)) != self.digests[meta.name]:
@@ -187,7 +187,7 @@ class RankCopies(Baseline):
                 )
             yield meta.name, tensor
         self._stream = None
-        self._ranks.answers()
+        self._ranks().answers()
 
     def drain(self) -> None:
         stream, self._stream = self._stream, None

@@ -18,12 +18,13 @@ from typing import Any, ClassVar, cast
 import torch
 
 from torchrl_ext import errors
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.collective.carrier import Carrier
-from torchrl_ext.transports.collective.group import Group
-from torchrl_ext.transports.collective.handoffs import Announcements, await_others, tell_stopped
-from torchrl_ext.transports.collective.notes import KeptNotes, NoteStore, RemoteNotes
+from torchrl_ext.transports.group.handoffs import Announcements, await_others, tell_stopped
+from torchrl_ext.transports.group.notes import KeptNotes, NoteStore, RemoteNotes
+from torchrl_ext.transports.group.peers import Carrier
+from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.links import ranks_text
 from torchrl_ext.types import ParamMeta
 
@@ -67,6 +68,14 @@ class Membership:
         self._carrier: Carrier | None = None
         self._announcements: Announcements | None = None
         self._generations = 0
+
+    def under(self, within: Deadline) -> None:
+        """End every wait of the next step, here and in the group, when ``within`` is stopped."""
+        self.stop = within.stop
+        if self._notes is not None:
+            self._notes.stop = within.stop
+        if self._carrier is not None:
+            self._carrier.under(within.stop)
 
     @property
     def connected(self) -> bool:

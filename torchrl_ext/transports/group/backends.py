@@ -17,8 +17,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # by a star t
 
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.collective.notes import NoteStore
-from torchrl_ext.transports.collective.sockets import in_time, listening
+from torchrl_ext.transports.group.notes import NoteStore
+from torchrl_ext.transports.group.sockets import in_time, listening
 from torchrl_ext.weights.devices import known_device, usable_device
 
 __all__ = [

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from torchrl_ext.deadline import pauses
 from torchrl_ext.errors import DeadlineError, TransportError
-from torchrl_ext.transports.collective.backends import brief
-from torchrl_ext.transports.collective.carrier import Move
-from torchrl_ext.transports.collective.sockets import connected, run_beside, shut_down
+from torchrl_ext.transports.group.backends import brief
+from torchrl_ext.transports.group.peers import Move
+from torchrl_ext.transports.group.sockets import connected, run_beside, shut_down
 
 __all__ = ["LONGEST_PAUSE_S", "SHORTEST_PAUSE_S", "SLICE", "Broadcasts"]
 
@@ -49,7 +49,7 @@ class Broadcasts:
         timeout_s: float,
         stop: threading.Event,
     ) -> None:
-        self._pg, self.backend, self.device, self.timeout_s, self._stop = pg, backend, device, timeout_s, stop
+        self._pg, self.backend, self.device, self.timeout_s, self.stop = pg, backend, device, timeout_s, stop
         self.alive, self._connections = True, 0
         self._endpoints: set[tuple[Any, ...]] = set()
         self._begun: deque[Any] = deque()
@@ -94,7 +94,7 @@ class Broadcasts:
         """
         until = time.monotonic() + self.timeout_s
         if self.backend == "nccl":  # its wait only orders streams, so completion is asked for
-            for _ in pauses(self.timeout_s, self._stop, shortest_s=SHORTEST_PAUSE_S, longest_s=LONGEST_PAUSE_S):
+            for _ in pauses(self.timeout_s, self.stop, shortest_s=SHORTEST_PAUSE_S, longest_s=LONGEST_PAUSE_S):
                 if work.is_completed():
                     break
         while True:
@@ -102,11 +102,11 @@ class Broadcasts:
             try:
                 work.wait() if finished else work.wait(SLICE)
             except RuntimeError as error:
-                if finished and not self._stop.is_set():
+                if finished and not self.stop.is_set():
                     raise TransportError(f"a connection of the group broke: {brief(error)}") from error
             else:
                 return
-            if self._stop.is_set():
+            if self.stop.is_set():
                 raise TransportError("the transfer was aborted")
             if not self.whole:  # gloo itself forgets sends that were half-way
                 raise TransportError("a peer closed its connection")

@@ -1,10 +1,11 @@
-"""Functions of the user's that a transport calls around its writes and reads."""
+"""Functions of the user's that are called around writes and reads of versions."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 from torchrl_ext.errors import ConfigError
@@ -13,8 +14,6 @@ __all__ = ["PRE_READ_HOOK", "hook_at", "read_hook"]
 
 PRE_READ_HOOK: Final = "TORCHRL_EXT_PRE_READ_HOOK"
 """Environment variable of an engine: the function that it calls before it looks for a version."""
-
-_EXPECTED: Final = '"module:function" or "module.function"'
 
 
 def hook_at(path: str | Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -29,7 +28,8 @@ def hook_at(path: str | Callable[..., Any] | None) -> Callable[..., Any] | None:
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever the module raises while it is imported
-        raise ConfigError(f"hook {path!r} cannot be imported: {error!r}", expected=_EXPECTED) from error
+        expected = '"module:function" or "module.function"'
+        raise ConfigError(f"hook {path!r} cannot be imported: {error!r}", expected=expected) from error
     if not callable(found):
         raise ConfigError(f"hook {path!r} is a {type(found).__name__}", expected="a function")
     return found
@@ -38,7 +38,7 @@ def hook_at(path: str | Callable[..., Any] | None) -> Callable[..., Any] | None:
 def read_hook(path: str | Callable[..., Any] | None) -> Callable[[str, int], Any] | None:
     """Return the hook for readers at ``path``, to be called with the root and the version that is looked for.
 
-    One that takes a single argument is called with the root alone.
+    A function of one argument is called with the root only.
 
     Raises:
         ConfigError: as `hook_at`.
@@ -46,10 +46,9 @@ def read_hook(path: str | Callable[..., Any] | None) -> Callable[[str, int], Any
     found = hook_at(path)
     if found is None:
         return None
-    try:
-        inspect.signature(found).bind("root", 1)
-    except TypeError:
-        return lambda root, version: found(root)
-    except ValueError:  # a function of C does not say
-        pass
+    with suppress(ValueError):  # a function of C has no signature
+        try:
+            inspect.signature(found).bind("root", 1)
+        except TypeError:
+            return lambda root, version: found(root)
     return found

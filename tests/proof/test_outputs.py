@@ -13,10 +13,10 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import VOCAB, tiny_checkpoint, tiny_model
 from torchrl_ext.errors import ConfigError, EngineRefusedError, UpdateError
+from torchrl_ext.proof.outputs import Probe, bound_of, gaps, random_prompts
 from torchrl_ext.rpc.engines.vllm import EmbeddedEngine
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.sync.outputs import Probe, bound_of, gaps, random_prompts
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.scoring import score
 

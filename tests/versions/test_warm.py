@@ -13,8 +13,8 @@ from tests.processes import python
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.kernels.jit import LOOPS
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.transports.delta import warming
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions import warm
 
 WAIT_S = 120.0
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.uint8, torch.int64)
@@ -37,9 +37,9 @@ def test_no_update_compiles_after_connect(encoding, tmp_path):
 
 AFTER_CONNECT = """
 import sys, torch, torchrl_ext as tx
-from tests.transports.test_warming import DTYPES, compiled
+from tests.versions.test_warm import DTYPES, compiled
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.transports.delta.warming import cache_folder
+from torchrl_ext.versions.warm import cache_folder
 encoding, root = sys.argv[1:]
 sizes = {"small": 900, "large": (1 << 20) + 9}
 def model():
@@ -79,15 +79,15 @@ from numba.core import event
 import torch
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.kernels.jit import LOOPS
-from torchrl_ext.transports.delta import warming
+from torchrl_ext.versions import warm
 from torchrl_ext.types import ParamMeta
 first = bool(int(sys.argv[1]))
 compiling, asked = event.RecordingListener(), []
 event.register("numba:compile", compiling)
 run = subprocess.run
-warming.subprocess.run = lambda command, **how: asked.append(command) or run(command, **how)
+warm.subprocess.run = lambda command, **how: asked.append(command) or run(command, **how)
 params = [ParamMeta("x", torch.bfloat16, (4,))]
-ready = warming.Warming(make_codec("overwrite"), params, beside=True)
+ready = warm.Warming(make_codec("overwrite"), params, beside=True)
 assert ready.wait(120)
 assert LOOPS and not compiling.buffer, len(compiling.buffer)
 assert len(asked) == first
@@ -115,10 +115,10 @@ print("kept" if hits else "compiled")
 
 def test_what_two_ends_need_is_made_once(monkeypatch):
     made = []
-    monkeypatch.setattr(warming, "_WARM", {})
-    monkeypatch.setattr(warming, "rehearse", lambda codec, widths: made.extend(widths))
+    monkeypatch.setattr(warm, "_WARM", {})
+    monkeypatch.setattr(warm, "rehearse", lambda codec, widths: made.extend(widths))
     params = [ParamMeta(str(dtype), dtype, (3,)) for dtype in DTYPES]
-    both = [warming.Warming(make_codec("ulp"), params, beside=beside) for beside in (False, True)]
+    both = [warm.Warming(make_codec("ulp"), params, beside=beside) for beside in (False, True)]
     assert all(one.wait(WAIT_S) for one in both)
     assert sorted(made) == [1, 2, 4, 8]
 
@@ -127,28 +127,28 @@ def test_what_two_ends_need_is_made_once(monkeypatch):
 @pytest.mark.parametrize("complete", [True, False])
 def test_only_an_engine_whose_cache_is_not_complete_asks_another_process(beside, complete, monkeypatch, tmp_path):
     done = []
-    monkeypatch.setattr(warming, "_WARM", {})
-    monkeypatch.setattr(warming, "_stamp", lambda codec, widths: tmp_path / "stamp")
-    monkeypatch.setattr(warming.subprocess, "run", lambda command, **how: done.append(command[1:3]))
-    monkeypatch.setattr(warming, "rehearse", lambda codec, widths: done.append("here"))
+    monkeypatch.setattr(warm, "_WARM", {})
+    monkeypatch.setattr(warm, "_stamp", lambda codec, widths: tmp_path / "stamp")
+    monkeypatch.setattr(warm.subprocess, "run", lambda command, **how: done.append(command[1:3]))
+    monkeypatch.setattr(warm, "rehearse", lambda codec, widths: done.append("here"))
     if complete:
         (tmp_path / "stamp").touch()
-    assert warming.Warming(make_codec("ulp"), [ParamMeta("x", torch.bfloat16, (4,))], beside=beside).wait(WAIT_S)
-    other = [["-m", "torchrl_ext.transports.delta.warming"]] if beside and not complete else []
+    assert warm.Warming(make_codec("ulp"), [ParamMeta("x", torch.bfloat16, (4,))], beside=beside).wait(WAIT_S)
+    other = [["-m", "torchrl_ext.versions.warm"]] if beside and not complete else []
     assert done == [*other, "here"]
 
 
 def test_a_rehearsal_that_fails_or_takes_long_keeps_nobody_from_an_update(monkeypatch, tmp_path):
-    monkeypatch.setattr(warming, "_WARM", {})
+    monkeypatch.setattr(warm, "_WARM", {})
     go_on = threading.Event()
 
     def broken(codec, widths):
         assert go_on.wait(WAIT_S)
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(warming, "rehearse", broken)
+    monkeypatch.setattr(warm, "rehearse", broken)
     policy, served = nn.Linear(3, 4), nn.Linear(3, 4)
-    late = warming.Warming(make_codec("ulp"), [ParamMeta("x", torch.float32, (4,))], beside=False)
+    late = warm.Warming(make_codec("ulp"), [ParamMeta("x", torch.float32, (4,))], beside=False)
     assert not late.wait(0.01)
     go_on.set()
     assert late.wait(WAIT_S)

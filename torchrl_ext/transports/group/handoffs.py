@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError, why
-from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.collective.carrier import Carrier
-from torchrl_ext.types import Info
+from torchrl_ext.transports.base import Arrival, deadline
+from torchrl_ext.transports.group.peers import Carrier
+from torchrl_ext.types import Info, ParamMeta
 
 __all__ = [
     "Announcements",
@@ -31,10 +32,10 @@ _LOOK_S = 0.5
 """How often a worker that waits looks whether its group is still there."""
 
 
-def acknowledge(group: Carrier, info: Info, said: int | str = "") -> None:
-    """Tell the trainer that all bytes of the handoff are here, and how many, or why it was refused (worker end)."""
-    group.acknowledged = info["handoff"]
-    group.notes.put(f"arrived/{group.generation}/{info['handoff']}/{group.rank}", said)
+def acknowledge(group: Carrier, handoff: int, answer: int | str = "") -> None:
+    """Tell the trainer that all bytes of a handoff are here, and how many, or why it was refused (worker end)."""
+    group.acknowledged = handoff
+    group.notes.put(f"arrived/{group.generation}/{handoff}/{group.rank}", answer)
 
 
 def await_others(group: Carrier) -> None:
@@ -52,14 +53,14 @@ def await_others(group: Carrier) -> None:
                 return
 
 
-def await_workers(group: Carrier, info: Info) -> dict[int, Any]:
+def await_workers(group: Carrier, handoff: int) -> dict[int, Any]:
     """Wait for each worker's answer to the handoff: bytes or ``""`` where it was taken, else why not (trainer end).
 
     Raises:
         DeadlineError: names the workers that say nothing within the group's deadline.
         TransportError: another thread aborted.
     """
-    key = f"arrived/{group.generation}/{info['handoff']}/"
+    key = f"arrived/{group.generation}/{handoff}/"
     said = group.notes.collect(key, group.workers, deadline(group.timeout_s))
     if group.notes.stop.is_set():
         raise TransportError("the transfer was aborted")
@@ -67,47 +68,47 @@ def await_workers(group: Carrier, info: Info) -> dict[int, Any]:
         silent = group.call(rank for rank in group.workers if rank not in said)
         raise DeadlineError(f"no word within {group.timeout_s:g} s from {silent} that it arrived")
     group.notes.sweep(key, f"over/{group.generation}/")
-    group.notes.put(f"over/{group.generation}/{info['handoff']}", True)
+    group.notes.put(f"over/{group.generation}/{handoff}", True)
     return said
 
 
-def refused(group: Carrier, info: Info, said: Mapping[int, Any]) -> TransportError:
+def refused(group: Carrier, version: int, said: Mapping[int, Any]) -> TransportError:
     """Return the error that tells which workers have every byte but could not load them, and why (trainer end)."""
     refusals = "; ".join(f"{group.call([rank])}: {words}" for rank, words in said.items() if words)
     return TransportError(
-        f"weights version {info['version']} was not taken by {refusals}",
+        f"weights version {version} was not taken by {refusals}",
         state="the other workers have it, and the group is intact",
     )
 
 
-def sending_failed(group: Carrier, info: Info, error: WeightSyncError) -> WeightSyncError:
+def sending_failed(group: Carrier, handoff: int, version: int, error: WeightSyncError) -> WeightSyncError:
     """Return the trainer's ``error`` again, with the ranks that are silent and the words of those that are not."""
     said, silent = {}, []
     if not group.notes.stop.is_set():
-        key = f"arrived/{group.generation}/{info['handoff']}/"
+        key = f"arrived/{group.generation}/{handoff}/"
         said = group.notes.collect(key, group.workers, deadline(_LAST_WORDS_S))
         silent = [rank for rank in group.workers if rank not in said]
     lost = f"; no sign of life from {group.call(silent)}" if silent else ""
     words = [f"rank {rank} says: {text}" for rank, text in said.items() if text and type(text) is str]
     return type(error)(
-        f"weights version {info['version']} did not reach {group.call(group.workers)}: {error.what}{lost}",
+        f"weights version {version} did not reach {group.call(group.workers)}: {error.what}{lost}",
         expected=error.expected,
         state="; ".join([*words, "workers may hold a part of it, and the group is closed"]),
         hint="connect again (init_all_workers_group, or the next update_weights) when every worker is up",
     )
 
 
-def receiving_failed(group: Carrier, info: Info, error: WeightSyncError) -> WeightSyncError:
+def receiving_failed(group: Carrier, handoff: int, version: int, error: WeightSyncError) -> WeightSyncError:
     """Tell the trainer of the worker's ``error``, and return it again with what is known of the trainer."""
     try:
         group.notes.patience_s = _LAST_WORDS_S
-        acknowledge(group, info, why(error))
+        acknowledge(group, handoff, why(error))
         group.sever()
         trainer = stop_reason(group, _LAST_WORDS_S) or "it is alive, so the network or another worker failed"
     except NotConnectedError:
         trainer = "its store is gone, so it died or was shut down"
     return type(error)(
-        f"rank {group.rank} lost weights version {info['version']} on its way from the trainer, "
+        f"rank {group.rank} lost weights version {version} on its way from the trainer, "
         f"{group.call([0])}: {error.what}",
         expected=error.expected,
         state=f"of the trainer: {trainer}. This rank may hold a part of the version, and its group is closed",
@@ -137,50 +138,50 @@ class Announcements:
     def __init__(self, group: Carrier) -> None:
         self.group = group
         self._count = 0
-        self._rows: list[Any] | None = None
+        self._params: tuple[ParamMeta, ...] = ()
 
-    def put(self, info: Info) -> None:
-        """Announce ``info`` next (trainer end), and remove the announcement before, which its readers have read."""
+    def put(self, arrival: Arrival) -> None:
+        """Announce a version next (trainer end), and remove the announcement before, which its readers have read."""
         self._count += 1
-        rows = info["params"]
-        short = {**info, "params": None} if rows == self._rows else info  # a model's list of parameters rarely changes
-        self.group.notes.put(self._key(self._count), short)
+        rows = None if arrival.params == self._params else [meta.to_json() for meta in arrival.params]
+        note = {**arrival.info, "version": arrival.version, "params": rows}  # a model's parameters rarely change
+        self.group.notes.put(self._key(self._count), note)
         self.group.notes.drop(self._key(self._count - 1))
-        self._rows = rows
+        self._params = arrival.params
 
-    def get(self, timeout_s: float) -> Info | None:
-        """Return the next announcement, or None after ``timeout_s`` seconds (worker end).
+    def get(self, within: Deadline) -> Arrival | None:
+        """Return the next announcement, or None at the deadline (worker end).
 
         Raises:
             NotConnectedError: the trainer ended the group, or is gone, or another thread aborted.
-            TransportError: what is announced is no handoff.
+            TransportError, ManifestError: what is announced is no handoff.
         """
         group, key = self.group, self._key(self._count + 1)
-        until = deadline(timeout_s)
         try:
-            while not (found := group.notes.wait(key, min(until, deadline(_LOOK_S)))):
+            while not (found := group.notes.wait(key, min(within.until, deadline(_LOOK_S)))):
                 reason = self._ended()
                 if reason is not None:
                     raise NotConnectedError(
                         f"rank {group.rank} is no longer connected to the trainer, {group.call([0])}: {reason}",
                         hint="connect again when the trainer does",
                     )
-                if time.monotonic() >= until:
+                if within.over:
                     return None
         except NotConnectedError:
             group.sever()
             raise
         self._count, info = self._count + 1, found[0]
-        if type(info) is dict:
-            self._rows = info["params"] = self._rows if info.get("params") is None else info["params"]
-        if type(info) is not dict or type(self._rows) is not list:
+        rows = info.pop("params", 0) if type(info) is dict else 0
+        if type(rows) is list:
+            self._params = tuple(map(ParamMeta.from_json, rows))
+        if rows == 0 or (rows is None and not self._params) or type(info.get("version")) is not int:
             raise TransportError(
                 f"the trainer, {group.call([0])}, announced {str(info)[:200]!r}",
                 expected="what its transport says of a handoff, with a list of parameters",
                 state="nothing was received",
                 hint="use the same version of torchrl_ext on every rank",
             )
-        return info
+        return Arrival(version=info.pop("version"), params=self._params, info=info)
 
     def _ended(self) -> str | None:
         if self.group.notes.stop.is_set():

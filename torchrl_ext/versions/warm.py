@@ -1,10 +1,9 @@
-"""Compiled loops made ready when ends connect, so that no update waits for a compiler.
+"""Compile the loops that a model's updates need while ends connect, so that no update waits for a compiler.
 
-What an update needs depends on the encoding and on how wide elements are, and is found by doing it: small tensors go
-through the very classes that publish, read and land versions. A trainer does so while it connects. An engine generates
-meanwhile, and a compiler would hold the interpreter lock: there a process of its own compiles first, at low priority,
-and the engine's only loads what that leaves in the cache (`torchrl_ext.kernels.jit`). A stamp beside the cached code
-says that it is complete, for this processor and these sources.
+What an encoding needs is found by use: versions of small tensors are published, read and landed. A trainer does so in a
+thread. An engine generates meanwhile, and a compiler would hold the interpreter lock: there a process of its own
+compiles first, at low priority, and the engine only loads what that leaves in the cache (`torchrl_ext.kernels.jit`). A
+stamp beside the cached code says that it is complete, for this processor and these sources.
 """
 
 from __future__ import annotations
@@ -15,9 +14,12 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +31,23 @@ from torchrl_ext.codecs.base import Codec, codec_from_json, needs_base
 from torchrl_ext.codecs.dense import DenseCodec
 from torchrl_ext.codecs.ulp import ContextCodec, UlpCodec
 from torchrl_ext.codecs.units import unit_of
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.kernels.base import BITS
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.stores.base import MemoryStore
-from torchrl_ext.stores.chain import Chain
-from torchrl_ext.transports.delta.kept_tensors import KeptTensors
+from torchrl_ext.stores import Chain, LocalStore
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.versions.writer import ChainWriter
 from torchrl_ext.weights.source import MappingSource
 
-__all__ = ["Warming", "cache_folder", "main", "rehearse"]
+__all__ = ["Warming", "cache_folder", "rehearse"]
 
 log = logging.getLogger("torchrl_ext")
 
+_DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _APART = (50, 2, 1)  # elements from one that changes to the next, in each version
 _SMALL, _LARGE = 4096, (1 << 20) + 64  # one that shares a task, and one that is cut into pieces (`codecs.pipeline`)
 _COMPILER_S = 300.0
@@ -62,8 +66,11 @@ class Warming:
 
     def __init__(self, codec: Codec, params: Iterable[ParamMeta], *, beside: bool) -> None:
         self._codec, self._beside = codec, beside
-        name = json.dumps(codec.to_json(), sort_keys=True)
-        keys = {width: (name, width) for width in sorted(_widths(params))}
+        widths = set()
+        for dtype in {meta.dtype for meta in params}:
+            with suppress(WeightSyncError):  # publishing names a dtype that cannot be coded
+                widths.add(unit_of(dtype).width)
+        keys = {width: (json.dumps(codec.to_json(), sort_keys=True), width) for width in sorted(widths)}
         with _LOCK:
             self._mine = [width for width, key in keys.items() if key not in _WARM]  # others are under way, or ready
             self._wanted = {width: _WARM.setdefault(key, threading.Event()) for width, key in keys.items()}
@@ -72,8 +79,8 @@ class Warming:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait at most ``timeout_s`` seconds and return whether all loops are ready; others compile on first use."""
-        until = time.monotonic() + timeout_s
-        return all(ready.wait(max(0.0, until - time.monotonic())) for ready in self._wanted.values())
+        within = Deadline(timeout_s)
+        return all(ready.wait(within.left_s) for ready in self._wanted.values())
 
     def _run(self) -> None:
         began = time.monotonic()
@@ -90,23 +97,12 @@ class Warming:
 
 
 def _forget_others() -> None:
-    """Forget, in a forked child, the loops that were being compiled: their thread is in the parent alone."""
+    """Forget, in a forked child, the loops that were being compiled: only the parent has their thread."""
     for key in [key for key, ready in _WARM.items() if not ready.is_set()]:
         del _WARM[key]
 
 
 os.register_at_fork(after_in_child=_forget_others)
-
-
-def _widths(params: Iterable[ParamMeta]) -> set[int]:
-    """Return the bytes per unit of the dtypes that can be coded."""
-    widths = set()
-    for dtype in {meta.dtype for meta in params}:
-        try:
-            widths.add(unit_of(dtype).width)
-        except WeightSyncError:
-            continue  # publishing says so by name
-    return widths
 
 
 def rehearse(codec: Codec, widths: Iterable[int]) -> None:
@@ -116,55 +112,42 @@ def rehearse(codec: Codec, widths: Iterable[int]) -> None:
         codec: the encoding.
         widths: bytes per element.
     """
+    options: tuple[Codec, ...] = ()
+    if isinstance(codec, AutoCodec):
+        options = (UlpCodec(), DenseCodec(level=0), DenseCodec(), *((ContextCodec(),) if codec.whole_base else ()))
     for width in widths:
-        _rehearse(codec, _tensors(width, small=_SMALL, large=_LARGE))
-        for option in _options(codec):
-            _rehearse(option, _tensors(width, small=_SMALL))
-        stamp = _stamp(codec, [width])
+        _publish_and_land(codec, width, (_SMALL, _LARGE))
+        for option in options:
+            _publish_and_land(option, width, (_SMALL,))
         try:
-            stamp.touch()
+            _stamp(codec, [width]).touch()
         except OSError as error:
-            log.debug("no stamp %s: %s", stamp, error)
+            log.debug("the cache gets no stamp: %s", error)
 
 
-def _options(codec: Codec) -> tuple[Codec, ...]:
-    """Return the codecs that `AutoCodec` picks from; none for any other codec."""
-    if not isinstance(codec, AutoCodec):
-        return ()
-    return (UlpCodec(), DenseCodec(level=0), DenseCodec(), *((ContextCodec(),) if codec.whole_base else ()))
-
-
-def _tensors(width: int, **sizes: int) -> dict[str, Tensor]:
-    dtype = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[width]
-    return {name: torch.arange(count).to(BITS[width]).view(dtype) for name, count in sizes.items()}
-
-
-def _rehearse(codec: Codec, tensors: dict[str, Tensor]) -> None:
-    store, full = MemoryStore(), KeptTensors()
-    chain = Chain(store)
-    writer = ChainWriter(
-        store, chain, "rehearsal", codec=codec, full=full, keyframe_every=0, base=None, keep_files=True
-    )
-    reader = ChainReader(chain, full.open)
-    reader.retain(lambda name: needs_base(codec))
-    writer.publish(MappingSource(tensors), 1)
-    served = dict(reader.tensors(reader.open(1), {}))
-    loader = TensorsLoader(served)
-    loader.position_digests()
-    for version, apart in enumerate(_APART, 2):
-        for tensor in tensors.values():
-            tensor.view(BITS[tensor.element_size()])[::apart] += 1
-        writer.publish(MappingSource(tensors), version)
-        writer.acknowledge()
-        changes = reader.changes(version)
-        if changes is None:
-            return
-        loader.stage(changes)
-        loader.commit()
-        reader.advance(changes)
-
-
-# the cache
+def _publish_and_land(codec: Codec, width: int, counts: Iterable[int]) -> None:
+    tensors: dict[str, Tensor] = {
+        str(count): torch.arange(count).to(BITS[width]).view(_DTYPES[width]) for count in counts
+    }
+    with tempfile.TemporaryDirectory(prefix="torchrl-ext-warm-") as root:
+        store = LocalStore(root)
+        chain, full = Chain(store), FullWriter(sys.maxsize)
+        writer = ChainWriter(store, chain, "warm", codec=codec, full=full, keyframe_every=0, base=None, keep_files=True)
+        reader = ChainReader(chain, partial(PublishedVersion, store))
+        reader.retain(lambda name: needs_base(codec))
+        writer.publish(MappingSource(tensors), 1)
+        loader = TensorsLoader(dict(reader.tensors(reader.open(1), {})))
+        loader.position_digests()
+        for version, apart in enumerate(_APART, 2):
+            for tensor in tensors.values():
+                tensor.view(BITS[width])[::apart] += 1
+            writer.acknowledge()
+            writer.publish(MappingSource(tensors), version)
+            if (changes := reader.changes(version)) is None:
+                return
+            loader.stage(changes)
+            loader.commit()
+            reader.advance(changes)
 
 
 def cache_folder() -> str | None:
@@ -183,11 +166,10 @@ def _stamp(codec: Codec, widths: Iterable[int]) -> Path:
     from torchrl_ext.codecs.coder import decode, encode, tokens
     from torchrl_ext.kernels import host_lists, host_loops
 
-    modules = (host_lists, host_loops, tokens, encode, decode)
-    sources = [Path(str(module.__file__)).read_bytes() for module in modules]
     about: list[Any] = [sys.version, numba.__version__, llvmlite.__version__, binding.get_host_cpu_name()]
     about += [sorted(binding.get_host_cpu_features().items()), codec.to_json(), max(widths)]
-    about += [hashlib.sha256(source).hexdigest() for source in sources]
+    for module in (host_lists, host_loops, tokens, encode, decode):
+        about.append(hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest())
     name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     return Path(cache_folder() or os.devnull + ".d") / f"torchrl_ext-{name}.warm"
 
@@ -199,19 +181,14 @@ def _compile_beside(codec: Codec, widths: list[int]) -> None:
             "time it starts. Next: set NUMBA_CACHE_DIR to a directory that it may write to"
         )
         return
-    command = [sys.executable, "-m", "torchrl_ext.transports.delta.warming", json.dumps([codec.to_json(), widths])]
+    command = [sys.executable, "-m", "torchrl_ext.versions.warm", json.dumps([codec.to_json(), widths])]
     try:
         subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=_COMPILER_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("the process that compiles loops failed, they are compiled in this one: %s", error)
 
 
-def main() -> None:
-    """Compile the loops for the encoding and widths in the first argument (JSON); the parent process waits for it."""
+if __name__ == "__main__":  # the process beside an engine, which waits for it
     os.nice(10)
-    codec, widths = json.loads(sys.argv[1])
-    rehearse(codec_from_json(codec), widths)
-
-
-if __name__ == "__main__":
-    main()
+    _codec, _widths = json.loads(sys.argv[1])
+    rehearse(codec_from_json(_codec), _widths)

@@ -33,7 +33,7 @@ from typing import Any, final
 from torchrl_ext.deadline import pauses
 from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.transports.base import deadline
-from torchrl_ext.transports.collective.sockets import dial, listen
+from torchrl_ext.transports.group.sockets import dial, listen
 from torchrl_ext.transports.links import Link, close_in_children, serve
 from torchrl_ext.types import Info
 

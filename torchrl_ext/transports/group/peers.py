@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import DeadlineError, TransportError
-from torchrl_ext.transports.collective.backends import brief
-from torchrl_ext.transports.collective.notes import NoteStore
-from torchrl_ext.transports.collective.sockets import await_calls
+from torchrl_ext.transports.group.backends import brief
+from torchrl_ext.transports.group.notes import NoteStore
+from torchrl_ext.transports.group.sockets import await_calls
 
 __all__ = ["Carrier", "Move", "must_return", "sever_at_exit"]
 
@@ -105,6 +105,10 @@ class Carrier(ABC):
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
         self._lock = threading.RLock()
+
+    def under(self, stop: threading.Event) -> None:
+        """Have ``stop`` end every wait from now on."""
+        self.notes.stop = stop
 
     @abstractmethod
     def send(self, flat: Tensor, to: int) -> Any:

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
 from torchrl_ext.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.sync.outgoing import Outgoing
 from torchrl_ext.types import PROOFS, EngineRow, ParamMeta
 from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import inner_model
@@ -36,6 +35,15 @@ _Asked = tuple[Prompts, list[list[float]]]
 
 _BOUNDS: Final = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 1.0}
 _QUANTISED: Final = 2.0
+
+
+class Sent(Protocol):
+    """What one update sends, as far as a comparison of outputs looks at it."""
+
+    version: int
+
+    def params(self) -> Iterable[ParamMeta]:
+        """Describe its tensors, in the dtypes that travel."""
 
 
 def bound_of(params: Iterable[ParamMeta]) -> float:
@@ -184,9 +192,7 @@ class Outputs:
         self.spans = {"probe": time.perf_counter() - began}
         return asked
 
-    def compared(
-        self, engine: EngineClient, source: Outgoing, weights: Any, model: Any
-    ) -> AbstractContextManager[None]:
+    def compared(self, engine: EngineClient, source: Sent, weights: Any, model: Any) -> AbstractContextManager[None]:
         """Ask the trainer (`asked`), and return a context for one update that asks the engines when the update ends.
 
         Every engine that serves the version is asked, also when the update failed for others. One that is beyond the
@@ -204,7 +210,7 @@ class Outputs:
         return self._around(engine, source, self.asked(weights, model))
 
     @contextmanager
-    def _around(self, engine: EngineClient, source: Outgoing, asked: _Asked) -> Iterator[None]:
+    def _around(self, engine: EngineClient, source: Sent, asked: _Asked) -> Iterator[None]:
         self._findings, self.agreed = {}, frozenset()
         began = time.perf_counter()
         for one in engine.each():
@@ -296,5 +302,5 @@ def _vocabulary(model: Any) -> int:
         raise ConfigError(
             f"a {type(model).__name__} does not say how many tokens it knows",
             expected="a registered model of transformers",
-            hint="give WeightSender(probe=Probe(prompts=..., compute=...)), of torchrl_ext.sync.outputs",
+            hint="give WeightSender(probe=Probe(prompts=..., compute=...)), of torchrl_ext.proof.outputs",
         ) from error

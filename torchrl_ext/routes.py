@@ -1,6 +1,6 @@
-"""How messages and answers get through an engine's routes, and who may call the routes that are ours.
+"""How messages and answers get through the routes of vLLM and SGLang, and who may call the routes that are ours.
 
-An engine's plugin and its client share the names and readers here.
+An engine's plugin and its client share the names and readers here, and the messages that only SGLang's takes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,13 @@ import secrets
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from torchrl_ext.errors import EngineRefusedError
+from torchrl_ext.messages import Message
 from torchrl_ext.types import Info, least
+
+__all__ = [
+    "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "OPEN_UPDATE", "TAKE_OVER", "Flush", "ListAdapters",
+    "answers_in", "bears_key", "escaped", "merged", "refusal", "unescaped",
+]  # fmt: skip
 
 BACKEND = "torchrl_ext"
 """The name of our weight-transfer backend inside vLLM."""
@@ -28,30 +33,18 @@ ANSWERS = "torchrl_ext answers: "
 OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
 """What an engine's refusal to join says when ``/finish_weight_update`` has to end an abandoned update first."""
 
-REPLACED = "torchrl_ext: this sender has to join again"
-"""What a worker's refusal begins with where it has joined another sender since, or none."""
-
 ADAPTERS_ROUTE = "/torchrl_ext/adapters"
 """The route on which our plugin in vLLM lists LoRA adapters (GET), and takes the messages about them (POST)."""
-
 
 _IF_ANY, _IF_ALL = ("working", "needed", "empty"), ("flushed", "restored", "whole")
 
 
-def replaced_by(words: str) -> str:
-    """Return, from a worker's refusal, who has joined in a sender's place; "" where it refused for another reason."""
-    _, _, rest = words.partition(f"{REPLACED}: ")
-    return rest.partition(". Expected:")[0]
+class Flush(Message, frozen=True, kw_only=True):
+    """Tells SGLang to drop cached keys and values; the answer has ``flushed``, false while requests use them."""
 
 
-def partial_version(engine: str) -> EngineRefusedError:
-    """Return the error for an engine that is to generate, and holds a part of a version."""
-    return EngineRefusedError(
-        f"{engine} holds a part of a version, which must not be served",
-        expected="a version that arrived whole",
-        state="paused",
-        hint="send the weights again: the next update that arrives whole resumes the engine",
-    )
+class ListAdapters(Message, frozen=True, kw_only=True):
+    """Asks SGLang which version each adapter name stands for; the answer has ``adapters``: ``{name: {"version"}}``."""
 
 
 def merged(answers: Sequence[Info]) -> Info:
@@ -114,8 +107,8 @@ def bears_key(authorization: str | None, keys: Collection[str]) -> bool:
 
     Keys are compared in constant time.
     """
-    scheme, _, told = (authorization or "").partition(" ")
-    given = told.strip().encode()
+    scheme, _, credentials = (authorization or "").partition(" ")
+    given = credentials.strip().encode()
     matches = [secrets.compare_digest(given, key.encode()) for key in keys]
     return not keys or (scheme.lower() == "bearer" and any(matches))
 

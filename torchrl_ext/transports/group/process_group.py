@@ -20,11 +20,11 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # by a 
 
 from torchrl_ext.deadline import pauses
 from torchrl_ext.errors import TransportError
-from torchrl_ext.transports.collective.backends import GLOO_DEVICES, GroupStore, gloo_devices, made_in_time
-from torchrl_ext.transports.collective.broadcasts import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, SLICE, Broadcasts
-from torchrl_ext.transports.collective.carrier import Carrier, Move, must_return, sever_at_exit
-from torchrl_ext.transports.collective.notes import NoteStore
-from torchrl_ext.transports.collective.sockets import carried, run_beside
+from torchrl_ext.transports.group.backends import GLOO_DEVICES, GroupStore, gloo_devices, made_in_time
+from torchrl_ext.transports.group.broadcasts import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, SLICE, Broadcasts
+from torchrl_ext.transports.group.notes import NoteStore
+from torchrl_ext.transports.group.peers import Carrier, Move, must_return, sever_at_exit
+from torchrl_ext.transports.group.sockets import carried, run_beside
 
 __all__ = ["Group"]
 
@@ -123,6 +123,10 @@ class Group(Carrier):
         Over gloo, on Linux; without the bytes of connections that are closed. A byte is sent once its receipt is known.
         """
         return carried(self._listeners)
+
+    def under(self, stop: threading.Event) -> None:
+        super().under(stop)
+        self.broadcasts.stop = stop
 
     def send(self, flat: Tensor, to: int) -> Any:
         return self._move(flat, to, sends=True)

@@ -1,0 +1,163 @@
+"""`UpdateSource` is one update's pass over a source; `bump` tells collectors of its end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.errors import ManifestError
+from torchrl_ext.sync.only import PartSource
+from torchrl_ext.transports.ranks import torch_group
+from torchrl_ext.types import ParamMeta, Part
+from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper
+from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.weights.shards.blocks import Shard, checked_shards
+from torchrl_ext.weights.source import WeightSource, checked
+
+__all__ = ["UpdateSource", "bump"]
+
+log = logging.getLogger("torchrl_ext")
+
+
+class UpdateSource(WeightSource):
+    """One update's pass over a source, which renames and casts tensors and takes their digests as they pass.
+
+    Args:
+        source: what is sent.
+        mapper: trainer name -> checkpoint name.
+        dtype: cast of floating-point tensors.
+
+    Attributes:
+        version: the version as which it is sent.
+        digesting: whether to take the digest of each tensor as it passes.
+        digests: digest of each tensor that passed in the last iteration, by name; empty unless `digesting`.
+        count, bytes: number and bytes of the tensors that passed in the last iteration, of it or of its `shards`, where
+            a tensor passes on every rank and counts as a whole.
+        model_bytes: bytes of all tensors, whether they are sent or not.
+        whole: the source of all tensors, also while only some are sent.
+
+    Raises:
+        ManifestError: a tensor is on the meta device: offloaded, or never loaded.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        mapper: Callable[[str], str] | Mapping[str, str] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        source = source if mapper is None else RenamedSource(source, as_mapper(mapper))
+        self.whole = self._source = source if dtype is None else CastSource(source, dtype)
+        self._params = self._source.params()
+        self._gathers = self.digesting = False
+        self.version, self.digests = 0, dict[str, str]()
+        self._stream: Iterator[tuple[str, Tensor]] | None = None
+        self.count = self.bytes = self.model_bytes = 0
+        held, empty = source.held(), []
+        for meta in self._params:
+            self.model_bytes += meta.nbytes
+            if meta.name not in held:
+                self._gathers = True
+            elif held[meta.name].device.type == "meta":
+                empty.append(meta.name)
+        if empty:
+            raise ManifestError(
+                f"{len(empty)} tensor(s) are on the meta device, which holds no data: {', '.join(empty[:3])}",
+                state="nothing was sent",
+                hint="load the weights, or bring offloaded ones back, before sending them",
+            )
+
+    def limit(self, part: Part | None, *, narrow: bool = True) -> None:
+        """Send some tensors from the next pass on; with None, all of them.
+
+        Args:
+            part: which.
+            narrow: a pass yields only these; else it yields all, and `part` says which may differ from its base.
+        """
+        self.part, self._stream = part, None
+        self._source = PartSource(self.whole, part) if part is not None and narrow else self.whole
+        self._params = self._source.params()
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return self._params
+
+    def held(self) -> Mapping[str, Tensor]:
+        return self._source.held()
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._source.files()
+
+    def tied(self) -> Mapping[str, str]:
+        return self._source.tied()
+
+    def pairs(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield as `WeightSource.pairs`, and count; all tensors without ``names``."""
+        if names is None:
+            stream, params = iter(self._source), self._params
+        else:
+            stream, params = self._source.pairs(names), tuple(meta for meta in self._params if meta.name in names)
+        self.digests, self.count, self.bytes = {}, 0, 0
+        self._stream = stream
+        for meta, tensor in checked(stream, params):
+            if self.digesting:
+                self.digests[meta.name] = tensor_digest(tensor)
+            self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes
+            yield meta.name, tensor
+
+    __iter__ = pairs
+
+    def shards(self) -> Iterator[Shard]:
+        """Yield the blocks that this rank holds, once they are found to be sound, and count what they are parts of.
+
+        Raises:
+            ManifestError: as `checked_shards`.
+        """
+        self.digests, self.count, self.bytes = {}, 0, 0
+        for meta, held in checked_shards(self._source.shards(), self._params):
+            self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes  # other ranks have the rest of it
+            yield from held
+
+    def _begin(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._source) if self.part is None else self._source.pairs(self.part.names)
+
+    def replay(self) -> None:
+        for _ in self._begin() if self._gathers else ():
+            pass
+
+    def drain(self) -> None:
+        """Finish a pass, or make one that never began, where other ranks wait in its gathers.
+
+        One that cannot be finished is logged, not raised: the caller has an error of its own to raise.
+        """
+        if not self._gathers or torch_group().size == 1:
+            return
+        try:
+            for _ in self._begin() if self._stream is None else self._stream:
+                pass
+        except Exception:
+            log.warning("other trainer ranks may wait for this one, which cannot finish its pass", exc_info=True)
+
+
+def bump(collectors: Iterable[Callable[[], Any]]) -> None:
+    """Increment the policy version of each collector once.
+
+    Args:
+        collectors: references that return a collector, or None where it is gone.
+
+    The engines have the weights by then, so a collector that raises is logged, and the others are told all the same.
+    """
+    seen: set[int] = set()
+    for known in collectors:
+        collector = known()
+        if collector is None or id(collector) in seen:  # not its truth: endless ones have no length
+            continue
+        seen.add(id(collector))
+        try:
+            collector.increment_version()
+        except Exception:
+            log.error("a collector did not take note of new weights, which are in service", exc_info=True)

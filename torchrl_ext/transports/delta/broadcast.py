@@ -1,0 +1,251 @@
+"""Versions of a delta transport that are broadcast in a group, and written to no filesystem.
+
+What a keyframe holds travels as the tensors themselves (`KeptTensors`). The other files of a version, which are all that
+a delta is, travel behind them as one tensor of bytes, so that whatever reads a version from a directory reads it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import final
+
+import torch
+from torch import Tensor
+
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StaleBaseError
+from torchrl_ext.messages import Count, Wire
+from torchrl_ext.stores import Chain, Manifest, Placed, Store, version_name
+from torchrl_ext.stores.base import Draft
+from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores.versions import version_number
+from torchrl_ext.transports.base import Arrival, Update
+from torchrl_ext.transports.collective.transport import CollectiveWorker, GroupMailbox, VLLMCollectiveTransport
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.weights.source import MappingSource, WeightSource, checked
+
+__all__ = ["FILES", "FORMAT", "Broadcast", "KeptTensors", "announce"]
+
+FORMAT = 3
+"""Number of the broadcast's format: 1 sent the files of keyframes, 2 each file as a tensor of its own."""
+
+FILES = "/files"
+"""The name under which the files of a version are sent beside its tensors; no parameter may have it."""
+
+_PLACE = "tensors"  # stands where a manifest names a file
+
+
+@final
+class KeptTensors:
+    """Keeps keyframes as tensors in memory: those of the newest one, until they are dropped.
+
+    Attributes:
+        tensors: by name. They must not change before they are sent.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+
+    def needed_bytes(self, source: WeightSource) -> int:
+        """Return 0: nothing is written anywhere."""
+        return 0
+
+    def write(self, draft: Draft, source: WeightSource, version: int, run_id: str) -> Manifest:
+        """Keep the tensors of ``source`` themselves, and write a manifest of them.
+
+        Raises:
+            ManifestError: the source does not yield what it declares, or a name is taken.
+        """
+        params, placed, tensors = source.params(), [], {}
+        if any(meta.name == FILES for meta in params):
+            raise ManifestError(
+                f"a parameter is called {FILES!r}, as the files of a version are over a broadcast",
+                state="nothing was sent",
+                hint="rename it with WeightSender(mapper=...), or take carrier='disk'",
+            )
+        for meta, tensor in checked(source, params):
+            tensors[meta.name] = tensor
+            placed.append(Placed(meta=meta, file=_PLACE, checksum=tensor_digest(tensor)))
+        size = sum(meta.nbytes for meta in params)
+        manifest = Manifest(version=version, run_id=run_id, params=tuple(placed), files={_PLACE: size})
+        draft.write(MANIFEST, manifest.to_bytes())
+        self.tensors = tensors
+        return manifest
+
+    def open(self, number: int, manifest: Manifest) -> _KeptVersion:
+        """Open a keyframe for reading.
+
+        Raises:
+            IntegrityError: its tensors are not here (any more).
+        """
+        lost = next((one.meta for one in manifest.params if one.meta.name not in self.tensors), None)
+        if lost is not None:
+            raise IntegrityError(
+                f"version {number} came over the group, and {lost.name!r} of it is not in memory any more",
+                expected="the worker to hold what it read",
+                state="nothing was read",
+                hint="send again: after an update that failed, the next version is sent in full",
+            )
+        return _KeptVersion(manifest, self.tensors)
+
+
+class _KeptVersion:
+    """A keyframe in memory, open for reading; as `torchrl_ext.versions.open_route.FullVersion`."""
+
+    def __init__(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
+        self._manifest, self._tensors = manifest, tensors
+        self._verified: set[str] = set()
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return tuple(one.meta for one in self._manifest.params)
+
+    def pairs(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        for one in self._manifest.params if into else ():  # everything first, so that damage changes none of them
+            self._verify(one)
+        for one in self._manifest.params:
+            self._verify(one)
+            tensor, target = self._tensors[one.meta.name], into.get(one.meta.name)
+            if target is not None and ParamMeta.of(one.meta.name, target) == one.meta:
+                yield one.meta.name, target.copy_(tensor)
+            else:
+                yield one.meta.name, tensor.clone()
+
+    def close(self) -> None:
+        self._tensors = {}
+
+    def _verify(self, one: Placed) -> None:
+        """Compare a tensor with its checksum when it is read for the first time."""
+        if one.meta.name in self._verified:
+            return
+        tensor, version = self._tensors[one.meta.name], self._manifest.version
+        if ParamMeta.of(one.meta.name, tensor) != one.meta or tensor_digest(tensor) != one.checksum:
+            raise IntegrityError(
+                f"tensor {one.meta.name!r} of version {version} came damaged over the group",
+                expected=f"{one.meta} with xxh3-128 {one.checksum}",
+                state=f"nothing of version {version} was used beyond the tensors before it",
+                hint="send the weights again",
+            )
+        self._verified.add(one.meta.name)
+
+
+class Coming(Wire, frozen=True, kw_only=True):
+    """Describes a version that is broadcast.
+
+    Attributes:
+        base: the version that it builds on; None for a keyframe.
+        files: bytes of each of its files.
+    """
+
+    base: Count | None = None
+    files: dict[str, Count]
+
+
+def announce(
+    group: VLLMCollectiveTransport, store: Store, full: KeptTensors, version: int, base: int | None, within: Deadline
+) -> None:
+    """Broadcast a version that was published, and say which version ``base`` it builds on, unless it is in full.
+
+    Raises:
+        TransportError, DeadlineError: a worker is gone, does not answer or cannot build on what it holds; names its
+            rank.
+    """
+    files = store.files(version_name(version))
+    packed = torch.frombuffer(bytearray(b"".join(files.values())), dtype=torch.uint8)
+    source = MappingSource({**full.tensors, FILES: packed})
+    handoff = group.prepare(Update(source=source, version=version), within)
+    coming = Coming(base=None if full.tensors else base, files={name: len(data) for name, data in files.items()})
+    info = {**handoff.info, **coming.to_json()}
+    group.mailbox.put(Arrival(version=version, params=source.params(), info=info), within)
+    handoff.transfer(within)
+    full.tensors = {}  # they are those of the baseline, which the next delta changes
+
+
+@final
+class Broadcast:
+    """Receives versions from a group into a worker's store.
+
+    Args:
+        group: announces them.
+        store: in memory.
+        versions: of the store.
+
+    Attributes:
+        full: the tensors of a keyframe, until it landed.
+    """
+
+    def __init__(self, group: GroupMailbox, store: Store, versions: Chain) -> None:
+        self._mailbox, self._worker = group, CollectiveWorker(group.member)
+        self._store, self._versions, self.full = store, versions, KeptTensors()
+
+    @staticmethod
+    def require(format: int) -> None:  # noqa: A002 - the field's name
+        """Raise a ConfigError where the trainer is of a release that broadcasts something else."""
+        if format != FORMAT:
+            raise ConfigError(
+                f"the trainer broadcasts versions in format {format}",
+                expected=f"format {FORMAT}",
+                state="this worker joined nothing",
+                hint="use one release of torchrl_ext on both ends",
+            )
+
+    def fetch(self, within: Deadline) -> bool:
+        """Receive the next version, and return whether one was announced by the deadline.
+
+        Raises:
+            TransportError, DeadlineError: the trainer is gone, or stopped half-way.
+            StaleBaseError: it is a delta on a version that this worker does not hold; the trainer hears of it.
+            IntegrityError, ConfigError: what came is no version.
+        """
+        arrival = self._mailbox.get(within)
+        if arrival is None:
+            return False
+        coming = Coming.from_json(arrival.info, "what the trainer announces")
+        version, base = arrival.version, coming.base
+        if version_number(version_name(version)) != version or MANIFEST not in coming.files:
+            raise IntegrityError(
+                f"the trainer announces version {version} with {', '.join(coming.files)}",
+                expected=f"a number of at most 18 digits, and a file {MANIFEST}",
+                state="nothing was read",
+            )
+        if base and base not in self._versions.numbers():
+            lacking = StaleBaseError(
+                f"weights version {version} is a delta on version {base}, which this worker does not hold",
+                expected="every version since it joined",
+                state="nothing was read; the trainer was told",
+                hint="send again: after an update that failed, the next version is sent in full",
+            )
+            self._mailbox.refuse(arrival, lacking)
+            raise lacking
+        tensors = {name: tensor.cpu() for name, tensor in self._worker.receive(arrival, {}, within)}
+        self._keep(version, tensors.pop(FILES, None), coming.files)
+        self.full.tensors = tensors
+        return True
+
+    def _keep(self, version: int, packed: Tensor | None, sizes: Mapping[str, int]) -> None:
+        if packed is None or ParamMeta.of(FILES, packed) != ParamMeta(FILES, torch.uint8, (sum(sizes.values()),)):
+            raise IntegrityError(
+                f"weights version {version} came with other files than the trainer announced",
+                expected=f"a tensor of {sum(sizes.values())} bytes",
+                state="nothing was read",
+                hint="use one release of torchrl_ext on both ends",
+            )
+        content, folder = packed.numpy().tobytes(), version_name(version)
+        self._store.delete(folder)  # a trainer that started over counts anew
+        with self._store.draft(folder) as draft:
+            for name, size in sizes.items():
+                draft.write(name, content[:size])
+                content = content[size:]
+        if version < self._versions.latest():
+            self._store.delete("latest")
+        self._versions.advance(version)
+
+    def landed(self) -> None:
+        """Drop tensors and older files: what the next delta builds on is in the model or in host copies."""
+        self._versions.prune(before=self._versions.latest())
+        self.full.tensors = {}
+
+    def close(self) -> None:
+        """Leave the group, and drop everything."""
+        self._worker.close()
+        self.full.tensors = {}

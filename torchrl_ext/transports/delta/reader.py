@@ -1,0 +1,232 @@
+"""`DeltaReader` follows a chain of versions: the worker's end of a delta transport."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, final
+
+from torch import Tensor
+
+from torchrl_ext.codecs.base import codec_from_json
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import StoreError, WeightSyncError
+from torchrl_ext.landing.loader import Changes
+from torchrl_ext.messages import Wire
+from torchrl_ext.stores import Store, open_store, version_name
+from torchrl_ext.stores.base import MemoryStore
+from torchrl_ext.stores.chain import Chain
+from torchrl_ext.transports.base import Arrival, Worker, WorkerEnd
+from torchrl_ext.transports.collective.transport import GroupMailbox, VLLMCollectiveTransport
+from torchrl_ext.transports.delta.broadcast import FORMAT, Broadcast
+from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation, SharedRoot
+from torchrl_ext.transports.standalone import Mailbox
+from torchrl_ext.types import Info
+from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.foreign import ForeignVersions
+from torchrl_ext.versions.hooks import PRE_READ_HOOK, read_hook
+from torchrl_ext.versions.open_route import OpenRoute
+from torchrl_ext.versions.reader import ChainReader
+from torchrl_ext.versions.warm import Warming
+from torchrl_ext.weights.shards.blocks import Block
+
+__all__ = ["DeltaReader", "Offer"]
+
+_SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at a version
+
+
+class Offer(Wire, frozen=True, kw_only=True):
+    """Where versions come from: a root (`Invitation`), or a group in which they are broadcast.
+
+    Attributes:
+        needs_base: deltas are decoded with all old bytes, of which workers keep a copy then.
+        codec: the encoding; None where it is not known, of versions that another program publishes.
+        base: the checkpoint on which the first version is a delta.
+        local_dir: for the copies of parameters that cannot be patched.
+        group: the offer of the collective transport that broadcasts them.
+        format: number of the broadcast's format.
+    """
+
+    needs_base: bool = False
+    codec: Info | None = None
+    base: str | None = None
+    local_dir: str | None = None
+    group: Info | None = None
+    format: int = FORMAT
+    root: str | None = None
+    probe: str = ""
+    run_id: str = ""
+    host: str = ""
+
+
+@final
+class DeltaReader(WorkerEnd, Mailbox):
+    """Follows a chain; a version that was staged, or that `get` returned, stays open, so that none can prune it.
+
+    Args:
+        store: holds the versions; in memory where a group brings them.
+        base: the checkpoint that the worker holds already.
+        local_dir: directory for copies.
+        hook: to call before a version is looked for; see `DeltaTransport`.
+        group: brings the versions.
+        copies: names the tensors of which whole copies are kept.
+        slices: the blocks that are read of changes, by name.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        base: str | None,
+        local_dir: str | None,
+        *,
+        hook: str | Callable[..., Any] | None = None,
+        group: GroupMailbox | None = None,
+        copies: Callable[[str], bool] = lambda name: False,
+        slices: Mapping[str, tuple[Block, ...]] | None = None,
+    ) -> None:
+        self._store, self._hook = store, read_hook(hook)
+        self._foreign = ForeignVersions(store, base, settles=True)
+        self._chain = Chain(store, foreign=self._foreign)
+        self._broadcast = None if group is None else Broadcast(group, store, self._chain)
+        opener = self._broadcast.full.open if self._broadcast is not None else lambda *of: PublishedVersion(store, *of)
+        self._reader = ChainReader(self._chain, opener, base, local_dir)
+        self._reader.want(slices or {})
+        self._reader.retain(copies)
+        self._opened: OpenRoute | None = None
+        self._warming: Warming | None = None
+
+    @classmethod
+    def joined(cls, offer: Offer, here: Worker, within: Deadline) -> DeltaReader:
+        """Return the end of worker ``here``, connected to the trainer that made the offer.
+
+        Raises:
+            StoreError: its root cannot be seen from here.
+            ConfigError: it is of a release that broadcasts otherwise.
+        """
+        group = None
+        if offer.group is None:
+            root = offer.root or ""
+            store = open_store(root)
+            invitation = Invitation(root=root, probe=offer.probe, run_id=offer.run_id, host=offer.host)
+            SharedRoot(store, "").find(invitation, within)
+        else:
+            Broadcast.require(offer.format)
+            store = MemoryStore()
+            group = GroupMailbox(VLLMCollectiveTransport.join(offer.group, here, within).member)
+        made = cls(
+            store,
+            offer.base,
+            offer.local_dir,
+            hook=os.environ.get(PRE_READ_HOOK) or None if group is None else None,
+            group=group,
+            copies=lambda name: offer.needs_base or here.copies(name),
+            slices=here.slices,
+        )
+        if offer.codec is not None:
+            made._warming = Warming(codec_from_json(offer.codec), here.params, beside=True)
+        return made
+
+    def stage(
+        self,
+        version: int,
+        held: Callable[[], Mapping[str, str]] | None,
+        within: Deadline,
+        *,
+        files: Sequence[str] | None = None,
+        label: str | None = None,
+    ) -> Changes | None:
+        self._reader.expect(version, files, label, self._foreign)
+        self._await(version, within)
+        if held is not None:
+            if self._warming is not None:
+                self._warming.wait(within.timeout_s)
+                self._warming = None
+            if self._reader.held is None:
+                self._reader.adopt(version, held)
+            changes = self._reader.changes(version)
+            if changes is not None:
+                return changes
+        self._pin(self._open(version))
+        return None
+
+    def landed(self, staged: Changes) -> None:
+        self._reader.advance(staged)
+        self._forget()
+
+    def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
+        route, self._opened = self._opened, None
+        if route is None or route.reached[1] != arrival.version:
+            self._await(arrival.version, within)
+            route = self._open(arrival.version)
+        yield from self._reader.tensors(route, into)
+        self._forget()
+
+    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        before = 0 if received is None else received.version
+        for _ in self._looks(within):
+            if self._hook is not None:
+                self._hook(self._store.url, before + 1)
+            version = self._reader.unseen(before)
+            if version:
+                with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
+                    self._chain.offered(version)
+                    self._pin(route := self._reader.open(version))
+                    return Arrival(version=version, params=route.params)
+        return None
+
+    def _await(self, version: int, within: Deadline) -> None:
+        """Wait until a version is here: a shared filesystem may show it late, and a broadcast takes a while."""
+        missing: FileNotFoundError | None = None
+        within = within.within(VISIBLE_S) if self._broadcast is None else within.again()
+        self._chain.known.clear()
+        self._reader.remember(version)
+        for _ in self._looks(within):
+            if self._hook is not None:
+                self._hook(self._store.url, version)
+            try:
+                self._chain.version(version)
+                return
+            except FileNotFoundError as error:
+                missing = error
+        raise self._lost(version, within) from missing
+
+    def _looks(self, within: Deadline) -> Iterator[float]:
+        """Yield whenever the store may have another version, until the deadline."""
+        if self._broadcast is None:
+            yield from within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S)
+            return
+        yield within.left_s
+        while self._broadcast.fetch(within):
+            yield within.left_s
+
+    def _open(self, version: int) -> OpenRoute:
+        try:
+            return self._reader.open(version)
+        except FileNotFoundError as error:
+            raise self._lost(version, Deadline(0)) from error
+
+    def _lost(self, version: int, within: Deadline) -> WeightSyncError:
+        if self._broadcast is not None:
+            what = f"weights version {version} did not come from the trainer"
+            return within.error(what, state="nothing was changed", hint="check that the trainer lives, and send again")
+        return StoreError(
+            f"{self._store.url} holds no version {version}, and none came within {within.timeout_s:g} s",
+            expected=f"{version_name(version)}; the newest here is {self._chain.latest()}",
+            state="nothing was read",
+            hint="send the weights again",
+        )
+
+    def _pin(self, route: OpenRoute | None) -> None:
+        if self._opened is not None:
+            self._opened.close()
+        self._opened = route
+
+    def _forget(self) -> None:
+        if self._broadcast is not None:
+            self._broadcast.landed()
+
+    def close(self) -> None:
+        self._pin(None)
+        if self._broadcast is not None:
+            self._broadcast.close()
