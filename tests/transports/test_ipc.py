@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -12,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
@@ -30,7 +30,7 @@ from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.ipc.host_memory import create
-from torchrl_ext.transports.ipc.messages import Announce, CudaHandle, Welcome
+from torchrl_ext.transports.ipc.messages import Announce, CudaHandle, Load, Welcome
 from torchrl_ext.transports.links import shared_address
 
 channel, make = ipc_ends.channel, ipc_ends.make
@@ -129,14 +129,14 @@ def test_what_a_trainer_said_before_it_died_is_forgotten_with_it(make, channel):
     segment, ended = create("cpu", 2 * SMALL_BYTES), subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(WAIT_S)
     welcome = Welcome(session="x", segment=replace(segment.handle, pid=ended.pid))
-    announce = Announce(info={"session": "x", "version": 1, "handoff": 1, "params": []})
+    announce = Announce(version=1, params=(), load=Load(session="x", handoff=1))
     worker = make()
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
         listener.bind("\0" + shared_address(channel))
         listener.listen()
         receiving = pool.submit(worker.receive_weights, WAIT_S)
         with listener.accept()[0] as dying:
-            lines = [msgspec.json.encode(message) for message in (welcome, announce)]
+            lines = [json.dumps(message.to_json()).encode() for message in (welcome, announce)]
             dying.sendall(b"".join(len(data).to_bytes(4, "big") + data for data in lines))  # it leaves at the first
             with pytest.raises(TransportError, match="the trainer is gone"):
                 receiving.result(WAIT_S)
@@ -177,7 +177,7 @@ class TestFleet:
         sender = tx.WeightSender(tx.make_transport("ipc", bucket_bytes=SMALL_BYTES), Fleet(engines))
         sender.update_weights(policy)
         assert torch.equal(bad.weight, policy.weight)
-        receivers[1]._transport.abort()  # its connection breaks
+        receivers[1]._end.close()  # its connection breaks
         with torch.no_grad():
             policy.weight.add_(1)
         with pytest.raises(WeightSyncError, match="bad"):

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, final
 
 from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError, NotConnectedError, TransportError, WeightSyncError, why
+from torchrl_ext.transports.base import Arrival, WorkerEnd
 from torchrl_ext.transports.buckets import Lander, Plan
 from torchrl_ext.transports.ipc import messages
 from torchrl_ext.transports.ipc.host_memory import Segment, attach
-from torchrl_ext.transports.ipc.messages import decode, read, send
+from torchrl_ext.transports.ipc.messages import read, send
 from torchrl_ext.transports.links import Link, connect_locally
-from torchrl_ext.types import Info
 
 __all__ = ["ALIGN_BYTES", "SLOTS", "IPCWorker", "half"]
 
@@ -31,98 +30,89 @@ _PAUSES: Any = {"shortest_s": 0.005, "longest_s": 0.05}  # between attempts to c
 _LAST_WORDS_S = 1.0
 
 
-class IPCWorker:
+@final
+class IPCWorker(WorkerEnd):
     """A worker's end of the connection to its trainer, through which it receives handoffs.
 
     Args:
-        devices: where it can take weights from, best first.
+        address: where the trainer listens.
+        devices: where this worker can take weights from, best first.
+        rank: among the workers of all engines; None where nobody gave it one.
     """
 
-    def __init__(self, devices: Callable[[], list[str]]) -> None:
-        self._devices, self._plan = devices, Plan()
+    def __init__(self, address: str, devices: Callable[[], list[str]], rank: int | None = None) -> None:
+        self._address, self._devices, self._rank, self._plan = address, devices, rank, Plan()
         self._link: Link | None = None
         self._welcome: messages.Welcome | None = None
-        self._rank: int | None = None
-        self._stop = threading.Event()
 
-    @property
-    def connected(self) -> bool:
-        """Whether the trainer let this worker in and lives."""
+    def check_connection(self) -> bool:
+        """Return whether the trainer let this worker in and lives."""
         link = self._link
         return link is not None and self._welcome is not None and link.alive
 
-    def join(self, info: Info, timeout_s: float) -> None:
-        """Connect at the address in ``info``, and map the buffer once, so that what prevents it is known by then.
+    def enter(self, session: str, within: Deadline) -> None:
+        """Connect to the trainer, and map its buffer once, so that what prevents it is known by then.
 
         Raises:
             DeadlineError: the trainer does not let this worker in.
             TransportError: another machine, user or pid namespace.
-            IntegrityError: ``info`` is malformed, or of another trainer than the one that answers.
+            IntegrityError: another trainer than that of ``session`` answers.
         """
-        invitation = decode(info, messages.Invitation, "the trainer")
-        self._stop.clear()
-        within, self._rank = Deadline(timeout_s, stop=self._stop), invitation.rank
 
-        def enter() -> messages.Welcome | None:
-            while self._welcome is None and self._connect(invitation.address, within):
-                if self._hear(within) is None:
-                    break
+        def let_in() -> messages.Welcome | None:
+            while self._welcome is None and self._connect(within) and self._hear(within) is not None:
+                continue
             return self._welcome
 
         welcome = within.poll(
-            enter,
-            f"the trainer at {invitation.address} did not let rank {self._rank} in",
+            let_in,
+            f"the trainer at {self._address} did not let rank {self._rank} in",
             **_PAUSES,
             expected="a trainer on this machine, of this user and network namespace",
             hint="use transport 'collective' or 'disk' between machines or containers",
         )
-        if welcome is not None and welcome.session != invitation.session:
+        if welcome is not None and welcome.session != session:
             raise IntegrityError("another trainer answers at the address of this one", state="nothing was received")
 
-    def poll(self, address: str, timeout_s: float) -> Info | None:
-        """Return the next announced info, or None after ``timeout_s`` seconds; a trainer that is gone may come back."""
-        self._stop.clear()
-        within = Deadline(timeout_s, stop=self._stop)
+    def announced(self, within: Deadline) -> Arrival | None:
+        """Return the next version that is announced, or None at the deadline; a trainer that is gone may come back."""
         for _ in within.pauses(**_PAUSES):
             try:
-                while self._connect(address, within) and (message := self._hear(within)) is not None:
+                while self._connect(within) and (message := self._hear(within)) is not None:
                     if isinstance(message, messages.Announce):
-                        decode(message.info, messages.IPCLoad, "the trainer")
-                        return message.info
+                        info = message.load.to_json()
+                        return Arrival(version=message.version, params=message.params, info=info)
             except NotConnectedError:
-                self.hang_up()  # another trainer may come after it
+                self.close()  # another trainer may come after it
         return None
 
-    def receive(self, info: Info, into: Mapping[str, Tensor], timeout_s: float) -> Iterator[tuple[str, Tensor]]:
-        """As `Transport.receive`; the trainer has ``timeout_s`` seconds for each bucket.
+    def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
+        """As `WorkerEnd.receive`; the deadline begins anew with each bucket.
 
         Raises:
             NotConnectedError: the trainer is gone.
             TransportError, DeadlineError: it stopped, or does not go on.
-            IntegrityError, ManifestError: a message of it is malformed.
+            ConfigError, IntegrityError: a message of it is malformed.
         """
-        load = decode(info, messages.IPCLoad, "the trainer")
-        link, welcome = self._link, self._welcome
+        load, link, welcome = _load(arrival), self._link, self._welcome
         if link is None or welcome is None:
             raise NotConnectedError("this worker is not connected to a trainer", hint="connect first")
         if load.session != welcome.session:
             raise NotConnectedError("the handoff is of another trainer than this worker's", hint="connect again")
         name, complete = None, False
         try:
-            params = self._plan.metas(load.params)
-            if sum(meta.nbytes for meta in params) > _LARGEST_BYTES:
+            if sum(meta.nbytes for meta in arrival.params) > _LARGEST_BYTES:
                 raise IntegrityError(f"a handoff of more than {_LARGEST_BYTES:,} bytes", state="nothing was read")
             segment = attach(welcome.segment)
             try:
-                capacity, lander = _capacity(segment), Lander(params, into, segment.flat.device)
-                buckets = self._plan.buckets(params, capacity)
+                capacity, lander = _capacity(segment), Lander(arrival.params, into, segment.flat.device)
+                buckets = self._plan.buckets(arrival.params, capacity)
                 for number, bucket in enumerate(buckets):
-                    within = Deadline(timeout_s, link.peer, self._stop)
-                    _await_filled(link, load.handoff, number, within)
+                    _await_filled(link, load.handoff, number, within.again(link.peer))
                     pairs = lander.take(bucket, half(segment, number, capacity))
                     segment.settle()
                     complete = number + 1 == len(buckets)
-                    send(link, messages.Taken(handoff=load.handoff, bucket=number), within)
+                    send(link, messages.Taken(handoff=load.handoff, bucket=number), within.again())
                     for name, tensor in pairs:
                         yield name, tensor
             finally:
@@ -133,30 +123,22 @@ class IPCWorker:
             raise
         except Exception as error:
             if not complete:
-                self._say(messages.Refused(handoff=load.handoff, why=why(error)))
+                self.refuse(arrival, error)
             raise
 
-    def decline(self, info: Info, error: BaseException) -> None:
-        """Tell the trainer that an announced handoff cannot land here, because of ``error``."""
-        self._say(messages.Refused(handoff=decode(info, messages.IPCLoad, "the trainer").handoff, why=why(error)))
+    def refuse(self, arrival: Arrival, error: BaseException) -> None:
+        """Tell the trainer that a version cannot land here, because of ``error``."""
+        self._say(messages.Refused(handoff=_load(arrival).handoff, why=why(error)))
 
-    def abort(self) -> None:
-        """End a wait in another thread, and disconnect."""
-        link = self._link
-        if link is not None:
-            link.end()
-        self._stop.set()
-
-    def hang_up(self) -> None:
-        """Close the connection. May be called twice."""
+    def close(self) -> None:
         if self._link is not None:
             self._link.close()
         self._link, self._welcome = None, None
 
-    def _connect(self, address: Any, within: Deadline) -> bool:
+    def _connect(self, within: Deadline) -> bool:
         """Try to connect where this end is not connected, and return whether it is."""
         if self._link is None:
-            self._link = connect_locally(address)
+            self._link = connect_locally(self._address)
             if self._link is None:
                 return False
             send(self._link, messages.Hello(rank=self._rank, devices=self._devices()), within)
@@ -174,7 +156,7 @@ class IPCWorker:
             raise NotConnectedError("this worker is not connected to a trainer", hint="connect first")
         message = read(link, messages.FromTrainer, within)
         if isinstance(message, messages.TurnedAway):
-            self.hang_up()
+            self.close()
             raise TransportError(
                 f"{link.peer} refused this worker: {message.why}",
                 state="nothing was received",
@@ -185,7 +167,7 @@ class IPCWorker:
                 attach(message.segment).close()
             except WeightSyncError as error:
                 self._say(messages.Leaving(why=why(error)))
-                self.hang_up()  # without the buffer, no other message of it can be used
+                self.close()  # without the buffer, no other message of it can be used
                 raise
             self._welcome = message
         return message
@@ -197,7 +179,11 @@ class IPCWorker:
                 send(self._link, message, Deadline(_LAST_WORDS_S))
             except WeightSyncError as error:
                 log.info("while a handoff was given up: %s", error)
-                self.hang_up()
+                self.close()
+
+
+def _load(arrival: Arrival) -> messages.Load:
+    return messages.Load.from_json(arrival.info, "a handoff of an ipc transport")
 
 
 def _await_filled(link: Link, handoff: int, number: int, within: Deadline) -> None:

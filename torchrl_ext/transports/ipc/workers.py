@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import logging
 import select
-import threading
 from collections.abc import Callable, Iterable
-
-from msgspec import Struct
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import TransportError, WeightSyncError
@@ -18,7 +15,6 @@ from torchrl_ext.transports.ipc import messages
 from torchrl_ext.transports.ipc.host_memory import Segment
 from torchrl_ext.transports.ipc.messages import read, send
 from torchrl_ext.transports.links import Link, LocalListener, ranks_text
-from torchrl_ext.types import Info
 
 __all__ = ["ConnectedWorkers"]
 
@@ -45,16 +41,13 @@ class ConnectedWorkers:
         address: where workers come in.
         session: names this trainer's connection.
         segment: gives the staging buffer for a worker that can use these devices, best first.
-        timeout_s: deadline of every wait, in seconds.
     """
 
-    def __init__(self, address: str, session: str, segment: Callable[[list[str]], Segment], timeout_s: float) -> None:
+    def __init__(self, address: str, session: str, segment: Callable[[list[str]], Segment]) -> None:
         self._listener = LocalListener(address)
-        self._session, self._segment, self._timeout_s = session, segment, timeout_s
+        self._session, self._segment = session, segment
         self._workers: list[_Worker] = []
         self._handoff = -1
-        self.aborted = threading.Event()
-        """Set from another thread to wait no longer for workers that make no progress."""
 
     @property
     def alive(self) -> bool:
@@ -66,14 +59,13 @@ class ConnectedWorkers:
         """The staging buffers of the workers that take part."""
         return list({id(worker.segment): worker.segment for worker in self._active()}.values())
 
-    def wait_for(self, count: int, ranks: Iterable[int] = ()) -> None:
+    def wait_for(self, count: int, within: Deadline, ranks: Iterable[int] = ()) -> None:
         """Wait until ``count`` workers (and all of ``ranks``) are connected, and let in those that come beyond.
 
         Raises:
             DeadlineError: they did not come; names the ranks, and why those that came were not let in.
             TransportError: another thread gave up, or there is no memory for the staging buffer.
         """
-        within = Deadline(self._timeout_s, stop=self.aborted)
         away: dict[str, None] = {}
         while True:
             for worker in self._workers:
@@ -103,10 +95,10 @@ class ConnectedWorkers:
                     hint="call receive_weights there, or let the engine connect",
                 )
 
-    def announce(self, info: Info) -> None:
-        """Tell every worker that a handoff comes."""
+    def announce(self, message: messages.Announce, within: Deadline) -> None:
+        """Tell every worker that a version comes."""
         for worker in self._workers:
-            self._tell(worker, messages.Announce(info=info))
+            self._tell(worker, message, within)
 
     def begin(self, handoff: int) -> None:
         """Begin a handoff, in which every connected worker takes part."""
@@ -117,40 +109,43 @@ class ConnectedWorkers:
             elif worker.link.fileno() >= 0:  # it left by itself, and may have said why
                 self._lose(worker, _farewell(worker.link) or "it is gone")
 
-    def filled(self, bucket: int) -> None:
+    def filled(self, bucket: int, within: Deadline) -> None:
         """Tell every worker that ``bucket`` is in the staging buffer.
 
         Raises:
             TransportError: nobody is left who would take it.
         """
         for worker in self._active():
-            self._tell(worker, messages.Filled(handoff=self._handoff, bucket=bucket))
+            self._tell(worker, messages.Filled(handoff=self._handoff, bucket=bucket), within)
         self._require_somebody()
 
-    def await_taken(self, bucket: int) -> None:
-        """Wait until every worker that still takes part has copied ``bucket``; each that a worker copies prolongs it.
+    def await_taken(self, bucket: int, within: Deadline) -> None:
+        """Wait until every worker that still takes part has copied ``bucket``.
+
+        The deadline begins anew with each bucket that one of them copies. Where another thread ends the wait, it goes
+        on for two seconds, in which they may still copy.
 
         Raises:
             TransportError: nobody is left.
         """
-        within = Deadline(self._timeout_s)
+        left = within.again()
         while late := [worker for worker in self._active() if worker.taken < bucket]:
-            if self.aborted.is_set():
-                within = within.within(_GRACE_S)
-            if within.over:
+            if left.stop.is_set():
+                left = left.within(_GRACE_S)
+            if not left.left_s:
                 for worker in late:
                     self._lose(worker, f"it did not take bucket {bucket} in time")
                 break
             before = [worker.taken for worker in late]
-            self._listen(late, within.within(_LOOK_S))
+            self._listen(late, left.within(_LOOK_S))
             if before != [worker.taken for worker in late]:
-                within = Deadline(self._timeout_s)
+                left = within.again()
         self._require_somebody()
 
-    def stop(self, words: str) -> None:
+    def stop(self, words: str, within: Deadline) -> None:
         """Tell the workers that the rest of the handoff does not come."""
         for worker in self._active():
-            self._tell(worker, messages.Stopped(handoff=self._handoff, why=words))
+            self._tell(worker, messages.Stopped(handoff=self._handoff, why=words), within)
 
     def troubles(self) -> str:
         """Return which workers did not take the handoff, and why; empty when all did."""
@@ -185,9 +180,9 @@ class ConnectedWorkers:
         if _greet(link, messages.Welcome(session=self._session, segment=segment.handle)):
             self._workers.append(_Worker(link, hello.rank, segment))
 
-    def _tell(self, worker: _Worker, message: Struct) -> None:
+    def _tell(self, worker: _Worker, message: messages.FromTrainer, within: Deadline) -> None:
         try:
-            send(worker.link, message, Deadline(self._timeout_s))
+            send(worker.link, message, within.again())
         except WeightSyncError as error:
             self._lose(worker, _farewell(worker.link) or error.what)  # who left may have said why
 
