@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -13,10 +14,12 @@ from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError
 
 __all__ = [
+    "HOST",
     "BufferPool",
     "CopyBytes",
     "as_bytes",
     "copy_each",
+    "copy_memory",
     "copy_plainly",
     "fastest_copy",
     "is_plain",
@@ -33,7 +36,7 @@ _STREAM_BYTES = 64 << 20
 _KEPT = 8
 """Idle buffers of a pool that are kept for another use."""
 
-_HOST = torch.device("cpu")
+HOST = torch.device("cpu")
 _LARGE_ELEMENTS = 32768
 """Elements from which torch's CPU copies use several threads (at::internal::GRAIN_SIZE)."""
 
@@ -76,6 +79,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+copy_memory = ctypes.memmove
+"""Copies so many bytes between two addresses of the host: (target, source, nbytes). For small tensors a view costs more
+than the copy."""
+
+
 @torch.no_grad()
 def copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor], copy: CopyBytes = copy_plainly) -> None:
     """Copy each source into its target, of the same dtype and shape.
@@ -86,7 +94,7 @@ def copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor], copy: CopyBy
     """
     small_sources, small_targets = [], []
     for source, target in zip(sources, targets, strict=True):
-        if target.numel() >= _LARGE_ELEMENTS and is_plain(source, _HOST) and is_plain(target, _HOST):
+        if target.numel() >= _LARGE_ELEMENTS and is_plain(source, HOST) and is_plain(target, HOST):
             copy(as_bytes(source.detach()).numpy(), as_bytes(target.detach()).numpy())
         else:
             small_sources.append(source)
