@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import torchrl_ext as tx
 from tests.processes import finished, running_python
 from tests.transports.members import SHORT_S, WAIT_S, beside
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
@@ -391,3 +392,20 @@ def test_a_group_over_gloo_carries_and_broadcasts_in_between():
             None,
         ]
         assert all(torch.equal(out, sent) for out in (*outs, read))
+
+
+def test_a_sharded_update_of_many_small_tensors_starts_a_thread_per_peer_and_none_per_transfer(monkeypatch):
+    port, sent = free_port(), {f"p{number:04d}": filled(4096, number) for number in range(2000)}
+    how = {"workers": 1, "device": "cpu", "bucket_bytes": 1 << 16, "timeout_s": WAIT_S}
+    trainer = tx.ShardedTransport("127.0.0.1", port, **how)
+    worker = tx.ShardedTransport("127.0.0.1", port, worker=0, **how)
+    try:
+        assert beside(*(lambda end=end: end.init_all_workers_group({}) for end in (trainer, worker))) == [None, None]
+        started, start = [], threading.Thread.start
+        monkeypatch.setattr(threading.Thread, "start", lambda self: (started.append(self.name), start(self)))
+        _, received = beside(lambda: trainer.send_weights("policy", sent), worker.receive_weights)
+        assert all(torch.equal(received[name], tensor) for name, tensor in sent.items())
+        assert len(started) <= 8, started
+    finally:
+        trainer.shutdown()
+        worker.shutdown()
