@@ -26,7 +26,7 @@ EXTRAS = {
 }
 EXTRAS["testing"] = ["pytest>=8"]
 EXTRAS["test"] = [*EXTRAS["testing"], "pytest-timeout>=2.3", "pytest-xdist>=3.5", "psutil>=5.9", "moto[server]>=5"]
-EXTRAS["test"] += ["httpx>=0.27", "pytest-cov>=5"]  # which tests run a line, for tests/mutants.py
+EXTRAS["test"] += ["httpx>=0.27", "hypothesis>=6.100", "pytest-cov>=5"]  # which tests run a line, for tests/mutants.py
 EXTRAS["test"] += ['triton>=3.6; platform_system == "Linux"']  # its interpreter and compiler need no GPU
 EXTRAS["test"] += ['nixl-cu12>=1.5; platform_system == "Linux" and platform_machine == "x86_64"']  # 69 MB
 EXTRAS["test"] += [*EXTRAS["peft"], *EXTRAS["s3"], *EXTRAS["hydra"]]
@@ -39,7 +39,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["torchrl_ext", "torchrl_ext.*"]),
-    package_data={"torchrl_ext": ["py.typed"]},
+    package_data={"torchrl_ext": ["__init__.pyi", "py.typed"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6",

@@ -71,6 +71,7 @@ SECONDS = {
     "rollout/test_policy.py": 5,
     "transports/test_delta_killed.py": 4,
     "bench/test_transport.py": 4,
+    "transports/test_ranks.py": 6,
 }
 """What the longest files take of a processor. Where one is wrong, a run ends a little later, and that is all."""
 

@@ -1,15 +1,17 @@
-"""Layouts of trainers and engines for tests of plans: who has what of which tensor; and transfers carried out."""
+"""Layouts of trainers and engines for tests of plans: who holds what of which tensor; and plans carried out."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 
 from torchrl_ext.transports.sharded.plans.boxes import missing
-from torchrl_ext.transports.sharded.plans.plan import Share, TransferPlan
+from torchrl_ext.transports.sharded.plans.plan import MemberPlan, Share, TransferPlan
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
@@ -51,42 +53,55 @@ def random_case(seed: int) -> tuple[list[ParamMeta], Layout, Layout, int]:
     return params, held, needed, rng.choice([4, 5, 7, 16, 40, 100, 10**6])
 
 
-def carry_out(plan: TransferPlan, held: Layout, needed: Layout) -> None:
-    """Move every element as the plan says, and hold it against what workers need and what the plan promises."""
-    sent = np.zeros((plan.ranks, plan.workers), dtype=np.int64)
-    begun: set[int] = set()
-    over = {at: set[int]() for at in range(plan.rounds)}  # parameters of which something comes in this round, or later
+def member_of(plan: TransferPlan, member: int) -> MemberPlan:
+    """Return the part of a member, as it arrives there through a note."""
+    schedule, rows = (json.loads(json.dumps(msgspec.to_builtins(one))) for one in (plan.schedule, plan.rows(member)))
+    return MemberPlan(plan.params, schedule, rows)
+
+
+def members_of(plan: TransferPlan) -> tuple[list[MemberPlan], list[MemberPlan]]:
+    """Return the parts of the trainer ranks, and of the workers."""
+    ranks = [0, *range(1 + plan.workers, plan.workers + plan.ranks)]
+    return [member_of(plan, one) for one in ranks], [member_of(plan, 1 + one) for one in range(plan.workers)]
+
+
+def carry_out(plan: TransferPlan, held: Layout, needed: Layout) -> np.ndarray:
+    """Move every element as the members' rows say, and check it against the needs and the promises of the plan.
+
+    Returns:
+        The bytes of every round out of each rank and then into each leader, of shape (rounds, ranks + workers).
+    """
+    ranks, workers = members_of(plan)
+    link_bytes = np.zeros((plan.rounds, plan.ranks, plan.workers), dtype=np.int64)
     got = [[np.zeros(meta.shape, dtype=np.int64) for meta in plan.params] for _ in range(plan.workers)]
+    seen: list[set[int]] = [set() for _ in range(plan.rounds)]
     for at in range(plan.rounds):
-        in_round = np.zeros_like(sent)
-        seen = set()
-        for rank in range(plan.ranks):
-            for worker in range(plan.workers):
-                transfers = plan.link(rank, worker, at)
-                assert (worker in plan.receivers(rank, at)) == bool(transfers) == (rank in plan.senders(worker, at))
+        assert len({one.span(at) for one in (*ranks, *workers)}) == 1
+        for rank, own in enumerate(ranks):
+            for peer, transfers in own.links(at):
+                worker, as_peer = peer - 1, 0 if rank == 0 else plan.workers + rank
+                assert dict(workers[worker].links(at))[as_peer] == transfers and workers[worker].source is None
                 assert [one.param for one in transfers] == sorted(one.param for one in transfers)
                 for index, block in transfers:
                     meta = plan.params[index]
                     where = block.within(Block.whole(meta.shape))
                     assert _marked(meta.shape, held[rank][index])[where].all()
                     got[worker][index][where] += 1
-                    in_round[rank, worker] += block.numel * meta.dtype.itemsize
-                    seen.add(index)
-        assert max(in_round.sum(axis=0).max(), in_round.sum(axis=1).max()) <= plan.bucket_bytes
-        begun |= seen
-        first, stop = plan.span(at)
-        assert first <= min(seen) and max(begun) < stop
-        for earlier in range(at + 1):
-            over[earlier] |= seen
-        sent += in_round
-    assert all(plan.span(at)[0] == min(params) for at, params in over.items())  # what lies before is complete
-    assert np.array_equal(sent, plan.link_bytes()) and np.array_equal(sent.sum(axis=1), plan.rank_bytes)
-    for worker in range(plan.workers):
-        leader = plan.leader(worker)
-        assert plan.worker_bytes[worker] == sent[:, leader].sum()
-        assert leader == worker or not sent[:, worker].any()
+                    link_bytes[at, rank, worker] += block.numel * meta.dtype.itemsize
+                    seen[at].add(index)
+        leaders = [workers[leader] for leader in set(plan.leaders)]
+        assert sum(len(list(own.links(at))) for own in ranks) == sum(len(list(own.links(at))) for own in leaders)
+    loads = np.concatenate([link_bytes.sum(axis=2), link_bytes.sum(axis=1)], axis=1)
+    assert loads.max(initial=0) <= plan.bucket_bytes
+    for at in range(plan.rounds):  # what lies before a round's parameters is complete, and nothing behind has come
+        first, stop = ranks[0].span(at)
+        assert first == min(set().union(*seen[at:])) and max(set().union(*seen[: at + 1])) < stop
+    assert np.array_equal(link_bytes.sum(axis=(0, 2)), plan.rank_bytes)
+    for worker, leader in enumerate(plan.leaders):
+        assert plan.worker_bytes[worker] == link_bytes[:, :, leader].sum()
         for index, meta in enumerate(plan.params):  # each element that this worker needs once, and no other
             assert np.array_equal(got[leader][index], _marked(meta.shape, needed[worker][index]))
+    return loads
 
 
 def _marked(shape: Sequence[int], blocks: Sequence[Block]) -> np.ndarray:

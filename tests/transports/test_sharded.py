@@ -9,7 +9,6 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,8 +16,9 @@ import torchrl_ext as tx
 from tests.processes import WAIT_S, running_python
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.testing import free_port
-from torchrl_ext.transports.sharded import worker as worker_module
-from torchrl_ext.transports.sharded.rounds import Incoming
+from torchrl_ext.transports.sharded import trainer as trainer_module
+from torchrl_ext.transports.sharded.plans.plan import make_plan
+from torchrl_ext.transports.sharded.rounds import RoundReceiver
 from torchrl_ext.weights.source import MappingSource, WeightSource
 
 ENGINE = "from tests.transports.sharded_engine import serve; serve(2)"
@@ -270,23 +270,33 @@ def sent_beside(trainer, worker, weights):
         return [call.exception(WAIT_S) or call.result() for call in calls]
 
 
-def test_a_worker_that_makes_another_plan_is_an_error_that_names_what_differs_and_moves_nothing(monkeypatch):
+def test_rows_that_a_worker_cannot_read_end_the_update_on_both_sides_before_a_byte_moves(monkeypatch):
     trainer, worker = ends()
-    own = worker_module.plan_of
+    hand_out = trainer_module.hand_out
 
-    def another(*args, **more):
-        found = own(*args, **more)
-        found.digest = "0" * 32
-        found._found = found._found._replace(
-            rows=found._found.rows + np.arange(len(found._found.rows), dtype=np.uint64)
-        )
-        return found
+    def damaged(group, number, plan):
+        hand_out(group, number, plan)
+        group.notes.put(f"plan/{group.generation}/{number}/1", {"table": 7})
 
-    monkeypatch.setattr(worker_module, "plan_of", another)
+    monkeypatch.setattr(trainer_module, "hand_out", damaged)
+    sent, received = sent_beside(trainer, worker, {"first": torch.ones(4, 4), "second": torch.ones(8)})
+    assert isinstance(received, tx.WeightSyncError), received
+    assert "a transfer plan that cannot be read" in str(received)
+    assert isinstance(sent, tx.WeightSyncError) and "rank 1 (pid" in str(sent), sent
+    for end in (trainer, worker):
+        end.shutdown()
+
+
+def test_a_plan_is_kept_from_update_to_update_and_made_again_for_other_tensors(monkeypatch):
+    trainer, worker = ends()
+    made = []
+    monkeypatch.setattr(trainer_module, "make_plan", lambda *args, **more: made.append(1) or make_plan(*args, **more))
     weights = {"first": torch.ones(4, 4), "second": torch.ones(8)}
-    sent, received = sent_beside(trainer, worker, weights)
-    assert isinstance(sent, tx.WeightSyncError) and "'second float32[8]'" in str(sent), sent
-    assert isinstance(received, tx.WeightSyncError) and "nothing was moved" in str(received), received
+    for update, (names, plans) in enumerate([("first second", 1), ("first second", 1), ("second", 2), ("second", 2)]):
+        some = {name: weights[name] + update for name in names.split()}
+        sent, received = sent_beside(trainer, worker, some)
+        assert sent is None and received.keys() == some.keys(), (sent, received)
+        assert all(torch.equal(received[name], tensor) for name, tensor in some.items()) and len(made) == plans
     for end in (trainer, worker):
         end.shutdown()
 
@@ -309,14 +319,14 @@ def test_what_a_source_only_makes_whole_goes_whole_and_is_named():
 
 def test_damage_on_the_way_is_named_and_the_version_is_not_taken(monkeypatch):
     trainer, worker = ends()
-    own = Incoming._round
+    own = RoundReceiver._round
 
     def damaged(self):
         own(self)
         for tensor, _ in self._targets.values():
             tensor.view(-1)[:1] += 1
 
-    monkeypatch.setattr(Incoming, "_round", damaged)
+    monkeypatch.setattr(RoundReceiver, "_round", damaged)
     sent, received = sent_beside(trainer, worker, {"first": torch.ones(4, 4)})
     assert isinstance(received, IntegrityError) and "'first'" in str(received)
     assert isinstance(sent, tx.WeightSyncError) and "'first'" in str(sent)

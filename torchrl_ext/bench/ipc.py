@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import time
 import uuid
-from contextlib import nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
@@ -106,12 +105,15 @@ def _work(channel: str, size: str, part: str, count: int, tell: Any, device: str
     """Run the worker process: receive ``count`` updates, and track the memory of the last one."""
     weights = weights_of(SIZES[size][part], 0, device)
     worker = IPCTransport(channel, timeout_s=TIMEOUT_S)
-    extra: list[int] = []
-    for turn in range(count):
-        with track_peak() if turn + 1 == count else nullcontext(extra) as extra:
-            received = worker.receive_weights(TIMEOUT_S, weights=weights)
-        if received is None:
+
+    def receive() -> None:
+        if worker.receive_weights(TIMEOUT_S, weights=weights) is None:
             raise TransportError(f"the trainer sent nothing within {TIMEOUT_S:g} s")
+
+    for _ in range(count - 1):
+        receive()
+    with track_peak() as extra:
+        receive()
     correct = all(bool((tensor == 1).all()) for tensor in weights.values())
     tell.send((correct, extra[0] if extra else None))
     worker.shutdown()

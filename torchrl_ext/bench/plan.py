@@ -65,7 +65,7 @@ def plan_cost(tensors: int, ranks: int, workers: int, repeats: int = 3) -> dict[
 
     Returns:
         ``seconds`` and ``bytes`` beside their targets, ``own_s`` (of the processor's time, which other jobs of the
-        machine do not lengthen), ``links_s`` (what one rank spends on all its links of an
+        machine do not lengthen), ``links_s`` (of one rank for its rows and all its links of an
         update), ``rounds``, ``balance`` (bytes out of the busiest rank / the mean) and the sizes; JSON-safe.
     """
     names = enumerate(itertools.islice(itertools.cycle(_LAYER), tensors))
@@ -84,7 +84,8 @@ def plan_cost(tensors: int, ranks: int, workers: int, repeats: int = 3) -> dict[
             own.append(time.process_time() - computed)
         peak = max(peak, *extra, 0)
     began = time.perf_counter()
-    transfers = sum(len(plan.link(0, worker, at)) for at in range(plan.rounds) for worker in plan.receivers(0, at))
+    own_rows = plan.member(0)
+    transfers = sum(len(sent) for at in range(plan.rounds) for _, sent in own_rows.links(at))
     links_s = time.perf_counter() - began
     return {
         "tensors": tensors, "ranks": ranks, "workers": workers, "rounds": plan.rounds, "transfers": transfers,

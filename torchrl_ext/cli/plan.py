@@ -13,22 +13,12 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from torchrl_ext.errors import ConfigError
 from torchrl_ext.planning.costs import UNCERTAINTY
 from torchrl_ext.planning.facts import Facts
 from torchrl_ext.planning.recommend import BreakEven, Recommendation, recommend
-from torchrl_ext.planning.shapes import DECODERS
-from torchrl_ext.planning.sharded import CASES, NIC_BYTES_S, PUBLISHED_NOTES, sharded_cost
 
 __all__ = ["add_parser", "run"]
 
-_COLUMNS = (
-    "rank: bytes out of the busiest trainer rank; worker: into the busiest worker; link: of their busiest pair",
-    "share: the model / the workers of one engine; a worker gets more where all of them hold the same",
-    "seconds: of the links alone, where nobody waits, and where every round waits for its slowest member; everything: "
-    "where every worker gets the whole model",
-)
-_WIDTH = 140  # of the table, also where the output is no terminal
 _SCALES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
@@ -51,26 +41,15 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
             shown = {int: "N", float: "X"}.get(kind, "TEXT")
             parser.add_argument(flag, type=read, default=one.default, metavar=shown, help=f"{text} ({one.default})")
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory to take parameters and dtype from")
-    group = parser.add_argument_group("shard to shard", "bytes per link where each trainer rank sends what it holds")
-    group.add_argument("--sharded", action="store_true", help="print these, and nothing of the above")
-    group.add_argument("--decoder", choices=DECODERS, action="append", help="published shapes; may be repeated (all)")
-    example = "such as fsdp64, tp4-pp2-dp2-ep8 or dp8-ep8-x4"
-    group.add_argument("--trainer-layout", metavar="LAYOUT", help=f"of the trainer, {example} (several known ones)")
-    group.add_argument("--engine-layout", metavar="LAYOUT", help="of the engine, and x4 for four (several known ones)")
-    group.add_argument(
-        "--nic-bytes-s", type=_number, default=NIC_BYTES_S, metavar="X", help=f"of each member ({NIC_BYTES_S:g})"
-    )
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Recommend, and print a page, or with ``--json`` one document; with ``--sharded`` the bytes of every link.
+    """Recommend, and print a page, or with ``--json`` one document.
 
     Raises:
         ConfigError: facts that cannot be, or under which nothing works.
     """
-    if args.sharded:
-        return _run_sharded(args)
     given = {one.name: getattr(args, one.name) for one in fields(Facts)}
     if args.model:
         given |= _measured(args.model)
@@ -105,36 +84,6 @@ def _measured(directory: str) -> dict[str, Any]:
     elements = sum(meta.numel for meta in params)
     size = sum(meta.nbytes for meta in params)
     return {"parameters": elements, "tensors": len(params), "bytes_per_parameter": size / elements}
-
-
-# shard to shard
-
-
-def _run_sharded(args: argparse.Namespace) -> int:
-    given = args.trainer_layout, args.engine_layout
-    if any(given) and not all(given):
-        raise ConfigError("one layout is given", expected="--trainer-layout and --engine-layout, or neither")
-    cases = [(name, [given] if all(given) else CASES[name]) for name in args.decoder or DECODERS]
-    rows = [sharded_cost(name, trainer, engine, args.nic_bytes_s) for name, those in cases for trainer, engine in those]
-    if args.json:
-        print(json.dumps({"rows": rows, "published": PUBLISHED_NOTES}))
-        return 0
-    console = Console(width=max(Console().width, _WIDTH))
-    table = Table(title=f"shard to shard at {_count(args.nic_bytes_s)}B/s per member", box=SIMPLE, padding=(0, 1, 0, 0))
-    for heading in ("decoder", "trainer", "engine"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("model", "rank", "worker", "share", "link", "seconds", "everything", "published"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        sizes = [_count(row[f"{of}_bytes"]) + "B" for of in ("rank", "worker", "share", "link")]
-        seconds = f"{row['seconds']:.2f} to {row['lockstep_seconds']:.2f}"
-        theirs = "" if row["published_seconds"] is None else f"{row['published_seconds']:.1f}"
-        told = (row["decoder"], row["trainer"], row["engine"], _count(row["bytes"]) + "B", *sizes)
-        table.add_row(*told, seconds, f"{row['broadcast_seconds']:.1f}", theirs)
-    console.print(table)
-    for note in (*_COLUMNS, *PUBLISHED_NOTES):
-        console.print(f"  - {note}", highlight=False, soft_wrap=True)
-    return 0
 
 
 # what is shown

@@ -91,6 +91,12 @@ class StandaloneTransport(Transport):
         """
         del model_metadata
 
+    def own_ranks(self) -> TrainerRanks:
+        """Return the ranks of this trainer, which nobody has set before where no sender drives."""
+        if "ranks" not in vars(self):
+            self.ranks = TrainerRanks(numbered("transport"), self.timeout_s)
+        return self.ranks
+
     def send_weights(self, model_id: Any, weights: Any = None) -> None:
         """Send one version of ``weights`` (trainer end); also callable as ``send_weights(weights)``.
 
@@ -107,9 +113,7 @@ class StandaloneTransport(Transport):
         """
         weights = model_id if weights is None else weights
         with exclusive(self, "send_weights"):
-            if "ranks" not in vars(self):
-                self.ranks = TrainerRanks(numbered("transport"), self.timeout_s)
-            if not self.ranks.drives:
+            if not self.own_ranks().drives:
                 ended = self.ranks.following(lambda: steps_of(self, as_source(weights)))
                 if ended.error is not None:
                     raise ended.error

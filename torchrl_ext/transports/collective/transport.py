@@ -27,13 +27,13 @@ from torchrl_ext.transports.collective import stream
 from torchrl_ext.transports.collective.stream import BUCKET_BYTES, Incoming
 from torchrl_ext.transports.group import handoffs
 from torchrl_ext.transports.group.backends import choose_backend
-from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership
+from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, GroupMailbox, Membership
 from torchrl_ext.transports.group.process_group import Group
-from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.source import checked
 
-__all__ = ["CollectiveWorker", "GroupMailbox", "Offer", "VLLMCollectiveTransport"]
+__all__ = ["CollectiveWorker", "VLLMCollectiveTransport"]
 
 
 class Offer(Wire, frozen=True, kw_only=True):
@@ -134,7 +134,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
             )
         if world_size is not None and not 0 <= self.rank < world_size:
             raise ConfigError(f"rank {self.rank} does not exist in world_size {world_size}")
-        self._member = Membership(
+        self.member = Membership(
             master_address, self.master_port, secret, device=self.device, backend=self.backend, timeout_s=timeout_s
         )
         self._agreed: dict[str, ParamMeta] = {}
@@ -163,9 +163,9 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 f"rank {self.rank} does not know the trainer's port", hint="give the trainer and every worker one port"
             )
         else:
-            self._member.under(within)
-            self._member.enter(STANDALONE_GROUP, self.rank, self.world_size, params)
-            self._end = CollectiveWorker(self._member)
+            self.member.under(within)
+            self.member.enter(STANDALONE_GROUP, self.rank, self.world_size, params)
+            self._end = CollectiveWorker(self.member)
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         """As `Transport.open`; 0 workers (no control layer) stands for those that call `init_all_workers_group`.
@@ -186,8 +186,8 @@ class VLLMCollectiveTransport(StandaloneTransport):
                     f"this transport was given world_size {self.world_size}, but the engines have {workers} workers",
                     expected=f"world_size {size} (1 + workers), or None to take it from the engines",
                 )
-        self._member.under(within)
-        notes = self._member.notes(room)
+        self.member.under(within)
+        notes = self.member.notes(room)
         offer = Offer(
             master_address=self.master_address,
             master_port=notes.port,
@@ -200,8 +200,8 @@ class VLLMCollectiveTransport(StandaloneTransport):
         return Handoff(info=offer.to_json(), transfer=lambda within: self._host(room, size, params, within))
 
     def _host(self, room: str, size: int, params: tuple[ParamMeta, ...], within: Deadline) -> None:
-        self._member.under(within)
-        self._member.host(room, size, params)
+        self.member.under(within)
+        self.member.host(room, size, params)
         self._agreed = {meta.name: meta for meta in params}
 
     def _standalone_size(self) -> int:
@@ -243,7 +243,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         self._require_trainer("send_weights")
-        group, source, params = self._member.group(), update.source, update.source.params()
+        group, source, params = self.member.group(), update.source, update.source.params()
         for meta in params if self._agreed else ():
             if self._agreed.get(meta.name) != meta:
                 raise ManifestError(
@@ -258,7 +258,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
 
         def transfer(within: Deadline) -> None:
             began = time.perf_counter()
-            self._member.under(within)
+            self.member.under(within)
             try:
                 packer = Packer(params, checked(source, params))
                 buckets = stream.buckets_of(self._plan, params, self.bucket_bytes)
@@ -280,19 +280,19 @@ class VLLMCollectiveTransport(StandaloneTransport):
             raise TransportError(
                 "receive_weights was called on rank 0, the trainer", expected="a worker, rank 1 to world_size - 1"
             )
-        self._member.group()
-        return CollectiveWorker(self._member)
+        self.member.group()
+        return CollectiveWorker(self.member)
 
     @property
     def mailbox(self) -> GroupMailbox:
-        return GroupMailbox(self._member)
+        return CollectiveWorker(self.member) if self.rank else GroupMailbox(self.member)
 
     def check_connection(self) -> bool:
-        return self._member.connected
+        return self.member.connected
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._member.close()
+        self.member.close()
 
     def _require_trainer(self, what: str) -> None:
         if self.rank != 0:
@@ -304,11 +304,12 @@ class VLLMCollectiveTransport(StandaloneTransport):
 
 
 @final
-class CollectiveWorker(WorkerEnd):
+class CollectiveWorker(GroupMailbox, WorkerEnd):
     """Receives what the trainer broadcasts in a group."""
 
     def __init__(self, member: Membership) -> None:
-        self.member, self._plan = member, Plan()
+        super().__init__(member)
+        self._plan = Plan()
 
     def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
         self.member.under(within)
@@ -370,27 +371,3 @@ class CollectiveWorker(WorkerEnd):
 
     def close(self) -> None:
         self.member.close()
-
-
-@final
-class GroupMailbox(Mailbox):
-    """Announces versions in the notes of a group."""
-
-    def __init__(self, member: Membership) -> None:
-        self.member = member
-
-    def put(self, arrival: Arrival, within: Deadline) -> None:
-        self.member.under(within)
-        self.member.announcements().put(arrival)
-
-    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
-        """Return the next announcement, or None at the deadline.
-
-        Raises:
-            NotConnectedError: no group, or the trainer ended it or is gone.
-        """
-        self.member.under(within)
-        return self.member.announcements().get(within)
-
-    def refuse(self, arrival: Arrival, error: BaseException) -> None:
-        CollectiveWorker(self.member).refuse(arrival, error)

@@ -20,7 +20,7 @@ from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.versions import version_number
 from torchrl_ext.transports.base import Arrival, Update
-from torchrl_ext.transports.collective.transport import CollectiveWorker, GroupMailbox, VLLMCollectiveTransport
+from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import MappingSource, WeightSource, checked
@@ -167,7 +167,7 @@ class Broadcast:
     """Receives versions from a group into a worker's store.
 
     Args:
-        group: announces them.
+        worker: this worker's end of the group.
         store: in memory.
         versions: of the store.
 
@@ -175,9 +175,8 @@ class Broadcast:
         full: the tensors of a keyframe, until it landed.
     """
 
-    def __init__(self, group: GroupMailbox, store: Store, versions: Chain) -> None:
-        self._mailbox, self._worker = group, CollectiveWorker(group.member)
-        self._store, self._versions, self.full = store, versions, KeptTensors()
+    def __init__(self, worker: CollectiveWorker, store: Store, versions: Chain) -> None:
+        self._worker, self._store, self._versions, self.full = worker, store, versions, KeptTensors()
 
     @staticmethod
     def require(format: int) -> None:
@@ -198,7 +197,7 @@ class Broadcast:
             StaleBaseError: it is a delta on a version that this worker does not hold; the trainer hears of it.
             IntegrityError, ConfigError: what came is no version.
         """
-        arrival = self._mailbox.get(within)
+        arrival = self._worker.get(within)
         if arrival is None:
             return False
         coming = Coming.from_json(arrival.info, "what the trainer announces")
@@ -216,7 +215,7 @@ class Broadcast:
                 state="nothing was read; the trainer was told",
                 hint="send again: after an update that failed, the next version is sent in full",
             )
-            self._mailbox.refuse(arrival, lacking)
+            self._worker.refuse(arrival, lacking)
             raise lacking
         tensors = {name: tensor.cpu() for name, tensor in self._worker.receive(arrival, {}, within)}
         self._keep(version, tensors.pop(FILES, None), coming.files)

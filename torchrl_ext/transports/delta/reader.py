@@ -18,7 +18,7 @@ from torchrl_ext.stores import Store, open_store, version_name
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.base import Arrival, Worker, WorkerEnd
-from torchrl_ext.transports.collective.transport import GroupMailbox, VLLMCollectiveTransport
+from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.transports.delta.broadcast import FORMAT, Broadcast
 from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation, SharedRoot
 from torchrl_ext.transports.standalone import Mailbox
@@ -81,7 +81,7 @@ class DeltaReader(WorkerEnd, Mailbox):
         local_dir: str | None,
         *,
         hook: str | Callable[..., Any] | None = None,
-        group: GroupMailbox | None = None,
+        group: CollectiveWorker | None = None,
         copies: Callable[[str], bool] = lambda name: False,
         slices: Mapping[str, tuple[Block, ...]] | None = None,
     ) -> None:
@@ -113,7 +113,7 @@ class DeltaReader(WorkerEnd, Mailbox):
         else:
             Broadcast.require(offer.format)
             store = MemoryStore()
-            group = GroupMailbox(VLLMCollectiveTransport.join(offer.group, here, within).member)
+            group = VLLMCollectiveTransport.join(offer.group, here, within)
         made = cls(
             store,
             offer.base,

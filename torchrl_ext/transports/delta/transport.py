@@ -20,7 +20,7 @@ from torchrl_ext.stores import Store, open_store, version_name
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.base import Handoff, TransferStats, Update, Worker
-from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.transports.delta.broadcast import KeptTensors, announce
 from torchrl_ext.transports.delta.by_shard import ByShard, of_blocks, refuse
 from torchrl_ext.transports.delta.reader import DeltaReader, Offer
@@ -280,7 +280,7 @@ class DeltaTransport(StandaloneTransport):
             self._base,
             self._local_dir,
             hook=self._before_read,
-            group=None if self._group is None else self._group.mailbox,
+            group=None if self._group is None else CollectiveWorker(self._group.member),
             copies=lambda name: True,  # what is returned is whole, so the copy to which changes are applied is here
         )
 

@@ -19,11 +19,13 @@ import torch
 from torchrl_ext import errors
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
+from torchrl_ext.transports.base import Arrival
 from torchrl_ext.transports.group.handoffs import Announcements, await_others
 from torchrl_ext.transports.group.notes import HostedNotes, NoteStore, RemoteNotes
 from torchrl_ext.transports.group.peers import PeerGroup, Severance
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.links import ranks_text
+from torchrl_ext.transports.standalone import Mailbox
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["STANDALONE_GROUP", "Membership", "Note", "enter", "host"]
@@ -200,6 +202,30 @@ class Membership:
             backend=self.backend,
             settings={name: os.environ.get(name) for name in _SETTINGS.get(self.backend, ())},
         )
+
+
+class GroupMailbox(Mailbox):
+    """Announces versions in the notes of a group.
+
+    Args:
+        member: of the group.
+    """
+
+    def __init__(self, member: Membership) -> None:
+        self.member = member
+
+    def put(self, arrival: Arrival, within: Deadline) -> None:
+        self.member.under(within)
+        self.member.announcements().put(arrival)
+
+    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        """Return the next announcement, or None at the deadline.
+
+        Raises:
+            NotConnectedError: there is no group, or the trainer ended it or is gone.
+        """
+        self.member.under(within)
+        return self.member.announcements().get(within)
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):

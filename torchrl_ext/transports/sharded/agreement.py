@@ -1,38 +1,46 @@
-"""What the members of a group tell each other of what they hold and need, so that all make the same plan."""
+"""Shares on their way to trainer rank 0, which makes the plan, and the rows of the plan on their way back."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
+import msgspec
 import xxhash
 
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ManifestError, TransportError
 from torchrl_ext.transports.group.peers import PeerGroup
-from torchrl_ext.transports.sharded.plans.plan import TransferPlan, make_plan
+from torchrl_ext.transports.sharded.plans.plan import MemberPlan, TransferPlan
 from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["Description", "Needs", "described", "digest_of", "first_difference", "plan_of", "put_shares", "rows_of"]
+__all__ = ["Description", "Needs", "described", "digest_of", "first_difference", "hand_out", "read_plan"]
 
 
 class Description(NamedTuple):
-    """What one trainer rank holds of a source."""
+    """The parameters of a source, and the shards of one trainer rank."""
 
     params: tuple[ParamMeta, ...]
     shards: list[Shard]
     share: Share
 
 
+class _NeedsNote(msgspec.Struct, frozen=True):
+    share: Info | None
+    whole: dict[str, str]
+
+
 class Needs(NamedTuple):
-    """What one worker needs of the parameters that it joined for.
+    """The needs of one worker, of the parameters for which it joined.
 
     Attributes:
         share: its share, or None for everything.
-        whole: why some of it is whole.
+        whole: the tensors that it needs whole -> the reason.
         params: all of them; an update may bring some.
     """
 
@@ -41,29 +49,42 @@ class Needs(NamedTuple):
     params: Sequence[ParamMeta] = ()
 
     def to_json(self) -> Info:
-        """Return the note that says so."""
+        """Return the worker's note."""
         return {"share": None if self.share is None else self.share.to_json(), "whole": dict(self.whole)}
 
     @classmethod
-    def from_json(cls, told: Any, params: Sequence[ParamMeta]) -> Needs:
-        """Return what a worker's note says.
+    def from_json(cls, note: Any, params: Sequence[ParamMeta]) -> Needs:
+        """Read a worker's note; the inverse of `to_json`.
 
         Raises:
             TransportError, ManifestError: it is malformed.
         """
-        if type(told) is not dict or type(told.get("whole")) is not dict:
-            raise TransportError(f"a worker says of its needs {str(told)[:200]!r}", expected="a share, and reasons")
-        share = told.get("share")
-        return cls(None if share is None else Share.from_json(share, params), told["whole"], params)
+        try:
+            read = msgspec.convert(note, _NeedsNote)
+        except msgspec.ValidationError as error:
+            raise TransportError(f"a worker sent malformed needs: {error}", expected="a share, and reasons") from error
+        return cls(None if read.share is None else Share.from_json(read.share, params), read.whole, params)
 
-    def blocks(self, params: Sequence[ParamMeta]) -> Share:
-        """Return the share of the parameters of an update, in full where it is everything."""
-        if self.share is not None:
-            if tuple(params) == tuple(self.params):
-                return self.share
-            places = {meta.name: place for place, meta in enumerate(self.params)}
-            return self.share.some(places[meta.name] for meta in params)
-        return Share.of_blocks((Block.whole(meta.shape),) for meta in params)
+    def of(self, params: Sequence[ParamMeta]) -> Share:
+        """Return the share of the parameters of an update.
+
+        Raises:
+            ManifestError: the worker did not join for one of them.
+        """
+        if self.share is None:
+            return Share.of_blocks((Block.whole(meta.shape),) for meta in params)
+        if tuple(params) == tuple(self.params):
+            return self.share
+        places = {meta: place for place, meta in enumerate(self.params)}
+        for meta in params:
+            if meta not in places:
+                raise ManifestError(
+                    f"a worker joined without {meta}, of which it needs slices",
+                    expected="an update of parameters for which engines were connected",
+                    state="nothing was sent",
+                    hint="connect engines again for the new model",
+                )
+        return self.share.some(places[meta] for meta in params)
 
 
 def described(source: WeightSource) -> Description:
@@ -89,90 +110,46 @@ def described(source: WeightSource) -> Description:
 
 
 def digest_of(params: Sequence[ParamMeta]) -> str:
-    """Return 32 hex digits over parameters and their order, by which ranks find out whether they have the same."""
+    """Return 32 hex digits over parameters in their order, by which a rank sees that it has those of rank 0."""
     rows = json.dumps([meta.to_json() for meta in params], separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(rows.encode())
 
 
 def first_difference(rank: int, own: Sequence[ParamMeta], rows: Sequence[Any]) -> ManifestError:
     """Return the error that names the first parameter on which a trainer rank and rank 0 disagree."""
-    theirs = [ParamMeta.from_json(row) for row in rows]
-    for place, (mine, other) in enumerate(zip(own, theirs, strict=False)):
-        if mine != other:
-            what = f"trainer rank {rank} has {other} as parameter {place}, and rank 0 has {mine}"
-            break
-    else:
-        what = f"trainer rank {rank} has {len(theirs)} parameters, and rank 0 has {len(own)}"
-        if len(theirs) != len(own):
-            longer = theirs if len(theirs) > len(own) else own
-            what += f"; the first that only one of them has is {longer[min(len(own), len(theirs))]}"
+    pairs = zip_longest(own, map(ParamMeta.from_json, rows))
+    place, (mine, other) = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
     return ManifestError(
-        what,
+        f"trainer rank {rank} has {other or 'nothing'} as parameter {place}, and rank 0 has {mine or 'nothing'}",
         expected="the same parameters, in the same order, on every trainer rank",
         state="nothing was sent; engines serve what they served",
         hint="give every rank the same model, and WeightSender the same mapper and dtype",
     )
 
 
-def put_shares(group: PeerGroup, number: int, held: Sequence[Share], needed: Sequence[Share]) -> None:
-    """Leave what every member holds or needs where all find it, equal shares once (trainer rank 0)."""
-    distinct: list[Share] = []
-    places: dict[int, int] = {}
-    rows: list[list[int]] = []
-    for shares in (held, needed):
-        row = []
-        for share in shares:
-            if id(share) not in places:
-                place = next((at for at, known in enumerate(distinct) if known == share), len(distinct))
-                if place == len(distinct):
-                    distinct.append(share)
-                places[id(share)] = place
-            row.append(places[id(share)])
-        rows.append(row)
-    told = {"shares": [share.to_json() for share in distinct], "held": rows[0], "needed": rows[1]}
-    group.notes.put(_key(group, number), told)
+def hand_out(group: PeerGroup, number: int, plan: TransferPlan) -> None:
+    """Leave the rows of every member in the notes, in place of the rows of earlier plans (trainer rank 0)."""
+    key = _key(group, number)
+    group.notes.sweep(f"plan/{group.generation}/")
+    group.notes.put(key, msgspec.to_builtins(plan.schedule))
+    for member in range(1, group.world_size):
+        group.notes.put(f"{key}/{member}", msgspec.to_builtins(plan.rows(member)))
 
 
-def plan_of(
-    group: PeerGroup, number: int, params: tuple[ParamMeta, ...], until: float, *, bucket_bytes: int, own: Share | None
-) -> TransferPlan:
-    """Make the plan from what rank 0 left under its number.
-
-    Args:
-        group: of trainer and workers.
-        number: of the plan.
-        params: every parameter, in order.
-        until: monotonic moment by which it has to be there.
-        bucket_bytes: of the transport.
-        own: this member's share, which has to be among those that rank 0 names; None where it is everything.
+def read_plan(group: PeerGroup, number: int, params: Sequence[ParamMeta], timeout_s: float) -> MemberPlan:
+    """Return this member's part of the plan that rank 0 left under a number.
 
     Raises:
-        TransportError, ManifestError: it is not there, malformed, or not what this member said.
+        TransportError: it is not there, or malformed.
     """
-    told = group.notes.wait(_key(group, number), until)
-    try:
-        shares = [Share.from_json(share, params) for share in told[0]["shares"]]
-        held, needed = ([shares[place] for place in told[0][side]] for side in ("held", "needed"))
-    except (LookupError, TypeError) as error:
+    key, until = _key(group, number), Deadline(timeout_s).until
+    notes = [value for name in (key, f"{key}/{group.rank}") for value in group.notes.wait(name, until)]
+    if len(notes) < 2:
         raise TransportError(
-            f"rank 0 says of plan {number} what cannot be read: {error!r}",
-            expected="the shares of all members",
-            hint="use one release of torchrl_ext on both ends",
-        ) from error
-    if own is not None and own not in shares:
-        raise ManifestError(
-            f"the shares of plan {number} do not have that of rank {group.rank}",
-            expected="what this rank holds or needs, as it said",
-            state="nothing was moved",
-            hint="use one release of torchrl_ext on both ends",
+            f"{group.call([0])} left no rows of plan {number} for {group.call([group.rank])}", state="nothing was moved"
         )
-    return make_plan(params, held, needed, bucket_bytes=bucket_bytes)
-
-
-def rows_of(plan: TransferPlan) -> Info:
-    """Return what a member says of a plan that differs from rank 0's."""
-    return {"digest": plan.digest, "rows": plan.rows_digest().tolist()}
+    return MemberPlan(params, *notes)
 
 
 def _key(group: PeerGroup, number: int) -> str:
-    return f"shares/{group.generation}/{number}"
+    return f"plan/{group.generation}/{number}"

@@ -1,4 +1,4 @@
-"""The two ends of a transfer, round by round: trainer ranks pack and send, workers receive, pass on, land and check.
+"""The rounds of an update: trainer ranks pack and send, workers receive, pass on, land and check.
 
 In a round every trainer rank sends each worker that it serves one message: blocks in C order, one after the other, each
 at a multiple of its element size. A message of one block that lies in one piece of memory is sent from there, and
@@ -20,12 +20,12 @@ from torchrl_ext.kernels.base import Piece, kernels_on
 from torchrl_ext.landing.sliced import Sliced, part_of
 from torchrl_ext.transports.copies import BufferPool, as_bytes, copy_each, is_plain
 from torchrl_ext.transports.group.peers import PeerGroup
-from torchrl_ext.transports.sharded.plans.plan import Transfer, TransferPlan
+from torchrl_ext.transports.sharded.plans.plan import MemberPlan, Transfer
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest
 from torchrl_ext.weights.shards.blocks import Block, Shard
 
-__all__ = ["Incoming", "Outgoing", "words_of"]
+__all__ = ["RoundReceiver", "RoundSender", "words_of"]
 
 _IN_FLIGHT = 2
 _DIGEST_BYTES = 16
@@ -71,21 +71,18 @@ def words_of(meta: ParamMeta, block: Block, data: Tensor) -> PositionDigest:
     return PositionDigest(*kernels_on(data.device).words(Piece(destination=data, offset=offset, strides=strides)))
 
 
-class Outgoing:
-    """What one trainer rank sends in one update.
+class RoundSender:
+    """Sends the rounds of one trainer rank in one update.
 
     Args:
-        plan: who sends what.
-        rank: this trainer rank.
-        shards: what it holds, in the order of the plan's parameters.
-        carrier: moves the messages; workers are its ranks 1, 2, ...
+        plan: of this rank.
+        shards: of this rank, in the order of the plan's parameters.
+        carrier: moves the messages.
         pool: of memory for messages.
     """
 
-    def __init__(
-        self, plan: TransferPlan, rank: int, shards: Sequence[Shard], carrier: PeerGroup, pool: BufferPool
-    ) -> None:
-        self._plan, self._rank, self._carrier, self._pool = plan, rank, carrier, pool
+    def __init__(self, plan: MemberPlan, shards: Sequence[Shard], carrier: PeerGroup, pool: BufferPool) -> None:
+        self._plan, self._carrier, self._pool = plan, carrier, pool
         index = {meta.name: number for number, meta in enumerate(plan.params)}
         self._held: dict[int, list[Shard]] = {}
         for shard in shards:
@@ -96,7 +93,7 @@ class Outgoing:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Send all rounds, and what digests them.
+        """Send all rounds, and then their digests.
 
         Raises:
             TransportError, DeadlineError: as `PeerGroup.wait`.
@@ -108,16 +105,13 @@ class Outgoing:
                 self._land(flying)
             first, stop = self._plan.span(number)
             self._take(first, stop)
-            works = []
-            for worker in self._plan.receivers(self._rank, number):
-                message = self._packed(worker, self._plan.link(self._rank, worker, number))
-                works.append(self._carrier.send(message, 1 + worker))
-            flying.append(works)
+            links = self._plan.links(number)
+            flying.append([self._carrier.send(self._packed(peer, transfers), peer) for peer, transfers in links])
         self._take(len(self._plan.params), len(self._plan.params))
-        for worker, digests in self._digests.items():
+        for peer, digests in self._digests.items():
             data = b"".join(bytes.fromhex(digest.hex()) for digest in digests)
             flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._carrier.device)
-            flying.append([self._carrier.send(flat, 1 + worker)])
+            flying.append([self._carrier.send(flat, peer)])
         while flying:
             self._land(flying)
 
@@ -133,7 +127,7 @@ class Outgoing:
         flying.popleft()
 
     def _take(self, first: int, stop: int) -> None:
-        """Take what parameters ``first`` to ``stop`` hold, and what has to be gathered before; forget older ones."""
+        """Gather every parameter before ``stop`` that has to be gathered; forget the parameters before ``first``."""
         for number in [number for number in self._taken if number < first]:
             del self._taken[number]
         while self._gathers and self._gathers[0] < stop:
@@ -156,9 +150,9 @@ class Outgoing:
             self._taken[number] = found
         return self._taken[number]
 
-    def _packed(self, worker: int, transfers: Sequence[Transfer]) -> Tensor:
+    def _packed(self, peer: int, transfers: Sequence[Transfer]) -> Tensor:
         """Return the message with ``transfers``, and note their digests."""
-        params, digests = self._plan.params, self._digests.setdefault(worker, [])
+        params, digests = self._plan.params, self._digests.setdefault(peer, [])
         if len(transfers) == 1:
             meta, block = params[transfers[0].param], transfers[0].block
             source = self._block(transfers[0])
@@ -188,39 +182,33 @@ class Outgoing:
         )
 
 
-class Incoming:
-    """What one worker receives in one update.
+class RoundReceiver:
+    """Receives the rounds of one worker in one update.
 
     Args:
-        plan: who sends what.
-        worker: this worker.
+        plan: of this worker.
         needed: the blocks that it needs of each parameter.
         into: tensors that may be filled directly, by name.
-        carrier: moves the messages; the sender's side of `Outgoing`.
-        trainers: the carrier's rank of each trainer rank.
+        carrier: moves the messages.
         pool: of memory for messages.
     """
 
     def __init__(
         self,
-        plan: TransferPlan,
-        worker: int,
+        plan: MemberPlan,
         needed: Sequence[tuple[Block, ...]],
         into: Mapping[str, Tensor],
         carrier: PeerGroup,
-        trainers: Sequence[int],
         pool: BufferPool,
     ) -> None:
-        self._plan, self._worker, self._needed, self._into = plan, worker, needed, into
-        self._carrier, self._trainers, self._pool = carrier, trainers, pool
-        self._leader = plan.leader(worker)
-        self._before, self._after = plan.predecessor(worker), plan.successor(worker)
+        self._plan, self._needed, self._into = plan, needed, into
+        self._carrier, self._pool = carrier, pool
         self._targets: dict[int, tuple[Tensor, list[tuple[Block, Tensor]]]] = {}
         self._flying: deque[list[tuple[int, list[_Placed], Tensor, Any, bool]]] = deque()
-        self._passed: deque[tuple[Any, Tensor]] = deque()
+        self._passed: deque[list[Any]] = deque([[]])  # works by round
         self._next = self._done = 0
         self._landing = True
-        self._transfers: dict[int, list[int]] = {rank: [] for rank in range(plan.ranks)}
+        self._transfers: dict[int, list[int]] = {}  # parameters of the blocks from each trainer rank, as they came
         self._found: dict[int, PositionDigest] = {}
 
     @torch.no_grad()
@@ -262,6 +250,8 @@ class Incoming:
     def _round(self) -> None:
         """Receive one round; the next ones are under way when it has landed, so that they come while it is loaded."""
         self._begin()
+        self._await_passed(_IN_FLIGHT - 1)
+        self._passed.append([])
         for at in range(len(self._flying[0])):  # no name is left for a message, whose memory the next rounds may use
             self._take(*self._flying[0][at])
         self._flying.popleft()
@@ -273,7 +263,7 @@ class Incoming:
         self._carrier.wait(work)
         self._pass_on(message)
         for one in placed:
-            self._transfers[rank].append(one.transfer.param)
+            self._transfers.setdefault(rank, []).append(one.transfer.param)
             if self._landing and not direct:
                 view = one.tensor_in(message, self._plan.params[one.transfer.param])
                 copy_each([view], [self._place(one.transfer)])
@@ -282,8 +272,7 @@ class Incoming:
         """Begin to receive as many rounds as may be under way."""
         while self._next < self._plan.rounds and len(self._flying) < _IN_FLIGHT:
             begun = []
-            for rank in self._plan.senders(self._leader, self._next):
-                transfers = self._plan.link(rank, self._leader, self._next)
+            for rank, transfers in self._plan.links(self._next):
                 placed, nbytes = _laid_out(self._plan.params, transfers)
                 message, direct = self._pool.take(nbytes) if not self._landing else None, False
                 if message is None and len(placed) == 1:
@@ -297,16 +286,18 @@ class Incoming:
             self._next += 1
 
     def _receive(self, message: Tensor, rank: int) -> Any:
-        source = self._trainers[rank] if self._before is None else 1 + self._before
-        return self._carrier.receive(message, source)
+        return self._carrier.receive(message, rank if self._plan.source is None else self._plan.source)
 
     def _pass_on(self, message: Tensor) -> None:
         """Send a message to the next worker with the same needs; two rounds of them may be under way."""
-        if self._after is None:
-            return
-        while len(self._passed) >= _IN_FLIGHT * self._plan.ranks:
-            self._carrier.wait(self._passed.popleft()[0])
-        self._passed.append((self._carrier.send(message, 1 + self._after), message))
+        if self._plan.successor is not None:
+            self._passed[-1].append(self._carrier.send(message, self._plan.successor))
+
+    def _await_passed(self, rounds: int) -> None:
+        """Wait until no more than the last ``rounds`` rounds are still being passed on."""
+        while len(self._passed) > rounds:
+            for work in self._passed.popleft():
+                self._carrier.wait(work)
 
     def _target(self, number: int) -> tuple[Tensor, list[tuple[Block, Tensor]]]:
         """Return what is yielded for a parameter, and the memory of its blocks."""
@@ -331,7 +322,7 @@ class Incoming:
             if block.contains(transfer.block):
                 return memory[transfer.block.within(block)]
         raise IntegrityError(
-            f"a block of {self._plan.params[transfer.param].name!r} comes that this worker did not ask for",
+            f"trainer ranks send a block of {self._plan.params[transfer.param].name!r} that this worker does not need",
             expected=f"parts of {self._needed[transfer.param]}",
             state="the engine holds a part of the version and stays paused",
         )
@@ -345,9 +336,7 @@ class Incoming:
     def _digests(self) -> dict[int, PositionDigest]:
         """Receive the digests of all blocks, and return their sum for each parameter."""
         expected: dict[int, PositionDigest] = {}
-        for rank, numbers in self._transfers.items():
-            if not numbers:
-                continue
+        for rank, numbers in sorted(self._transfers.items()):
             flat = torch.empty(_DIGEST_BYTES * len(numbers), dtype=torch.uint8, device=self._carrier.device)
             self._carrier.wait(self._receive(flat, rank))
             self._pass_on(flat)
@@ -355,8 +344,7 @@ class Incoming:
             for place, number in enumerate(numbers):
                 both = int.from_bytes(data[_DIGEST_BYTES * place : _DIGEST_BYTES * (place + 1)], "big")
                 expected[number] = expected.get(number, PositionDigest()) + PositionDigest(both >> 64, both & _MASK)
-        while self._passed:
-            self._carrier.wait(self._passed.popleft()[0])
+        self._await_passed(0)
         return expected
 
     def _compare(self, expected: Mapping[int, PositionDigest]) -> None:

@@ -1,248 +1,213 @@
-"""The trainer's end of the sharded transport: rank 0 drives, the other ranks follow its orders."""
+"""The trainer's end of the sharded transport: rank 0 plans and drives, the other ranks follow its orders."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
-from torchrl_ext.errors import ManifestError, NotConnectedError, TransportError, WeightSyncError, why
-from torchrl_ext.transports.base import TransferStats, deadline
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError, why
+from torchrl_ext.transports.base import Handoff, TransferStats, Update
 from torchrl_ext.transports.group import handoffs
 from torchrl_ext.transports.group.meeting import Membership
 from torchrl_ext.transports.group.peers import PeerGroup
-from torchrl_ext.transports.ranks import TrainerRanks
+from torchrl_ext.transports.ranks import Steps, TrainerRanks
 from torchrl_ext.transports.sharded.agreement import (
     Description,
     Needs,
     described,
     digest_of,
     first_difference,
-    plan_of,
-    put_shares,
-    rows_of,
+    hand_out,
 )
-from torchrl_ext.transports.sharded.ends import End, Settings
-from torchrl_ext.transports.sharded.plans.plan import TransferPlan
+from torchrl_ext.transports.sharded.ends import End, Load, Settings
+from torchrl_ext.transports.sharded.plans.plan import MemberPlan, TransferPlan, make_plan
 from torchrl_ext.transports.sharded.plans.shares import Share
-from torchrl_ext.transports.sharded.rounds import Outgoing
+from torchrl_ext.transports.sharded.rounds import RoundSender
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["TrainerEnd"]
+__all__ = ["ShardedTrainer"]
 
 _LAST_WORDS_S = 3.0
-"""How long other trainer ranks have, after a failure, to say what they met."""
+"""How long other trainer ranks have, after a failure, to answer why."""
 
 
-class TrainerEnd(End):
+class ShardedTrainer(End):
     """One rank of a sharded trainer.
 
     Args:
         settings, address, port, secret: as for `End`.
-        name: of the transport.
-
-    Attributes:
-        ranks: all ranks of the trainer.
+        ranks: returns all ranks of the trainer.
     """
 
-    def __init__(self, settings: Settings, address: str, port: int, secret: str, name: str) -> None:
+    def __init__(
+        self, settings: Settings, address: str, port: int, secret: str, ranks: Callable[[], TrainerRanks]
+    ) -> None:
         super().__init__(settings, address, port, secret)
-        self.ranks = TrainerRanks(name, settings.timeout_s)
-        self._name = name
+        self._ranks = ranks
         self._needs: list[Needs] = []
-        self._held: list[Share] = []
+        self._held: list[Share] = []  # on rank 0 of every rank, on others its own, as the last plan has it
+        self._plan: TransferPlan | None = None  # on rank 0
         self._description: Description | None = None
-        self._agreed = True  # every worker has made the plan
         self._handoffs = 0
 
     # rank 0
 
-    def host(self, room: str, workers: int, params: tuple[ParamMeta, ...]) -> None:
-        """Form the group with the other ranks and the workers in ``room``, and hear what each worker needs.
+    def host(self, room: str, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> None:
+        """Form the group with the other ranks and the workers in ``room``, and read what each worker needs.
 
         Raises:
             DeadlineError, ConfigError, TransportError: as `Membership.host`.
-            ManifestError: what a worker needs is not of ``params``.
+            ManifestError: a worker needs a block that is not in ``params``.
         """
-        notes, size = self.member.notes(room), self.ranks.size
+        self.member.under(within)
+        notes, size, session = self.member.notes(room), self._ranks().size, self._ranks().session
         where = {"address": notes.host, "port": notes.port, "secret": notes.secret}
-        self.ranks.order("enter", room=room, workers=workers, **where)
+        session.order("enter", room=room, workers=workers, **where)
         self.member.host(room, workers + size, params)
-        self.ranks.answers()
+        session.answers()
         group = _with_workers(self.member, workers)
-        told = group.notes.collect(f"needs/{group.generation}/", group.workers, deadline(self.settings.timeout_s))
-        silent = [rank for rank in group.workers if rank not in told]
+        needs = group.notes.collect(f"needs/{group.generation}/", group.workers, within.again().until)
+        silent = [rank for rank in group.workers if rank not in needs]
         if silent:
             raise TransportError(f"{group.call(silent)} did not say what it needs", state="nothing was sent")
-        self._needs = [Needs.from_json(told[rank], params) for rank in group.workers]
-        self._held, self.plan = [], None
+        self._needs = [Needs.from_json(needs[rank], params) for rank in group.workers]
+        self._plan = None
 
-    def prepare(self, source: WeightSource, version: int) -> tuple[Info, Callable[[], TransferStats]]:
-        """Agree on a plan for what all ranks hold now.
+    def prepare(self, update: Update, stats: TransferStats) -> Handoff:
+        """Plan what all ranks hold now, unless the last plan is still good.
 
-        Returns:
-            The info of the handoff, and what sends it on all ranks; that returns what it took.
+        Args:
+            update: the version.
+            stats: filled in when it was sent.
 
         Raises:
-            ManifestError: ranks disagree on parameters, nobody holds an element, or plans differ; named.
+            ManifestError: ranks disagree on parameters, or nobody holds an element; named.
         """
-        group, own = self.member.carrier(), described(source)
-        plan = self._planned(group, own)
+        group, own = self.member.carrier(), described(update.source)
+        plan, rows = self._planned(group, own)
         self._handoffs += 1
-        info = {
-            "transport": self._name,
-            "version": version,
-            "group": group.generation,
-            "handoff": self._handoffs,
-            "plan": self.number,
-            "digest": plan.digest,
-            "params": [meta.to_json() for meta in own.params],
-        }
-        return info, partial(self._send, group, plan, own, info)
+        load = Load(group=group.generation, handoff=self._handoffs, plan=self.number)
+        sender = RoundSender(rows, own.shards, group, self._pool)
 
-    def _planned(self, group: PeerGroup, own: Description) -> TransferPlan:
-        """Return the plan for what all ranks hold now; make and compare it where something has changed."""
-        ask = partial(self.ranks.ask, "describe", digest=digest_of(own.params))
-        answers = ask(known=0 if self.plan is None else self.number)
+        def transfer(within: Deadline) -> None:
+            self.member.under(within)
+            self._send(group, plan, sender, own, load.handoff, update.version, stats)
+
+        return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
+
+    def _planned(self, group: PeerGroup, own: Description) -> tuple[TransferPlan, MemberPlan]:
+        """Return the plan for what all ranks hold now, and the part of rank 0; make it where something has changed."""
+        known = 0 if self._plan is None else self.number
+        answers = self._ranks().session.ask("describe", digest=digest_of(own.params), known=known)
         for rank, answer in enumerate(answers, 1):
             if "params" in answer:
                 raise first_difference(rank, own.params, answer["params"])
-        known = self.plan is not None and self.plan.params == own.params and self._held[0] == own.share
-        if known and self.plan is not None and not any("share" in answer for answer in answers):
-            return self.plan
-        if any("share" not in answer for answer in answers):
-            answers = ask(known=0)
-        held = [own.share, *(Share.from_json(answer["share"], own.params) for answer in answers)]
-        self.number += 1
-        put_shares(group, self.number, held, [needs.blocks(own.params) for needs in self._needs])
-        plan = self._made(group, own, self.number)
-        for rank, answer in enumerate(self.ranks.ask("plan", number=self.number, digest=plan.digest), 1):
-            if answer:
-                raise _other_plan(f"trainer rank {rank}", plan, answer)
-        self._held, self.plan, self._agreed = held, plan, False
-        return plan
+        held = [own.share] + [
+            Share.from_json(answer["share"], own.params) if "share" in answer else self._held[rank]
+            for rank, answer in enumerate(answers, 1)
+        ]
+        plan, rows = self._plan, self.own
+        if plan is None or rows is None or plan.params != own.params or held != self._held:
+            needed, self._plan = [needs.of(own.params) for needs in self._needs], None
+            plan = make_plan(own.params, held, needed, bucket_bytes=self.settings.bucket_bytes)
+            self.number += 1
+            hand_out(group, self.number, plan)
+            self._ranks().session.ask("plan", number=self.number)
+            self._held, self._plan = held, plan
+            rows = self.own = plan.member(0)
+        return plan, rows
 
-    def _send(self, group: PeerGroup, plan: TransferPlan, own: Description, info: Info) -> TransferStats:
-        began, before = time.perf_counter(), group.sent.total()
+    def _send(
+        self,
+        group: PeerGroup,
+        plan: TransferPlan,
+        sender: RoundSender,
+        own: Description,
+        handoff: int,
+        version: int,
+        stats: TransferStats,
+    ) -> None:
+        began, before, session = time.perf_counter(), group.sent.total(), self._ranks().session
         ordered = answered = False
-        outgoing = Outgoing(plan, 0, own.shards, group, self._pool)
         try:
-            if not self._agreed:
-                self._await_plans(group, plan)
-            self.ranks.order("send")
+            session.order("send")
             ordered = True
-            outgoing.send()
+            sender.send()
             sent = [group.sent.total() - before]
-            said = handoffs.await_workers(group, info)
-            refused = {rank: words for rank, words in said.items() if type(words) is not int}
+            received = handoffs.await_workers(group, handoff)
+            refused = {rank: words for rank, words in received.items() if type(words) is not int}
             answered = True
-            sent += [answer["sent"] for answer in self.ranks.answers(_LAST_WORDS_S if refused else None)]
+            sent += [answer["sent"] for answer in session.answers(Deadline(_LAST_WORDS_S) if refused else None)]
         except BaseException as error:
             group.sever(why(error))
             if ordered:  # else no other rank has begun
-                outgoing.drain()
+                sender.drain()
             if ordered and not answered:
-                with suppress(TransportError):  # of a broken group, as all ranks see it
-                    self.ranks.answers(_LAST_WORDS_S)
+                with suppress(TransportError, DeadlineError):  # of a broken group, as all ranks see it
+                    session.answers(Deadline(_LAST_WORDS_S))
             if isinstance(error, WeightSyncError):
-                raise handoffs.sending_failed(group, info, error) from error
+                raise handoffs.sending_failed(group, handoff, version, error) from error
             raise
-        self._agreed = True
         if refused:
-            raise handoffs.refused(group, info, refused)
-        return TransferStats(
-            bytes=int(plan.rank_bytes.sum()),
-            spans={"transfer": time.perf_counter() - began},
-            rank_bytes=tuple(sent),
-            worker_bytes=tuple(count for count in said.values() if type(count) is int),
-            whole={name: reason for needs in self._needs for name, reason in needs.whole.items()}
-            | {shard.meta.name: shard.why for shard in own.shards if shard.gathers},
-        )
-
-    def _await_plans(self, group: PeerGroup, plan: TransferPlan) -> None:
-        """Wait until every worker has made the same plan.
-
-        Raises:
-            ManifestError: one has made another one; names the first parameter that differs.
-            TransportError: one does not say so in time.
-        """
-        key = f"plan/{group.generation}/{self.number}/"
-        said = group.notes.collect(key, group.workers, deadline(self.settings.timeout_s))
-        for rank in group.workers:
-            if rank not in said:
-                raise TransportError(f"{group.call([rank])} did not say that it has made the transfer plan")
-            if said[rank]:
-                raise _other_plan(group.call([rank]), plan, said[rank])
-        group.notes.sweep(key)
+            raise handoffs.refused(group, version, refused)
+        stats.bytes, stats.rank_bytes = int(plan.rank_bytes.sum()), tuple(sent)
+        stats.spans["transfer"] = time.perf_counter() - began
+        stats.worker_bytes = tuple(count for count in received.values() if type(count) is int)
+        stats.whole = {name: reason for needs in self._needs for name, reason in needs.whole.items()}
+        stats.whole |= {shard.meta.name: shard.why for shard in own.shards if shard.gathers}
 
     # the other ranks
 
-    def meet(self) -> None:
-        """Follow rank 0 into a group."""
-        self.ranks.serve({"enter": self._enter})
-
-    def follow(self, source: WeightSource) -> None:
-        """As `Transport.follow`."""
-        try:
-            self.ranks.serve(
-                {
-                    "enter": self._enter,
-                    "describe": partial(self._describe, source),
-                    "plan": self._make_plan,
-                    "send": self._send_own,
-                }
-            )
-        finally:
-            self._description = None
+    def steps(self, source: WeightSource | None) -> Steps:
+        """Return what this rank does when rank 0 orders it; without a source, it can only enter a group."""
+        self._description = None
+        if source is None:
+            return {"enter": self._enter}
+        describe = partial(self._describe, source)
+        return {"enter": self._enter, "describe": describe, "plan": self._take_plan, "send": self._send_own}
 
     def _enter(self, order: Info) -> None:
         self.member.close()
         self.member = self._membership(order["address"], order["port"], order["secret"])
-        workers, rank = order["workers"], self.ranks.rank
-        self.member.enter(order["room"], workers + rank, workers + self.ranks.size, ())
+        workers, ranks = order["workers"], self._ranks()
+        self.member.enter(order["room"], workers + ranks.rank, workers + ranks.size, ())
         _with_workers(self.member, workers)
-        self.plan = None
+        self.own = None
 
     def _describe(self, source: WeightSource, order: Info) -> Info:
-        """Say what this rank holds, and which parameters where they are not those of rank 0, if that is news."""
+        """Answer with the share of this rank, unless rank 0 has it; or with its parameters, if rank 0 has others."""
         own = self._description = described(source)
         if digest_of(own.params) != order["digest"]:
             return {"params": [meta.to_json() for meta in own.params]}
-        known = self.plan is not None and order["known"] == self.number and self.plan.params == own.params
+        known = self.own is not None and order["known"] == self.number and self.own.params == own.params
         return {} if known and self._held == [own.share] else {"share": own.share.to_json()}
 
-    def _make_plan(self, order: Info) -> Info:
+    def _take_plan(self, order: Info) -> None:
         own = self._described()
-        self.plan, self.number = self._made(self.member.carrier(), own, order["number"]), order["number"]
+        self._read_plan(self.member.carrier(), order["number"], own.params)
         self._held = [own.share]
-        return {} if self.plan.digest == order["digest"] else rows_of(self.plan)
 
     def _send_own(self, order: Info) -> Info:
         group, own = self.member.carrier(), self._described()
-        if self.plan is None:
-            raise NotConnectedError("this trainer rank has made no transfer plan")
-        outgoing, before = Outgoing(self.plan, self.ranks.rank, own.shards, group, self._pool), group.sent.total()
+        if self.own is None:
+            raise NotConnectedError("this trainer rank has no part of a transfer plan")
+        sender, before = RoundSender(self.own, own.shards, group, self._pool), group.sent.total()
         try:
-            outgoing.send()
+            sender.send()
         except BaseException:
             group.sever()
-            outgoing.drain()
+            sender.drain()
             raise
         return {"sent": group.sent.total() - before}
 
     def _described(self) -> Description:
         if self._description is None:
-            raise NotConnectedError("this trainer rank has not said what it holds")
+            raise NotConnectedError("this trainer rank was not asked what it holds")
         return self._description
-
-    # all ranks
-
-    def _made(self, group: PeerGroup, own: Description, number: int) -> TransferPlan:
-        until, bucket_bytes = deadline(self.settings.timeout_s), self.settings.bucket_bytes
-        return plan_of(group, number, own.params, until, bucket_bytes=bucket_bytes, own=own.share)
 
 
 def _with_workers(member: Membership, workers: int) -> PeerGroup:
@@ -250,15 +215,3 @@ def _with_workers(member: Membership, workers: int) -> PeerGroup:
     group = member.carrier()
     group.workers = range(1, 1 + workers)
     return group
-
-
-def _other_plan(who: str, plan: TransferPlan, said: Mapping[str, Any]) -> ManifestError:
-    """Return the error that names the first row in which another member's plan differs from this one."""
-    own, theirs = plan.rows_digest().tolist(), list(said.get("rows", ()))
-    place = next((at for at, row in enumerate(own) if theirs[at : at + 1] != [row]), None)
-    first = "its rounds differ" if place is None else f"the first difference is in row {plan.row(place)}"
-    return ManifestError(
-        f"{who} has not made the same transfer plan as trainer rank 0: {said.get('error') or first}",
-        state="nothing was moved; engines hold their old weights",
-        hint="use one release of torchrl_ext on every rank and engine",
-    )

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, TransportError
+from torchrl_ext.messages import Count, Port, Seconds, Text, Wire
+from torchrl_ext.transports.base import Handoff, TransferStats, Update, Worker
 from torchrl_ext.transports.group.backends import choose_backend
-from torchrl_ext.transports.group.meeting import STANDALONE_GROUP
-from torchrl_ext.transports.sharded.agents import load_nixl
-from torchrl_ext.transports.sharded.ends import End, Settings
-from torchrl_ext.transports.sharded.trainer import TrainerEnd
-from torchrl_ext.transports.sharded.worker import WorkerEnd
+from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, GroupMailbox
+from torchrl_ext.transports.ranks import Steps
+from torchrl_ext.transports.sharded.ends import Settings
+from torchrl_ext.transports.sharded.nixl import load_nixl
+from torchrl_ext.transports.sharded.trainer import ShardedTrainer
+from torchrl_ext.transports.sharded.worker import ShardedWorker
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Handoff, Info, ParamMeta
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["ShardedTransport"]
@@ -28,12 +29,34 @@ BUCKET_BYTES = 8 << 20
 """Default bound on what a trainer rank sends, and a worker receives, in one round, in bytes; two are in flight."""
 
 
+class Offer(Wire, frozen=True, kw_only=True):
+    """Where the members of a group meet, and how bytes move in it.
+
+    Attributes:
+        master_address, master_port: of the notes of trainer rank 0.
+        secret: what members know.
+        room: names the meeting.
+        members: number of trainer ranks and workers.
+        carrier, backend, bucket_bytes, timeout_s: as in `ShardedTransport`.
+    """
+
+    master_address: Text
+    master_port: Port
+    secret: Text
+    room: Text
+    members: Count
+    carrier: Text
+    backend: Text
+    bucket_bytes: Count
+    timeout_s: Seconds
+
+
 class ShardedTransport(StandaloneTransport):
     """Sends each worker its slices, straight from the trainer ranks that hold them: no gather, no full tensor.
 
     Every rank of the trainer (of torch's process group; or one process without any) makes one, and calls
-    `update_weights` or `send_weights`. Ranks say which blocks they hold (`WeightSource.shards`), workers which ones
-    they need, and all make the same transfer plan of it, whose digest is compared before a byte moves.
+    `update_weights` or `send_weights`. Ranks tell rank 0 which blocks they hold (`WeightSource.shards`), workers which
+    ones they need, and rank 0 makes a transfer plan and hands each member its part.
 
     Args:
         master_address: where workers and other trainer ranks reach trainer rank 0.
@@ -68,6 +91,7 @@ class ShardedTransport(StandaloneTransport):
     name: ClassVar[str] = "sharded"
     proves: ClassVar[bool] = True
     slices: ClassVar[bool] = True
+    gathers: ClassVar[bool] = False  # each rank sends what it holds
 
     def __init__(
         self,
@@ -107,27 +131,10 @@ class ShardedTransport(StandaloneTransport):
             bucket_bytes=bucket_bytes,
             timeout_s=timeout_s,
         )
-        self._workers = workers
+        self._workers, self._number = workers, worker
         meets = (self.settings, master_address, int(master_port), secret)
-        self._trainer_end = TrainerEnd(*meets, self.name) if worker is None else None
-        self._worker_end = None if worker is None else WorkerEnd(*meets, worker)
-
-    @classmethod
-    def from_info(cls, info: Info) -> ShardedTransport:
-        try:
-            return cls(
-                info["master_address"],
-                info["master_port"],
-                worker=0,  # its rank comes when it joins
-                device="cpu" if info["backend"] == "gloo" else None,
-                carrier=info["carrier"],
-                backend=None if info["carrier"] == "nixl" else info["backend"],
-                secret=info["secret"],
-                bucket_bytes=info["bucket_bytes"],
-                timeout_s=info["timeout_s"],
-            )
-        except TypeError as error:
-            raise TransportError(f"the trainer's offer cannot be read: {error}", state="nothing was joined") from error
+        self._trainer = ShardedTrainer(*meets, lambda: self.ranks)
+        self._worker = ShardedWorker(*meets)
 
     # forming the group
 
@@ -142,46 +149,46 @@ class ShardedTransport(StandaloneTransport):
             ManifestError: names the parameter on which ranks disagree.
         """
         params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
-        if self._worker_end is not None:
-            self._worker_end.enter(STANDALONE_GROUP, None, None, params)
-        elif self._trainer.ranks.rank:
-            self._trainer.meet()
+        within = self._within = Deadline(self.timeout_s, "the other ranks")
+        if self._number is not None:
+            self._worker.enter(STANDALONE_GROUP, 1 + self._number, None, params, within)
+            self._end = self._worker
+        elif self.own_ranks().drives:
+            with self.ranks.leading():
+                self._trainer.host(STANDALONE_GROUP, self._standalone_workers(), params, within)
         else:
-            try:
-                self._trainer.member.stop.clear()
-                self._trainer.host(STANDALONE_GROUP, self._standalone_workers(), params)
-            except BaseException as error:
-                self._trainer.ranks.dismiss(error)
-                raise
-            self._trainer.ranks.dismiss()
+            ended = self.ranks.following(lambda: self._trainer.steps(None))
+            if ended.error is not None:
+                raise ended.error
 
-    def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
+    def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         """As `Transport.open`; 0 workers (no control layer) stands for those that call `init_all_workers_group`.
 
         Raises:
             TransportError: this is not trainer rank 0, or the port is taken.
         """
-        driver = self._driver("open")
-        driver.member.stop.clear()
+        self._require_driver("open")
         room = f"room/{uuid.uuid4().hex}"
         if workers == 0:
             if self.check_connection():
-                return Handoff(info={"transport": self.name})
+                return Handoff()
             room, workers = STANDALONE_GROUP, self._standalone_workers()
-        notes, settings = driver.member.notes(room), self.settings
-        info = {
-            "transport": self.name,
-            "master_address": notes.host,
-            "master_port": notes.port,
-            "secret": notes.secret,
-            "room": room,
-            "members": workers + driver.ranks.size,
-            "carrier": settings.carrier,
-            "backend": settings.backend,
-            "bucket_bytes": settings.bucket_bytes,
-            "timeout_s": self.timeout_s,
-        }
-        return Handoff(info=info, transfer=partial(driver.host, room, workers, params))
+        self._trainer.member.under(within)
+        notes, settings = self._trainer.member.notes(room), self.settings
+        offer = Offer(
+            master_address=notes.host,
+            master_port=notes.port,
+            secret=notes.secret,
+            room=room,
+            members=workers + self.ranks.size,
+            carrier=settings.carrier,
+            backend=settings.backend,
+            bucket_bytes=settings.bucket_bytes,
+            timeout_s=self.timeout_s,
+        )
+        return Handoff(
+            info=offer.to_json(), transfer=lambda within: self._trainer.host(room, workers, params, within)
+        )
 
     def _standalone_workers(self) -> int:
         if self._workers is None:
@@ -190,88 +197,65 @@ class ShardedTransport(StandaloneTransport):
             )
         return self._workers
 
-    # trainer ranks
-
-    def prepare(self, source: WeightSource, version: int) -> Handoff:
-        self.stats.bytes = 0  # until something is sent; listing the shards has counted the whole model
-        info, send = self._driver("send_weights").prepare(source, version)
-
-        def transfer() -> None:
-            self.stats = send()
-
-        return Handoff(info=info, transfer=transfer)
-
-    @property
-    def drives(self) -> bool:
-        return self._trainer.ranks.rank == 0
-
-    def follow(self, source: WeightSource) -> None:
-        self._trainer.follow(source)
-
-    def dismiss(self, source: WeightSource | None, error: BaseException | None = None) -> None:
-        self._trainer.ranks.dismiss(error)
-
-    def announce(self, info: Info) -> None:
-        self._trainer.member.announcements().put(info)
-
-    # workers
-
-    def want(self, slices: Mapping[str, tuple[Block, ...]], whole: Mapping[str, str]) -> None:
-        self._worker.slices, self._worker.whole = slices, whole
-
-    def join(self, info: Info) -> None:
-        """As `Transport.join`; ``info["rank"]`` is this worker's rank, 1 or more.
+    @classmethod
+    def join(cls, info: Info, here: Worker, within: Deadline) -> ShardedWorker:
+        """As `Transport.join`.
 
         Raises:
             DeadlineError: names the ranks that did not arrive.
         """
-        params = tuple(ParamMeta.from_json(row) for row in info.get("params", ()))
-        self._worker.enter(info["room"], info["rank"], info["members"], params)
+        offer = Offer.from_json(info, "the offer of a sharded transport")
+        known: tuple[str, ...] = ("gloo", "nccl")
+        if offer.carrier == "nixl":
+            load_nixl()
+            known = ("nixl",)
+        device, backend = choose_backend("cpu" if offer.backend == "gloo" else None, offer.backend, known)
+        settings = Settings(
+            carrier=offer.carrier,
+            device=device,
+            backend=backend,
+            bucket_bytes=offer.bucket_bytes,
+            timeout_s=offer.timeout_s,
+        )
+        where = (offer.master_address, offer.master_port, offer.secret)
+        worker = ShardedWorker(settings, *where, here.slices, here.whole)
+        worker.enter(offer.room, here.rank, offer.members, here.params, within)
+        return worker
 
-    def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        pairs = self._worker.receive(info, into)
-        next(pairs)  # from here on the handoff is taken or refused, also by a loader that asks for nothing
-        return pairs
+    # an update
 
-    def decline(self, info: Info, error: BaseException) -> None:
-        self._worker.decline(info, error)
+    def prepare(self, update: Update, within: Deadline) -> Handoff:
+        self._require_driver("send_weights")
+        self._trainer.member.under(within)
+        return self._trainer.prepare(update, TransferStats(bytes=0))  # until something is sent
 
-    def poll(self, timeout_s: float) -> Info | None:
-        return self._worker.member.announcements().get(timeout_s)
+    def rank_steps(self, source: WeightSource) -> Steps:
+        return self._trainer.steps(source)
 
-    # both ends
+    def attend(self, within: Deadline) -> ShardedWorker:
+        if self._number is None:
+            raise TransportError("this is the end of a trainer rank, which sends", expected="a worker: give worker=")
+        self._worker.member.carrier()
+        return self._worker
 
-    def abort(self) -> None:
-        self._end.member.abort()
+    @property
+    def mailbox(self) -> GroupMailbox:
+        return GroupMailbox(self._trainer.member) if self._number is None else self._worker
 
     def check_connection(self) -> bool:
-        return self._end.member.connected
+        return self._worker.member.connected or self._trainer.member.connected
 
     def shutdown(self) -> None:
-        self._end.member.close()
+        super().shutdown()
+        self._worker.close()
+        self._trainer.member.close()
 
-    @property
-    def _end(self) -> End:
-        return self._trainer if self._worker_end is None else self._worker_end
-
-    @property
-    def _trainer(self) -> TrainerEnd:
-        if self._trainer_end is None:
+    def _require_driver(self, what: str) -> None:
+        if self._number is not None:
             raise TransportError("this is the end of a worker", expected="a trainer rank", state="nothing was sent")
-        return self._trainer_end
-
-    @property
-    def _worker(self) -> WorkerEnd:
-        if self._worker_end is None:
-            raise TransportError("this is the end of a trainer rank, which sends", expected="a worker: give worker=")
-        return self._worker_end
-
-    def _driver(self, what: str) -> TrainerEnd:
-        rank = self._trainer.ranks.rank
-        if rank:
+        if not self.ranks.drives:
             raise TransportError(
-                f"{what} was called on trainer rank {rank}",
-                expected="trainer rank 0, which drives; the others call update_weights or send_weights, and follow",
+                f"{what} was called on trainer rank {self.ranks.rank}",
+                expected="trainer rank 0; the others call update_weights or send_weights, and follow",
                 state="nothing was sent",
             )
-        return self._trainer

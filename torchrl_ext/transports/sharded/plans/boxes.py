@@ -1,6 +1,6 @@
-"""Geometry of boxes of elements: where they meet, what they leave out, and how one is cut into several.
+"""Geometry of boxes of elements: intersections, differences, and cuts.
 
-Many boxes at once are an int64 array of shape (boxes, 2, dimensions): where each starts, and where it stops.
+An array of boxes is int64 of shape (boxes, 2, dimensions): the start and the stop of each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["as_array", "as_block", "cells", "chunks", "cut", "first_overlap", "meets", "missing", "volumes"]
+__all__ = ["as_array", "cells", "chunks", "cut", "first_overlap", "meets", "missing", "volumes"]
 
 _MOST_CELLS = 1 << 14
 _AT_ONCE = 1 << 20  # pairs of boxes that are compared at once, so that memory is bounded
@@ -27,12 +27,6 @@ def as_array(blocks: Iterable[Block], ndim: int) -> np.ndarray:
     return np.array(listed, dtype=np.int64).reshape(len(listed), 2, ndim)
 
 
-def as_block(box: np.ndarray) -> Block:
-    """Return one box of an array, of shape (2, dimensions), as a block."""
-    start, stop = box.tolist()
-    return Block(tuple(start), tuple(stop))
-
-
 def volumes(boxes: np.ndarray) -> np.ndarray:
     """Return the number of elements of each box, int64; the last two dimensions of ``boxes`` are a box's."""
     sizes = np.maximum(boxes[..., 1, :] - boxes[..., 0, :], 0)
@@ -40,7 +34,7 @@ def volumes(boxes: np.ndarray) -> np.ndarray:
 
 
 def meets(boxes: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return each pair of boxes that meet, as two arrays of indices, and what they have in common."""
+    """Return the indices of intersecting boxes, as two arrays, and their intersections."""
     found = list(_meets(boxes, others)) or [(np.zeros(0, dtype=np.int64),) * 2 + (others[:0],)]
     first, second, shared = (np.concatenate(column) for column in zip(*found, strict=True))
     return first, second, shared
@@ -65,10 +59,10 @@ def _meets(boxes: np.ndarray, others: np.ndarray) -> Iterator[tuple[np.ndarray, 
 
 
 def cells(owned: Mapping[Block, Sequence[int]], ndim: int) -> list[tuple[Block, tuple[int, ...]]]:
-    """Cut blocks that may overlap into disjoint ones, each with all that own it.
+    """Cut blocks that may overlap into disjoint ones, each with all of its owners.
 
     Args:
-        owned: blocks, none of them empty, and who owns each.
+        owned: blocks that are not empty, each with its owners.
         ndim: their number of dimensions.
 
     Raises:
@@ -95,7 +89,7 @@ def cells(owned: Mapping[Block, Sequence[int]], ndim: int) -> list[tuple[Block, 
 
 
 def missing(blocks: Iterable[Block], shape: Sequence[int]) -> Block | None:
-    """Return the first box of elements of a tensor of this shape that is in none of the blocks; None for no hole."""
+    """Return the first box of a tensor of this shape that no block covers; None where the blocks cover all of it."""
     left = [Block.whole(shape)] if math.prod(shape) else []
     for block in blocks:
         left = [rest for piece in left for rest in _without(piece, block)]
@@ -141,7 +135,7 @@ def _put(block: Block, axis: int, start: int, stop: int) -> Block:
 
 
 def _without(block: Block, other: Block) -> list[Block]:
-    """Return boxes of what is in ``block`` and not in ``other``."""
+    """Return disjoint boxes that cover ``block`` without ``other``."""
     both = block.meet(other)
     if both is None:
         return [block]

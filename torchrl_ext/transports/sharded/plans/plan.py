@@ -1,32 +1,28 @@
-"""`make_plan`: which trainer rank sends which blocks to which worker, in which round; the same on every side.
+"""`make_plan`: which trainer rank sends which blocks to which worker, in which round.
 
-A pure function of what the ranks hold and what the workers need. Parameters of one shape that are held and needed alike
-form a class, and are planned once.
+Trainer rank 0 makes the plan, from the shares of all ranks and workers, and hands each member its own rows of it.
+Parameters of one shape that are held and needed alike form a class, and are planned once.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-from collections.abc import Sequence
-from typing import NamedTuple, final
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, final
 
+import msgspec
 import numpy as np
 
-from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.transports.sharded.plans.boxes import as_block
-from torchrl_ext.transports.sharded.plans.classes import Moves, held_and_needed, make_pattern
-from torchrl_ext.transports.sharded.plans.shares import Share, checksums, shape_ids
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.errors import ConfigError, ManifestError, TransportError
+from torchrl_ext.transports.sharded.plans.shares import Share, packed, shape_ids, unpacked
+from torchrl_ext.transports.sharded.plans.transfers import Pieces, Transfers, pieces_of
+from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["Share", "Transfer", "TransferPlan", "make_plan"]
-
-_FORM = b"torchrl_ext sharded plan 1"
+__all__ = ["MemberPlan", "MemberRows", "Schedule", "Share", "Transfer", "TransferPlan", "make_plan"]
 
 
 class Transfer(NamedTuple):
-    """One block of one parameter that goes over one link.
+    """One block of one parameter that goes from a trainer rank to a worker.
 
     Attributes:
         param: index of the parameter.
@@ -37,183 +33,179 @@ class Transfer(NamedTuple):
     block: Block
 
 
-class _Outcome(NamedTuple):
-    """What `make_plan` computes: a kind is a class of parameters with one choice among holders.
+class Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """The order of a plan, for all members; each field is an int32 array as `packed` writes it.
 
     Attributes:
-        rows: uint64 of shape (parameters,): checksums of the inputs.
-        leaders: the leader of every worker.
-        kind: of every parameter, int64.
-        moves: of every kind.
-        loads: of every kind, as `Moves.loads` gives them.
-        item_param, item_chunk: what is sent, round by round: chunks of parameters, int64 of shape (items,).
+        kind: of every parameter: parameters of one kind have the same transfers.
+        param, chunk: of every item, round by round: chunks of parameters.
         starts: the first item of each round, and behind the last round the number of items.
     """
 
-    rows: np.ndarray
-    leaders: list[int]
-    kind: np.ndarray
-    moves: list[Moves]
-    loads: list[np.ndarray]
-    item_param: np.ndarray
-    item_chunk: np.ndarray
-    starts: np.ndarray
+    kind: bytes
+    param: bytes
+    chunk: bytes
+    starts: bytes
+
+
+class MemberRows(msgspec.Struct, frozen=True, kw_only=True):
+    """The transfers of one member, for all parameters.
+
+    Attributes:
+        table: int64 of shape (rows, 3 + 2 * dimensions), as `packed` writes it: kind, chunk, the group's rank of the
+            other end, and start and stop of the box, padded with zeros to ``dimensions``.
+        dimensions: the largest number of dimensions of a parameter.
+        source: of a worker that is served by another one: that worker's rank in the group.
+        successor: of a worker that passes on its bytes: the rank in the group of the next one.
+    """
+
+    table: bytes
+    dimensions: int
+    source: int | None = None
+    successor: int | None = None
+
+
+@final
+class MemberPlan:
+    """The part of a plan that one member carries out.
+
+    Args:
+        params: the parameters of the plan, in order.
+        schedule, rows: as JSON, from trainer rank 0; not trusted.
+
+    Attributes:
+        rounds: how many there are.
+        source, successor: as in `MemberRows`.
+
+    Raises:
+        TransportError: they are malformed.
+    """
+
+    def __init__(self, params: Sequence[ParamMeta], schedule: Any, rows: Any) -> None:
+        self.params = tuple(params)
+        self._blocks: dict[tuple[int, int], dict[int, list[Block]]] = {}  # by kind and chunk, by rank
+        try:
+            order, own = msgspec.convert(schedule, Schedule), msgspec.convert(rows, MemberRows)
+            self._kind, self._starts = unpacked(order.kind, len(params)), unpacked(order.starts)
+            self._param, self._chunk = unpacked(order.param), unpacked(order.chunk, len(unpacked(order.param)))
+            self._read(unpacked(own.table, dtype="<i8").reshape(-1, 3 + 2 * own.dimensions))
+        except (msgspec.ValidationError, ValueError, LookupError) as error:
+            raise TransportError(
+                f"trainer rank 0 sent a transfer plan that cannot be read: {error!s:.200}",
+                expected="an order of parameters, and rows of this member",
+                state="nothing was moved",
+                hint="use one release of torchrl_ext on every rank and engine",
+            ) from error
+        self.source, self.successor, self.rounds = own.source, own.successor, len(self._starts) - 1
+        if self.rounds:
+            starts = self._starts[:-1]
+            self._first = np.minimum.accumulate(np.minimum.reduceat(self._param, starts)[::-1])[::-1]
+            self._last = np.maximum.accumulate(np.maximum.reduceat(self._param, starts))
+
+    def _read(self, table: np.ndarray) -> None:
+        counts = np.diff(self._starts)
+        if len(self._starts) < 1 or self._starts[0] or self._starts[-1] != len(self._param) or (counts < 1).any():
+            raise ValueError("the rounds do not follow each other")
+        if self._param.max(initial=0) >= max(1, len(self.params)):
+            raise ValueError("an item is of no parameter")
+        used, first = np.unique(self._kind, return_index=True)
+        ndims = {kind: len(self.params[at].shape) for kind, at in zip(used.tolist(), first.tolist(), strict=True)}
+        for kind, chunk, peer, *edges in table.tolist():
+            start, stop = (tuple(side[: ndims[kind]]) for side in (edges[: len(edges) // 2], edges[len(edges) // 2 :]))
+            if not all(map(int.__lt__, start, stop)):
+                raise ValueError(f"{[start, stop]} is no block")
+            self._blocks.setdefault((kind, chunk), {}).setdefault(peer, []).append(Block(start, stop))
+
+    def links(self, round: int) -> Iterator[tuple[int, list[Transfer]]]:
+        """Yield what this member sends, or gets from trainer ranks, in a round.
+
+        Yields:
+            The rank in the group of the other end, ascending, with the transfers in order of parameters. Of a worker
+            that another worker serves: what that one got from the trainer ranks.
+        """
+        items = slice(*self._starts[round : round + 2])
+        params, chunks = self._param[items], self._chunk[items]
+        keys = zip(params.tolist(), self._kind[params].tolist(), chunks.tolist(), strict=True)
+        own = [(param, found) for param, *key in keys if (found := self._blocks.get(tuple(key)))]
+        for peer in sorted(set().union(*(found for _, found in own))):
+            yield peer, [Transfer(param, block) for param, found in own for block in found.get(peer, ())]
+
+    def span(self, round: int) -> tuple[int, int]:
+        """Return a stretch of parameters that has every parameter of a round: the first, and the one behind.
+
+        It is the same for all members. Neither number is smaller than in the round before. Parameters before the
+        stretch are complete when the round begins, and nothing of the parameters behind it has come when it ends.
+        """
+        return int(self._first[round]), int(self._last[round]) + 1
 
 
 @final
 class TransferPlan:
-    """The plan of an update: made by `make_plan`, from the same inputs equally on every side.
+    """The plan of an update: made by `make_plan`. In the group trainer rank 0 is rank 0, worker ``w`` is rank
+    ``1 + w``, and the other trainer ranks follow.
 
     Attributes:
         params: the parameters, in order.
         ranks, workers: how many trainer ranks and workers there are.
         bucket_bytes: the most that a rank sends, or a leader gets, in one round.
-        digest: 32 hex digits over inputs and outcome.
+        leaders: the worker that gets the bytes of each worker from the trainer: the first that needs the same.
+        schedule: the order of the plan.
         rounds: how many there are.
         rank_bytes: bytes that each trainer rank sends, without digests; int64 of shape (ranks,).
         worker_bytes: bytes that each worker gets, from the trainer or from the worker before it; int64 of shape
             (workers,).
     """
 
-    def __init__(self, params: Sequence[ParamMeta], ranks: int, bucket_bytes: int, outcome: _Outcome) -> None:
-        self.params, self.ranks, self.workers = tuple(params), ranks, len(outcome.leaders)
-        self.bucket_bytes, self._found = bucket_bytes, outcome
-        self.rounds = len(outcome.starts) - 1
-        times = np.bincount(outcome.kind, minlength=len(outcome.moves))
+    def __init__(
+        self,
+        params: Sequence[ParamMeta],
+        ranks: int,
+        leaders: Sequence[int],
+        bucket_bytes: int,
+        kind: np.ndarray,
+        transfers: Sequence[Transfers],
+    ) -> None:
+        self.params, self.ranks, self.workers = tuple(params), ranks, len(leaders)
+        self.bucket_bytes, self.leaders = bucket_bytes, tuple(leaders)
+        loads = [one.loads(ranks, self.workers) for one in transfers]
+        param, chunk, starts = _rounds(kind, loads, ranks, bucket_bytes)
+        self.schedule = Schedule(kind=packed(kind), param=packed(param), chunk=packed(chunk), starts=packed(starts))
+        self.rounds = len(starts) - 1
         total = np.zeros(ranks + self.workers, dtype=np.int64)
-        for count, loads in zip(times, outcome.loads, strict=True):
-            total += count * loads.sum(axis=0)
+        for count, load in zip(np.bincount(kind, minlength=len(loads)), loads, strict=True):
+            total += count * load.sum(axis=0)
         self.rank_bytes: np.ndarray = total[:ranks]
-        self.worker_bytes: np.ndarray = total[ranks:][outcome.leaders]
-        self._times = times
-        if self.rounds:
-            params_of, starts = outcome.item_param, outcome.starts[:-1]
-            self._first = np.minimum.accumulate(np.minimum.reduceat(params_of, starts)[::-1])[::-1]
-            self._last = np.maximum.accumulate(np.maximum.reduceat(params_of, starts))
-        self._latest: tuple[int, list[tuple[int, int, int]]] = (-1, [])
-        self._blocks_of: dict[tuple[int, int, int, int], tuple[Block, ...]] = {}
-        self.digest = self._digest()
+        self.worker_bytes: np.ndarray = total[ranks:][list(leaders)]
+        self._dimensions = max((one.boxes.shape[-1] for one in transfers), default=0)
+        self._table = np.concatenate([np.zeros((0, 4 + 2 * self._dimensions), dtype=np.int64)] + [
+            np.column_stack([
+                np.full(len(one.rank), number), one.chunk, one.rank, one.worker,
+                np.pad(one.boxes, ((0, 0), (0, 0), (0, self._dimensions - one.boxes.shape[-1]))).reshape(
+                    len(one.rank), 2 * self._dimensions
+                ),
+            ])
+            for number, one in enumerate(transfers)
+        ])  # fmt: skip
 
-    def link(self, rank: int, worker: int, round: int) -> list[Transfer]:
-        """Return what a trainer rank sends to a worker in a round, in order of parameters.
+    def rows(self, member: int) -> MemberRows:
+        """Return the rows of the member of this rank in the group, for `MemberPlan`."""
+        source = successor = None
+        if 1 <= member <= self.workers:
+            leader = self.leaders[member - 1]
+            chain = [1 + worker for worker, other in enumerate(self.leaders) if other == leader]
+            at = chain.index(member)
+            source, successor = (chain[at - 1] if at else None), next(iter(chain[at + 1 :]), None)
+            table = self._table[self._table[:, 3] == leader]
+            peers = table[:, 2] + self.workers * (table[:, 2] > 0)
+        else:
+            table = self._table[self._table[:, 2] == max(0, member - self.workers)]
+            peers = 1 + table[:, 3]
+        own = np.column_stack([table[:, :2], peers, table[:, 4:]])
+        return MemberRows(table=packed(own, "<i8"), dimensions=self._dimensions, source=source, successor=successor)
 
-        Args:
-            rank: 0 ... ranks - 1.
-            worker: 0 ... workers - 1; only a leader gets something from the trainer.
-            round: 0 ... rounds - 1.
-        """
-        return [
-            Transfer(param, block)
-            for param, kind, chunk in self._items(round)
-            for block in self._blocks(kind, chunk, rank, worker)
-        ]
-
-    def senders(self, worker: int, round: int) -> list[int]:
-        """Return the trainer ranks that send something to a worker in a round, in order."""
-        return self._others(round, "worker", worker, "rank")
-
-    def receivers(self, rank: int, round: int) -> list[int]:
-        """Return the workers, leaders all, to which a trainer rank sends something in a round, in order."""
-        return self._others(round, "rank", rank, "worker")
-
-    def span(self, round: int) -> tuple[int, int]:
-        """Return a stretch of parameters in which all lie that have a part in a round: the first, and the one behind.
-
-        Neither number is smaller than in the round before. What lies before the stretch is complete when the round
-        begins, and of what lies behind it nothing has come when the round ends.
-        """
-        return int(self._first[round]), int(self._last[round]) + 1
-
-    def leader(self, worker: int) -> int:
-        """Return the worker that gets these bytes from the trainer: the first that needs the same; may be itself."""
-        return self._found.leaders[worker]
-
-    def successor(self, worker: int) -> int | None:
-        """Return the worker to which this one passes on what it gets; None for the last of a chain of equal ones."""
-        leaders = self._found.leaders
-        return next((at for at in range(worker + 1, self.workers) if leaders[at] == leaders[worker]), None)
-
-    def predecessor(self, worker: int) -> int | None:
-        """Return the worker that passes its bytes on to this one; None for a leader."""
-        leaders = self._found.leaders
-        return next((at for at in range(worker - 1, -1, -1) if leaders[at] == leaders[worker]), None)
-
-    def link_bytes(self) -> np.ndarray:
-        """Return the bytes from each trainer rank to each worker, int64 of shape (ranks, workers); relays left out."""
-        found = np.zeros((self.ranks, self.workers), dtype=np.int64)
-        for count, moves in zip(self._times, self._found.moves, strict=True):
-            np.add.at(found, (moves.rank, moves.worker), count * moves.nbytes)
-        return found
-
-    def round_bytes(self) -> np.ndarray:
-        """Return what each rank sends, and then what each leader gets, in every round: int64 of shape
-        (rounds, ranks + workers).
-        """
-        if not self.rounds:
-            return np.zeros((0, self.ranks + self.workers), dtype=np.int64)
-        table, first = np.concatenate(self._found.loads), np.cumsum([0, *map(len, self._found.loads)])
-        rows = table[first[self._found.kind[self._found.item_param]] + self._found.item_chunk]
-        return np.asarray(np.add.reduceat(rows, self._found.starts[:-1], axis=0))
-
-    def row(self, index: int) -> Info:
-        """Return who sends what of a parameter to whom, in words that show a difference between two plans."""
-        moves = self._found.moves[self._found.kind[index]]
-        items = np.flatnonzero(self._found.item_param == index)
-        rounds = np.searchsorted(self._found.starts, items, side="right") - 1
-        at = dict(zip(self._found.item_chunk[items].tolist(), rounds.tolist(), strict=True))
-        sends = [
-            {"round": at[chunk], "rank": rank, "worker": worker, "start": box[0], "stop": box[1]}
-            for rank, worker, chunk, box in zip(
-                *(column.tolist() for column in (moves.rank, moves.worker, moves.chunk, moves.boxes)), strict=True
-            )
-        ]
-        return {"param": str(self.params[index]), "sends": sends}
-
-    def rows_digest(self) -> np.ndarray:
-        """Return a checksum per parameter over what it is, who holds what of it and who needs what: uint64 of shape
-        (parameters,).
-
-        The first that differs between two plans is the first parameter about which two sides do not agree. Where none
-        differs and `digest` does, it is the plans' rules that are not the same.
-        """
-        return self._found.rows
-
-    def _items(self, round: int) -> list[tuple[int, int, int]]:
-        """Return parameter, kind and chunk of each item of a round."""
-        if round != self._latest[0]:
-            self._latest = round, self._items_of(round)
-        return self._latest[1]
-
-    def _items_of(self, round: int) -> list[tuple[int, int, int]]:
-        first, stop = self._found.starts[round : round + 2]
-        params = self._found.item_param[first:stop]
-        columns = params, self._found.kind[params], self._found.item_chunk[first:stop]
-        return list(zip(*(column.tolist() for column in columns), strict=True))
-
-    def _blocks(self, kind: int, chunk: int, rank: int, worker: int) -> tuple[Block, ...]:
-        key = kind, chunk, rank, worker
-        if key not in self._blocks_of:
-            moves = self._found.moves[kind]
-            rows = np.flatnonzero((moves.rank == rank) & (moves.worker == worker) & (moves.chunk == chunk))
-            self._blocks_of[key] = tuple(as_block(moves.boxes[row]) for row in rows)
-        return self._blocks_of[key]
-
-    def _others(self, round: int, end: str, member: int, other: str) -> list[int]:
-        found: set[int] = set()
-        for kind, chunk in {item[1:] for item in self._items(round)}:
-            moves = self._found.moves[kind]
-            rows = (getattr(moves, end) == member) & (moves.chunk == chunk)
-            found.update(np.unique(getattr(moves, other)[rows]).tolist())
-        return sorted(found)
-
-    def _digest(self) -> str:
-        found = hashlib.blake2b(_FORM, digest_size=16)
-        sizes = np.array([len(self.params), self.ranks, self.workers, self.bucket_bytes, *self._found.leaders])
-        order = self._found.kind, self._found.item_param, self._found.item_chunk, self._found.starts
-        for column in (self._found.rows.view(np.int64), sizes, *order, *itertools.chain(*self._found.moves)):
-            found.update(np.array(column.shape, dtype="<i8").tobytes())
-            found.update(column.astype("<i8").tobytes())
-        return found.hexdigest()
+    def member(self, member: int) -> MemberPlan:
+        """Return the part of the plan that the member of this rank in the group carries out."""
+        return MemberPlan(self.params, *map(msgspec.to_builtins, (self.schedule, self.rows(member))))
 
 
 def make_plan(
@@ -221,8 +213,8 @@ def make_plan(
 ) -> TransferPlan:
     """Plan how every worker gets the elements that it needs, each once, from trainer ranks that hold them.
 
-    What several ranks hold is cut into as many parts where it is large, and is sent by them in turn where it is small.
-    Workers that need the same form a chain, of which the first alone is served by the trainer.
+    What several ranks hold is cut into as many parts where it is large; a part is sent by the holder that sends least.
+    Workers that need the same form a chain, and trainer ranks serve the first one of it.
 
     Args:
         params: in the order in which they are sent.
@@ -232,7 +224,7 @@ def make_plan(
 
     Raises:
         ConfigError: there is no rank or no worker, or a bucket does not hold one element.
-        ManifestError: shares speak of other parameters, or nobody holds some of the elements.
+        ManifestError: a share is of another number of parameters, or nobody holds some of the elements.
     """
     if not held or not needed:
         raise ConfigError("a plan needs trainer ranks and workers", expected="one of each, or more")
@@ -242,39 +234,36 @@ def make_plan(
     for number, share in enumerate((*held, *needed)):
         if len(share) != len(params):
             who = f"trainer rank {number}" if number < len(held) else f"worker {number - len(held)}"
-            raise ManifestError(f"{who} speaks of {len(share)} parameters", expected=f"{len(params)}")
+            raise ManifestError(f"{who} has a share of {len(share)} parameters", expected=f"{len(params)}")
     first_of: dict[Share, int] = {}
     leaders = [first_of.setdefault(share, worker) for worker, share in enumerate(needed)]
-    kind, moves = _kinds(params, held, {worker: needed[worker] for worker in first_of.values()}, len(needed))
-    cut = [
-        one.chunked(len(held), len(needed), params[int(first)].dtype.itemsize, bucket_bytes)
-        for one, first in zip(moves, np.unique(kind, return_index=True)[1], strict=True)
-    ]
-    loads = [one.loads(len(held), len(needed)) for one in cut]
-    order = _rounds(kind, loads, len(held), bucket_bytes)
-    rows = checksums(params, (*held, *needed))
-    return TransferPlan(params, len(held), bucket_bytes, _Outcome(rows, leaders, kind, cut, loads, *order))
+    of_class, firsts = _classes(params, (*held, *first_of))
+    pieces = [pieces_of(at, params[at], held, {at: share for share, at in first_of.items()}) for at in firsts]
+    kind, class_of = _kinds(of_class, pieces)
+    times = np.bincount(kind, minlength=len(class_of)).tolist()
+    sent = [0] * len(held)
+    found: dict[int, Transfers] = {}
+    size = [(max(map(len, one.holders), default=0) > 1, -int(one.nbytes.sum())) for one in pieces]
+    for one in sorted(range(len(class_of)), key=lambda one: size[class_of[one]]):  # first where there is no choice
+        transfers = pieces[class_of[one]].sent_by(sent, times[one])
+        itemsize = params[firsts[class_of[one]]].dtype.itemsize
+        found[one] = transfers.chunked(len(held), len(needed), itemsize, bucket_bytes)
+    return TransferPlan(params, len(held), leaders, bucket_bytes, kind, [found[one] for one in range(len(class_of))])
 
 
-def _kinds(
-    params: Sequence[ParamMeta], held: Sequence[Share], needed: dict[int, Share], workers: int
-) -> tuple[np.ndarray, list[Moves]]:
-    """Return the kind of every parameter, and the moves of each kind."""
-    of_class, firsts = _classes(params, (*held, *needed.values()))
-    sizes = np.bincount(of_class, minlength=len(firsts))
-    patterns = [make_pattern(params[at], *held_and_needed(at, params[at], held, needed)) for at in firsts]
-    sent = np.zeros(len(held), dtype=np.int64)
-    for at in sorted(range(len(patterns)), key=lambda at: (patterns[at].periods > 1, -patterns[at].nbytes.sum(), at)):
-        patterns[at].settle(int(sizes[at]), sent)
-    periods = np.array([pattern.periods for pattern in patterns], dtype=np.int64)
-    order = np.argsort(of_class, kind="stable")
-    place = np.empty(len(params), dtype=np.int64)  # of a parameter in its class
-    place[order] = np.arange(len(params)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    first_kind = np.cumsum(periods) - periods
-    used, kind = np.unique(first_kind[of_class] + place % periods[of_class], return_inverse=True)
-    class_of = np.searchsorted(first_kind, used, side="right") - 1
-    found = [patterns[one].moves(int(at - first_kind[one])) for one, at in zip(class_of.tolist(), used, strict=True)]
-    return kind, found
+def _kinds(of_class: np.ndarray, pieces: Sequence[Pieces]) -> tuple[np.ndarray, list[int]]:
+    """Return the kind of every parameter, int64, and the class of every kind.
+
+    The parameters of a class are of as many kinds as ranks hold its small pieces, so that these ranks take turns.
+    """
+    kind = np.empty(len(of_class), dtype=np.int64)
+    class_of: list[int] = []
+    by_class = np.split(np.argsort(of_class, kind="stable"), np.cumsum(np.bincount(of_class))[:-1])
+    for number, (one, members) in enumerate(zip(pieces, by_class[: len(pieces)], strict=True)):
+        kinds = min(one.repeats, len(members))
+        kind[members] = len(class_of) + np.arange(len(members)) % kinds
+        class_of += [number] * kinds
+    return kind, class_of
 
 
 def _classes(params: Sequence[ParamMeta], shares: Sequence[Share]) -> tuple[np.ndarray, list[int]]:

@@ -1,35 +1,41 @@
-"""`Share`: which blocks of every parameter one trainer rank holds, or one worker needs."""
+"""`Share`: the blocks of every parameter that one trainer rank holds, or one worker needs."""
 
 from __future__ import annotations
 
 import base64
-import binascii
-import hashlib
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Annotated, Any, final
 
+import msgspec
 import numpy as np
 
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.transports.sharded.plans.boxes import as_array, first_overlap
-from torchrl_ext.types import Info, ParamMeta, dtype_name
+from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["Share", "check_block", "checksums", "shape_ids"]
+__all__ = ["Share", "check_block", "packed", "shape_ids", "unpacked"]
 
-_MOST_BLOCKS, _MOST_IN_ALL = 1 << 12, 1 << 20  # of one parameter, and of all patterns, as others tell them
-_LARGEST = 1 << 48  # as in `ParamMeta.from_json`
+_MOST_BLOCKS, _MOST_IN_ALL = 1 << 12, 1 << 20  # of one parameter, and of all patterns, in a share from elsewhere
+_MOST_BYTES = 256 << 20
+
+
+class _ShareRows(msgspec.Struct, frozen=True):
+    """A share as JSON: ``patterns`` as lists of ``[start, stop]``, and ``of`` as `packed` writes it, in base64."""
+
+    patterns: list[Annotated[list[Block], msgspec.Meta(max_length=_MOST_BLOCKS)]]
+    of: bytes
 
 
 @final
 class Share:
-    """What one member of a group holds, or needs, of every parameter: equal patterns are said once.
+    """The blocks that one member of a group holds, or needs, of every parameter; equal patterns are kept once.
 
-    Two shares of the same blocks are equal, in whatever order these were given.
+    Two shares of the same blocks are equal, in whatever order the blocks were given.
 
     Args:
-        patterns: tuples of disjoint blocks; those of one tuple have equal numbers of dimensions.
+        patterns: tuples of disjoint blocks; the blocks of one tuple have equal numbers of dimensions.
         of: for every parameter the index into ``patterns``, of shape (parameters,).
 
     Attributes:
@@ -65,12 +71,12 @@ class Share:
         return cls(tuple(index), np.array(of, dtype=np.int32))
 
     def blocks(self, index: int) -> tuple[Block, ...]:
-        """Return the blocks of the parameter at this place, in ascending order; none of them is empty."""
+        """Return the blocks of the parameter at this index, in ascending order; none of them is empty."""
         return self.patterns[self.of[index]]
 
-    def some(self, places: Iterable[int]) -> Share:
-        """Return the share of the parameters at these places alone, in this order."""
-        return Share.of_blocks(self.blocks(place) for place in places)
+    def some(self, indices: Iterable[int]) -> Share:
+        """Return the share of the parameters at these indices, in this order."""
+        return Share.of_blocks(self.blocks(index) for index in indices)
 
     def __len__(self) -> int:
         return len(self.of)
@@ -83,34 +89,65 @@ class Share:
 
     def to_json(self) -> Info:
         """Return ``patterns``, ``[[start, stop], ...]`` of each, and ``of``: int32, little-endian, zlib, base64."""
-        packed = zlib.compress(self.of.astype("<i4").tobytes(), 6)
-        return {"patterns": self.patterns, "of": base64.b64encode(packed).decode()}
+        return {"patterns": self.patterns, "of": base64.b64encode(packed(self.of)).decode()}
 
     @classmethod
-    def from_json(cls, told: Any, params: Sequence[ParamMeta]) -> Share:
-        """Make a share from what another process told; the inverse of `to_json`.
+    def from_json(cls, rows: Any, params: Sequence[ParamMeta]) -> Share:
+        """Make a share from the JSON of another process; the inverse of `to_json`.
 
         Args:
-            told: not trusted.
-            params: the parameters that it is about.
+            rows: not trusted.
+            params: the parameters of the share.
 
         Raises:
-            ManifestError: it is malformed, speaks of another number of parameters, or of blocks that are no part of
-                theirs.
+            ManifestError: it is malformed, is of another number of parameters, or has a block that does not lie in its
+                parameter.
         """
         try:
-            share = cls(_read_patterns(told["patterns"]), _read_of(told["of"], len(params), len(told["patterns"])))
-        except (TypeError, ValueError, KeyError, OverflowError, zlib.error, binascii.Error) as error:
+            read = msgspec.convert(rows, _ShareRows)
+            of = unpacked(read.of, len(params))
+            if sum(map(len, read.patterns)) > _MOST_IN_ALL or (len(of) and of.max() >= len(read.patterns)):
+                raise ValueError("there are too many blocks, or an index is outside of the patterns")
+            pairs = shape_ids(params)[0] * (len(read.patterns) + 1) + of
+            for index in np.unique(pairs, return_index=True)[1].tolist():
+                for block in read.patterns[of[index]]:
+                    check_block(block, params[index])
+            return cls(read.patterns, of)
+        except (msgspec.ValidationError, ValueError, OverflowError) as error:
             raise ManifestError(
-                f"what a member of the group says that it holds or needs is malformed: {error!s:.200}",
+                f"a member of the group sent a malformed share: {error!s:.200}",
                 expected="patterns: lists of [start, stop]; of: one index per parameter, zlib and base64",
             ) from None
-        shape_of, _ = shape_ids(params)
-        pairs = shape_of.astype(np.int64) * (len(share.patterns) + 1) + share.of
-        for index in np.unique(pairs, return_index=True)[1].tolist():
-            for block in share.blocks(index):
-                check_block(block, params[index])
-        return share
+
+
+def packed(numbers: np.ndarray, dtype: str = "<i4") -> bytes:
+    """Return whole numbers, 0 or more, as an array of ``dtype``, in zlib's format."""
+    return zlib.compress(numbers.astype(dtype).tobytes(), 6)
+
+
+def unpacked(data: bytes, count: int | None = None, dtype: str = "<i4") -> np.ndarray:
+    """Return the array, of shape (numbers,), that `packed` wrote.
+
+    Args:
+        data: not trusted: no more is unpacked than ``count`` numbers, or 256 MiB.
+        count: how many numbers there have to be, if that is known.
+        dtype: of the array.
+
+    Raises:
+        ValueError: it is malformed, has another or a larger number of values, or one below 0.
+    """
+    size = np.dtype(dtype).itemsize
+    most = _MOST_BYTES if count is None else count * size
+    try:
+        raw = zlib.decompressobj().decompress(data, most + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if len(raw) > most or len(raw) % size or (count is not None and len(raw) < most):
+        raise ValueError(f"{len(raw)} bytes are not the {most} that are expected")
+    found = np.frombuffer(raw, dtype=dtype)
+    if len(found) and found.min() < 0:
+        raise ValueError("a number is below 0")
+    return found
 
 
 def shape_ids(params: Sequence[ParamMeta]) -> tuple[np.ndarray, int]:
@@ -122,27 +159,12 @@ def shape_ids(params: Sequence[ParamMeta]) -> tuple[np.ndarray, int]:
 
 def check_block(block: Block, meta: ParamMeta, who: str = "a member of the group") -> None:
     """Raise ManifestError unless a block is part of a parameter."""
-    if len(block.start) != len(meta.shape) or not Block.whole(meta.shape).contains(block):
+    sizes, whole = {len(block.start), len(block.stop)}, Block.whole(meta.shape)
+    if sizes != {len(meta.shape)} or not whole.contains(block) or any(map(int.__gt__, block.start, block.stop)):
         raise ManifestError(
             f"{who} names the block from {list(block.start)} to {list(block.stop)} of {meta}",
             expected="a block of its elements",
         )
-
-
-def checksums(params: Sequence[ParamMeta], shares: Sequence[Share]) -> np.ndarray:
-    """Return a checksum per parameter over its name, dtype and shape, and the blocks of every member; uint64."""
-    words = [f"{meta.name}\0{dtype_name(meta.dtype)}{list(meta.shape)}" for meta in params]
-    found = np.array([_checksum(word) for word in words], dtype=np.uint64)
-    for share in shares:
-        of_pattern = np.array([_checksum(repr([tuple(b) for b in one])) for one in share.patterns], dtype=np.uint64)
-        found ^= found >> np.uint64(29)
-        found *= np.uint64(0x9E3779B97F4A7C15)  # odd, so that nothing is lost; wraps around
-        found += of_pattern[share.of] if len(params) else found
-    return found
-
-
-def _checksum(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _check_disjoint(pattern: tuple[Block, ...]) -> None:
@@ -157,31 +179,3 @@ def _check_disjoint(pattern: tuple[Block, ...]) -> None:
             f"{list(second.start)} to {list(second.stop)}",
             expected="each element named once",
         )
-
-
-def _read_patterns(told: Any) -> list[list[Block]]:
-    if not isinstance(told, (list, tuple)) or sum(map(len, told)) > _MOST_IN_ALL:
-        raise ValueError("patterns are no list, or too many")
-    if max(map(len, told), default=0) > _MOST_BLOCKS:
-        raise ValueError(f"more than {_MOST_BLOCKS} blocks of one parameter")
-    return [[_read_block(*row) for row in pattern] for pattern in told]
-
-
-def _read_block(start: Any, stop: Any) -> Block:
-    for number in (*start, *stop):
-        if type(number) is not int or not 0 <= number < _LARGEST:
-            raise ValueError(f"{number!r} is no index")
-    if len(start) != len(stop) or any(map(int.__gt__, start, stop)):
-        raise ValueError(f"{[start, stop]} is no block")
-    return Block(tuple(start), tuple(stop))
-
-
-def _read_of(told: Any, params: int, patterns: int) -> np.ndarray:
-    packed = base64.b64decode(told, validate=True)
-    raw = zlib.decompressobj().decompress(packed, 4 * params + 1)  # no further: what it unpacks to is not trusted
-    if len(raw) != 4 * params:
-        raise ValueError(f"not one index for each of {params} parameters")
-    of = np.frombuffer(raw, dtype="<i4").astype(np.int32)
-    if len(of) and (of.min() < 0 or of.max() >= patterns):
-        raise ValueError(f"an index is outside of the {patterns} patterns")
-    return of
