@@ -39,7 +39,7 @@ setup(
     long_description_content_type="text/markdown",
     license="MIT",
     packages=find_packages(include=["torchrl_ext", "torchrl_ext.*"]),
-    package_data={"torchrl_ext": ["py.typed"]},
+    package_data={"torchrl_ext": ["__init__.pyi", "py.typed"]},
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6",

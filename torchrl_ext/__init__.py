@@ -8,74 +8,17 @@ imported before a name of ours is used, its `WeightSyncScheme.from_backend` know
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:  # for editors and type checkers; at run time `_HOME` decides
-    from torchrl_ext import errors as errors
-    from torchrl_ext.collectors.from_torchrl import SGLangWeightSyncScheme as SGLangWeightSyncScheme
-    from torchrl_ext.collectors.from_torchrl import VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme
-    from torchrl_ext.collectors.from_torchrl import VLLMWeightSyncScheme as VLLMWeightSyncScheme
-    from torchrl_ext.collectors.scheme import TransportWeightSyncScheme as TransportWeightSyncScheme
-    from torchrl_ext.collectors.updater import TransportWeightUpdater as TransportWeightUpdater
-    from torchrl_ext.errors import WeightSyncError as WeightSyncError
-    from torchrl_ext.planning.options import WeightUpdateConfig as WeightUpdateConfig
-    from torchrl_ext.planning.recommend import recommend as recommend
-    from torchrl_ext.rollout.client import InferenceClient as InferenceClient
-    from torchrl_ext.rollout.torchrl.policy import RemoteLLMPolicy as RemoteLLMPolicy
-    from torchrl_ext.rpc.client import EngineClient as EngineClient
-    from torchrl_ext.rpc.discovery import connect as connect
-    from torchrl_ext.rpc.discovery import discover as discover
-    from torchrl_ext.sync.adapters import AdapterSender as AdapterSender
-    from torchrl_ext.sync.receiver import WeightReceiver as WeightReceiver
-    from torchrl_ext.sync.sender import WeightSender as WeightSender
-    from torchrl_ext.transports.base import Transport
-    from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport as VLLMCollectiveTransport
-    from torchrl_ext.transports.delta.transport import DeltaTransport as DeltaTransport
-    from torchrl_ext.transports.disk import DiskTransport as DiskTransport
-    from torchrl_ext.transports.ipc.transport import IPCTransport as IPCTransport
-    from torchrl_ext.transports.memory import MemoryTransport as MemoryTransport
-    from torchrl_ext.transports.sharded.transport import ShardedTransport as ShardedTransport
-    from torchrl_ext.types import EngineInfo as EngineInfo
-    from torchrl_ext.types import SyncReport as SyncReport
-    from torchrl_ext.weights.shards.megatron import MegatronSource as MegatronSource
-    from torchrl_ext.weights.source import WeightSource as WeightSource
-    from torchrl_ext.weights.source import as_source as as_source
-
-_HOME = {
-    "AdapterSender": "sync.adapters",
-    "DeltaTransport": "transports.delta.transport",
-    "DiskTransport": "transports.disk",
-    "EngineClient": "rpc.client",
-    "EngineInfo": "types",
-    "IPCTransport": "transports.ipc.transport",
-    "InferenceClient": "rollout.client",
-    "MegatronSource": "weights.shards.megatron",
-    "MemoryTransport": "transports.memory",
-    "RemoteLLMPolicy": "rollout.torchrl.policy",
-    "SGLangWeightSyncScheme": "collectors.from_torchrl",
-    "ShardedTransport": "transports.sharded.transport",
-    "SyncReport": "types",
-    "TransportWeightSyncScheme": "collectors.scheme",
-    "TransportWeightUpdater": "collectors.updater",
-    "VLLMCollectiveTransport": "transports.collective.transport",
-    "VLLMDoubleBufferSyncScheme": "collectors.from_torchrl",
-    "VLLMWeightSyncScheme": "collectors.from_torchrl",
-    "WeightReceiver": "sync.receiver",
-    "WeightSender": "sync.sender",
-    "WeightSource": "weights.source",
-    "WeightSyncError": "errors",
-    "WeightUpdateConfig": "planning.options",
-    "as_source": "weights.source",
-    "connect": "rpc.discovery",
-    "discover": "rpc.discovery",
-    "errors": "errors",
-    "recommend": "planning.recommend",
-}
-"""Public name -> module that it is imported from on first use."""
+_STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+_HOME = {name: module for module, name in re.findall(r"^from (\S+) import (\w+) as \2$", _STUB, re.MULTILINE)}
+"""Public name -> module that it is imported from on first use; type checkers read the same lines."""
 
 __all__ = [*sorted(_HOME), "__version__", "engines", "make_engine", "make_transport", "transports"]
 
@@ -94,7 +37,7 @@ def engines() -> Mapping[str, str]:
     return registry.engines.names()
 
 
-def make_transport(name: str, **settings: Any) -> Transport:
+def make_transport(name: str, **settings: Any) -> Any:
     """Build the transport called ``name``.
 
     Raises:
@@ -105,7 +48,7 @@ def make_transport(name: str, **settings: Any) -> Transport:
     return registry.transports.make(name, **settings)
 
 
-def make_engine(name: str, **settings: Any) -> EngineClient:
+def make_engine(name: str, **settings: Any) -> Any:
     """Build the engine client called ``name``.
 
     Raises:
@@ -120,8 +63,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _tell_torchrl()
-    module = importlib.import_module(f"{__name__}.{_HOME[name]}")
-    return module if name == "errors" else getattr(module, name)
+    if name == "errors":
+        return importlib.import_module(f"{__name__}.errors")
+    return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -32,8 +32,9 @@ class WeightSyncError(RuntimeError):
         self, what: str, *, expected: str | None = None, state: str | None = None, hint: str | None = None
     ) -> None:
         self.what, self.expected, self.state, self.hint = what, expected, state, hint
-        parts = [("", what), ("Expected: ", expected), ("State: ", state), ("Next: ", hint)]
-        super().__init__(" ".join(f"{name}{text.rstrip('.')}." for name, text in parts if text or not name))
+        parts = {"Expected: ": expected, "State: ": state, "Next: ": hint}
+        further = (f"{name}{text.rstrip('.')}." for name, text in parts.items() if text)
+        super().__init__(" ".join((what.rstrip(".") + ".", *further)))
 
 
 class ConfigError(WeightSyncError, ValueError):

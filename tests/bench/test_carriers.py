@@ -10,7 +10,7 @@ from rich.console import Console
 from torchrl_ext.bench import carriers
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.transports.sharded.agents import load_nixl
+from torchrl_ext.transports.sharded.nixl import load_nixl
 
 SMALL = ["bench", "carriers", "--repeats", "2", "--mebibytes", "20", "--bucket-mebibytes", "3"]
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
 import torchrl_ext as tx
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.testing import WAIT_S
+from torchrl_ext.transports.base import Arrival, Update, Worker
+from torchrl_ext.weights.source import MappingSource
 
 SMALL_BYTES = 4096
 
@@ -28,10 +32,12 @@ while True:
 FROZEN_WORKER = """
 import os, signal, sys
 import torch, torchrl_ext as tx
+from torchrl_ext.deadline import Deadline
 worker = tx.make_transport("ipc", channel=sys.argv[1], timeout_s=60)
 print("up", flush=True)
-info = worker.poll(60)
-for index, _ in enumerate(worker.receive(info, {})):
+within = Deadline(60)
+arrival = worker.mailbox.get(within)
+for index, _ in enumerate(worker.attend(within).receive(arrival, {}, within)):
     if index == int(sys.argv[3]):
         os.kill(os.getpid(), getattr(signal, sys.argv[2]))
 """
@@ -100,10 +106,32 @@ def _related(pid):
     return False
 
 
-def joined(trainer, worker):
+def opened(trainer, workers=1):
+    """An invitation, and the wait for its workers."""
+    within = Deadline(trainer.timeout_s)
+    opening = trainer.open(workers, (), within)
+    return opening.info, lambda: opening.transfer(within)
+
+
+def join(info, timeout_s=WAIT_S, rank=1):
+    """A worker that joins by an invitation."""
+    return tx.IPCTransport.join(info, Worker(rank=rank), Deadline(timeout_s))
+
+
+@contextmanager
+def joined(trainer):
     """A worker of a trainer that a control layer drives."""
-    opening = trainer.open(1, ())
+    info, wait = opened(trainer)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(opening.transfer)
-        worker.join({**opening.info, "rank": 1})
+        waiting = pool.submit(wait)
+        worker = join(info)
         waiting.result(WAIT_S)
+    with closing(worker):
+        yield worker
+
+
+def prepared(trainer, tensors, within):
+    """A handoff of version 1, and how a worker hears of it."""
+    source = MappingSource(tensors)
+    handoff = trainer.prepare(Update(source=source, version=1), within)
+    return handoff, Arrival(version=1, params=source.params(), info=handoff.info)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+import torchrl_ext as tx
 from tests.processes import finished, running_python
 from tests.transports.members import SHORT_S, WAIT_S, beside
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
@@ -17,8 +18,8 @@ from torchrl_ext.launch.processes import free_port
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership
 from torchrl_ext.transports.group.peers import Move
 from torchrl_ext.transports.group.process_group import Group
-from torchrl_ext.transports.sharded import agents
-from torchrl_ext.transports.sharded.agents import Registered
+from torchrl_ext.transports.sharded import nixl
+
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ RANKS = 3
 
 def installed():
     try:
-        return agents.load_nixl() is not None
+        return nixl.load_nixl() is not None
     except ConfigError:
         return False
 
@@ -369,7 +370,7 @@ def test_peers_forget_memory_that_was_let_go_of_while_both_still_send(monkeypatc
 def test_without_nixl_its_group_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(agents, "_MODULES", ("no_such_module",))
     with pytest.raises(ConfigError, match=r"pip install 'torchrl_ext\[nixl\]'"):
-        agents.load_nixl()
+        nixl.load_nixl()
 
 
 def test_a_group_over_gloo_carries_and_broadcasts_in_between():
@@ -391,3 +392,20 @@ def test_a_group_over_gloo_carries_and_broadcasts_in_between():
             None,
         ]
         assert all(torch.equal(out, sent) for out in (*outs, read))
+
+
+def test_a_sharded_update_of_many_small_tensors_starts_a_thread_per_peer_and_none_per_transfer(monkeypatch):
+    port, sent = free_port(), {f"p{number:04d}": filled(4096, number) for number in range(2000)}
+    how = {"workers": 1, "device": "cpu", "bucket_bytes": 1 << 16, "timeout_s": WAIT_S}
+    trainer = tx.ShardedTransport("127.0.0.1", port, **how)
+    worker = tx.ShardedTransport("127.0.0.1", port, worker=0, **how)
+    try:
+        assert beside(*(lambda end=end: end.init_all_workers_group({}) for end in (trainer, worker))) == [None, None]
+        started, start = [], threading.Thread.start
+        monkeypatch.setattr(threading.Thread, "start", lambda self: (started.append(self.name), start(self)))
+        _, received = beside(lambda: trainer.send_weights("policy", sent), worker.receive_weights)
+        assert all(torch.equal(received[name], tensor) for name, tensor in sent.items())
+        assert len(started) <= 8, started
+    finally:
+        trainer.shutdown()
+        worker.shutdown()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import torchrl_ext as tx
 from tests.processes import running_python
@@ -29,6 +30,7 @@ from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.ipc.host_memory import create
+from torchrl_ext.transports.ipc.messages import Announce, CudaHandle, Load, Welcome
 from torchrl_ext.transports.links import shared_address
 
 channel, make = ipc_ends.channel, ipc_ends.make
@@ -126,15 +128,15 @@ def test_what_a_trainer_said_before_it_died_is_forgotten_with_it(make, channel):
     """It let the worker in and announced a version, and its buffer was gone before the worker looked."""
     segment, ended = create("cpu", 2 * SMALL_BYTES), subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(WAIT_S)
-    welcome = {"session": "x", "segment": {**segment.handle, "pid": ended.pid}}
-    announce = {"session": "x", "version": 1, "handoff": 1, "params": []}
+    welcome = Welcome(session="x", segment=replace(segment.handle, pid=ended.pid))
+    announce = Announce(version=1, params=(), load=Load(session="x", handoff=1))
     worker = make()
     with socket.socket(socket.AF_UNIX) as listener, ThreadPoolExecutor(1) as pool:
         listener.bind("\0" + shared_address(channel))
         listener.listen()
         receiving = pool.submit(worker.receive_weights, WAIT_S)
         with listener.accept()[0] as dying:
-            lines = [json.dumps(said).encode() for said in ({"welcome": welcome}, {"announce": announce})]
+            lines = [json.dumps(message.to_json()).encode() for message in (welcome, announce)]
             dying.sendall(b"".join(len(data).to_bytes(4, "big") + data for data in lines))  # it leaves at the first
             with pytest.raises(TransportError, match="the trainer is gone"):
                 receiving.result(WAIT_S)
@@ -175,7 +177,7 @@ class TestFleet:
         sender = tx.WeightSender(tx.make_transport("ipc", bucket_bytes=SMALL_BYTES), Fleet(engines))
         sender.update_weights(policy)
         assert torch.equal(bad.weight, policy.weight)
-        receivers[1]._transport.abort()  # its connection breaks
+        receivers[1]._end.close()  # its connection breaks
         with torch.no_grad():
             policy.weight.add_(1)
         with pytest.raises(WeightSyncError, match="bad"):
@@ -195,8 +197,7 @@ class TestOnAGPU:
             for version in (1, 2):
                 trainer.send_weights({name: tensor.cuda() for name, tensor in weights(version).items()})
             assert [child.stdout.readline() for _ in range(3)] == ["up\n", "1 12000\n", "2 24000\n"]
-        assert [segment.handle["kind"] for segment in trainer._segments.values()] == ["cuda"]
-        json.dumps([segment.handle for segment in trainer._segments.values()])
+        assert [type(segment.handle) for segment in trainer._segments.values()] == [CudaHandle]
         trainer.shutdown()
 
     def test_both_ends_in_one_process_share_it_too(self, channel):

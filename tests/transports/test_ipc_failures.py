@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,11 +17,11 @@ import torch
 import torchrl_ext as tx
 from tests.processes import python
 from tests.transports import ipc_ends
-from tests.transports.ipc_ends import joined, weights
+from tests.transports.ipc_ends import join, joined, opened, prepared, weights
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
-    IntegrityError,
     NotConnectedError,
     TransportError,
     WeightSyncError,
@@ -30,8 +31,10 @@ from torchrl_ext.transports.ipc import cuda_memory as cuda_ipc
 from torchrl_ext.transports.ipc import transport as ipc
 from torchrl_ext.transports.ipc import worker as ipc_worker
 from torchrl_ext.transports.ipc.host_memory import attach, create
+from torchrl_ext.transports.ipc.messages import Announce, Handle, HostHandle, Load
 from torchrl_ext.transports.ipc.workers import ConnectedWorkers
 from torchrl_ext.transports.links import new_address, shared_address
+from torchrl_ext.types import decoded
 from torchrl_ext.weights.source import MappingSource
 
 channel, make = ipc_ends.channel, ipc_ends.make
@@ -66,7 +69,8 @@ class TestFailures:
         trainer, worker = make(), make()
 
         def take_one():
-            for _ in worker.receive(worker.poll(WAIT_S), {}):
+            within = Deadline(WAIT_S)
+            for _ in worker.attend(within).receive(worker.mailbox.get(within), {}, within):
                 break
 
         with ThreadPoolExecutor(1) as pool:
@@ -84,7 +88,7 @@ class TestFailures:
 
     def test_ranks_that_do_not_come_are_named(self, make):
         with pytest.raises(DeadlineError, match="ranks 1, 2 did not connect"):
-            make(timeout_s=0.2).open(2, ()).transfer()
+            opened(make(timeout_s=0.2), 2)[1]()
 
     def test_two_trainers_on_one_channel_are_refused(self, make):
         first, second, worker = make(), make(), make()
@@ -95,30 +99,23 @@ class TestFailures:
         with pytest.raises(TransportError, match="another trainer of this user sends on this channel"):
             second.send_weights(weights())
 
-    def test_abort_ends_a_workers_wait(self, make):
-        trainer, worker = make(), make()
-        info = {**trainer.open(1, ()).info, "rank": 1}
-        with ThreadPoolExecutor(2) as pool:
-            waiting = pool.submit(worker.join, info)
-            trainer._workers.wait_for(1)
-            waiting.result(WAIT_S)
-            handoff = trainer.prepare(MappingSource(weights()), 1)
-            receiving = pool.submit(list, worker.receive(handoff.info, {}))
-            worker.abort()
-            with pytest.raises(NotConnectedError):
+    @pytest.mark.parametrize("how", ["stop", "close"])
+    def test_a_workers_wait_can_be_ended(self, make, how):
+        trainer, within = make(), Deadline(WAIT_S)
+        with joined(trainer) as worker, ThreadPoolExecutor(1) as pool:
+            _, arrival = prepared(trainer, weights(), within)
+            receiving = pool.submit(list, worker.receive(arrival, {}, within))
+            within.stop.set() if how == "stop" else worker.close()
+            with pytest.raises(TransportError if how == "stop" else NotConnectedError):
                 receiving.result(WAIT_S)
 
-    def test_abort_ends_a_trainers_wait_for_a_worker_that_does_nothing(self, make, monkeypatch):
+    def test_a_trainers_wait_for_a_worker_that_does_nothing_can_be_ended(self, make, monkeypatch):
         monkeypatch.setattr("torchrl_ext.transports.ipc.workers._GRACE_S", 0.1)
-        trainer, worker = make(timeout_s=WAIT_S), make()
-        opening = trainer.open(1, ())
-        with ThreadPoolExecutor(2) as pool:
-            waiting = pool.submit(opening.transfer)
-            worker.join({**opening.info, "rank": 1})
-            waiting.result(WAIT_S)
-            handoff = trainer.prepare(MappingSource(weights()), 1)
-            sending = pool.submit(handoff.transfer)
-            trainer.abort()
+        trainer, within = make(), Deadline(10 * WAIT_S)
+        with joined(trainer), ThreadPoolExecutor(1) as pool:
+            handoff, _ = prepared(trainer, weights(), within)
+            sending = pool.submit(handoff.transfer, within)
+            within.stop.set()
             with pytest.raises(TransportError, match="rank 1"):
                 sending.result(WAIT_S)
 
@@ -132,7 +129,7 @@ class TestFailures:
             arriving = pool.submit(worker.receive_weights, WAIT_S)
             with pytest.raises(TransportError, match="no 4096 bytes of shared memory"):
                 trainer.send_weights(weights())
-            with pytest.raises(TransportError, match="let this worker not in: no 4096 bytes of shared memory"):
+            with pytest.raises(TransportError, match="refused this worker: no 4096 bytes of shared memory"):
                 arriving.result(WAIT_S)
 
     def test_where_memory_is_short_a_default_buffer_is_smaller(self, make, monkeypatch):
@@ -166,26 +163,27 @@ class TestFailures:
     @pytest.mark.parametrize("moment", ["announce", "begin", "filled"])
     def test_why_a_worker_leaves_is_known_whatever_the_trainer_does_next(self, moment):
         segment = create("cpu", 8192)
-        workers = ConnectedWorkers(new_address(), "session", lambda devices: segment, WAIT_S)
+        workers = ConnectedWorkers(new_address(), "session", lambda devices: segment)
+        within, announced = Deadline(WAIT_S), Announce(version=1, params=(), load=Load(session="session", handoff=1))
+        steps = {"announce": (announced, within), "begin": (1,), "filled": (0, within), "await_taken": (0, within)}
         with socket.socket(socket.AF_UNIX) as leaving, closing(segment), closing(workers):
             leaving.connect("\0" + workers._listener.address)
-            leaving.sendall(frame(b'{"hello": {"rank": 1, "devices": ["cpu"]}}'))
-            workers.wait_for(1)
+            leaving.sendall(frame(b'{"kind": "hello", "rank": 1, "devices": ["cpu"]}'))
+            workers.wait_for(1, within)
             with pytest.raises(TransportError, match=r"rank 1 .*: it lies in another pid namespace"):
-                for name, value in {"announce": {}, "begin": 1, "filled": 0, "await_taken": 0}.items():
+                for name, arguments in steps.items():
                     if name == moment:
-                        leaving.sendall(frame(b'{"leaving": "it lies in another pid namespace"}'))
+                        leaving.sendall(frame(b'{"kind": "leaving", "why": "it lies in another pid namespace"}'))
                         leaving.close()
-                    getattr(workers, name)(value)
+                    getattr(workers, name)(*arguments)
 
     def test_who_was_not_let_in_is_named_when_nobody_else_comes(self, make):
-        trainer = make(timeout_s=0.3)
-        opening = trainer.open(1, ())
+        info, wait = opened(make(timeout_s=0.3))
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect("\0" + opening.info["address"])
-            stranger.sendall(frame(b'{"hello": {"rank": []}}'))
-            with pytest.raises(DeadlineError, match=f"pid {os.getpid()}.* does not say who it is"):
-                opening.transfer()
+            stranger.connect("\0" + info["address"])
+            stranger.sendall(frame(b'{"kind": "hello", "rank": []}'))
+            with pytest.raises(DeadlineError, match=f"pid {os.getpid()}.* is malformed"):
+                wait()
 
     @pytest.mark.parametrize("settings", [{"bucket_bytes": 100}, {"workers": 0}, {"timeout_s": 0}])
     def test_settings_that_cannot_work_are_refused(self, settings):
@@ -196,7 +194,7 @@ class TestFailures:
 class TestHandles:
     def test_a_segment_is_plain_json_and_shows_what_is_written(self):
         own = create("cpu", 8192)
-        other = attach(json.loads(json.dumps(own.handle)))
+        other = attach(decoded(json.loads(json.dumps(own.handle.to_json())), Handle, "a handle"))
         own.flat[5000:5003] = torch.tensor([1, 2, 3], dtype=torch.uint8)
         assert other.flat[5000:5003].tolist() == [1, 2, 3]
         for segment in (own, other):
@@ -206,7 +204,7 @@ class TestHandles:
     def test_nobody_can_cut_a_segment_that_others_map(self):
         own = create("cpu", 8192)
         with pytest.raises(PermissionError):
-            os.truncate(f"/proc/self/fd/{own.handle['fd']}", 0)
+            os.truncate(f"/proc/self/fd/{own.handle.fd}", 0)
         own.close()
 
     @pytest.mark.parametrize(
@@ -226,15 +224,15 @@ class TestHandles:
     )
     def test_a_handle_that_lies_is_refused(self, change):
         own = create("cpu", 8192)
-        with pytest.raises(IntegrityError):
-            attach({**own.handle, **change})
+        with pytest.raises(WeightSyncError):
+            attach(decoded({**own.handle.to_json(), **change}, Handle, "a handle"))
         own.close()
 
     def test_a_process_that_is_gone_is_named(self):
         child = subprocess.Popen([sys.executable, "-c", ""])
         child.wait()
         with pytest.raises(TransportError, match=f"no process {child.pid}.*pid namespace"):
-            attach({"kind": "host", "pid": child.pid, "fd": 3, "inode": [1, 1], "bytes": 64})
+            attach(HostHandle(pid=child.pid, fd=3, inode=(1, 1), bytes=64))
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
     def test_another_user_is_refused_with_the_reason(self):
@@ -242,69 +240,66 @@ class TestHandles:
         code = """
 import json, os, sys
 from torchrl_ext.transports.ipc.host_memory import attach
+from torchrl_ext.transports.ipc.messages import HostHandle
 os.setuid(65534)
 try:
-    attach(json.loads(sys.argv[1]))
+    attach(HostHandle.from_json(json.loads(sys.argv[1])))
 except Exception as error:
     print(type(error).__name__, error)
 """
-        assert "belongs to another user" in python(code, json.dumps(own.handle))
+        assert "belongs to another user" in python(code, json.dumps(own.handle.to_json()))
         own.close()
 
     def test_a_file_that_is_not_sealed_memory_is_refused(self, tmp_path):
         (tmp_path / "file").write_bytes(bytes(64))
         with open(tmp_path / "file", "rb+") as file:
             found = os.fstat(file.fileno())
-            handle = {"pid": os.getpid(), "fd": file.fileno(), "inode": [found.st_dev, found.st_ino], "bytes": 64}
-            with pytest.raises(WeightSyncError):
-                attach({"kind": "host", **handle})
+            inode = (found.st_dev, found.st_ino)
+            with pytest.raises(TransportError, match="cannot be mapped here"):
+                attach(HostHandle(pid=os.getpid(), fd=file.fileno(), inode=inode, bytes=64))
 
-    @pytest.mark.parametrize("address", [None, 7, "", "/tmp/socket", "torchrl_ext-ipc2-0-../x"])
-    def test_an_address_of_something_else_is_refused(self, make, address):
-        with pytest.raises(ConfigError, match="no address of a trainer"):
-            make().join({"address": address, "rank": 1, "session": "x"})
+    @pytest.mark.parametrize("address", [None, 7, "", "/tmp/socket", "torchrl_ext-ipc3-0-../x"])
+    def test_an_address_of_something_else_is_refused(self, address):
+        with pytest.raises(ConfigError, match="address"):
+            join({"address": address, "session": "x"})
 
     @pytest.mark.parametrize(
         "said",
-        [b"\xff", b"[1]", b"{}", b'{"welcome": 3}', b'{"welcome": {"session": "y", "segment": {}}}'],
+        [b"\xff", b"[1]", b"{}", b'{"kind": "welcome"}', b'{"kind": "welcome", "session": "y", "segment": {}}'],
         ids=repr,
     )
-    def test_what_is_no_trainer_is_refused_by_a_worker(self, make, said):
+    def test_what_is_no_trainer_is_refused_by_a_worker(self, said):
         address = shared_address("stranger")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind("\0" + address)
             listener.listen()
-            worker = make(timeout_s=0.5)
             with ThreadPoolExecutor(1) as pool:
-                joining = pool.submit(worker.join, {"address": address, "rank": 1, "session": "x"})
+                joining = pool.submit(join, {"address": address, "session": "x"}, 0.5)
                 stranger = listener.accept()[0]
                 stranger.sendall(frame(said))
                 with pytest.raises(WeightSyncError):
                     joining.result(WAIT_S)
                 stranger.close()
 
-    @pytest.mark.parametrize("said", [b"\xff", b"[]", b"{}", b'{"hello": {}}', b'{"hello": {"devices": 1}}'])
+    @pytest.mark.parametrize("said", [b"\xff", b"[]", b"{}", b'{"kind": "hello"}', b'{"kind": "leaving", "why": ""}'])
     def test_what_is_no_worker_is_sent_away_by_a_trainer(self, make, said):
-        trainer, worker = make(timeout_s=WAIT_S), make()
-        opening = trainer.open(1, ())
+        info, wait = opened(make(timeout_s=WAIT_S))
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect("\0" + opening.info["address"])
+            stranger.connect("\0" + info["address"])
             stranger.sendall(frame(said))
             with ThreadPoolExecutor(1) as pool:
-                waiting = pool.submit(opening.transfer)
-                worker.join({**opening.info, "rank": 1})
-                waiting.result(WAIT_S)
+                waiting = pool.submit(wait)
+                with closing(join(info)):
+                    waiting.result(WAIT_S)
 
-    @pytest.mark.parametrize(
-        "change", [{"handoff": None}, {"session": "other"}, {"params": [["a"]]}, {"params": [["a", "pickle", [1]]]}]
-    )
+    @pytest.mark.parametrize("change", [{"handoff": None}, {"handoff": -1}, {"session": "other"}, {"session": 1}])
     def test_a_handoff_that_cannot_be_is_refused_before_anything_lands(self, make, change):
-        trainer, worker = make(), make()
-        joined(trainer, worker)
-        handoff = trainer.prepare(MappingSource(weights()), 1)
+        trainer, within = make(), Deadline(WAIT_S)
         into = {name: torch.zeros(300) for name in weights()}
-        with pytest.raises(WeightSyncError):
-            list(worker.receive({**handoff.info, **change}, into))
+        with joined(trainer) as worker:
+            _, arrival = prepared(trainer, weights(), within)
+            with pytest.raises(WeightSyncError):
+                list(worker.receive(replace(arrival, info={**arrival.info, **change}), into, within))
         assert not any(tensor.any() for tensor in into.values())
 
 
@@ -323,7 +318,7 @@ class TestMemoryOfADevice:
         monkeypatch.setattr(cuda_ipc, "_call", call)
         monkeypatch.setattr(cuda_ipc, "_index", lambda device: 0)
         monkeypatch.setattr(cuda_ipc, "_context", lambda index: None)
-        monkeypatch.setattr(cuda_ipc, "CudaSegment", lambda *arguments: set())
+        monkeypatch.setattr(cuda_ipc, "_flat", lambda *arguments: torch.empty(0))
         monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty_cache"))
         return done, answers

@@ -7,19 +7,36 @@ import math
 import os
 import random
 import socket
-import threading
 from contextlib import suppress
 
 import pytest
+import torch
 
 import torchrl_ext as tx
+from tests.transports.ipc_ends import join
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores import LocalStore
+from torchrl_ext.transports.base import Arrival
 from torchrl_ext.transports.ipc.host_memory import attach, create
+from torchrl_ext.transports.ipc.messages import (
+    Announce,
+    Filled,
+    Handle,
+    Hello,
+    Leaving,
+    Load,
+    Refused,
+    Stopped,
+    Taken,
+    TurnedAway,
+    Welcome,
+)
 from torchrl_ext.transports.ipc.worker import IPCWorker
 from torchrl_ext.transports.ipc.workers import ConnectedWorkers
 from torchrl_ext.transports.links import Link, new_address
-from torchrl_ext.transports.shared_root import SharedRoot
+from torchrl_ext.transports.shared_root import Invitation, SharedRoot
+from torchrl_ext.types import ParamMeta, decoded
 
 ODD = (
     None,
@@ -66,6 +83,11 @@ def message_of(draw, message):
     return found if isinstance(found, dict) else {}
 
 
+def plain(message):
+    """A message as the JSON object that travels."""
+    return json.loads(json.dumps(message.to_json()))
+
+
 def frame(data):
     return len(data).to_bytes(4, "big") + data
 
@@ -103,17 +125,17 @@ def segment():
 
 def test_a_trainer_takes_any_hello_and_any_answer(pair, segment):
     draw, let_in = random.Random(1), 0
-    hello = {"hello": {"rank": 1, "devices": ["cpu"]}}
-    answers = [{"taken": [3, 1]}, {"refused": [3, "no"]}, {"leaving": "no"}]
+    hello = plain(Hello(rank=1, devices=["cpu"]))
+    answers = [plain(one) for one in (Taken(handoff=3, bucket=1), Refused(handoff=3, why="no"), Leaving(why=""))]
     for _ in range(ROUNDS):
-        connected = ConnectedWorkers(new_address(), "session", lambda devices: segment, 0.0)
+        connected = ConnectedWorkers(new_address(), "session", lambda devices: segment)
         link, theirs = pair()
         theirs.sendall(draw.choice([line(draw, hello), frame(json.dumps(hello).encode())]))
         accepted = [link]
         connected._listener.close()
         connected._listener.accept = lambda until, accepted=accepted: accepted.pop() if accepted else None
         with suppress(WeightSyncError):
-            connected.wait_for(1, [1])
+            connected.wait_for(1, Deadline(0.0), [1])
         connected.begin(3)
         let_in += bool(connected.segments)
         if connected.segments:
@@ -121,7 +143,7 @@ def test_a_trainer_takes_any_hello_and_any_answer(pair, segment):
                 theirs.sendall(b"".join(line(draw, draw.choice(answers)) for _ in range(3)))
             theirs.close()
             with suppress(WeightSyncError):
-                connected.await_taken(1)
+                connected.await_taken(1, Deadline(0.0))
         connected.close()
         theirs.close()
     assert ROUNDS // 4 < let_in < ROUNDS
@@ -129,38 +151,43 @@ def test_a_trainer_takes_any_hello_and_any_answer(pair, segment):
 
 def test_a_worker_takes_any_message_of_a_trainer(pair, segment):
     draw, welcomed = random.Random(2), 0
-    welcome = {"welcome": {"session": "s", "segment": segment.handle, "timeout_s": 1.0}}
-    params = [["a", "float32", [3]], ["b", "uint8", [2, 3]]]
-    info = {"transport": "ipc", "version": 1, "session": "s", "handoff": 5, "params": params}
-    others = [{"turned away": "no"}, {"announce": info}, {"filled": [5, 0]}, {"stopped": [5, "no"]}]
+    welcome = plain(Welcome(session="s", segment=segment.handle))
+    params = (ParamMeta("a", torch.float32, (3,)), ParamMeta("b", torch.uint8, (2, 3)))
+    load = Load(session="s", handoff=5)
+    filled, stopped = Filled(handoff=5, bucket=0), Stopped(handoff=5, why="no")
+    others = [
+        plain(one) for one in (TurnedAway(why="no"), Announce(version=1, params=params, load=load), filled, stopped)
+    ]
     for _ in range(ROUNDS):
-        worker = IPCWorker(lambda: ["cpu"])
+        worker = IPCWorker("", lambda: ["cpu"])
         worker._link, theirs = pair()
         first = draw.choice([line(draw, welcome), frame(json.dumps(welcome).encode())])
         theirs.sendall(first + b"".join(line(draw, draw.choice(others)) for _ in range(draw.randrange(3))))
         theirs.shutdown(socket.SHUT_WR)
         with suppress(WeightSyncError):
             for _ in range(4):
-                told = worker._enter("", 0.0)
-                if told is not None and "announce" in told:
+                if isinstance(worker._hear(Deadline(0.0)), Announce):
                     break
-        welcomed += worker.connected
+        welcomed += worker.check_connection()
+        info = draw.choice([plain(load), message_of(draw, plain(load))])
         with suppress(WeightSyncError):
-            list(worker.receive(draw.choice([info, message_of(draw, info)]), {}, 0.0))
-        worker.hang_up()
-    worker = IPCWorker(lambda: ["cpu"])
+            list(worker.receive(Arrival(version=1, params=params, info=info), {}, Deadline(0.0)))
+        worker.close()
     for _ in range(ROUNDS):
         with pytest.raises(WeightSyncError):
-            worker.join(message_of(draw, {"address": new_address(), "rank": 1, "session": "s"}), 0.0)
+            join(message_of(draw, {"address": new_address(), "session": "s"}), 0.0)
 
 
 def test_a_worker_takes_any_announcement(pair, segment):
-    draw, whole = random.Random(3), {"version": 1, "session": "s", "handoff": 5, "params": [["a", "float32", [3]]]}
+    params = (ParamMeta("a", torch.float32, (3,)),)
+    draw, whole = random.Random(3), plain(Announce(version=1, params=params, load=Load(session="s", handoff=5)))
     for _ in range(ROUNDS):
         transport = tx.make_transport("ipc", timeout_s=1.0)
-        transport._worker._link, theirs = pair()
-        transport._worker._welcome = {"session": "s", "segment": segment.handle}
-        theirs.sendall(frame(json.dumps({"announce": mutated(draw, whole)}).encode()) + frame(b'{"filled": [5, 0]}'))
+        transport.mailbox.worker._link, theirs = pair()
+        transport.mailbox.worker._welcome = Welcome(session="s", segment=segment.handle)
+        announced = mutated(draw, whole)
+        filled = plain(Filled(handoff=5, bucket=0))
+        theirs.sendall(b"".join(frame(json.dumps(one).encode()) for one in (announced, filled)))
         theirs.shutdown(socket.SHUT_WR)
         with suppress(WeightSyncError):
             transport.receive_weights(0.0)
@@ -171,7 +198,7 @@ def test_any_handle_maps_what_it_says_or_nothing(segment):
     draw, before = random.Random(5), len(os.listdir("/proc/self/fd"))
     for _ in range(ROUNDS):
         with suppress(WeightSyncError):
-            attach(mutated(draw, segment.handle)).close()
+            attach(decoded(mutated(draw, plain(segment.handle)), Handle, "a handle")).close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -179,11 +206,11 @@ def test_a_worker_takes_any_invitation_to_a_shared_root(tmp_path, monkeypatch):
     monkeypatch.setattr("torchrl_ext.transports.shared_root.VISIBLE_S", 0.0)
     store, draw = LocalStore(tmp_path), random.Random(6)
     (tmp_path / "secret").write_text("run")
-    shared, nothing = SharedRoot(store, "run"), threading.Event()
+    shared = SharedRoot(store, "run")
     info = shared.invite()
-    shared.find(info, 1.0, nothing)
+    shared.find(Invitation.from_json(info), Deadline(1.0))
     for _ in range(ROUNDS // 4):
         with suppress(WeightSyncError):
-            shared.find(message_of(draw, info), 0.0, nothing)
-    with pytest.raises(WeightSyncError, match="the probe of a shared root"):
-        shared.find({**info, "probe": "secret"}, 0.0, nothing)
+            shared.find(Invitation.from_json(message_of(draw, info)), Deadline(0.0))
+    with pytest.raises(WeightSyncError, match="probe"):
+        shared.find(Invitation.from_json({**info, "probe": "secret"}), Deadline(0.0))

@@ -27,7 +27,7 @@ from torchrl_ext.transports.group.broadcasts import Broadcasts
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership
 from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.group.process_group import Group
-from torchrl_ext.transports.sharded.agents import load_nixl
+from torchrl_ext.transports.sharded.nixl import load_nixl
 
 __all__ = ["add_arguments", "measure", "tables"]
 

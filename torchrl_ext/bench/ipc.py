@@ -105,18 +105,15 @@ def _work(channel: str, size: str, part: str, count: int, tell: Any, device: str
     """Run the worker process: receive ``count`` updates, and track the memory of the last one."""
     weights = weights_of(SIZES[size][part], 0, device)
     worker = IPCTransport(channel, timeout_s=TIMEOUT_S)
-    extra: list[int] = []
-    for turn in range(count):
-        info = worker.poll(TIMEOUT_S)
-        if info is None:
+
+    def receive() -> None:
+        if worker.receive_weights(TIMEOUT_S, weights=weights) is None:
             raise TransportError(f"the trainer sent nothing within {TIMEOUT_S:g} s")
-        if turn + 1 < count:
-            for _ in worker.receive(info, weights):
-                pass
-        else:
-            with track_peak() as extra:
-                for _ in worker.receive(info, weights):
-                    pass
+
+    for _ in range(count - 1):
+        receive()
+    with track_peak() as extra:
+        receive()
     correct = all(bool((tensor == 1).all()) for tensor in weights.values())
     tell.send((correct, extra[0] if extra else None))
     worker.shutdown()

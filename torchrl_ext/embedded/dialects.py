@@ -30,7 +30,7 @@ class Dialects:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._loads = DiskLoads(_Driven(engine), f"reader-{os.getpid()}")
+        self._loads = DiskLoads(_Reloadable(engine), f"reader-{os.getpid()}")
 
     def pull(self, body: Info) -> None:
         """Bring a checkpoint on this host to a version (`torchrl_ext.versions.local_checkpoint`).
@@ -82,7 +82,7 @@ class Dialects:
         raise ConfigError(f"there is no method {method!r:.80} here", expected="pull_weights or reload_weights")
 
 
-class _Driven:
+class _Reloadable:
     """The engine as `DiskLoads` drives it, which refuses to serve weights that are not whole."""
 
     def __init__(self, engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -56,7 +57,8 @@ class AdapterSender:
         rank: int | None = None,
     ) -> None:
         self._root, self._engine, self._rank = Path(root), engine, rank
-        self._keep_files, self._dtype, self._timeout_s = keep_files, dtype, timeout_s
+        self._transport = partial(DiskTransport, adapter=True, keep_files=keep_files, timeout_s=timeout_s)
+        self._sender = partial(WeightSender, dtype=dtype, verify=False, rank=rank)
         self._senders: dict[str, WeightSender] = {}
 
     def load(self, name: str, model: Any, *, adapter: str | None = None) -> SyncReport:
@@ -74,7 +76,10 @@ class AdapterSender:
             ConfigError: no adapter that can be sent, a name that cannot be one, or engines that serve no adapters.
             UpdateError: not every engine serves the new version; the rows say which serve what.
         """
-        return self._sender(name).update_weights(as_adapter(model, adapter))
+        if name not in self._senders:
+            engine = self._engine.adapter(name)  # refuses a name that cannot be one
+            self._senders[name] = self._sender(self._transport(self._root / name), engine)
+        return self._senders[name].update_weights(as_adapter(model, adapter))
 
     def unload(self, name: str) -> None:
         """Take ``name`` out of service on every engine: requests by it are refused from now on.
@@ -98,9 +103,8 @@ class AdapterSender:
             ConfigError: it has loaded none of that name.
         """
         if name not in self._senders:
-            raise ConfigError(
-                f"no adapter {name!r} was loaded here", expected=", ".join(self._senders) or "a load before"
-            )
+            loaded = ", ".join(self._senders)
+            raise ConfigError(f"no adapter {name!r} was loaded here", expected=loaded or "a load before")
         return self._senders[name].version
 
     def shutdown(self) -> None:
@@ -108,12 +112,3 @@ class AdapterSender:
         for sender in self._senders.values():
             sender.shutdown()
         self._senders.clear()
-
-    def _sender(self, name: str) -> WeightSender:
-        if name not in self._senders:
-            engine = self._engine.adapter(name)
-            transport = DiskTransport(
-                self._root / name, adapter=True, keep_files=self._keep_files, timeout_s=self._timeout_s
-            )
-            self._senders[name] = WeightSender(transport, engine, dtype=self._dtype, verify=False, rank=self._rank)
-        return self._senders[name]

@@ -1,25 +1,25 @@
-"""`inspect` answers what `torchrl-ext doctor` asks about an engine worker's surroundings; no part of any update.
+"""`inspect` answers the questions of `torchrl-ext doctor` about an engine worker's surroundings; no part of any update.
 
 The question is an `Inspect` message, and the answer one JSON object:
 
 =================  ==========================================================================================
-asked              in the answer
+field              in the answer
 =================  ==========================================================================================
-anything           ``torchrl_ext``, ``python``, ``torch`` (versions), ``host``, ``pid``, ``time`` (seconds since
+(any question)     ``torchrl_ext``, ``python``, ``torch`` (versions), ``host``, ``pid``, ``time`` (seconds since
                    1970), ``transports`` (names that this environment knows, and can import), ``devices``
                    (accelerators)
 ``root``           ``root``: ``{"seen", "why", "free_bytes", "probe"}``; the question's is `SharedRoot.invite`'s
-                   info, and ``probe`` names a file that was written for the asker to find, or is null
+                   info, and ``probe`` names a file that was written for `doctor` to find, or is null
 ``clear``          removes the probe that an earlier answer of this process named, and nothing else
 ``dial``           ``dial``: ``{"reached", "why"}``: whether ``[host, port]`` can be reached, and sends ``token`` there
-``token``          what the asker's listener sends: 32 hexadecimal digits
+``token``          what the listener at ``dial`` sends: 32 hexadecimal digits
 =================  ==========================================================================================
 
 It runs in the thread that generates. Only where something is wrong does it take longer than a moment, at most a few
 seconds.
 
-Whoever can reach the engine's port can ask. So nothing is told of files that are no probes, of roots that the engine
-may not open (`torchrl_ext.stores.opening.admit`), or of ports that do not belong to an asker: these look alike,
+Whoever can reach the engine's port can ask. So an answer says nothing of files that are no probes, of roots that the
+engine may not open (`torchrl_ext.stores.opening.admit`), or of ports that do not belong to `doctor`: these look alike,
 whether somebody listens there or not, and take equally long.
 """
 
@@ -30,7 +30,6 @@ import os
 import platform
 import re
 import socket
-import threading
 import time
 from contextlib import suppress
 from typing import Any
@@ -62,7 +61,7 @@ def followed() -> list[str]:
 
 
 def inspect(question: Inspect) -> Info:
-    """Answer ``question``; what goes wrong is told in the answer, not raised."""
+    """Answer ``question``; failures stand in the answer, and are not raised."""
     answer: Info = {
         "torchrl_ext": torchrl_ext.__version__,
         "python": platform.python_version(),
@@ -83,7 +82,7 @@ def inspect(question: Inspect) -> Info:
 
 
 def _look(invitation: Info) -> Info:
-    """Look for the asker's probe, and write one that the asker can look for."""
+    """Look for the probe of `doctor`, and write one that it can look for."""
     found: Info = {"seen": False, "why": "", "free_bytes": None, "probe": None}
     try:
         admit(invitation.get("root"))
@@ -105,33 +104,32 @@ def _look(invitation: Info) -> Info:
     return found
 
 
-def _clear(asked: Info) -> None:
-    """Remove the probe that ``asked`` names, if this process has written it."""
-    for root, probe in list(_written):
-        if probe == asked.get("probe"):
-            with suppress(WeightSyncError, OSError):  # the asker's sweep removes it later
-                open_store(root).delete(probe)
-            _written.discard((root, probe))
+def _clear(named: Info) -> None:
+    """Remove the probe that ``named`` names, if this process has written it."""
+    for root, probe in [written for written in _written if written[1] == named.get("probe")]:
+        with suppress(WeightSyncError, OSError):  # a later sweep of `doctor` removes it
+            open_store(root).delete(probe)
+        _written.discard((root, probe))
 
 
 def _dial(address: list[Any], token: str | None) -> Info:
-    """Return whether the asker can be reached; of a port that is not the asker's, the answer says nothing."""
-    until = time.monotonic() + _DIAL_S
+    """Return whether `doctor` can be reached; of a port that is not its own, the answer says nothing."""
+    within = Deadline(_DIAL_S)
     if token is None or not _TOKEN.fullmatch(token):
         return {"reached": False, "why": "the question has no token"}
     with suppress(OSError, ValueError, TypeError, OverflowError):
         host, port = address
-        with socket.create_connection((str(host), int(port)), timeout=_DIAL_S) as connection:
-            told = b""
-            while len(told) < len(token):
-                connection.settimeout(max(0.01, until - time.monotonic()))
-                chunk = connection.recv(len(token) - len(told))
+        with socket.create_connection((str(host), int(port)), timeout=within.left_s) as connection:
+            sent = b""
+            while len(sent) < len(token):
+                connection.settimeout(max(0.01, within.left_s))
+                chunk = connection.recv(len(token) - len(sent))
                 if not chunk:
                     break
-                told += chunk
-        if hmac.compare_digest(told, token.encode()):
+                sent += chunk
+        if hmac.compare_digest(sent, token.encode()):
             return {"reached": True, "why": ""}
-    threading.Event().wait(max(0.0, until - time.monotonic()))
+    within.stop.wait(within.left_s)
     return {"reached": False, "why": f"no answer of the trainer within {_DIAL_S:g} s"}
 
 

@@ -1,12 +1,13 @@
-"""Parts of a model: the source that yields some tensors of another one, and the ways to say which these are."""
+"""Send only some tensors of a model: the ways to say ``only=``, and the source that yields them."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ Only = str | re.Pattern[str] | Callable[[str], bool] | Mapping[str, bool] | Sequ
 ``?`` or ``[``; a compiled expression, which has to match a whole name; a function of a name; a mask, name -> whether;
 ``"trainable"``, for the parameters of the registered module that require a gradient; or several of these."""
 
-_TRAINABLE = "trainable"
 _HINT = "give names as they are sent, or a module's path, a pattern such as 'model.layers.3.*', or a function of names"
 
 
@@ -53,14 +53,14 @@ class PartSource(WeightSource):
     def shards(self) -> Iterator[Shard]:
         """Yield the blocks of these tensors that this rank holds.
 
-        What gathers is taken in order, so those that are left out in between are taken too, and dropped.
+        Ranks gather in order, so a block that gathers first takes those that are left out before it, and drops them.
         """
         left_out: list[Callable[[], Tensor]] = []
         for shard in self.whole.shards():
             if shard.meta.name not in self._names:
                 left_out += [shard.take] if shard.gathers else []
             elif shard.gathers and left_out:
-                yield replace(shard, take=_after(left_out, shard.take))
+                yield replace(shard, take=partial(_last, left_out, shard.take))
                 left_out = []
             else:
                 yield shard
@@ -72,13 +72,10 @@ class PartSource(WeightSource):
         return self.whole.files()
 
 
-def _after(others: Sequence[Callable[[], Tensor]], take: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    def taken() -> Tensor:
-        for other in others:
-            other()
-        return take()
-
-    return taken
+def _last(left_out: Sequence[Callable[[], Tensor]], take: Callable[[], Tensor]) -> Tensor:
+    for other in left_out:
+        other()
+    return take()
 
 
 def chosen(only: Only, source: WeightSource, trained: Callable[[], frozenset[str]] | None = None) -> frozenset[str]:
@@ -87,82 +84,66 @@ def chosen(only: Only, source: WeightSource, trained: Callable[[], frozenset[str
     Args:
         only: which; see `Only`.
         source: what is sent; names of tied tensors stand for those under which these are sent.
-        trained: returns the names that ``"trainable"`` stands for; None where there is no module to ask.
+        trained: returns the names that ``"trainable"`` stands for; None where there is no module.
 
     Raises:
-        ManifestError: nothing is meant, by all of it or by one of several; or a name is none that is sent.
+        ManifestError: all of it, or one of several, means nothing; or a name is none that is sent.
         ConfigError: ``only`` says nothing about names.
     """
-    return frozenset(_some(only, tuple(meta.name for meta in source.params()), source.tied(), trained))
+    sent = {**source.tied(), **{meta.name: meta.name for meta in source.params()}}
+    return frozenset(_chosen(only, sent, trained))
 
 
-def _some(
-    only: Any, names: Sequence[str], tied: Mapping[str, str], trained: Callable[[], frozenset[str]] | None
-) -> list[str]:
-    """Return what is meant, which has to be something."""
-    found = list(_meant(only, names, tied, trained))
+def _chosen(only: Any, sent: Mapping[str, str], trained: Callable[[], frozenset[str]] | None) -> set[str]:
+    """Return the names under which tensors are sent; ``sent`` also has the names of tied tensors."""
+    names: Iterable[str]
+    found: set[str] = set()
+    match only:
+        case str():
+            names = _named(only, sent, trained)
+        case re.Pattern():
+            names = filter(only.fullmatch, sent)
+        case Mapping():
+            names = [name for name, meant in only.items() if meant]
+        case Sequence() | frozenset():
+            names = found.union(*(_chosen(one, sent, trained) for one in only))
+        case _ if callable(only):
+            names = filter(only, sent)
+        case _:
+            raise ConfigError(f"only={only!r:.200} says nothing about names", state="nothing was sent", hint=_HINT)
+    for name in names:
+        if name not in sent:
+            close = difflib.get_close_matches(str(name), sent, n=1, cutoff=0.0)
+            raise ManifestError(
+                f"no tensor that is sent is called {name!r}, and no module",
+                expected=f"names such as {close[0]!r}" if close else "a model with tensors",
+                state="nothing was sent",
+                hint=_HINT,
+            )
+        found.add(sent[name])
     if not found:
         raise ManifestError(
-            f"only={only!r:.200} means none of the {len(names)} tensors that are sent",
+            f"only={only!r:.200} means none of the {len({*sent.values()})} tensors that are sent",
             state="nothing was sent",
             hint=_HINT,
         )
     return found
 
 
-def _meant(
-    only: Any, names: Sequence[str], tied: Mapping[str, str], trained: Callable[[], frozenset[str]] | None
-) -> Iterator[str]:
-    if isinstance(only, str):
-        yield from _by_text(only, names, tied, trained)
-    elif isinstance(only, re.Pattern):
-        yield from (name for name in names if only.fullmatch(name))
-    elif isinstance(only, Mapping):
-        for name, meant in only.items():
-            if meant:
-                yield _known(name, names, tied)
-    elif isinstance(only, (Sequence, frozenset)):
-        for one in only:
-            yield from _some(one, names, tied, trained)
-    elif callable(only):
-        yield from (name for name in names if only(name))
-    else:
-        raise ConfigError(f"only={only!r:.200} says nothing about names", state="nothing was sent", hint=_HINT)
-
-
-def _by_text(
-    text: str, names: Sequence[str], tied: Mapping[str, str], trained: Callable[[], frozenset[str]] | None
-) -> Iterator[str]:
-    if text in names or text in tied:
-        yield tied.get(text, text)
-    elif text == _TRAINABLE:
+def _named(text: str, sent: Mapping[str, str], trained: Callable[[], frozenset[str]] | None) -> list[str]:
+    if text in sent:
+        return [text]
+    if text == "trainable":
         if trained is None:
             raise ConfigError(
                 "only='trainable' needs a module that knows which of its parameters require a gradient",
                 state="nothing was sent",
                 hint="call register_model(policy) with the module, or name the tensors",
             )
-        told = trained()
-        yield from (tied.get(name, name) for name in told if name in names or name in tied)
-    elif any(mark in text for mark in "*?["):
-        yield from (name for name in names if fnmatchcase(name, text))
-        yield from (via for name, via in tied.items() if fnmatchcase(name, text))
-    else:
-        inside = [name for name in names if name.startswith(f"{text}.")]
-        inside += [via for name, via in tied.items() if name.startswith(f"{text}.")]
-        yield from inside or [_known(text, names, tied)]
-
-
-def _known(name: Any, names: Sequence[str], tied: Mapping[str, str]) -> str:
-    if name in tied or name in names:
-        return tied.get(name, name)
-    close = difflib.get_close_matches(str(name), [*names, *tied], n=1, cutoff=0.0)
-    raise ManifestError(
-        f"no tensor that is sent is called {name!r}, and no module",
-        expected=f"names such as {close[0]!r}" if close else "a model with tensors",
-        state="nothing was sent",
-        hint=_HINT,
-    )
+        return [name for name in trained() if name in sent]
+    if any(mark in text for mark in "*?["):
+        return [name for name in sent if fnmatchcase(name, text)]
+    return [name for name in sent if name.startswith(f"{text}.")] or [text]
 
 
 def trainable(module: nn.Module) -> frozenset[str]:
@@ -175,7 +156,7 @@ def trainable(module: nn.Module) -> frozenset[str]:
         raise ConfigError(
             "only='trainable' does not say which tensors the adapters of this module are merged into",
             state="nothing was sent",
-            hint="name the tensors, or send the adapter alone",
+            hint="name the tensors, or send only the adapter",
         )
     own = {name for name, tensor in named_tensors(module) if tensor.requires_grad}
     found = set(own)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_ext.transports.copies import BufferPool, as_bytes, copy_each, is_plain, plain
+from torchrl_ext.transports.copies import HOST, BufferPool, as_bytes, copy_each, copy_memory, is_plain, plain
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["Bucket", "Lander", "Packer", "Plan", "Span", "layout"]
@@ -50,13 +50,9 @@ class Span:
 
     def tensors_in(self, buffer: Tensor, metas: Sequence[ParamMeta]) -> list[Tensor]:
         """Return views of a buffer that holds the bucket, one for each of ``metas``, the parameters of this span."""
-        sizes, tensors = [], []
-        for meta in metas:
-            sizes.append(meta.numel)
         flat = self.bytes_in(buffer).view(metas[0].dtype)
-        for meta, part in zip(metas, flat.split(sizes), strict=True):
-            tensors.append(part.view(meta.shape))
-        return tensors
+        parts = flat.split([meta.numel for meta in metas])
+        return [part.view(meta.shape) for meta, part in zip(metas, parts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -186,22 +182,31 @@ class Packer:
         Raises:
             ManifestError: the stream is not what was declared.
         """
+        hosts = [slot.data_ptr() for slot in slots if slot.device == HOST]
         for span in bucket.spans:
             if span.part:
                 self._fill_part(span, slots)
                 continue
-            metas, targets = self._params[span.first : span.stop], []
-            for slot in slots:
-                targets.append(span.tensors_in(slot, metas))
-            batch: list[Tensor] = []
-            done = held = 0
-            for number in range(1, len(metas) + 1):
-                batch.append(next(self._stream)[1])
-                held += batch[-1].nbytes
-                if held >= _AT_ONCE_BYTES or number == len(metas):
-                    for tensors in targets:
-                        copy_each(batch, tensors[done:number])
-                    batch, done, held = [], number, 0
+            at, held = span.at, 0
+            sources: list[Tensor] = []
+            targets: list[Tensor] = []
+            for _ in range(span.first, span.stop):
+                tensor = next(self._stream)[1]
+                nbytes = tensor.nbytes
+                if len(hosts) == len(slots) and is_plain(tensor, HOST):
+                    address = tensor.data_ptr()
+                    for host in hosts:
+                        copy_memory(host + at, address, nbytes)
+                else:
+                    for slot in slots:
+                        sources.append(tensor)
+                        targets.append(slot[at : at + nbytes].view(tensor.dtype).view(tensor.shape))
+                    held += nbytes
+                    if held >= _AT_ONCE_BYTES:
+                        copy_each(sources, targets)
+                        sources, targets, held = [], [], 0
+                at += nbytes
+            copy_each(sources, targets)
 
     def finish(self) -> None:
         """Read on to the end of the stream, which raises a ManifestError if it has more than it declared."""
@@ -265,13 +270,23 @@ class Lander:
                 pairs += self._part(span, slot)
                 continue
             metas = self._params[span.first : span.stop]
-            if kept is None and any(self._alike(meta) is None for meta in metas):
+            given = [self._alike(meta) for meta in metas]
+            ready = [target for target in given if target is not None and is_plain(target, HOST)]
+            if slot.device == HOST and len(ready) == len(metas):
+                address = slot.data_ptr() + span.at
+                for meta, own in zip(metas, ready, strict=True):
+                    nbytes = own.nbytes
+                    copy_memory(own.data_ptr(), address, nbytes)
+                    address += nbytes
+                    pairs.append((meta.name, own))
+                continue
+            if kept is None and any(target is None for target in given):
                 kept, last = self._pool.take(slot.numel()), bucket.spans[-1]
                 end = last.at if last.part else bucket.nbytes
                 copy_each([slot[span.at : end]], [kept[span.at : end]])
             sources, targets = [], []
-            for meta, tensor in zip(metas, span.tensors_in(slot if kept is None else kept, metas), strict=True):
-                target = self._alike(meta)
+            tensors = span.tensors_in(slot if kept is None else kept, metas)
+            for meta, tensor, target in zip(metas, tensors, given, strict=True):
                 if target is not None:
                     sources.append(tensor)
                     targets.append(target)
@@ -286,5 +301,5 @@ class Lander:
 
     def _alike(self, meta: ParamMeta) -> Tensor | None:
         target = self._into.get(meta.name)
-        alike = target is not None and target.dtype == meta.dtype and tuple(target.shape) == meta.shape
+        alike = target is not None and target.dtype == meta.dtype and target.shape == meta.shape
         return target if alike else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Sequence
 
@@ -9,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["BufferPool", "as_bytes", "copy_each", "is_plain", "plain"]
+__all__ = ["HOST", "BufferPool", "as_bytes", "copy_each", "copy_memory", "is_plain", "plain"]
 
 _KEPT = 8
 """Idle buffers of a pool that are kept for another use."""
 
-_HOST = torch.device("cpu")
+HOST = torch.device("cpu")
 _LARGE_ELEMENTS = 32768
 """Elements from which torch's CPU copies use several threads (at::internal::GRAIN_SIZE)."""
 
@@ -34,6 +35,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+copy_memory = ctypes.memmove
+"""Copies so many bytes between two addresses of the host: (target, source, nbytes). For small tensors a view costs more
+than the copy."""
+
+
 @torch.no_grad()
 def copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """Copy each source into its target, of the same dtype and shape.
@@ -44,7 +50,7 @@ def copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     """
     small_sources, small_targets = [], []
     for source, target in zip(sources, targets, strict=True):
-        if target.numel() >= _LARGE_ELEMENTS and is_plain(source, _HOST) and is_plain(target, _HOST):
+        if target.numel() >= _LARGE_ELEMENTS and is_plain(source, HOST) and is_plain(target, HOST):
             as_bytes(target.detach()).numpy()[:] = as_bytes(source.detach()).numpy()
         else:
             small_sources.append(source)

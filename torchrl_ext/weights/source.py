@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -126,10 +126,11 @@ def checked(
             raise ManifestError(
                 f"the source ended before parameter {index}, {meta.name!r}", expected=str(meta), hint=_HINT
             )
-        found = ParamMeta.of(*pair)
-        if found != meta:
+        name, tensor = pair
+        if name != meta.name or tensor.dtype != meta.dtype or tensor.shape != meta.shape:
+            found = ParamMeta.of(name, tensor)
             raise ManifestError(f"parameter {index} of the source is {found}", expected=str(meta), hint=_HINT)
-        yield meta, pair[1]
+        yield meta, tensor
     extra = next(stream, None)
     if extra is not None:
         raise ManifestError(f"the source yields {extra[0]!r} after its last declared parameter", hint=_HINT)
@@ -140,7 +141,7 @@ _HINT = "`params()` and iteration of a WeightSource must agree in order, names, 
 
 def is_distributed(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is a DTensor: a part of a larger one."""
-    if not torch.distributed.is_available():
+    if type(tensor) in (Tensor, nn.Parameter) or not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
 
@@ -160,7 +161,7 @@ def same_memory(tensor: Tensor) -> tuple[Any, ...]:
     """
     if is_distributed(tensor) or tensor.numel() == 0 or tensor.device.type == "meta":  # meta: no memory to share
         return (id(tensor),)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 class Row(NamedTuple):
@@ -222,29 +223,45 @@ class _TensorsSource(RowSource):
     tensors: Callable[[], Iterable[tuple[str, Tensor]]]
     """Lists every name with its live tensor, tied ones under each of their names."""
 
-    def rows(self) -> Iterable[Row]:
+    def sent(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the live tensors that are sent, in order; tied ones under the first of their names."""
         names: set[str] = set()
-        firsts: dict[Any, Row] = {}
-        for name, tensor in self.tensors():
+        sent: list[tuple[str, Tensor]] = []
+        firsts: dict[int, Tensor] = {}  # by address: the collector would have to look at a key of tuples for each
+        others: set[Any] = set()
+        for pair in self.tensors():
+            name, tensor = pair
             if name in names:
                 raise ManifestError(f"two tensors are called {name!r}", hint="rename one of them")
             names.add(name)
-            key = same_memory(tensor)
-            if key not in firsts:
-                firsts[key] = Row(name, tensor, partial(full, tensor))
-        return firsts.values()
+            address = 0 if is_distributed(tensor) else tensor.data_ptr()
+            if (address or id(tensor)) in firsts:
+                key = same_memory(tensor)
+                if key in others or key == same_memory(firsts[address or id(tensor)]):
+                    continue
+                others.add(key)  # another view of the same memory
+            else:
+                firsts[address or id(tensor)] = tensor
+            sent.append(pair)
+        return sent
+
+    def rows(self) -> Iterable[Row]:
+        return [Row(name, tensor, partial(full, tensor)) for name, tensor in self.sent()]
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return tuple([ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.sent()])
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.sent():
+            yield name, full(tensor)
 
     def tied(self) -> Mapping[str, str]:
-        sent = {same_memory(row.tensor): row.name for row in self.rows()}
+        sent = {same_memory(tensor): name for name, tensor in self.sent()}
         through = {name: sent[same_memory(tensor)] for name, tensor in self.tensors()}
         return {name: via for name, via in through.items() if name != via}
 
     def held(self) -> Mapping[str, Tensor]:
-        held = {}
-        for row in self.rows():
-            if not is_distributed(row.tensor):
-                held[row.name] = row.tensor.detach()
-        return held
+        return {name: tensor.detach() for name, tensor in self.sent() if not is_distributed(tensor)}
 
 
 class MappingSource(_TensorsSource):
@@ -260,9 +277,9 @@ class MappingSource(_TensorsSource):
     def __init__(self, weights: Mapping[Any, Any]) -> None:
         self.tensors = partial(flatten, weights)
 
-    def rows(self) -> Iterable[Row]:
-        """Return rows sorted by name, once ties are resolved: a TensorDict of a module sends the module's names."""
-        return sorted(super().rows(), key=attrgetter("name"))
+    def sent(self) -> Iterable[tuple[str, Tensor]]:
+        """Return tensors sorted by name, once ties are resolved: a TensorDict of a module sends the module's names."""
+        return sorted(super().sent(), key=itemgetter(0))
 
 
 def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:

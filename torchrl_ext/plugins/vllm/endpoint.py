@@ -77,8 +77,8 @@ class UpdateFromDisk:
         self._adapters.init(engine_client, state)
         served: dict[str, Any] = {"pause_mode": "keep", "loop": asyncio.get_running_loop()}
         self._files = _Files(engine_client, timeout_s=_FILES_S, **served)
-        driven = _Driven(engine_client, timeout_s=_STEP_S, files=self._files, model=args.model, **served)
-        self._loads = DiskLoads(driven, f"reader-{os.getpid()}")
+        reloadable = _Reloadable(engine_client, timeout_s=_STEP_S, files=self._files, model=args.model, **served)
+        self._loads = DiskLoads(reloadable, f"reader-{os.getpid()}")
         self._keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]  # as vLLM finds them
 
     async def update(self, request: Request) -> JSONResponse:
@@ -122,7 +122,7 @@ class _Files(VLLMHost):
         self._workers("reload_weights", weights_path=path)
 
 
-class _Driven(VLLMHost):
+class _Reloadable(VLLMHost):
     """The engine as `DiskLoads` drives it, from a thread beside the server's loop."""
 
     def __init__(self, engine: Any, *, files: _Files, model: str, **settings: Any) -> None:

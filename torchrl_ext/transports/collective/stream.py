@@ -28,7 +28,8 @@ SLICE_BYTES = 8 << 20
 """Size of the slices of large tensors; several in flight keep every connection of the group busy."""
 
 _PACKED = 2
-"""Filled buckets in flight: a send holds at most two buckets of memory of its own."""
+"""Filled buckets in flight, in sizes of a bucket: a send holds no more memory of its own. Small ones between large
+tensors may be more."""
 
 _FLYING = 16
 _FLYING_BUCKETS = 8
@@ -66,13 +67,15 @@ class _Window:
         for bucket in buckets:
             if not bucket.direct and bucket.nbytes > self._largest:
                 self._largest = bucket.nbytes
+        capacity = bucket_bytes - bucket_bytes // _SPARE
+        self._most_packed = max(_PACKED, _PACKED * capacity // max(1, self._largest))
 
     def admits(self, bucket: Bucket) -> bool:
         """Return whether ``bucket`` may start before the oldest one has landed."""
         flying = len(self.flying)
         if flying > self._limit or (flying > 2 and self._bytes > self._limit_bytes):
             return False
-        return bucket.direct or self._packed < _PACKED
+        return bucket.direct or self._packed < self._most_packed
 
     def buffer(self, bucket: Bucket) -> Tensor:
         """Return memory for ``bucket``; packed ones all get one size, so that memory is used again after landing."""

@@ -120,16 +120,6 @@ class NoteStore(ABC):
                 found[rank] = value
         return found
 
-    def get(self, key: str) -> Any:
-        """Read a note that is known to be there.
-
-        Raises:
-            TransportError: it is not.
-        """
-        for value in self.wait(key, 0.0):
-            return value
-        raise TransportError(f"there is no note {key!r} at {self.address}", state="nothing was moved")
-
     def has(self, key: str) -> bool:
         """Return whether the note is there."""
         return bool(self.wait(key, 0.0))

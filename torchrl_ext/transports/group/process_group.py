@@ -177,8 +177,10 @@ class _GroupedMove(Move):
     work: Any = None
 
     def arrives(self, seconds: float) -> bool:
-        if self.done.is_set() or self.work is None or not completed_within(self.work, seconds):
-            return self.done.is_set()
+        if self.done.is_set() or self.work is None:  # its block has not begun
+            return self.done.wait(seconds)
+        if not completed_within(self.work, seconds):
+            return False
         try:
             self.work.wait()  # orders the current stream behind it
             self.landed = self.nbytes

@@ -12,25 +12,26 @@ import ctypes
 import os
 import uuid
 import weakref
-from typing import Any, final
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, IntegrityError, TransportError
-from torchrl_ext.transports.ipc.host_memory import Segment, integer
-from torchrl_ext.types import Info
+from torchrl_ext.transports.ipc.host_memory import Segment
+from torchrl_ext.transports.ipc.messages import CudaHandle
 
-__all__ = ["CudaSegment", "attach_cuda", "create_cuda", "visible"]
+__all__ = ["attach_cuda", "create_cuda", "visible"]
 
 _HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
-class _Handle(ctypes.Structure):
+class _Exported(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)
 
 
-_OWN: weakref.WeakValueDictionary[str, CudaSegment] = weakref.WeakValueDictionary()
+_OWN: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()
 """Segments of this process: the driver opens a handle only in another one."""
 
 
@@ -42,30 +43,6 @@ class _Memory:
         weakref.finalize(self, _release, free, pointer, device, os.getpid())
 
 
-@final
-class CudaSegment(Segment):
-    """A segment on a GPU.
-
-    Args:
-        pointer: where it begins.
-        nbytes: its size.
-        device: index of the GPU as this process counts.
-        free: the driver call that gives it up.
-        handle: as `Segment.handle`.
-    """
-
-    def __init__(self, pointer: int, nbytes: int, device: int, free: str, handle: Info) -> None:
-        self._device = torch.device("cuda", device)
-        self.flat = torch.as_tensor(_Memory(pointer, nbytes, device, free), device=self._device)
-        self.handle = handle
-
-    def settle(self) -> None:
-        torch.cuda.current_stream(self._device).synchronize()
-
-    def close(self) -> None:
-        self.flat = torch.empty(0, dtype=torch.uint8)
-
-
 def visible() -> list[str]:
     """Return the UUIDs of the GPUs that this process sees, the current one first."""
     here = torch.cuda.current_device()
@@ -73,14 +50,14 @@ def visible() -> list[str]:
     return [_uuid(index) for index in (here, *others)]
 
 
-def create_cuda(device: str, nbytes: int) -> CudaSegment:
+def create_cuda(device: str, nbytes: int) -> Segment:
     """Create a segment of this process on the GPU with UUID ``device``.
 
     Raises:
         ConfigError: this process does not see that GPU.
         TransportError: the driver refuses, most likely for want of memory; torch's cache was emptied then.
     """
-    index, pointer, exported = _index(device), ctypes.c_uint64(), _Handle()
+    index, pointer, exported = _index(device), ctypes.c_uint64(), _Exported()
     with torch.cuda.device(index):
         _context(index)
         try:
@@ -93,14 +70,12 @@ def create_cuda(device: str, nbytes: int) -> CudaSegment:
         except TransportError:
             _call("cuMemFree_v2", pointer)
             raise
-    key = uuid.uuid4().hex
-    handle = {"kind": "cuda", "device": device, "key": key, "handle": bytes(exported.reserved).hex(), "bytes": nbytes}
-    segment = CudaSegment(int(pointer.value or 0), nbytes, index, "cuMemFree_v2", handle)
-    _OWN[key] = segment
+    handle = CudaHandle(device=device, key=uuid.uuid4().hex, handle=bytes(exported.reserved).hex(), bytes=nbytes)
+    segment = _OWN[handle.key] = Segment(_flat(pointer, nbytes, index, "cuMemFree_v2"), handle)
     return segment
 
 
-def attach_cuda(handle: Info) -> Segment:
+def attach_cuda(handle: CudaHandle) -> Segment:
     """Open a segment of another process, or find one of this process.
 
     Raises:
@@ -108,36 +83,27 @@ def attach_cuda(handle: Info) -> Segment:
         ConfigError: this process does not see the GPU.
         TransportError: the driver refuses.
     """
-    own = _OWN.get(str(handle.get("key")))
+    own = _OWN.get(handle.key)
     if own is not None:
-        return _Borrowed(own)
-    nbytes, opened, pointer = integer(handle, "bytes"), _Handle(), ctypes.c_uint64()
+        return Segment(own.flat, handle)
     try:
-        raw = bytes.fromhex(handle["handle"])
-    except (KeyError, TypeError, ValueError):
+        raw = bytes.fromhex(handle.handle)
+    except ValueError:
         raw = b""
     if len(raw) != _HANDLE_BYTES:
         raise IntegrityError("the handle of a CUDA segment is malformed", expected=f"{_HANDLE_BYTES} bytes in hex")
-    ctypes.memmove(ctypes.byref(opened), raw, _HANDLE_BYTES)
-    index = _index(str(handle.get("device")))
+    index, pointer = _index(handle.device), ctypes.c_uint64()
     with torch.cuda.device(index):
         _context(index)
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), opened, ctypes.c_uint(_LAZY_PEER_ACCESS))
-    return CudaSegment(int(pointer.value or 0), nbytes, index, "cuIpcCloseMemHandle", handle)
+        opened, flags = _Exported.from_buffer_copy(raw), ctypes.c_uint(_LAZY_PEER_ACCESS)
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), opened, flags)
+    return Segment(_flat(pointer, handle.bytes, index, "cuIpcCloseMemHandle"), handle)
 
 
-@final
-class _Borrowed(Segment):
-    """A segment of this process, as a worker end in the same process attaches it."""
-
-    def __init__(self, own: CudaSegment) -> None:
-        self._own, self.flat, self.handle = own, own.flat, own.handle
-
-    def settle(self) -> None:
-        self._own.settle()
-
-    def close(self) -> None:
-        self.flat = torch.empty(0, dtype=torch.uint8)
+def _flat(pointer: ctypes.c_uint64, nbytes: int, index: int, free: str) -> Tensor:
+    """Return device memory as a uint8 tensor, which the driver call ``free`` gives up with its last view."""
+    memory = _Memory(int(pointer.value or 0), nbytes, index, free)
+    return torch.as_tensor(memory, device=torch.device("cuda", index))
 
 
 def _uuid(index: int) -> str:
@@ -162,12 +128,13 @@ def _context(index: int) -> None:
 
 
 def _call(name: str, *arguments: Any) -> None:
-    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = getattr(driver, name)(*arguments)
     if status != 0:
         words = ctypes.c_char_p()
-        ctypes.CDLL("libcuda.so.1").cuGetErrorString(ctypes.c_int(status), ctypes.byref(words))
-        told = words.value.decode() if words.value else "unknown error"
-        raise TransportError(f"{name} failed: {told} ({status})", hint="check that trainer and engine share the GPU")
+        driver.cuGetErrorString(ctypes.c_int(status), ctypes.byref(words))
+        reason = words.value.decode() if words.value else "unknown error"
+        raise TransportError(f"{name} failed: {reason} ({status})", hint="check that trainer and engine share the GPU")
 
 
 def _release(free: str, pointer: int, device: int, pid: int) -> None:

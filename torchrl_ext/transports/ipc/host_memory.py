@@ -8,35 +8,24 @@ processes of the same user and the same pid namespace. On a GPU see `torchrl_ext
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
-import functools
 import mmap
 import os
 import stat
 import sys
 import weakref
-from abc import ABC, abstractmethod
-from typing import Any, final
+from collections.abc import Callable
+from typing import final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, IntegrityError, TransportError
+from torchrl_ext.transports.ipc.messages import CudaHandle, Handle, HostHandle
 from torchrl_ext.transports.links import close_in_children
-from torchrl_ext.types import Info
 
-__all__ = [
-    "HostSegment",
-    "Segment",
-    "attach",
-    "create",
-    "host_handle",
-    "integer",
-    "local_devices",
-]
+__all__ = ["HOST", "Segment", "attach", "create", "local_devices"]
 
 HOST = "cpu"
 """The name of the host's memory among device UUIDs."""
@@ -45,79 +34,33 @@ _NAME = "torchrl_ext"  # what /proc/<pid>/maps shows
 _SAME = "trainer and worker as processes of one machine, one user and one pid namespace (one container, or --pid=host)"
 
 
-class Segment(ABC):
+@final
+class Segment:
     """A piece of memory that several processes map.
+
+    Args:
+        flat: its bytes.
+        handle: by which other processes `attach` it.
+        release: called once, by `close` or with the last reference to this segment.
 
     Attributes:
         flat: the bytes, as a uint8 tensor; the memory lives as long as this tensor or a view of it.
-        handle: what another process needs to `attach`; JSON-safe.
     """
 
-    flat: Tensor
-    handle: Info
+    def __init__(self, flat: Tensor, handle: Handle, release: Callable[[], None] | None = None) -> None:
+        self.flat, self.handle = flat, handle
+        self._release = None if release is None else weakref.finalize(self, release)
 
-    def settle(self) -> None:  # noqa: B027 - on the host a copy is over when its call returns
+    def settle(self) -> None:
         """Wait until copies into or out of the segment that this thread began are over."""
+        if self.flat.is_cuda:
+            torch.cuda.current_stream(self.flat.device).synchronize()
 
-    @abstractmethod
     def close(self) -> None:
         """Release the memory. May be called twice."""
-
-
-@final
-class HostSegment(Segment):
-    """A segment in host memory: a mapped file without a name.
-
-    Args:
-        descriptor: of the file. The process that made it keeps it open for others, until `close`; one that maps a file
-            of another process closes it at once, for there may be one per tensor.
-        nbytes: its size.
-        handle: as `Segment.handle`, where another process made it.
-    """
-
-    def __init__(self, descriptor: int, nbytes: int, handle: Info | None = None) -> None:
-        self.flat = torch.from_numpy(np.asarray(_Mapping(descriptor, nbytes)))
-        self.handle = handle or host_handle(descriptor, os.fstat(descriptor))
-        self._give_up = weakref.finalize(self, os.close, descriptor) if handle is None else None
-        close_in_children(self)
-
-    def close(self) -> None:
         self.flat = torch.empty(0, dtype=torch.uint8)
-        if self._give_up is not None:
-            self._give_up()
-
-
-class _Mapping:
-    """A memory mapping for numpy that keeps no descriptor (mmap.mmap keeps one), and is unmapped with its last view."""
-
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
-        if address == ctypes.c_void_p(-1).value:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-        self.__array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-        weakref.finalize(self, _libc().munmap, address, nbytes).atexit = False
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    word, number = ctypes.c_size_t, ctypes.c_int
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, word, number, number, number, ctypes.c_long]
-    libc.munmap.argtypes = [ctypes.c_void_p, word]
-    return libc
-
-
-def host_handle(descriptor: int, about: os.stat_result) -> Info:
-    """Return the handle of a file in memory that this process holds open."""
-    return {
-        "kind": "host",
-        "pid": os.getpid(),
-        "fd": descriptor,
-        "inode": [about.st_dev, about.st_ino],
-        "bytes": about.st_size,
-    }
+        if self._release is not None:
+            self._release()
 
 
 def create(device: str, nbytes: int) -> Segment:
@@ -141,7 +84,7 @@ def create(device: str, nbytes: int) -> Segment:
     try:
         os.posix_fallocate(descriptor, 0, nbytes)  # a lack of memory is an error here, and no signal later
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return HostSegment(descriptor, nbytes)
+        flat, about = _mapped(descriptor, nbytes), os.fstat(descriptor)
     except OSError as error:
         os.close(descriptor)
         raise TransportError(
@@ -149,60 +92,54 @@ def create(device: str, nbytes: int) -> Segment:
             state="nothing was sent",
             hint="give a smaller bucket_bytes",
         ) from error
+    handle = HostHandle(pid=os.getpid(), fd=descriptor, inode=(about.st_dev, about.st_ino), bytes=nbytes)
+    segment = Segment(flat, handle, lambda: os.close(descriptor))
+    close_in_children(segment)
+    return segment
 
 
-def attach(handle: Any) -> Segment:
+def attach(handle: Handle) -> Segment:
     """Map the segment of another process (or this one).
-
-    Args:
-        handle: `Segment.handle`.
 
     Raises:
         TransportError: it cannot be reached from here; says why.
-        IntegrityError: what is there is not what the handle says.
+        IntegrityError: other memory is there than the handle says.
     """
-    kind = handle.get("kind") if isinstance(handle, dict) else None
-    if kind == "cuda":
+    if isinstance(handle, CudaHandle):
         from torchrl_ext.transports.ipc.cuda_memory import attach_cuda
 
         return attach_cuda(handle)
-    if kind != "host":
-        raise IntegrityError(f"{handle!r} is no handle of a segment", expected='one of kind "host", or "cuda"')
-    pid, number, nbytes = (integer(handle, field) for field in ("pid", "fd", "bytes"))
-    path = f"/proc/{pid}/fd/{number}"
+    path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:
-        found = os.stat(path)  # before it is opened: opening a pipe or a device can have effects
-        if not stat.S_ISREG(found.st_mode) or [found.st_dev, found.st_ino] != handle.get("inode"):
-            raise IntegrityError(f"{path} is not the memory that the trainer made", expected=_SAME)
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # which has no effects, whatever lies there
+        try:
+            about = os.fstat(found)
+            sound = stat.S_ISREG(about.st_mode) and (about.st_dev, about.st_ino) == handle.inode
+            if not sound or about.st_size != handle.bytes:
+                raise IntegrityError(f"{path} is not the memory that the trainer made", expected=_SAME)
+            descriptor = os.open(f"/proc/self/fd/{found}", os.O_RDWR | os.O_CLOEXEC)
+        finally:
+            os.close(found)
+        try:
+            if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise IntegrityError(f"{path} can be cut while it is mapped", expected="memory whose size is sealed")
+            segment = Segment(_mapped(descriptor, handle.bytes), handle)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         reason = {
-            errno.ENOENT: f"no process {pid} of this pid namespace has it: the trainer is gone, or runs in another one",
-            errno.EACCES: f"process {pid} belongs to another user",
-            errno.EPERM: f"process {pid} belongs to another user",
+            errno.ENOENT: f"no process {handle.pid} of this pid namespace has it: the trainer is gone, or elsewhere",
+            errno.EACCES: f"process {handle.pid} belongs to another user",
+            errno.EPERM: f"process {handle.pid} belongs to another user",
         }.get(error.errno or 0, str(error))
         raise TransportError(
-            f"the trainer's shared memory, {path}, cannot be opened here: {reason}",
+            f"the trainer's shared memory, {path}, cannot be mapped here: {reason}",
             expected=_SAME,
             state="nothing was received",
             hint="run both so, or use transport 'collective' or 'disk'",
         ) from error
-    try:
-        fits = os.fstat(descriptor).st_size == nbytes > 0
-        if not fits or not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise IntegrityError(
-                f"{path} is not the memory that its handle describes",
-                expected=f"{nbytes} bytes, sealed",
-            )
-        return HostSegment(descriptor, nbytes, handle)
-    except OSError as error:
-        raise TransportError(
-            f"{nbytes} bytes of shared memory cannot be mapped: {error}",
-            expected="fewer mappings than vm.max_map_count allows, and address space for this one",
-            state="nothing was received",
-        ) from error
-    finally:
-        os.close(descriptor)
+    close_in_children(segment)
+    return segment
 
 
 def local_devices() -> list[str]:
@@ -214,13 +151,6 @@ def local_devices() -> list[str]:
     return [*visible(), HOST]
 
 
-def integer(message: Any, field: str) -> int:
-    """Return a field of a message from outside, which has to be a whole number of 0 or more.
-
-    Raises:
-        IntegrityError: it is none.
-    """
-    value = message.get(field) if isinstance(message, dict) else message
-    if type(value) is not int or value < 0 or not isinstance(message, dict):
-        raise IntegrityError(f"{field} is {value!r}", expected="a whole number of 0 or more", state="nothing was read")
-    return value
+def _mapped(descriptor: int, nbytes: int) -> Tensor:
+    """Map a file for as long as the tensor, or a view of it, lives; the mapping has a descriptor of its own."""
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import logging
-import queue
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from functools import partial
-from typing import ClassVar
+from typing import ClassVar, final
 
 import torch
-from torch import Tensor
 
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError, why
-from torchrl_ext.transports.base import TransferStats
+from torchrl_ext.transports.base import Arrival, Handoff, TransferStats, Update, Worker
 from torchrl_ext.transports.buckets import Packer, Plan
 from torchrl_ext.transports.ipc.host_memory import HOST, Segment, create, local_devices
+from torchrl_ext.transports.ipc.messages import Announce, Load, Offer
 from torchrl_ext.transports.ipc.worker import ALIGN_BYTES, SLOTS, IPCWorker, half
 from torchrl_ext.transports.ipc.workers import ConnectedWorkers
 from torchrl_ext.transports.links import new_address, shared_address
-from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Handoff, Info, ParamMeta
+from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.source import WeightSource, checked
 
@@ -81,19 +79,11 @@ class IPCTransport(StandaloneTransport):
             raise ConfigError(f"workers={workers}, timeout_s={timeout_s}", expected="1 or more; more than 0")
         self._channel, self._count, self._bucket_bytes = channel or "default", workers, bucket_bytes
         self._on_host = device is not None and usable_device(device).type == "cpu"
-        self._plan = Plan()
-        # trainer end
+        self._plan, self._segments = Plan(), dict[str, Segment]()
         self._workers: ConnectedWorkers | None = None
         self._alone = True
-        self._segments: dict[str, Segment] = {}
         self._session, self._handoffs = uuid.uuid4().hex, 0
-        self._announced: queue.Queue[Info] = queue.Queue()
-        # worker end
-        self._worker = IPCWorker(self._devices)
-
-    @classmethod
-    def from_info(cls, info: Info) -> IPCTransport:
-        return cls(timeout_s=float(info.get("timeout_s", 60.0)))
+        self._mailbox = ChannelMailbox(IPCWorker(shared_address(self._channel), self._devices))
 
     @property
     def staging_bytes(self) -> int:
@@ -105,85 +95,85 @@ class IPCTransport(StandaloneTransport):
 
     # trainer end
 
-    def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
+    def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         """As `Transport.open`; 0 workers (no control layer) stands for those that call `receive_weights`."""
         self._leave()
         self._alone = workers == 0
         if self._alone:
-            return Handoff(info={"transport": self.name})
-        connected = self._listen_at(new_address())
-        info = {"transport": self.name, "address": self._address, "session": self._session, "timeout_s": self.timeout_s}
-        return Handoff(info=info, transfer=lambda: connected.wait_for(workers, range(1, 1 + workers)))
+            return Handoff()
+        address = new_address()
+        connected = self._listen_at(address)
+        return Handoff(
+            info=Offer(address=address, session=self._session).to_json(),
+            transfer=lambda within: connected.wait_for(workers, within, range(1, 1 + workers)),
+        )
 
-    def prepare(self, source: WeightSource, version: int) -> Handoff:
+    def prepare(self, update: Update, within: Deadline) -> Handoff:
         if not self._alone and self._workers is None:
             raise NotConnectedError("this transport was shut down", hint="connect again")
-        params = source.params()
         self._handoffs += 1
-        info: Info = {
-            "transport": self.name,
-            "version": version,
-            "session": self._session,
-            "handoff": self._handoffs,
-            "params": self._plan.rows(params),
-        }
-        if self._workers is not None:
-            self._workers.aborted.clear()
-        return Handoff(info=info, transfer=partial(self._send, source, info, params))
+        load, stats = Load(session=self._session, handoff=self._handoffs), TransferStats()
 
-    def _send(self, source: WeightSource, info: Info, params: tuple[ParamMeta, ...]) -> None:
-        connected = self._told_workers(info) if self._alone else self._workers
-        if connected is None:
-            raise NotConnectedError("this transport was shut down", hint="connect again")
-        began = time.perf_counter()
-        connected.begin(info["handoff"])
-        self._last_version = max(self._last_version, info["version"])  # some may get it even if others do not
+        def transfer(within: Deadline) -> None:
+            connected = self._announced(load, within) if self._alone else self._workers
+            if connected is None:
+                raise NotConnectedError("this transport was shut down", hint="connect again")
+            began = time.perf_counter()
+            self._transfer(connected, update, load, within)
+            stats.spans["transfer"] = time.perf_counter() - began
+
+        return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
+
+    def _announced(self, load: Load, within: Deadline) -> ConnectedWorkers:
+        """Return the workers of this channel, once the handoff was announced to them."""
+        connected = self._workers or self._listen_at(shared_address(self._channel))
+
+        def announcement() -> Arrival | None:
+            arrival = self._mailbox.announced
+            return None if arrival is None or arrival.info.get("handoff") != load.handoff else arrival
+
+        hint = "call announce(handoff.info)"
+        arrival = within.poll(
+            announcement, "the handoff was not announced", shortest_s=0.002, longest_s=0.02, hint=hint
+        )
+        if arrival is not None:
+            connected.wait_for(self._count, within.again())
+            connected.announce(Announce(version=arrival.version, params=arrival.params, load=load), within)
+        return connected
+
+    def _transfer(self, connected: ConnectedWorkers, update: Update, load: Load, within: Deadline) -> None:
+        connected.begin(load.handoff)
         try:
-            self._send_staged(connected, Packer(params, checked(source, params)), params)
+            self._send_staged(connected, update.source, within)
         except BaseException as error:
-            connected.stop(why(error))
+            connected.stop(why(error), within)
             if isinstance(error, TransportError):
                 raise TransportError(
-                    f"weights version {info['version']} did not arrive: {error.what}",
+                    f"weights version {update.version} did not arrive: {error.what}",
                     state="a worker that got a part of it does not report the version",
                     hint="send again when the workers are back",
                 ) from error
             raise
-        self.stats = TransferStats(spans={"transfer": time.perf_counter() - began})
         troubles = connected.troubles()
-        if troubles and self._alone:  # with a control layer, the engines tell it themselves
+        if troubles and self._alone:  # with a control layer, the engines report it themselves
             raise TransportError(
-                f"weights version {info['version']} was not taken by {troubles}", state="the other workers have it"
+                f"weights version {update.version} was not taken by {troubles}", state="the other workers have it"
             )
 
-    def _send_staged(self, connected: ConnectedWorkers, packer: Packer, params: tuple[ParamMeta, ...]) -> None:
-        segments, number = connected.segments, -1
-        capacity = self.staging_bytes // SLOTS
+    def _send_staged(self, connected: ConnectedWorkers, source: WeightSource, within: Deadline) -> None:
+        params, segments, number = source.params(), connected.segments, -1
+        packer, capacity = Packer(params, checked(source, params)), self.staging_bytes // SLOTS
         for number, bucket in enumerate(self._plan.buckets(params, capacity)):
-            connected.await_taken(number - SLOTS)
+            connected.await_taken(number - SLOTS, within)
             packer.fill(bucket, [half(segment, number, capacity) for segment in segments])
             for segment in segments:
                 segment.settle()
-            connected.filled(number)
+            connected.filled(number, within)
         packer.finish()
-        connected.await_taken(number)
-
-    def _told_workers(self, info: Info) -> ConnectedWorkers:
-        """Return the workers of this channel, once they are told of the handoff."""
-        connected = self._workers or self._listen_at(shared_address(self._channel))
-        try:
-            announced = self._announced.get(timeout=self.timeout_s)
-            while announced.get("handoff") != info["handoff"]:  # of a send that failed before it came to this
-                announced = self._announced.get(timeout=self.timeout_s)
-        except queue.Empty:
-            raise TransportError("the handoff was not announced", hint="call announce(handoff.info)") from None
-        connected.wait_for(self._count)
-        connected.announce(announced)
-        return connected
+        connected.await_taken(number, within)
 
     def _listen_at(self, address: str) -> ConnectedWorkers:
-        self._address = address
-        self._workers = ConnectedWorkers(address, self._session, self._segment_on, self.timeout_s)
+        self._workers = ConnectedWorkers(address, self._session, self._segment_on)
         return self._workers
 
     def _segment_on(self, devices: list[str]) -> Segment:
@@ -208,40 +198,41 @@ class IPCTransport(StandaloneTransport):
     def _devices(self) -> list[str]:
         return [HOST] if self._on_host else local_devices()
 
-    def announce(self, info: Info) -> None:
-        self._announced.put(info)
-
     # worker end
 
-    def join(self, info: Info) -> None:
-        self._worker.join(info, self.timeout_s)
+    @property
+    def mailbox(self) -> ChannelMailbox:
+        return self._mailbox
 
-    def poll(self, timeout_s: float) -> Info | None:
-        return self._worker.poll(shared_address(self._channel), timeout_s)
+    def attend(self, within: Deadline) -> IPCWorker:
+        return self._mailbox.worker
 
-    def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        yield from self._worker.receive(info, into, self.timeout_s)
+    @classmethod
+    def join(cls, info: Info, here: Worker, within: Deadline) -> IPCWorker:
+        """As `Transport.join`.
 
-    def decline(self, info: Info, error: BaseException) -> None:
-        self._worker.refuse(info, why(error))
+        Raises:
+            DeadlineError: the trainer does not let this worker in.
+            TransportError: another machine, user or pid namespace.
+        """
+        offer = Offer.from_json(info, "the offer of an ipc transport")
+        worker = IPCWorker(offer.address, local_devices, here.rank)
+        try:
+            worker.enter(offer.session, within)
+        except BaseException:
+            worker.close()
+            raise
+        return worker
 
     # both ends
 
-    def abort(self) -> None:
-        """End every wait: a worker end's at once, a trainer end's as soon as no worker makes progress."""
-        connected = self._workers
-        if connected is not None:
-            connected.aborted.set()
-        self._worker.abort()
-
     def check_connection(self) -> bool:
         connected = self._workers
-        return self._worker.connected or (connected is not None and connected.alive)
+        return self._mailbox.worker.check_connection() or (connected is not None and connected.alive)
 
     def shutdown(self) -> None:
-        self.abort()
+        super().shutdown()
         self._leave()
-        self._worker.hang_up()
         self._alone = True
         for segment in self._segments.values():
             segment.close()
@@ -251,3 +242,26 @@ class IPCTransport(StandaloneTransport):
         if self._workers is not None:
             self._workers.close()
             self._workers = None
+
+
+@final
+class ChannelMailbox(Mailbox):
+    """Announces versions over the connections of a channel; a handoff's ``transfer`` sends the announcement.
+
+    Attributes:
+        worker: the worker end, which hears of them.
+        announced: the version that was put last.
+    """
+
+    def __init__(self, worker: IPCWorker) -> None:
+        self.worker = worker
+        self.announced: Arrival | None = None
+
+    def put(self, arrival: Arrival, within: Deadline) -> None:
+        self.announced = arrival
+
+    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        return self.worker.announced(within)
+
+    def refuse(self, arrival: Arrival, error: BaseException) -> None:
+        self.worker.refuse(arrival, error)

@@ -1,12 +1,14 @@
 """Transfers by NIXL: the receiver reads the sender's memory, over RDMA, TCP or within a machine, as UCX finds best.
 
-A sender registers its memory and offers it to the receiver in a notification. The receiver reads it in slices; with
-each slice goes a notification that tells the sender how much has landed.
+Each rank registers one arena of slots, and tells its peers the address once. A sender copies a message into free slots
+and notifies the receiver of them; the receiver reads them with one list of reads into slots of its own, and the
+notification behind the reads frees the sender's slots.
 """
 
 from __future__ import annotations
 
-import struct
+import importlib
+import logging
 import threading
 import time
 import uuid
@@ -16,29 +18,97 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import DeadlineError, TransportError
+from torchrl_ext.errors import ConfigError, DeadlineError, TransportError
 from torchrl_ext.transports.group.calls import made_in_time, run_beside, sever_at_exit, wait_for_at_exit
 from torchrl_ext.transports.group.notes import NoteStore
 from torchrl_ext.transports.group.peers import Move, PeerGroup
-from torchrl_ext.transports.sharded.agents import Registered, load_nixl, make_agent
 
-__all__ = ["NixlGroup"]
+__all__ = ["NixlGroup", "load_nixl"]
 
-_SLICE_BYTES = 16 << 20
-_FLYING = 4
-"""Reads in flight from one peer."""
-
+_MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
+_SLOT_BYTES, _SLOTS = 256 << 10, 128
+"""Of each of the two arenas, for sending and for reading."""
 _SHORTEST_S, _LONGEST_S, _GROWTH = 0.00005, 0.002, 1.5
 """Pauses between two looks while something is under way."""
 _PING_S = 0.5
-"""A connection is tried this often, so that a peer that died is noticed also by who waits for its reads."""
+"""A connection is tried this often, so that a rank that waits for a dead peer to read is told of its death."""
 
-_HEAD = struct.Struct("<cQQQQQQ")
-_OFFER, _LANDED, _PING, _BYE = b"o", b"l", b"p", b"b"
+
+def load_nixl() -> Any:
+    """Return NIXL's Python interface.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    raises = logging.raiseExceptions
+    try:
+        for name in _MODULES:
+            with suppress(ImportError, RuntimeError, OSError):  # there, but made for another CUDA
+                found = importlib.import_module(name)
+                logger = logging.getLogger("nixl")
+                if logger.level == logging.INFO:  # which it prints to standard output
+                    logger.setLevel(logging.WARNING)
+                return found
+    finally:
+        logging.raiseExceptions = raises  # NIXL sets it for the whole process
+    raise ConfigError(
+        "NIXL is not installed here",
+        expected=f"one of the modules {', '.join(_MODULES)}",
+        hint="pip install 'torchrl_ext[nixl]', or use the backend 'gloo' or 'nccl'",
+    )
+
+
+class _Address(msgspec.Struct, frozen=True):
+    """How peers reach an agent: its name, its metadata, and the address and device of its arena for sending."""
+
+    name: str
+    metadata: bytes
+    arena: int
+    device: int
+
+
+class _Notice(msgspec.Struct, frozen=True):
+    """``offer``: slots hold the next bytes of transfer ``number``, of ``nbytes`` in all; ``read``: they were read."""
+
+    kind: str
+    number: int = 0
+    nbytes: int = 0
+    slots: list[int] = []
+
+
+class _Transfer(Move):
+    """A `Move` with its number among the moves of its pair and direction, and the bytes of it that have begun."""
+
+    def __init__(self, flat: Tensor, peer: int, sends: bool, number: int) -> None:
+        super().__init__(flat, peer, sends)
+        self.number, self.begun = number, 0
+        self.ready: Any = None
+        if flat.device.type == "cuda":
+            self.ready = torch.cuda.Event()
+            self.ready.record(torch.cuda.current_stream(flat.device))
+
+    def copy(self, arena: Tensor, slots: list[int], at: int) -> None:
+        """Copy between the memory of the transfer, from byte ``at`` on, and slots."""
+        assert self.flat is not None
+        if self.ready is not None:
+            self.ready.synchronize()
+        for slot, part in zip(slots, self.flat[at:].split(_SLOT_BYTES), strict=False):
+            place = arena[slot, : part.numel()]
+            place.copy_(part) if self.sends else part.copy_(place)
+        if self.ready is not None:
+            torch.cuda.current_stream(arena.device).synchronize()
+
+
+class _Peer:
+    def __init__(self, address: _Address) -> None:
+        self.address, self.gone = address, ""
+        self.unread: dict[int, _Transfer] = {}  # offered, at least in part
+        self.expected: dict[int, _Transfer] = {}
+        self.offers: deque[_Notice] = deque()
 
 
 class NixlGroup(PeerGroup):
@@ -62,19 +132,24 @@ class NixlGroup(PeerGroup):
         super().__init__(notes, generation, rank, peers, device=device, timeout_s=timeout_s)
         api, until, key = load_nixl(), time.monotonic() + timeout_s, f"agents/{generation}/"
         self._begun: Counter[tuple[int, bool]] = Counter()
-        name = f"{generation}/{rank}/{uuid.uuid4().hex}"
-        agent = made_in_time(partial(make_agent, api, name), Deadline(timeout_s, stop=notes.stop))
-        notes.put(f"{key}{rank}", [name, agent.get_agent_metadata().decode("latin-1")])
-        said = notes.collect(key, peers, until)
+        agent = made_in_time(
+            partial(_Agent, api, f"{generation}/{rank}/{uuid.uuid4().hex}", device), until, timeout_s, notes.stop
+        )
+        notes.put(f"{key}{rank}", msgspec.to_builtins(agent.address))
+        found = notes.collect(key, peers, until)
         if notes.stop.is_set():
             raise TransportError("forming the group was aborted")
-        if len(said) < len(peers):
-            absent = self.call(one for one in peers if one not in said)
+        if len(found) < len(peers):
+            absent = self.call(one for one in peers if one not in found)
             raise DeadlineError(f"nothing was heard from {absent} within {timeout_s:g} s")
-        self._thread = _Thread(agent, {one: _Peer(read) for one, read in said.items() if one != rank}, device)
+        try:
+            agent.meet({one: msgspec.convert(note, _Address) for one, note in found.items() if one != rank})
+        except Exception as error:  # NIXL's errors have no root of their own
+            raise TransportError(f"a rank cannot be reached: {error}") from error
+        self._agent = agent
         sever_at_exit(self)
-        self._end_thread = weakref.finalize(self, self._thread.end)
-        wait_for_at_exit(run_beside(self._thread.run), 0.0)  # at once, when it is severed
+        self._end_agent = weakref.finalize(self, agent.end)
+        wait_for_at_exit(run_beside(agent.run), 0.0)  # at once, when it is severed
         try:
             self._exchange()
         except BaseException:
@@ -86,8 +161,7 @@ class NixlGroup(PeerGroup):
         others = self.workers if self.rank == 0 else (0,)
         own = torch.full((1,), self.rank % 251, dtype=torch.uint8, device=self.device)
         read = {one: torch.empty_like(own) for one in others}
-        works = [work for one in others for work in (self.receive(read[one], one), self.send(own, one))]
-        for work in works:
+        for work in [work for one in others for work in (self.receive(read[one], one), self.send(own, one))]:
             self.wait(work)
         for one in others:
             if read[one].item() != one % 251:
@@ -98,92 +172,59 @@ class NixlGroup(PeerGroup):
             self.notes.sweep(*(f"{kind}/{self.generation}/" for kind in ("agents", "ready")))
 
     def send(self, flat: Tensor, to: int) -> Any:
-        return self._begin(_Transfer(flat, to, sends=True))
+        return self._begin(flat, to, sends=True)
 
     def receive(self, flat: Tensor, source: int) -> Any:
-        return self._begin(_Transfer(flat, source, sends=False))
+        return self._begin(flat, source, sends=False)
 
-    def _begin(self, move: _Transfer) -> Move:
+    def _begin(self, flat: Tensor, peer: int, *, sends: bool) -> Move:
         if not self.alive:
             raise TransportError("the transfer was aborted")
         with self._lock:
-            move.number = self._begun[move.peer, move.sends]
-            self._begun[move.peer, move.sends] += 1
-            self._thread.begin(move)
+            move = _Transfer(flat, peer, sends, self._begun[peer, sends])
+            self._begun[peer, sends] += 1
+            self._agent.begin(move)
         return move
 
     def _lost(self) -> str:
-        gone = self.call(one for one, peer in list(self._thread.peers.items()) if peer.gone)
+        gone = self.call(one for one, peer in list(self._agent.peers.items()) if peer.gone)
         return f"{gone} closed its connection" if gone else super()._lost()
 
     def _sever(self) -> None:
-        self._end_thread()
+        self._end_agent()
 
 
-class _Transfer(Move):
-    """A `Move` with its place among those of the pair, and, on a device, the moment from which it may begin."""
+class _Agent:
+    """An agent of NIXL, its arenas, and the thread that calls it."""
 
-    def __init__(self, flat: Tensor, peer: int, sends: bool) -> None:
-        super().__init__(flat, peer, sends)
-        self.number = self.asked = 0
-        self.ready: Any = None
-        if flat.device.type == "cuda":
-            self.ready = torch.cuda.Event()
-            self.ready.record(torch.cuda.current_stream(flat.device))
-
-
-class _Peer:
-    """What is under way with one peer.
-
-    Args:
-        said: the name of its agent, and how to reach it, as it left them in the notes.
-
-    Attributes:
-        linked: whether this agent was told how to reach it.
-        gone: why it cannot be reached any more; "" while it can.
-        told, known: which state of this rank's registered memory the peer knows, and which one of its own we know.
-        sending: transfers to it that were not offered yet, in order.
-        offered: those that were.
-        expected: transfers from it that did not land yet.
-        offers: what it offers to them: address, bytes, index of the device, state of its memory.
-        reads: those in flight: handle, transfer, bytes.
-    """
-
-    def __init__(self, said: Any) -> None:
-        if type(said) is not list or len(said) != 2 or not all(type(one) is str for one in said):
-            raise TransportError(f"a rank says of its agent {str(said)[:200]!r}", expected="[name, metadata]")
-        self.name, self.metadata = said[0], said[1].encode("latin-1", errors="replace")
-        self.linked, self.gone = False, ""
-        self.told: tuple[int, int] | None = None
-        self.known: tuple[int, int] = (0, 0)
-        self.sending: deque[_Transfer] = deque()
-        self.offered: dict[int, _Transfer] = {}
-        self.expected: dict[int, _Transfer] = {}
-        self.offers: dict[int, tuple[int, int, int, tuple[int, int]]] = {}
-        self.reads: list[tuple[Any, _Transfer, int]] = []
-
-    @property
-    def busy(self) -> bool:
-        """Whether anything is under way."""
-        return bool(self.sending or self.offered or self.expected)
-
-
-class _Thread:
-    """The thread of a group's agent, the only one that calls it.
-
-    Args:
-        agent: NIXL's.
-        peers: by rank.
-        device: where tensors are.
-    """
-
-    def __init__(self, agent: Any, peers: dict[int, _Peer], device: torch.device) -> None:
-        self.peers, self._agent, self._device = peers, agent, device
-        self._ranks = {peer.name: rank for rank, peer in peers.items()}
-        self._memory = Registered(agent)
+    def __init__(self, api: Any, name: str, device: torch.device) -> None:
+        config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False)  # which would take a core
+        try:
+            self._agent = api.nixl_agent(name, config)
+        except Exception as error:  # NIXL's errors have no root of their own
+            raise RuntimeError(f"NIXL cannot start: {error}") from error
+        self._device = device
+        self._kind = "VRAM" if device.type == "cuda" else "DRAM"
+        self._out, self._in = (torch.empty((_SLOTS, _SLOT_BYTES), dtype=torch.uint8, device=device) for _ in range(2))
+        self._index = max(0, self._out.get_device())
+        self._registered = [
+            self._agent.register_memory([(one.data_ptr(), one.nbytes, self._index, "")], self._kind)
+            for one in (self._out, self._in)
+        ]
+        self._free, self._free_in = list(range(_SLOTS)), list(range(_SLOTS))
+        self.address = _Address(name, self._agent.get_agent_metadata(), self._out.data_ptr(), self._index)
+        self.peers: dict[int, _Peer] = {}
+        self._ranks: dict[str, int] = {}
         self._new: deque[_Transfer] = deque()
-        self._wake, self._ended = threading.Event(), threading.Event()
-        self._ping_at = 0.0
+        self._sending: deque[_Transfer] = deque()
+        self._reads: list[tuple[Any, _Transfer, list[int], int, int]] = []  # handle, slots, first byte, bytes
+        self._wake, self._ended, self._ping_at = threading.Event(), threading.Event(), 0.0
+
+    def meet(self, addresses: dict[int, _Address]) -> None:
+        """Learn how to reach the peers."""
+        for rank, address in addresses.items():
+            self._agent.add_remote_agent(address.metadata)
+            self.peers[rank], self._ranks[address.name] = _Peer(address), rank
 
     def begin(self, move: _Transfer) -> None:
         """Have the thread begin a transfer."""
@@ -199,165 +240,157 @@ class _Thread:
 
     def run(self) -> None:
         """Move things until the end."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        pause_s = _SHORTEST_S
-        why = "the group was ended"
+        pause_s, why = _SHORTEST_S, "the group was ended"
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
             while not self._ended.is_set():
                 if self._step():
                     pause_s = _SHORTEST_S
                     continue
-                busy = any(peer.busy for peer in self.peers.values())
+                busy = self._sending or self._reads or any(one.unread or one.expected for one in self.peers.values())
                 pause_s = min(_LONGEST_S, _GROWTH * pause_s)
                 if self._wake.wait(pause_s if busy else _PING_S):
                     self._wake.clear()
-                elif not busy:
-                    self._memory.sweep()
-        except Exception as error:  # noqa: BLE001 - whatever the library raises is for those who wait
+        except Exception as error:  # noqa: BLE001 - whatever the library raises is for the ranks that wait
             why = f"NIXL failed: {error}"
         finally:
-            self._finish(why)
-
-    def _finish(self, why: str) -> None:
-        for rank, peer in self.peers.items():
-            if peer.linked and not peer.gone:
-                with suppress(Exception):
-                    self._agent.send_notif(peer.name, _HEAD.pack(_BYE, *(0,) * 6))
-            self._lose(rank, why)
-        while self._new:
-            self._new.popleft().end(ConnectionError(why))
-        with suppress(Exception):
-            self._agent.get_new_notifs()  # lets the last words go
-        self._memory.close()
-        del self._agent
+            for rank, peer in self.peers.items():
+                if not peer.gone:
+                    with suppress(Exception):
+                        self._notify(peer, _Notice("bye"))
+                self._lose(rank, why)
+            for move in [*self._new, *self._sending]:
+                move.end(ConnectionError(why))
+            with suppress(Exception):
+                self._agent.get_new_notifs()  # lets the last words go
+                for one in self._registered:
+                    self._agent.deregister_memory(one)
+            del self._agent
 
     def _step(self) -> bool:
         """Do what can be done at once, and return whether anything was."""
-        moved = False
+        moved = bool(self._new)
         while self._new:
-            move, moved = self._new.popleft(), True
-            peer = self.peers[move.peer]
-            if peer.gone:
-                move.end(ConnectionError(peer.gone))
+            move = self._new.popleft()
+            if self.peers[move.peer].gone:
+                move.end(ConnectionError(self.peers[move.peer].gone))
             elif move.sends:
-                peer.sending.append(move)
+                self._sending.append(move)
             else:
-                peer.expected[move.number] = move
+                self.peers[move.peer].expected[move.number] = move
         for name, messages in self._agent.get_new_notifs().items():
             for message in messages if name in self._ranks else ():
-                self._guarded(self._ranks[name], self._take, message)
-                moved = True
+                moved |= self._guarded(self._ranks[name], self._take, message)
+        while self._sending and self._free:
+            self._guarded(self._sending[0].peer, self._offer, self._sending[0])
+            moved = True
         for rank, peer in self.peers.items():
-            if peer.busy:
-                moved |= self._guarded(rank, self._offer) | self._guarded(rank, self._read)
+            while (
+                peer.offers
+                and peer.offers[0].number in peer.expected
+                and len(peer.offers[0].slots) <= len(self._free_in)
+            ):
+                moved |= self._guarded(rank, self._read, peer.offers.popleft())
+        for read in list(self._reads):
+            moved |= self._guarded(read[1].peer, self._finish, read)
         if time.monotonic() >= self._ping_at:
-            for rank, peer in self.peers.items():
-                if peer.linked and not peer.gone:
-                    self._guarded(rank, self._tell, _PING)
+            for rank in self.peers:
+                self._guarded(rank, self._notify, _Notice("ping"))
             self._ping_at = time.monotonic() + _PING_S
         return moved
 
     def _guarded(self, rank: int, call: Any, *args: Any) -> bool:
         """Return what a call for this peer does; one that fails loses the peer."""
         peer = self.peers[rank]
-        if peer.gone:
-            return False
         try:
-            return bool(call(peer, *args))
+            return not peer.gone and bool(call(peer, *args))
         except Exception as error:  # noqa: BLE001 - NIXL's errors have no root of their own
             self._lose(rank, f"{error}")
             return True
 
     def _lose(self, rank: int, why: str) -> None:
         peer = self.peers[rank]
-        peer.gone = why
-        for handle, _, _ in peer.reads:
+        peer.gone = peer.gone or why
+        for read in [read for read in self._reads if read[1].peer == rank]:
+            self._reads.remove(read)  # what still comes may fill its slots, so nobody gets them
             with suppress(Exception):
-                self._agent.release_xfer_handle(handle)
-        for move in [*peer.sending, *peer.offered.values(), *peer.expected.values()]:
-            self._memory.leave(move)
+                self._agent.release_xfer_handle(read[0])
+        queued = [move for move in self._sending if move.peer == rank]
+        self._sending = deque(move for move in self._sending if move.peer != rank)
+        for move in [*queued, *peer.unread.values(), *peer.expected.values()]:
             move.end(ConnectionError(why))
-        for held in (peer.reads, peer.sending, peer.offered, peer.expected, peer.offers):
+        for held in (peer.unread, peer.expected, peer.offers):
             held.clear()
 
-    def _tell(self, peer: _Peer, kind: bytes, *numbers: int, metadata: bytes = b"") -> None:
-        if not peer.linked:
-            self._agent.add_remote_agent(peer.metadata)
-            peer.linked = True
-        self._agent.send_notif(peer.name, _HEAD.pack(kind, *numbers, *(0,) * (6 - len(numbers))) + metadata)
+    def _notify(self, peer: _Peer, notice: _Notice) -> None:
+        self._agent.send_notif(peer.address.name, msgspec.msgpack.encode(notice))
 
-    def _offer(self, peer: _Peer) -> bool:
-        """Offer what is to be sent, with what the peer must know to read it."""
-        moved = False
-        while peer.sending and (peer.sending[0].ready is None or peer.sending[0].ready.query()):
-            move = peer.sending[0]
-            if move.flat is None:
-                raise RuntimeError("a transfer was given up")
-            self._memory.enter(move)
-            state = self._memory.state
-            if peer.told is not None and peer.told[0] != state[0] and peer.offered:
-                break  # it must forget what it knew, which is in use
-            numbers = (move.number, move.flat.data_ptr(), move.nbytes, max(0, move.flat.get_device()), *state)
-            metadata = self._agent.get_agent_metadata() if peer.told != state else b""
-            self._tell(peer, _OFFER, *numbers, metadata=metadata)
-            peer.told, moved = state, True
-            peer.offered[move.number] = peer.sending.popleft()
-        return moved
+    def _offer(self, peer: _Peer, move: _Transfer) -> bool:
+        """Copy the next bytes of a transfer into free slots, and offer them."""
+        count = min(len(self._free), -(-(move.nbytes - move.begun) // _SLOT_BYTES))
+        slots, self._free = self._free[:count], self._free[count:]
+        move.copy(self._out, slots, move.begun)
+        move.begun = min(move.nbytes, move.begun + count * _SLOT_BYTES)
+        peer.unread[move.number] = move
+        if move.begun == move.nbytes:
+            self._sending.popleft()
+        self._notify(peer, _Notice("offer", move.number, move.nbytes, slots))
+        return True
 
     def _take(self, peer: _Peer, message: bytes) -> bool:
         """Take a notification of a peer."""
-        kind, number, address, nbytes, index, *state = _HEAD.unpack_from(message)
-        if kind == _OFFER:
-            known = (state[0], state[1])
-            if len(message) > _HEAD.size:
-                if peer.linked and known[0] != peer.known[0]:
-                    self._agent.remove_remote_agent(peer.name)  # else it keeps what it knew of the same addresses
-                self._agent.add_remote_agent(message[_HEAD.size :])
-                peer.linked, peer.known = True, known
-            peer.offers[number] = (address, nbytes, index, known)
-        elif kind == _LANDED:
-            move = peer.offered[number]
-            move.landed += nbytes
+        notice = msgspec.msgpack.decode(message, type=_Notice)
+        if notice.kind == "offer":
+            peer.offers.append(notice)
+        elif notice.kind == "read":
+            move = peer.unread[notice.number]
+            self._free += notice.slots
+            move.landed = min(move.nbytes, move.landed + len(notice.slots) * _SLOT_BYTES)
             if move.landed == move.nbytes:
-                self._memory.leave(peer.offered.pop(number))
+                del peer.unread[notice.number]
                 move.end()
-        elif kind == _BYE:
+        elif notice.kind == "bye":
             raise ConnectionError("it ended the group")
+        return notice.kind != "ping"
+
+    def _read(self, peer: _Peer, offer: _Notice) -> bool:
+        """Begin to read the slots of an offer."""
+        move, at = peer.expected[offer.number], peer.expected[offer.number].begun
+        size = min(move.nbytes - at, len(offer.slots) * _SLOT_BYTES)
+        if offer.nbytes != move.nbytes or size <= 0 or not all(0 <= slot < _SLOTS for slot in offer.slots):
+            raise ValueError(f"it sends {offer.nbytes} bytes where {move.nbytes} are expected")
+        slots, self._free_in = self._free_in[: len(offer.slots)], self._free_in[len(offer.slots) :]
+        parts = [min(_SLOT_BYTES, size - number * _SLOT_BYTES) for number in range(len(slots))]
+        own, other = (
+            self._agent.get_xfer_descs(
+                [(base + slot * _SLOT_BYTES, part, index) for slot, part in zip(chosen, parts, strict=True)], self._kind
+            )
+            for base, index, chosen in (
+                (self._in.data_ptr(), self._index, slots),
+                (peer.address.arena, peer.address.device, offer.slots),
+            )
+        )
+        handle = self._agent.initialize_xfer("READ", own, other, peer.address.name)
+        move.begun += size
+        self._reads.append((handle, move, slots, at, size))
+        self._agent.transfer(handle, msgspec.msgpack.encode(_Notice("read", offer.number, slots=offer.slots)))
         return True
 
-    def _read(self, peer: _Peer) -> bool:
-        """Read what was offered and is expected, and see what landed."""
-        moved = False
-        for number in [number for number in peer.expected if number in peer.offers]:
-            move, (address, nbytes, index, state) = peer.expected[number], peer.offers[number]
-            if state > peer.known or len(peer.reads) >= _FLYING:
-                break
-            if nbytes != move.nbytes or move.flat is None:
-                raise ValueError(f"it sends {nbytes} bytes where {move.nbytes} are expected")
-            if move.ready is not None and not move.ready.query():
-                break
-            self._memory.enter(move)
-            kind, place = ("VRAM", move.flat.get_device()) if move.flat.is_cuda else ("DRAM", 0)
-            while move.asked < nbytes and len(peer.reads) < _FLYING:
-                size = min(_SLICE_BYTES, nbytes - move.asked)
-                own = self._agent.get_xfer_descs([(move.flat.data_ptr() + move.asked, size, place)], kind)
-                other = self._agent.get_xfer_descs([(address + move.asked, size, index)], kind)
-                handle = self._agent.initialize_xfer("READ", own, other, peer.name)
-                peer.reads.append((handle, move, size))
-                self._agent.transfer(handle, _HEAD.pack(_LANDED, number, 0, size, 0, 0, 0))
-                move.asked, moved = move.asked + size, True
-        for read in list(peer.reads):
-            handle, move, size = read
-            state_of = self._agent.check_xfer_state(handle)
-            if state_of == "ERR":
-                raise ConnectionError("a read failed")
-            if state_of == "DONE":
-                peer.reads.remove(read)
-                self._agent.release_xfer_handle(handle)
-                move.landed, moved = move.landed + size, True
-                if move.landed == move.nbytes:
-                    del peer.expected[move.number], peer.offers[move.number]
-                    self._memory.leave(move)
-                    move.end()
-        return moved
+    def _finish(self, peer: _Peer, read: tuple[Any, _Transfer, list[int], int, int]) -> bool:
+        """Bring what was read where it belongs, if it is there."""
+        handle, move, slots, at, size = read
+        state = self._agent.check_xfer_state(handle)
+        if state == "ERR":
+            raise ConnectionError("a read failed")
+        if state != "DONE":
+            return False
+        self._reads.remove(read)
+        self._agent.release_xfer_handle(handle)
+        move.copy(self._in, slots, at)
+        self._free_in += slots
+        move.landed += size
+        if move.landed == move.nbytes:
+            del peer.expected[move.number]
+            move.end()
+        return True

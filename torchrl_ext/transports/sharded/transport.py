@@ -15,8 +15,8 @@ from torchrl_ext.transports.base import Handoff, TransferStats, Update, Worker
 from torchrl_ext.transports.group.backends import choose_backend
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, GroupMailbox
 from torchrl_ext.transports.ranks import Steps
-from torchrl_ext.transports.sharded.agents import load_nixl
 from torchrl_ext.transports.sharded.ends import Settings
+from torchrl_ext.transports.sharded.nixl import load_nixl
 from torchrl_ext.transports.sharded.trainer import ShardedTrainer
 from torchrl_ext.transports.sharded.worker import ShardedWorker
 from torchrl_ext.transports.standalone import StandaloneTransport

@@ -1,0 +1,41 @@
+"""For editors and type checkers; at run time `torchrl_ext/__init__.py` imports each name from here on first use."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchrl_ext import errors as errors
+from torchrl_ext.collectors.from_torchrl import SGLangWeightSyncScheme as SGLangWeightSyncScheme
+from torchrl_ext.collectors.from_torchrl import VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme
+from torchrl_ext.collectors.from_torchrl import VLLMWeightSyncScheme as VLLMWeightSyncScheme
+from torchrl_ext.collectors.scheme import TransportWeightSyncScheme as TransportWeightSyncScheme
+from torchrl_ext.collectors.updater import TransportWeightUpdater as TransportWeightUpdater
+from torchrl_ext.errors import WeightSyncError as WeightSyncError
+from torchrl_ext.planning.options import WeightUpdateConfig as WeightUpdateConfig
+from torchrl_ext.planning.recommend import recommend as recommend
+from torchrl_ext.rollout.client import InferenceClient as InferenceClient
+from torchrl_ext.rollout.torchrl.policy import RemoteLLMPolicy as RemoteLLMPolicy
+from torchrl_ext.rpc.client import EngineClient as EngineClient
+from torchrl_ext.rpc.discovery import connect as connect
+from torchrl_ext.rpc.discovery import discover as discover
+from torchrl_ext.sync.adapters import AdapterSender as AdapterSender
+from torchrl_ext.sync.receiver import WeightReceiver as WeightReceiver
+from torchrl_ext.sync.sender import WeightSender as WeightSender
+from torchrl_ext.transports.base import Transport
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport as VLLMCollectiveTransport
+from torchrl_ext.transports.delta.transport import DeltaTransport as DeltaTransport
+from torchrl_ext.transports.disk import DiskTransport as DiskTransport
+from torchrl_ext.transports.ipc.transport import IPCTransport as IPCTransport
+from torchrl_ext.transports.memory import MemoryTransport as MemoryTransport
+from torchrl_ext.transports.sharded.transport import ShardedTransport as ShardedTransport
+from torchrl_ext.types import EngineInfo as EngineInfo
+from torchrl_ext.types import SyncReport as SyncReport
+from torchrl_ext.weights.shards.megatron import MegatronSource as MegatronSource
+from torchrl_ext.weights.source import WeightSource as WeightSource
+from torchrl_ext.weights.source import as_source as as_source
+
+__version__: str
+
+def transports() -> Mapping[str, str]: ...
+def engines() -> Mapping[str, str]: ...
+def make_transport(name: str, **settings: Any) -> Transport: ...
+def make_engine(name: str, **settings: Any) -> EngineClient: ...
