@@ -10,9 +10,10 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.models import tiny_model
+from tests.sync.by_hand import invitation, prepared
 from torchrl_ext.errors import ConfigError, EngineUnreachableError, IntegrityError, ManifestError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader, WeightLoader
-from torchrl_ext.messages import Finish, Join, Load, Prefetch, Start
+from torchrl_ext.messages import Finish, Prefetch, Start
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.only import PartSource, chosen, trainable
@@ -309,17 +310,15 @@ class TestReceiver:
         trained, served = policy(), policy()
         transport, receiver = tx.MemoryTransport(), tx.WeightReceiver(served)
         source = as_source(trained)
-        handoff = transport.open(1, source.params())
-        params = [meta.to_json() for meta in source.params()]
-        receiver.handle(Join.of({**handoff.info, "params": params}))
+        receiver.handle(invitation(transport, source))
 
         def send(version, part=None, *, told=True):
             of = source if part is None else PartSource(source, part)
-            info = transport.prepare(of, version).info
+            load = prepared(transport, of, version)
             if told:
                 receiver.handle(Prefetch(version=version, part=part))
             receiver.handle(Start())
-            receiver.handle(Load.of(info if part is None else {**info, "onto": part.base}))
+            receiver.handle(load)
             receiver.handle(Finish(version=version))
 
         return receiver, served, send

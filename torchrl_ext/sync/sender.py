@@ -265,8 +265,9 @@ class WeightSender:
 
     def _drive(self, source: UpdateSource, names: frozenset[str] | None, weights: Any, started: float) -> SyncReport:
         compared: AbstractContextManager[None] = nullcontext()
-        self._spans, self._stats, source.version = Spans(), TransferStats(), self._next_version()
+        self._spans, self._stats, source.version = Spans(), TransferStats(), max(self.version, self._attempted) + 1
         try:
+            source.version = self._next_version()
             if self._outputs is not None:
                 self._ranks.session.order("outputs", always=True)
                 compared = self._outputs.compared(self.engine, source, weights, self._model())

@@ -49,7 +49,7 @@ MODELS: dict[str, Shapes] = {"full": model_shapes(6, 1024, 4096), "small": model
 
 _HOST = "127.0.0.1"
 _TOGETHER: dict[str, Any] = {}
-"""By case, the barrier of its processes: a connection that is closed takes the kernel's count of its bytes with it."""
+"""By case, the barrier of its processes: a worker that leaves ends the group of the others."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,8 +305,7 @@ class _Worker:
     Args:
         seat, case: of its process.
         worker: its number among those of all engines.
-        together: waits for all other workers and for the trainer, since one that leaves closes its sockets, and those
-            of the other workers of its process.
+        together: waits for all other workers and for the trainer, since one that leaves ends the group.
     """
 
     def __init__(self, seat: Seat, case: Case, worker: int, together: threading.Barrier) -> None:
@@ -325,7 +324,6 @@ class _Worker:
             cpu_s = time.process_time()
             self._take(way, ends[way])
             received.append({"way": way, "cpu_s": time.process_time() - cpu_s})
-        kernel_bytes = _moved(ends["sharded"])  # of all updates: the next one may begin before this line
         self._together.wait()
         for end in ends.values():
             end.shutdown()
@@ -336,7 +334,7 @@ class _Worker:
             self._take("sharded", fresh)
         self._together.wait()
         fresh.shutdown()
-        return {"received": received, "kernel_bytes": kernel_bytes, "extra_bytes": extra}
+        return {"received": received, "extra_bytes": extra}
 
     def _join(self, way: str, port: int) -> Any:
         case = self._case
@@ -367,11 +365,6 @@ class _Worker:
             return
         for name, tensor in end.receive(info, {}):  # whole, and cut as an engine's loader does
             self._live[name].copy_(tensor[self._blocks[name].within(Block.whole(tensor.shape))])
-
-
-def _moved(end: Any) -> int:
-    """Return the bytes that the group of a sharded end has received, as the kernel counts them."""
-    return int(end._end.member.group().moved()[1])
 
 
 def _metas(shapes: Shapes) -> list[ParamMeta]:
