@@ -6,6 +6,7 @@ import json
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.request import ProxyHandler, build_opener
@@ -14,21 +15,22 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from torchrl_ext.deadline import pauses
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError, NotConnectedError
-from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Handoff, Info, ParamMeta
-from torchrl_ext.weights.source import WeightSource, checked
+from torchrl_ext.transports.base import Arrival, Handoff, Update, Worker, WorkerEnd
+from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.weights.source import checked
 
 _OPENER = build_opener(ProxyHandler({}))  # the trainer is asked itself, whatever proxies the environment names
 
 
 class CourierTransport(StandaloneTransport):
-    """Serves every version from the trainer's memory; each worker fetches it when it is told to, or looks by itself.
+    """Serves versions from the trainer's memory, to which workers come for them.
 
     Args:
-        host, port: of the trainer, as workers reach it; port 0 picks a free one, which engines are told.
-        token: what workers show to be let in; by default one that engines alone are told.
+        host, port: of the trainer, as workers reach it; port 0 picks a free one, which engines hear of.
+        token: what workers show to be let in; by default one of which only engines hear.
         timeout_s: deadline of every wait, in seconds.
     """
 
@@ -39,111 +41,111 @@ class CourierTransport(StandaloneTransport):
     ) -> None:
         super().__init__(timeout_s=timeout_s)
         self._host, self._port, self._token = host, port, token or secrets.token_hex(16)
-        self._server: _Server | None = None  # of the trainer's end; what follows is of the worker's
-        self._joined, self._aborted = False, threading.Event()
+        self._server: _Server | None = None
+
+    def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
+        return Handoff(info={"url": f"http://{self._host}:{self._serve().server_port}/{self._token}"})
+
+    def prepare(self, update: Update, within: Deadline) -> Handoff:
+        tensors = {meta.name: tensor.cpu().contiguous().clone() for meta, tensor in checked(update.source)}
+        rows = [meta.to_json() for meta in update.source.params()]
+        pages = self._serve().pages
+        pages[str(update.version)] = save(tensors)
+        pages["newest"] = json.dumps({"version": update.version, "params": rows}).encode()
+
+        def served(oldest: int | None) -> None:
+            oldest = update.version - 1 if oldest is None else oldest
+            for name in [name for name in pages if name != "newest" and int(name) < oldest]:
+                del pages[name]
+
+        return Handoff(served=served)
 
     @classmethod
-    def from_info(cls, info: Info) -> CourierTransport:
-        return cls(info["host"], info["port"], token=info["token"], timeout_s=info["timeout_s"])
-
-    # trainer end
-
-    def open(self, workers: int, params: tuple[ParamMeta, ...]) -> Handoff:
-        address = {"host": self._host, "port": self._serve().server_port, "token": self._token}
-        return Handoff(info={"transport": self.name, **address, "timeout_s": self.timeout_s})
-
-    def prepare(self, source: WeightSource, version: int) -> Handoff:
-        tensors = {meta.name: tensor.cpu().contiguous().clone() for meta, tensor in checked(source)}
-        info = {"transport": self.name, "version": version, "params": [meta.to_json() for meta in source.params()]}
-        server = self._serve()
-        server.publish(info, save(tensors))
-        return Handoff(info=info, acknowledge=lambda oldest: server.forget(version - 1 if oldest is None else oldest))
-
-    def _serve(self) -> _Server:
-        if self._server is None:
-            self._server = _Server(self._host, self._port, self._token)
-        return self._server
-
-    # worker end
-
-    def join(self, info: Info) -> None:
-        self._fetch("newest", self.timeout_s)  # a trainer that cannot be reached is found out before any pause
-        self._joined = True
-
-    def receive(self, info: Info, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        body = self._fetch(str(info["version"]), self.timeout_s)
-        try:
-            tensors = load(body)
-            pairs = [(name, tensors[name]) for name, *_ in info["params"]]
-        except (SafetensorError, KeyError) as error:
-            raise IntegrityError(f"version {info['version']} is damaged: {error!r}") from error
-        yield from pairs
-
-    def poll(self, timeout_s: float) -> Info | None:
-        self._aborted.clear()
-        for left_s in pauses(timeout_s, self._aborted):
-            try:
-                found = self._fetch("newest", max(1.0, left_s))
-            except NotConnectedError:
-                continue  # the trainer has not begun yet, or is gone: nothing new came
-            self._joined, info = True, json.loads(found or "null")
-            if info is not None and info["version"] != self.received_version:
-                return info
-        return None
-
-    def _fetch(self, what: str, timeout_s: float) -> bytes:
-        trainer = f"http://{self._host}:{self._port}"
-        try:
-            with _OPENER.open(f"{trainer}/{self._token}/{what}", timeout=timeout_s) as answer:
-                return answer.read()
-        except (OSError, HTTPException) as error:
-            told = f"the trainer at {trainer} does not hand out {what!r} within {timeout_s:g} s: {error}"
-            raise NotConnectedError(told, hint="look whether it runs, and whether this host reaches it") from error
-
-    # both ends
-
-    def abort(self) -> None:
-        self._aborted.set()
+    def join(cls, info: Info, here: Worker, within: Deadline) -> CourierWorker:
+        worker = CourierWorker(info["url"])
+        worker.fetch("newest", within)  # a trainer that cannot be reached is found out before any pause
+        return worker
 
     def check_connection(self) -> bool:
-        return self._joined or self._server is not None
+        return self._server is not None or super().check_connection()
 
     def shutdown(self) -> None:
-        self.abort()
-        self._joined = False
+        super().shutdown()
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
 
+    def _serve(self) -> _Server:
+        if self._server is None:
+            self._server = _Server((self._host, self._port), _Handler)
+            self._server.pages, self._server.token = {"newest": b""}, self._token
+            threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        return self._server
+
+    @cached_property
+    def mailbox(self) -> CourierWorker:
+        return CourierWorker(f"http://{self._host}:{self._port}/{self._token}")
+
+    def attend(self, within: Deadline) -> CourierWorker:
+        return self.mailbox
+
+
+class CourierWorker(WorkerEnd, Mailbox):
+    """Fetches versions from the pages of a trainer."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
+        try:
+            tensors = load(self.fetch(str(arrival.version), within))
+            pairs = [(meta.name, tensors[meta.name]) for meta in arrival.params]
+        except (SafetensorError, KeyError) as error:
+            raise IntegrityError(f"version {arrival.version} is damaged: {error!r}") from error
+        yield from pairs
+
+    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        for _ in within.pauses():
+            try:
+                newest = json.loads(self.fetch("newest", within) or "null")
+            except NotConnectedError:
+                continue  # the trainer has not begun yet, or is gone: nothing new came
+            if newest is not None and (received is None or newest["version"] != received.version):
+                params = tuple(map(ParamMeta.from_json, newest["params"]))
+                return Arrival(version=newest["version"], params=params)
+        return None
+
+    def fetch(self, what: str, within: Deadline) -> bytes:
+        try:
+            with _OPENER.open(f"{self._url}/{what}", timeout=max(1.0, within.left_s)) as answer:
+                return answer.read()
+        except (OSError, HTTPException) as error:
+            words = f"the trainer does not hand out {what!r} within {within.timeout_s:g} s: {error}"
+            raise NotConnectedError(words, hint="look whether it runs, and whether this host reaches it") from error
+
+    def close(self) -> None:
+        """Leave nothing behind: every request is a connection of its own."""
+
 
 class _Server(ThreadingHTTPServer):
-    """Hands out the bytes of versions to whoever knows the token."""
+    """Hands out the bytes of pages to whoever knows the token."""
 
-    def __init__(self, host: str, port: int, token: str) -> None:
-        super().__init__((host, port), _Handler)
-        self.token, self.pages = token.encode(), {"newest": b""}
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()  # looks for its end so often
-
-    def publish(self, info: Info, body: bytes) -> None:
-        self.pages[str(info["version"])] = body
-        self.pages["newest"] = json.dumps(info).encode()
-
-    def forget(self, oldest: int) -> None:
-        self.pages = {name: body for name, body in self.pages.items() if name == "newest" or int(name) >= oldest}
+    pages: dict[str, bytes]
+    token: str
 
 
 class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
     def do_GET(self) -> None:
         token, _, what = self.path[1:].partition("/")
-        body = self.server.pages.get(what)
-        if body is None or not secrets.compare_digest(token.encode(), self.server.token):
-            self.send_error(404)
-            return
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
+        known = secrets.compare_digest(token.encode(), self.server.token.encode())
+        body = self.server.pages.get(what) if known else None
+        self.send_response(404 if body is None else 200)
+        self.send_header("Content-Length", str(len(body or b"")))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(body or b"")
 
     def log_message(self, *_: object) -> None:
         """Requests are not worth a line each."""

@@ -20,7 +20,6 @@ from torchrl_ext.transports.group.peers import Move
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.sharded import nixl
 
-
 MIB = 1 << 20
 CPU = torch.device("cpu")
 RANKS = 3

@@ -15,6 +15,7 @@ import torch
 
 from tests.transports.plans import Layout, carry_out, member_of, random_case, shares, stretch
 from torchrl_ext.errors import ConfigError, ManifestError, TransportError
+from torchrl_ext.transports.sharded.agreement import Needs
 from torchrl_ext.transports.sharded.plans.plan import MemberPlan, Share, TransferPlan, make_plan
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
@@ -226,3 +227,16 @@ def test_a_malformed_share_is_refused(told):
     assert Share.from_json(json.loads(json.dumps(GOOD)), TWO).blocks(1) == (Block((0,), (2,)),)
     with pytest.raises(ManifestError):
         Share.from_json(told, TWO)
+
+
+def test_a_parameter_for_which_a_worker_did_not_join_is_named():
+    one, other = TWO
+    needs = Needs.from_json(
+        json.loads(json.dumps(Needs(Share.of_blocks([[Block((0, 0), (2, 4))]]), {"a": "why"}).to_json())), [one]
+    )
+    assert needs.of([one]).blocks(0) == (Block((0, 0), (2, 4)),) and needs.whole == {"a": "why"}
+    with pytest.raises(ManifestError, match=r"joined without b float32\[2\]"):
+        needs.of(TWO)
+    assert Needs(None, {}).of([other]).blocks(0) == (Block.whole(other.shape),)
+    with pytest.raises(TransportError, match="malformed needs"):
+        Needs.from_json({"share": None, "whole": []}, TWO)

@@ -114,24 +114,32 @@ class _Clock:
 
 
 def _trainer(root: str) -> None:
+    from torchrl_ext.deadline import Deadline
+    from torchrl_ext.transports.base import Update
     from torchrl_ext.transports.delta.transport import DeltaTransport
     from torchrl_ext.weights.source import MappingSource
 
     weights = _model()
     source, clock = MappingSource(weights), _Clock()
     transport = DeltaTransport(root, timeout_s=_DEADLINE_S)
-    opening = transport.open(1, source.params())
+    within = Deadline(_DEADLINE_S, "the engine")
+    opening = transport.open(1, source.params(), within)
     clock.lap("connect")
-    opening.transfer()
+    opening.transfer(within)
     clock.lap("ready")
     clock.compiled()
     for version, step in _VERSIONS.items():
         for tensor in weights.values():
             tensor.view(-1)[::100] *= 1.01 if version > 1 else 1
-        transport.prepare(source, version).acknowledge(version - 1)
+        transport.prepare(Update(source=source, version=version), within.again()).served(version - 1)
         clock.lap(step)
-    opening = transport.open(1, source.params())  # publishing took the probe away
-    info = {**opening.info, "params": [meta.to_json() for meta in source.params()], "world_size": 2}
+    opening = transport.open(1, source.params(), within)  # publishing took the probe away
+    info = {
+        **opening.info,
+        "transport": transport.name,
+        "params": [meta.to_json() for meta in source.params()],
+        "world_size": 2,
+    }
     print(json.dumps({"info": info, "seconds": clock.seconds}), flush=True)
     sys.stdin.readline()
 

@@ -29,10 +29,12 @@ from torch import Tensor
 from torchrl_ext.bench.data import SIZES, Shapes, shapes_bytes, weights_of
 from torchrl_ext.bench.ipc import measure_ipc
 from torchrl_ext.bench.runner import ratio, rounds, track_peak
-from torchrl_ext.errors import TransportError
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.transports.base import Arrival, Update, Worker
 from torchrl_ext.transports.collective.stream import BUCKET_BYTES
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
+from torchrl_ext.transports.group.meeting import GroupMailbox
 from torchrl_ext.types import Info
 from torchrl_ext.weights.source import MappingSource
 
@@ -76,17 +78,28 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
 # collective
 
 
+def _elsewhere(*_: Any) -> None:
+    """Do nothing: the other process does this."""
+
+
 class _End:
     """One of the two processes, which both go through the same steps; the trainer (rank 0) sends.
 
     Args:
         rank: 0 or 1.
-        transport: connected to the other end.
+        send: sends weights in buckets of a size, on rank 0.
+        receive: receives into weights, on rank 1.
         info: of the connection, with the port of a store for the group that this is compared with.
     """
 
-    def __init__(self, rank: int, transport: VLLMCollectiveTransport, info: Info) -> None:
-        self.rank, self._transport = rank, transport
+    def __init__(
+        self,
+        rank: int,
+        info: Info,
+        send: Callable[[Mapping[str, Tensor], int], None] = _elsewhere,
+        receive: Callable[[Mapping[str, Tensor]], None] = _elsewhere,
+    ) -> None:
+        self.rank, self._send, self._receive = rank, send, receive
         longest = timedelta(seconds=TIMEOUT_S)
         own = dist.TCPStore(  # type: ignore[attr-defined]  # torch names its stores, and does not export them
             info["master_address"], info["plain_port"], None, False, longest, False
@@ -124,16 +137,9 @@ class _End:
     def move(self, weights: Mapping[str, Tensor], bucket_bytes: int) -> None:
         """Make one update, which is received in place."""
         if self.rank == 0:
-            self._transport.bucket_bytes = bucket_bytes
-            handoff = self._transport.prepare(MappingSource(weights), 1)
-            self._transport.announce(handoff.info)
-            handoff.transfer()
-            return
-        info = self._transport.poll(TIMEOUT_S)
-        if info is None:
-            raise TransportError(f"the trainer sent nothing within {TIMEOUT_S:g} s")
-        for _ in self._transport.receive(info, weights):
-            pass
+            self._send(weights, bucket_bytes)
+        else:
+            self._receive(weights)
 
     def meet(self) -> None:
         """Wait until the other end has come to this step too."""
@@ -150,7 +156,8 @@ class _End:
 
 def _collective(shapes: Mapping[str, Shapes], args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     transport = VLLMCollectiveTransport(device="cpu", timeout_s=TIMEOUT_S)
-    handoff = transport.open(1, ())
+    within = Deadline(TIMEOUT_S, "the worker process")
+    handoff = transport.open(1, (), within)
     longest = timedelta(seconds=TIMEOUT_S)
     plain = dist.TCPStore("127.0.0.1", 0, None, True, longest, False)  # type: ignore[attr-defined]
     info = {**handoff.info, "plain_port": plain.port}
@@ -161,8 +168,15 @@ def _collective(shapes: Mapping[str, Shapes], args: argparse.Namespace, say: Cal
     worker.start()
     numbers: dict[str, Any] = {}
     try:
-        handoff.transfer()
-        end = _End(0, transport, info)
+        handoff.transfer(within)
+
+        def send(weights: Mapping[str, Tensor], bucket_bytes: int) -> None:
+            transport.bucket_bytes, source, within = bucket_bytes, MappingSource(weights), Deadline(TIMEOUT_S)
+            handoff = transport.prepare(Update(source=source, version=1), within)
+            transport.mailbox.put(Arrival(version=1, params=source.params(), info=handoff.info), within)
+            handoff.transfer(within)
+
+        end = _End(0, info, send)
         say("collective against a flat broadcast")
         for part, seconds, extra in end.steps(shapes, args.bucket_bytes, args.repeats):
             numbers[part] = _numbers(part, shapes[part], seconds, extra, args.bucket_bytes)
@@ -177,11 +191,20 @@ def _collective(shapes: Mapping[str, Shapes], args: argparse.Namespace, say: Cal
 
 def _work(info: Info, size: str, bucket_bytes: int, repeats: int) -> None:
     """Run the worker process: join as rank 1, and go through the same steps as the trainer."""
-    transport = VLLMCollectiveTransport.from_info(info)
-    transport.join({**info, "rank": 1})
-    for _ in _End(1, transport, info).steps(SIZES[size], bucket_bytes, repeats):
+    worker = VLLMCollectiveTransport.join(info, Worker(rank=1), Deadline(TIMEOUT_S, "the trainer process"))
+    mailbox = GroupMailbox(worker.member)
+
+    def receive(weights: Mapping[str, Tensor]) -> None:
+        within = Deadline(TIMEOUT_S, "the trainer process")
+        arrival = mailbox.get(within)
+        if arrival is None:
+            raise within.error("the trainer sent nothing")
+        for _ in worker.receive(arrival, weights, within):
+            pass
+
+    for _ in _End(1, info, receive=receive).steps(SIZES[size], bucket_bytes, repeats):
         pass
-    transport.shutdown()
+    worker.close()
 
 
 def _numbers(
@@ -212,7 +235,7 @@ def _disk(shapes: Shapes, args: argparse.Namespace) -> dict[str, Any]:
         def publish(name: str, **settings: Any) -> float:
             transport = DiskTransport(root / name, **settings)
             began = time.perf_counter()
-            transport.prepare(MappingSource(weights), 1).transfer()
+            transport.prepare(Update(source=MappingSource(weights), version=1), Deadline(TIMEOUT_S))
             taken = time.perf_counter() - began
             transport.shutdown()
             shutil.rmtree(root / name)

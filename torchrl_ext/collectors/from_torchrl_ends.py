@@ -262,11 +262,11 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
         """
         if self._follower is None:
             return self._transport.receive_weights(timeout, model=self._engine) is not None
-        info = self._transport.poll(timeout)
+        info = self._transport.newest(timeout, self._taken)
         if info is None:
             return False
         self._follower.take(info)
-        self._transport.pass_over(info)
+        self._taken = info
         return True
 
     def shutdown(self) -> None:

@@ -307,7 +307,7 @@ class WeightSender:
             source.digesting = self._verify and self.engine.verifies and not self._transport.proves
             source.version = self._next_version()
             try:
-                self._update(Update(source=source, version=source.version, anew=anew))
+                self._update(source, anew)
             except WeightSyncError as error:
                 if not anew and self._builds_on_what_is_not_there(source, error):
                     log.warning("weights version %d is sent again, whole: %s", source.version, error)
@@ -342,10 +342,11 @@ class WeightSender:
 
     # one update, phase by phase
 
-    def _update(self, update: Update) -> None:
+    def _update(self, source: UpdateSource, anew: bool) -> None:
+        update = Update(source=source, version=source.version, anew=anew)
         self._attempted = update.version  # from here on somebody may have seen it: it stands for no other weights
         within = Deadline(self._transport.timeout_s, f"the workers of {self.engine.url}")
-        with passing(self._transport, update.source):
+        with passing(self._transport, source):
             with self._spans.of("prepare"):
                 handoff = self._transport.prepare(update, within)
             with self._spans.of("prefetch"), beside(self._prefetch(update), within):
@@ -353,7 +354,7 @@ class WeightSender:
             with self._spans.of("pause"), self.engine.updating(update.version):  # paused only from here
                 with beside(self._load(update, handoff), within):
                     handoff.transfer(within)  # a collective runs beside the call; disk has nothing left to do
-                self.engine.verify(update.source.digests)
+                self.engine.verify(source.digests)
         self._served(update, handoff)
 
     # its helpers

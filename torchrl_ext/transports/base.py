@@ -28,7 +28,15 @@ from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = [
-    "Arrival", "Handoff", "TransferStats", "Transport", "Update", "Worker", "WorkerEnd", "exclusive", "passing",
+    "Arrival",
+    "Handoff",
+    "TransferStats",
+    "Transport",
+    "Update",
+    "Worker",
+    "WorkerEnd",
+    "exclusive",
+    "passing",
     "steps_of",
 ]
 
@@ -213,9 +221,7 @@ class WorkerEnd(ABC):
         return None
 
     @abstractmethod
-    def receive(
-        self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline
-    ) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
         """Yield the pairs of one version, full tensors in checkpoint coordinates, in the order of its parameters.
 
         Where `Transport.slices` is true, `Sliced` tensors of the blocks that the worker needs, and nothing for a name

@@ -24,8 +24,9 @@ from torch import nn
 from torchrl_ext.bench.runner import at_most, track_peak
 from torchrl_ext.errors import DeadlineError, TransportError
 from torchrl_ext.stores import Chain, open_store
+from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.delta.transport import DeltaTransport
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.types import ParamMeta, SyncReport
 from torchrl_ext.versions.shards.parts import read_parts
 from torchrl_ext.weights.shards.blocks import Block
 
@@ -177,14 +178,15 @@ def _work(ranks: int, layers: int, width: int, versions: int, density: float, ro
             flat = local.view(-1)
             flat[torch.randint(flat.numel(), (int(density * flat.numel()),))] *= 1.01  # and next to no memory
 
-    def sent(model: nn.Module, transport: DeltaTransport, version: int) -> float:
+    def sent(model: nn.Module, sender: WeightSender, version: int) -> tuple[float, SyncReport]:
         train(model, version)
         dist.barrier()
         began = time.perf_counter()
-        transport.send_weights(model)
-        return time.perf_counter() - began
+        report = sender.update_weights(model)
+        return time.perf_counter() - began, report
 
-    small, first = sharded(2, 64), DeltaTransport(f"{root}/first", by_shard=True, timeout_s=_TIMEOUT_S)
+    first = WeightSender(DeltaTransport(f"{root}/first", by_shard=True, timeout_s=_TIMEOUT_S))
+    small = sharded(2, 64)
     for version in range(3):  # compiled loops and what gloo keeps are no part of the model
         sent(small, first, version)
     model = sharded(layers, width)
@@ -192,12 +194,14 @@ def _work(ranks: int, layers: int, width: int, versions: int, density: float, ro
     transport = DeltaTransport(
         f"{root}/updates", by_shard=True, keyframe_every=0, shard_bytes=max(1, own // 32), timeout_s=_TIMEOUT_S
     )
+    sender = WeightSender(transport)
     with track_peak() as keyframe:
-        sent(model, transport, 0)
+        sent(model, sender, 0)
     seconds = []
     with track_peak() as delta:
         for version in range(1, versions + 1):
-            seconds.append(sent(model, transport, version))
+            taken, report = sent(model, sender, version)
+            seconds.append(taken)
     dist.barrier()
     told.put(
         {
@@ -206,7 +210,7 @@ def _work(ranks: int, layers: int, width: int, versions: int, density: float, ro
             "delta": max([0, *delta]),
             "keyframe": max([0, *keyframe]),
             "seconds": min(seconds),
-            "rank_bytes": list(transport.stats.rank_bytes),
+            "rank_bytes": list(report.rank_bytes),
         }
     )
     told.close()

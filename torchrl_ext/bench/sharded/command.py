@@ -84,7 +84,6 @@ def _synthetic(args: argparse.Namespace, folder: str, say: Callable[[str], None]
         ranks, workers = _read(folder, case.name, "rank"), _read(folder, case.name, "worker")
         report = ranks[0]["report"]
         found["model_bytes"] = report["model_bytes"]
-        kernel = [one[0]["kernel_bytes"] / (1 + case.repeats) for one in workers]
         said = report["worker_bytes"]
         found[case.name] = {
             "rank_bytes": report["rank_bytes"],
@@ -94,8 +93,6 @@ def _synthetic(args: argparse.Namespace, folder: str, say: Callable[[str], None]
         }
         if case.engines == 1:
             found[case.name] |= {
-                "kernel_bytes": kernel,
-                "received_by_the_kernel": at_most(max(got / own[at] for at, got in enumerate(kernel)), RECEIVED),
                 "rank_extra": _extra([one["extra_bytes"] for one in ranks], args),
                 "worker_extra": _extra([one[0]["extra_bytes"] for one in workers], args),
             }

@@ -28,10 +28,12 @@ from torch import nn
 
 from torchrl_ext.bench.data import Shapes, model_shapes
 from torchrl_ext.bench.runner import track_peak
-from torchrl_ext.errors import TransportError
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.registry import engines, transports
 from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.transports.base import Worker
+from torchrl_ext.transports.group.meeting import STANDALONE_GROUP
 from torchrl_ext.transports.sharded.rounds import words_of
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
@@ -49,7 +51,7 @@ MODELS: dict[str, Shapes] = {"full": model_shapes(6, 1024, 4096), "small": model
 
 _HOST = "127.0.0.1"
 _TOGETHER: dict[str, Any] = {}
-"""By case, the barrier of its processes: a connection that is closed takes the kernel's count of its bytes with it."""
+"""By case, the barrier of its processes: a worker that leaves ends the group of the others."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -305,8 +307,7 @@ class _Worker:
     Args:
         seat, case: of its process.
         worker: its number among those of all engines.
-        together: waits for all other workers and for the trainer, since one that leaves closes its sockets, and those
-            of the other workers of its process.
+        together: waits for all other workers and for the trainer, since one that leaves ends the group.
     """
 
     def __init__(self, seat: Seat, case: Case, worker: int, together: threading.Barrier) -> None:
@@ -325,53 +326,51 @@ class _Worker:
             cpu_s = time.process_time()
             self._take(way, ends[way])
             received.append({"way": way, "cpu_s": time.process_time() - cpu_s})
-        kernel_bytes = _moved(ends["sharded"])  # of all updates: the next one may begin before this line
         self._together.wait()
         for end in ends.values():
-            end.shutdown()
+            end.close()
         del ends, end
         gc.collect()
         fresh = self._join("sharded", case.ports["memory"])
         with track_peak() as extra:
             self._take("sharded", fresh)
         self._together.wait()
-        fresh.shutdown()
-        return {"received": received, "kernel_bytes": kernel_bytes, "extra_bytes": extra}
+        fresh.close()
+        return {"received": received, "extra_bytes": extra}
 
     def _join(self, way: str, port: int) -> Any:
         case = self._case
         size = case.engines * WORKERS
-        place = {"worker": self._worker, "workers": size}
-        if way != "sharded":
-            place = {"rank": 1 + self._worker, "world_size": 1 + size}
-        bucket_bytes = self._seat.bucket_bytes
-        made: Any = transports.make(
-            way, master_address=_HOST, master_port=port, bucket_bytes=bucket_bytes, timeout_s=TIMEOUT_S, **place
-        )
+        offer: dict[str, Any] = {
+            "master_address": _HOST,
+            "master_port": port,
+            "secret": "",
+            "room": STANDALONE_GROUP,
+            "members": size + (case.ranks if way == "sharded" else 1),
+            "backend": "gloo",
+            "timeout_s": TIMEOUT_S,
+        }
         if way == "sharded":
-            made.want({name: (block,) for name, block in self._blocks.items()}, {})
-        made.init_all_workers_group({name: (meta.dtype, meta.shape) for name, meta in self._metas.items()})
-        return made
+            offer |= {"carrier": "group", "bucket_bytes": self._seat.bucket_bytes}
+        slices = {name: (block,) for name, block in self._blocks.items()}
+        here = Worker(rank=1 + self._worker, params=tuple(self._metas.values()), slices=slices)
+        return transports.load(way).join(offer, here, Deadline(TIMEOUT_S, "the trainer"))
 
     @torch.no_grad()
     def _take(self, way: str, end: Any) -> None:
-        info = end.poll(TIMEOUT_S)
-        if info is None:
-            raise TransportError(f"nothing was sent within {TIMEOUT_S:g} s")
+        within = Deadline(TIMEOUT_S, "the trainer")
+        arrival = end.get(within)
+        if arrival is None:
+            raise within.error("nothing was sent")
         if way == "sharded":
             into = {
                 name: Sliced.of(self._metas[name], [(self._blocks[name], part)]) for name, part in self._live.items()
             }
-            for _ in end.receive(info, into):
+            for _ in end.receive(arrival, into, within):
                 pass
             return
-        for name, tensor in end.receive(info, {}):  # whole, and cut as an engine's loader does
+        for name, tensor in end.receive(arrival, {}, within):  # whole, and cut as an engine's loader does
             self._live[name].copy_(tensor[self._blocks[name].within(Block.whole(tensor.shape))])
-
-
-def _moved(end: Any) -> int:
-    """Return the bytes that the group of a sharded end has received, as the kernel counts them."""
-    return int(end._end.member.group().moved()[1])
 
 
 def _metas(shapes: Shapes) -> list[ParamMeta]:

@@ -180,7 +180,7 @@ class SharedChecks:
         if self._store is None or not probe.startswith(".probe") or "/" in probe:
             return False
         theirs = SharedRoot(self._store, self._token)
-        offer = Invitation(root=self._root, probe=probe, run_id=self._token, host="the engine")
+        offer = Invitation(root=str(self._root), probe=probe, run_id=self._token, host="the engine")
         try:
             theirs.find(offer, Deadline(2.0))
         except WeightSyncError:

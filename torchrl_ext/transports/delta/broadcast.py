@@ -1,7 +1,7 @@
 """Versions of a delta transport that are broadcast in a group, and written to no filesystem.
 
-What a keyframe holds travels as the tensors themselves (`KeptTensors`). The other files of a version, which are all that
-a delta is, travel behind them as one tensor of bytes, so that whatever reads a version from a directory reads it here.
+A keyframe travels as its tensors (`KeptTensors`). The other files of a version, which are all that a delta is, travel
+behind them as one tensor of bytes, so that whatever reads a version from a directory reads it here.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def announce(
         TransportError, DeadlineError: a worker is gone, does not answer or cannot build on what it holds; names its
             rank.
     """
-    files = store.files(version_name(version))
+    folder = version_name(version)
+    files = {name: store.get(f"{folder}/{name}") for name in store.sizes(folder)}
     packed = torch.frombuffer(bytearray(b"".join(files.values())), dtype=torch.uint8)
     source = MappingSource({**full.tensors, FILES: packed})
     handoff = group.prepare(Update(source=source, version=version), within)
@@ -178,7 +179,7 @@ class Broadcast:
         self._worker, self._store, self._versions, self.full = worker, store, versions, KeptTensors()
 
     @staticmethod
-    def require(format: int) -> None:  # noqa: A002 - the field's name
+    def require(format: int) -> None:
         """Raise a ConfigError where the trainer is of a release that broadcasts something else."""
         if format != FORMAT:
             raise ConfigError(

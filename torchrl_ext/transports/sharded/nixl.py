@@ -22,6 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError
 from torchrl_ext.transports.group.calls import made_in_time, run_beside, sever_at_exit, wait_for_at_exit
 from torchrl_ext.transports.group.notes import NoteStore
@@ -130,13 +131,11 @@ class NixlGroup(PeerGroup):
         timeout_s: float,
     ) -> None:
         super().__init__(notes, generation, rank, peers, device=device, timeout_s=timeout_s)
-        api, until, key = load_nixl(), time.monotonic() + timeout_s, f"agents/{generation}/"
+        api, key, within = load_nixl(), f"agents/{generation}/", Deadline(timeout_s, stop=notes.stop)
         self._begun: Counter[tuple[int, bool]] = Counter()
-        agent = made_in_time(
-            partial(_Agent, api, f"{generation}/{rank}/{uuid.uuid4().hex}", device), until, timeout_s, notes.stop
-        )
+        agent = made_in_time(partial(_Agent, api, f"{generation}/{rank}/{uuid.uuid4().hex}", device), within)
         notes.put(f"{key}{rank}", msgspec.to_builtins(agent.address))
-        found = notes.collect(key, peers, until)
+        found = notes.collect(key, peers, within.until)
         if notes.stop.is_set():
             raise TransportError("forming the group was aborted")
         if len(found) < len(peers):

@@ -65,8 +65,7 @@ class ShardedTrainer(End):
         """
         self.member.under(within)
         notes, size, session = self.member.notes(room), self._ranks().size, self._ranks().session
-        where = {"address": notes.host, "port": notes.port, "secret": notes.secret}
-        session.order("enter", room=room, workers=workers, **where)
+        session.order("enter", room=room, workers=workers, address=notes.host, port=notes.port, secret=notes.secret)
         self.member.host(room, workers + size, params)
         session.answers()
         group = _with_workers(self.member, workers)

@@ -186,9 +186,7 @@ class ShardedTransport(StandaloneTransport):
             bucket_bytes=settings.bucket_bytes,
             timeout_s=self.timeout_s,
         )
-        return Handoff(
-            info=offer.to_json(), transfer=lambda within: self._trainer.host(room, workers, params, within)
-        )
+        return Handoff(info=offer.to_json(), transfer=lambda within: self._trainer.host(room, workers, params, within))
 
     def _standalone_workers(self) -> int:
         if self._workers is None:

@@ -45,9 +45,7 @@ class ShardedWorker(End, GroupMailbox, WorkerEnd):
         End.__init__(self, settings, address, port, secret)
         self._slices, self._whole = slices or {}, whole or {}
 
-    def enter(
-        self, room: str, rank: int, members: int | None, params: tuple[ParamMeta, ...], within: Deadline
-    ) -> None:
+    def enter(self, room: str, rank: int, members: int | None, params: tuple[ParamMeta, ...], within: Deadline) -> None:
         """Join the group that trainer rank 0 forms in ``room``, and leave a note of the needs of this worker.
 
         Args:

@@ -28,15 +28,15 @@ __all__ = ["RankCopies", "Ranks", "steps"]
 
 
 class Ranks(Protocol):
-    """The ranks of a trainer, as rank 0 speaks to them (`torchrl_ext.transports.ranks.TrainerRanks`)."""
+    """The ranks of a trainer, as rank 0 speaks to them (`torchrl_ext.transports.ranks.Session`)."""
 
-    def order(self, what: str, **more: Any) -> None:
-        """Tell every other rank to do ``what``."""
+    def order(self, step: str, /, **args: Any) -> None:
+        """Let every other rank run ``step``."""
 
     def answers(self) -> list[Info]:
         """Return what ranks 1, 2, ... answer to the last order."""
 
-    def ask(self, what: str, **more: Any) -> list[Info]:
+    def ask(self, step: str, /, **args: Any) -> list[Info]:
         """Give an order, and return the answers to it."""
 
 

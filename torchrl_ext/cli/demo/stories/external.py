@@ -140,23 +140,21 @@ def _encodings(stage: Stage) -> None:
     after = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = []
     for encoding in _ENCODINGS:
-        transport = tx.DeltaTransport(stage.folder / encoding, encoding=encoding)
+        sender = tx.WeightSender(tx.DeltaTransport(stage.folder / encoding, encoding=encoding))
         worker = tx.DeltaTransport(stage.folder / encoding, encoding=encoding)
-        transport.send_weights("policy", before)
+        sender.update_weights(before)
         worker.receive_weights(timeout=60.0)
-        transport.send_weights("policy", after)
-        found.append(transport.stats.bytes)
+        found.append(sender.update_weights(after).bytes)
         held = worker.receive_weights(timeout=60.0)
         equal = held is not None and all(torch.equal(held[name], one) for name, one in after.items())
         stage.check(f"{encoding}: a reader gets the trainer's bits", equal)
     stage.check(f"{' <= '.join(_ENCODINGS)} in bytes ({', '.join(map(str, found))})", found, sorted(found))
     name = next(name for name, tensor in after.items() if tensor.dim() > 1)
     for old, new in ((0.0, 1.0), (0.0, -0.0)):
-        transport = tx.DeltaTransport(stage.folder / f"one{new}", encoding="indices")
+        sender = tx.WeightSender(tx.DeltaTransport(stage.folder / f"one{new}", encoding="indices"))
         weights = {name: after[name].clone()}
         weights[name][0, 0] = old
-        transport.send_weights("policy", weights)
+        sender.update_weights(weights)
         weights[name][0, 0] = new
-        transport.send_weights("policy", weights)
-        positions = round(transport.stats.density * weights[name].numel())
+        positions = round(sender.update_weights(weights).density * weights[name].numel())
         stage.check(f"a change of one element from {old} to {new} is one position", positions, 1)
