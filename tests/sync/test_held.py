@@ -148,7 +148,7 @@ class Messages(RuleBasedStateMachine):
     @precondition(lambda self: self.loaded is not None)
     @rule(wrong=st.booleans())
     def verify(self, wrong):
-        load, part, content = self.loaded
+        _, part, content = self.loaded
         named = NAMES if part is None else part.names
         digests = {name: tensor_digest(tensor) for name, tensor in tensors(content).items() if name in named}
         digests |= {min(named): "0" * 32} if wrong else {}
@@ -165,7 +165,7 @@ class Messages(RuleBasedStateMachine):
     @precondition(lambda self: self.loaded is not None)
     @rule()
     def finish(self):
-        (load, part, content), self.loaded, self.update = self.loaded, None, None
+        (load, _, content), self.loaded, self.update = self.loaded, None, None
         if self.tell(Finish(version=load.version)):
             assert self.held == content and self.receiver.state() == {"whole": True}
             assert self.receiver.held.base == load.version

@@ -14,21 +14,20 @@ import torchrl_ext as tx
 from torchrl_ext.errors import ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.proof.outputs import Probe
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.weights.source import MappingSource
+from torchrl_ext.weights.source import WeightSource, as_source
 
-class Gathered(MappingSource):
+class Gathered(WeightSource):
     '''A policy whose every tensor is gathered by all ranks, as FSDP's are.'''
 
     def __init__(self, tensors):
-        super().__init__(tensors)
-        self.passes = 0
+        self.tensors, self.passes = tensors, 0
 
-    def held(self):
-        return {}
+    def params(self):
+        return as_source(self.tensors).params()
 
     def __iter__(self):
         self.passes += 1
-        for name, tensor in super().__iter__():
+        for name, tensor in self.tensors.items():
             found = tensor.clone()
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
             yield name, found
@@ -55,9 +54,10 @@ def made(name="disk", timeout_s=20.0, **settings):
     for tensor in served.values():
         tensor.zero_()
     root = {} if name == "memory" else {"root": folder}
-    engine = InProcessEngine(served) if rank == 0 else None
+    receiver = tx.WeightReceiver(served)
+    engine = InProcessEngine(receiver) if rank == 0 else None
     sender = tx.WeightSender(tx.make_transport(name, timeout_s=timeout_s, **root), engine, **settings)
-    sender.counted = Collector()
+    sender.receiver, sender.counted = receiver, Collector()
     sender.register_collector(sender.counted)
     return sender
 
@@ -154,8 +154,7 @@ with suppress(ManifestError):
     raise AssertionError("it was not raised")
 report = sender.update_weights(policy(4), only="b")
 assert rank != 0 or report.part, "nothing was sent, so the last version still holds"
-if rank == 0:
-    sender.engine._host.receiver.invalidate()
+sender.receiver.invalidate()
 report = sender.update_weights(policy(5), only="b")
 assert not report.part
 serves(5)

@@ -1,8 +1,7 @@
 """Versions of a delta transport that are broadcast in a group, and written to no filesystem.
 
-What a keyframe holds travels as the tensors themselves (`KeptTensors`). The other files of a version, which are all
-that a delta is, travel behind them as one tensor of bytes, so that whatever reads a version from a directory reads it
-here.
+A keyframe travels as its tensors (`KeptTensors`). The other files of a version, which are all that a delta is, travel
+behind them as one tensor of bytes, so that whatever reads a version from a directory reads it here.
 """
 
 from __future__ import annotations
