@@ -112,7 +112,10 @@ class Messages(RuleBasedStateMachine):
     @precondition(lambda self: self.transport is not None)
     @rule(names=st.sets(st.sampled_from(NAMES), max_size=2), back=st.integers(0, 2), told=st.booleans())
     def prefetch(self, names, back, told):
-        """A whole version, or one that brings some tensors of it; the worker hears of it, or does not."""
+        """Make a version, or one that brings some of its tensors; the worker hears of it, or does not."""
+        self._prefetch(names, back, told)
+
+    def _prefetch(self, names, back, told):
         self.count += 1
         known = sorted(self.versions)
         part = None
@@ -137,12 +140,18 @@ class Messages(RuleBasedStateMachine):
     @precondition(lambda self: self.transport is not None)
     @rule()
     def start_to_load(self):
+        self._start()
+
+    def _start(self):
         if not self.tell(Start()):
             self.update = None
 
     @precondition(lambda self: self.update is not None)
     @rule()
-    def load(self):
+    def load_what_was_made(self):
+        self._load()
+
+    def _load(self):
         self.loaded = self.update if self.tell(self.update[0]) else None
 
     @precondition(lambda self: self.loaded is not None)
@@ -164,13 +173,28 @@ class Messages(RuleBasedStateMachine):
 
     @precondition(lambda self: self.loaded is not None)
     @rule()
-    def finish(self):
+    def finish_what_was_loaded(self):
+        self._finish()
+
+    def _finish(self):
+        if self.loaded is None:
+            return
         (load, _, content), self.loaded, self.update = self.loaded, None, None
         if self.tell(Finish(version=load.version)):
             assert self.held == content and self.receiver.state() == {"whole": True}
             assert self.receiver.held.base == load.version
             self.versions[load.version] = content
             self.sound.append(content)
+
+    @precondition(lambda self: self.transport is not None)
+    @rule(names=st.sets(st.sampled_from(NAMES), max_size=2), breaks=st.sampled_from([None, None, "load", "commit"]))
+    def update_in_order(self, names, breaks):
+        """Take all steps of an update, as long as none fails."""
+        self._prefetch(names, 0, True)
+        self.loader.fails = breaks
+        for step in (self._start, self._load, self._finish):
+            if self.update is not None:
+                step()
 
     @precondition(lambda self: self.transport is not None)
     @rule(step=st.sampled_from([Start(), Finish(version=7), Verify(digests={}), State()]))
