@@ -107,7 +107,11 @@ class Messages(RuleBasedStateMachine):
         self.connection = f"connection-{self.count}"
         self.versions, self.update, self.loaded = {0: self.start} if self.held == self.start else {}, None, None
         message = invitation(self.transport, tensors(self.held))
+        base = self.receiver.held.base
         self.receiver.handle(structs.replace(message, connection=self.connection))
+        if base:
+            part = Part(base=base, names=frozenset("a"))
+            assert not self.tell(Prefetch(version=base + 1, part=part), StaleBaseError), "that of another trainer"
 
     @precondition(lambda self: self.transport is not None)
     @rule(names=st.sets(st.sampled_from(NAMES), max_size=2), back=st.integers(0, 2), told=st.booleans())
@@ -187,10 +191,15 @@ class Messages(RuleBasedStateMachine):
             self.sound.append(content)
 
     @precondition(lambda self: self.transport is not None)
-    @rule(names=st.sets(st.sampled_from(NAMES), max_size=2), breaks=st.sampled_from([None, None, "load", "commit"]))
-    def update_in_order(self, names, breaks):
+    @rule(
+        names=st.sets(st.sampled_from(NAMES), max_size=2),
+        back=st.integers(0, 1),
+        told=st.sampled_from([True, True, True, False]),
+        breaks=st.sampled_from([None, None, None, "load", "commit"]),
+    )
+    def update_in_order(self, names, back, told, breaks):
         """Take all steps of an update, as long as none fails."""
-        self._prefetch(names, 0, True)
+        self._prefetch(names, back, told)
         self.loader.fails = breaks
         for step in (self._start, self._load, self._finish):
             if self.update is not None:
@@ -250,5 +259,5 @@ class Messages(RuleBasedStateMachine):
 
 TestMessages = Messages.TestCase
 TestMessages.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
