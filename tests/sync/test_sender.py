@@ -338,6 +338,8 @@ class TestAlone:
             def __iter__(self):
                 with pytest.raises(ConcurrentUpdateError):
                     sender.update_weights(refused)
+                with pytest.raises(ConcurrentUpdateError):
+                    sender.init_all_workers_group(vllm_engine=InProcessEngine(nn.Linear(2, 2)))
                 yield from super().__iter__()
 
         sender = tx.WeightSender(transport)
