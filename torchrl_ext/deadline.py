@@ -182,8 +182,8 @@ def _append(error: BaseException, cause: BaseException) -> None:
 def beside(call: Callable[[Callable[[], None]], None], within: Deadline) -> Iterator[None]:
     """Run ``call`` in a thread beside the block, whose waits are under the same deadline.
 
-    Whichever side fails first sets ``within.stop``, so that neither waits for a party that has given up. The first cause
-    is raised, the other one chained to it. ``call`` must have a deadline of its own.
+    Whichever side fails first sets ``within.stop``, so that neither waits for a party that has given up. The first
+    cause is raised, the other one chained to it. ``call`` must have a deadline of its own.
 
     Args:
         call: takes a callable for failures that it sees early.

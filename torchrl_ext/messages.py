@@ -200,7 +200,7 @@ class Join(Connected, frozen=True, kw_only=True):
         return cls.from_json({**own, "offer": {name: value for name, value in info.items() if name not in own}})
 
     def info(self) -> Info:
-        """Return the info that `Transport.from_info` and `Transport.join` take."""
+        """Return the info of which `of` made the message."""
         return {
             **self.offer,
             "transport": self.transport,

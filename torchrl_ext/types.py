@@ -17,7 +17,8 @@ import torch
 from torchrl_ext.errors import ConfigError, ManifestError, WeightSyncError
 
 __all__ = [
-    "PROOFS", "EngineInfo", "EngineRow", "Info", "ParamMeta", "Part", "SyncReport", "dtype_from_name", "dtype_name", "least",
+    "PROOFS", "EngineInfo", "EngineRow", "Info", "ParamMeta", "Part", "SyncReport", "dtype_from_name", "dtype_name",
+    "least",
 ]  # fmt: skip
 
 Info = dict[str, Any]

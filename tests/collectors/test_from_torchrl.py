@@ -213,7 +213,7 @@ def test_workers_of_a_collector_dial_the_address_that_a_scheme_is_given(name):
     scheme = getattr(ours, name)(*server, master_address="127.0.0.2")
     with followers(scheme, [model], model=policy) as (end,):
         assert end._dial[0] == end.host == "127.0.0.2"
-        assert end._worker_end._receiver._transport.master_address == "127.0.0.2"
+        assert end._worker_end._receiver._end.member.address == "127.0.0.2"
         train(policy)
         scheme.send()
         assert same(model.state_dict(), policy.state_dict())
@@ -225,7 +225,7 @@ def test_workers_of_a_collector_read_a_double_buffer_where_they_see_it(tmp_path)
     policy, model = make_policy(), make_policy(1)
     scheme = ours.VLLMDoubleBufferSyncScheme(str(tmp_path / "remote"), str(tmp_path / "local"))
     with followers(scheme, [model], model=policy) as (end,):
-        assert str(end._worker_end._receiver._transport.root) == str(tmp_path / "local")
+        assert str(end._worker_end._receiver._end._store.root) == str(tmp_path / "local")
         train(policy)
         scheme.send()
         assert same(model.state_dict(), policy.state_dict())

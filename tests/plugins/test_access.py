@@ -14,6 +14,7 @@ import pytest
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_model
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.messages import Inspect, Join, Load, Rehearse, Verify
 from torchrl_ext.rollout.client import InferenceClient
@@ -117,7 +118,7 @@ def test_a_directory_for_local_copies_is_made_only_in_one_that_is_there(tmp_path
 
 def asked(http, **question):
     answer = http.post("/init_weight_transfer_engine", json={"init_info": Inspect(**question).to_json()})
-    assert answer.status_code == 200
+    assert answer.status_code == 200, answer.text
     return answer.json()["answer"]
 
 
@@ -242,10 +243,11 @@ def test_nothing_resumes_the_engine_while_an_update_is_open(server, http):
     transport = tx.make_transport("collective")
     params = tuple(ParamMeta.of(name, tensor) for name, tensor in as_source(tiny_model(1)))
     joined = tx.make_engine("embedded", url=server.url)
-    opened = transport.open(1, params)
-    thread = threading.Thread(target=opened.transfer, daemon=True)
+    within = Deadline(60)
+    opened = transport.open(1, params, within)
+    thread = threading.Thread(target=opened.transfer, args=(within,), daemon=True)
     thread.start()
-    joined.connect({**opened.info, "params": [meta.to_json() for meta in params], "rank_offset": 1})
+    joined.connect({**opened.info, "transport": "collective", "params": [meta.to_json() for meta in params]})
     thread.join()
     assert http.post("/start_weight_update").status_code == 200
     for route in ("/resume", "/wake_up", "/wake_up?tags=kv_cache"):

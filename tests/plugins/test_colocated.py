@@ -119,13 +119,13 @@ def test_weights_are_awake_during_an_update_and_the_cache_only_after_it(server, 
     seen = []
 
     class Watched(tx.IPCTransport):
-        def prepare(self, source, version):
+        def prepare(self, update, within):
             seen.append(("prepare", ask(server, "/is_sleeping")["tags"]))
-            handoff = super().prepare(source, version)
+            handoff = super().prepare(update, within)
 
-            def watched():
+            def watched(within):
                 seen.append(("load", ask(server, "/is_sleeping")["tags"]))
-                handoff.transfer()
+                handoff.transfer(within)
 
             return replace(handoff, transfer=watched)
 

@@ -9,19 +9,14 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 import torchrl_ext as tx
 from tests.collectors.collecting import same
 from tests.models import tiny_model, tiny_tokenizer
+from tests.sync.by_hand import invitation, prepared
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, NotConnectedError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import Join, Load
+from torchrl_ext.messages import Join
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
-
-
-def invitation(transport, model):
-    params = as_source(model).params()
-    info = {**transport.open(1, params).info, "params": [meta.to_json() for meta in params], "world_size": 2}
-    return Join.of(info)
 
 
 def test_it_follows_whatever_transport_it_is_told_to_join(tmp_path):
@@ -32,10 +27,10 @@ def test_it_follows_whatever_transport_it_is_told_to_join(tmp_path):
         with torch.no_grad():
             policy.weight.add_(1)
         version = transport.latest_version() + 1
-        handoff = transport.prepare(as_source(policy), version)
+        load = prepared(transport, policy, version)
         receiver.prefetch(version)
         receiver.start()
-        receiver.load(Load.of(handoff.info))
+        receiver.load(load)
         receiver.verify({name: tensor_digest(tensor) for name, tensor in as_source(policy)})
         receiver.finish(version)
         assert receiver.version == version

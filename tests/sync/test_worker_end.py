@@ -9,6 +9,7 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.processes import WAIT_S
+from tests.sync.by_hand import invitation, prepared
 from tests.transports.sharded_engine import Together as Agreeing
 from torchrl_ext.deadline import wait_until
 from torchrl_ext.errors import EngineError, NotConnectedError
@@ -17,7 +18,6 @@ from torchrl_ext.messages import (
     Finish,
     Inspect,
     Join,
-    Load,
     Poll,
     Prefetch,
     Pull,
@@ -73,19 +73,14 @@ def idle(handle, **of):
     return wait_until(ask, WAIT_S, lambda: AssertionError("it never ends"))
 
 
-def invitation(transport, model):
-    params = as_source(model).params()
-    return Join.of({**transport.open(2, params).info, "params": [meta.to_json() for meta in params], "world_size": 3})
-
-
 def test_workers_follow_a_trainer_step_by_step(engine):
     _, held, handle = engine
     policy, transport = nn.Linear(3, 2), tx.MemoryTransport()
-    assert handle(invitation(transport, policy)) == [{}, {}]
+    assert handle(invitation(transport, policy, 2)) == [{}, {}]
     assert idle(handle) == [{}, {}]
-    handoff = transport.prepare(as_source(policy), 1)
+    load = prepared(transport, policy, 1)
     digests = {name: tensor_digest(tensor) for name, tensor in as_source(policy)}
-    for message in (Prefetch(version=1), Start(), Load.of(handoff.info), Verify(digests=digests), Seal()):
+    for message in (Prefetch(version=1), Start(), load, Verify(digests=digests), Seal()):
         assert handle(message) == [{}, {}]
         assert not isinstance(message, Prefetch) or idle(handle) == [{}, {}]
     assert handle(Finish(version=1)) == [{}, {}]
@@ -156,15 +151,15 @@ def test_what_is_staged_while_the_engine_loads_by_itself_never_lands_on_that(eng
     def send(version):
         with torch.no_grad():
             policy.weight[0, 0] += 1
-        handoff = transport.prepare(as_source(policy), version)
+        load = prepared(transport, policy, version)
         assert handle(Prefetch(version=version)) == [{}, {}]
         answers = idle(handle)
         if answers == [{}, {}]:
-            for message in (Start(), Load.of(handoff.info), Finish(version=version)):
+            for message in (Start(), load, Finish(version=version)):
                 assert handle(message) == [{}, {}]
         return answers
 
-    assert handle(invitation(transport, policy)) == [{}, {}] and idle(handle) == [{}, {}]
+    assert handle(invitation(transport, policy, 2)) == [{}, {}] and idle(handle) == [{}, {}]
     assert send(1) == send(2) == [{}, {}]
     began, going = threading.Barrier(3), threading.Event()
     for end in ends:
@@ -241,7 +236,7 @@ def test_who_asks_again_for_a_pull_that_goes_on_hears_of_that_one_and_another_on
 def test_a_worker_that_closes_waits_for_no_pull(engine, pulls):
     ends, _, handle = engine
     transport = tx.MemoryTransport()
-    assert handle(invitation(transport, nn.Linear(3, 2))) == [{}, {}] and idle(handle) == [{}, {}]
+    assert handle(invitation(transport, nn.Linear(3, 2), 2)) == [{}, {}] and idle(handle) == [{}, {}]
     assert handle(Pull(source="/root", directory="/local", version=1)) == [{}, {}]
     for end in ends:
         end.close()

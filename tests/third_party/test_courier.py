@@ -2,10 +2,10 @@
 
 from courier import CourierTransport
 
-from torchrl_ext.testing import WAIT_S, Ends, TransportContract, free_port
+from torchrl_ext.testing import WAIT_S, Ends, StandaloneContract, free_port
 
 
-class TestCourier(TransportContract):
+class TestCourier(StandaloneContract):
     name = "courier"
 
     def make_ends(self, tmp_path):

@@ -6,6 +6,10 @@ import pytest
 import torch
 
 import torchrl_ext as tx
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.testing import WAIT_S
+from torchrl_ext.transports.base import Arrival, Update, Worker
+from torchrl_ext.weights.source import MappingSource
 
 
 @pytest.fixture
@@ -37,3 +41,16 @@ def everything(root):
 
 def weights(value, count=20):
     return {f"w{i:02d}": torch.full((500,), float(value)) for i in range(count)}
+
+
+def joined(trainer, count=1):
+    """Return the ends of ``count`` workers that joined ``trainer``."""
+    info = trainer.open(count, (), Deadline(WAIT_S)).info
+    return [tx.DiskTransport.join(info, Worker(rank=rank), Deadline(WAIT_S)) for rank in range(1, 1 + count)]
+
+
+def publish(trainer, sent, version):
+    """Prepare a version; return its handoff, and how workers hear of it."""
+    source = MappingSource(sent)
+    handoff = trainer.prepare(Update(source=source, version=version), Deadline(WAIT_S))
+    return handoff, Arrival(version=version, params=source.params(), info=handoff.info)

@@ -6,11 +6,13 @@ import pytest
 
 import torchrl_ext as tx
 from tests.processes import WAIT_S
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.messages import Join
 from torchrl_ext.transports import disk, shared_root
-from torchrl_ext.transports.delta import carriers
+from torchrl_ext.transports.delta import reader
 
-MODULES = {"delta": carriers, "disk": disk}
+MODULES = {"delta": reader, "disk": disk}
 
 
 @pytest.mark.parametrize("step", ["a version", "the trainer"])
@@ -18,27 +20,36 @@ MODULES = {"delta": carriers, "disk": disk}
 def test_an_abort_ends_the_wait_of_its_time_and_a_later_wait_neither_ends_nor_spins(tmp_path, monkeypatch, name, step):
     for module in (MODULES[name], shared_root):
         monkeypatch.setattr(module, "VISIBLE_S", 3 * WAIT_S)
-    transport, trainer = (tx.make_transport(name, root=str(tmp_path), timeout_s=3 * WAIT_S) for _ in range(2))
-    info = trainer.open(1, ()).info
-    trainer.shutdown()
-    looked, said = threading.Event(), []
+    trainer = tx.make_transport(name, root=str(tmp_path), timeout_s=3 * WAIT_S)
+    receiver = tx.WeightReceiver({})
+    offer = {**trainer.open(1, (), Deadline(WAIT_S)).info, "timeout_s": 3 * WAIT_S}
+    join = Join(transport=name, params=(), offer=offer)
+    looked, pauses, said = threading.Event(), Deadline.pauses, []
 
     def wait():
         try:
-            transport.prefetch(3) if step == "a version" else transport.join(info)
+            receiver.prefetch(3) if step == "a version" else receiver.connect(join)
         except WeightSyncError as error:
             said.append(str(error))
 
-    pauses = transport._aborted.wait
-    monkeypatch.setattr(transport._aborted, "wait", lambda seconds: (looked.set(), pauses(seconds))[1])
-    transport.abort()  # of an earlier update
+    def looks(within, **how):
+        turns = pauses(within, **how)
+        yield next(turns)
+        looked.set()
+        yield from turns
+
+    if step == "a version":
+        receiver.connect(join)
+    trainer.shutdown()  # which takes the probe with it
+    monkeypatch.setattr(Deadline, "pauses", looks)
+    receiver.abort()  # of an earlier update
     for count in (1, 2):
         looked.clear()
         waiting = threading.Thread(target=wait, daemon=True)
         waiting.start()
-        assert looked.wait(WAIT_S) and waiting.is_alive() and not transport._aborted.is_set()
-        transport.abort()
+        assert looked.wait(WAIT_S) and waiting.is_alive() and not receiver._within.stop.is_set()
+        receiver.abort()
         waiting.join(WAIT_S)
-        words = ("weight_v000003", "version 3") if step == "a version" else ("joining the trainer was aborted",)
+        words = ("weight_v000003", "version 3") if step == "a version" else ("the trainer's root was not found before",)
         assert len(said) == count and any(one in said[-1] for one in words)
-    transport.shutdown()
+    receiver.close()

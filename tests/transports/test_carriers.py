@@ -16,7 +16,6 @@ from tests.transports.members import SHORT_S, WAIT_S, beside
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership
-from torchrl_ext.transports.group.peers import Move
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.sharded import nixl
 
@@ -34,10 +33,12 @@ def installed():
 
 NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not installed(), reason="pip install 'torchrl_ext[nixl]'"))
 BACKENDS = ["gloo", NIXL]
+IN_PROCESS = ["gloo", "fake nixl", NIXL]
+"""``fake nixl`` copies within this process, so that what is ours of that group runs wherever tests do."""
 
 
 def membership(port, backend, timeout_s=WAIT_S):
-    return Membership("127.0.0.1", port, "", device=CPU, backend=backend, timeout_s=timeout_s)
+    return Membership("127.0.0.1", port, "", device=CPU, backend=backend.removeprefix("fake "), timeout_s=timeout_s)
 
 
 @contextmanager
@@ -48,21 +49,24 @@ def carriers(backend, size=RANKS, timeout_s=WAIT_S):
     host = [lambda: members[0].host(STANDALONE_GROUP, size, ())]
     enter = [lambda rank=rank: members[rank].enter(STANDALONE_GROUP, rank, size, ()) for rank in range(1, size)]
     try:
-        assert beside(*host, *enter) == [None] * size
+        with pytest.MonkeyPatch.context() as patch:
+            if backend == "fake nixl":
+                patch.setattr(nixl, "_MODULES", ("tests.transports.fake_nixl",))
+            assert beside(*host, *enter) == [None] * size
         yield [member.carrier() for member in members]
     finally:
         for member in members:
             member.close()
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=IN_PROCESS)
 def group(request):
     """A group that no test breaks."""
     with carriers(request.param) as ends:
         yield ends
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=IN_PROCESS)
 def backend(request):
     return request.param
 
@@ -238,6 +242,7 @@ group.wait(work)
 
 
 @pytest.mark.parametrize("role", ["receiver", "sender"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_peer_that_is_killed_in_the_middle_is_named_long_before_the_deadline(backend, role):
     port = free_port()
     member = membership(port, backend)
@@ -279,95 +284,17 @@ def test_a_process_that_leaves_transfers_half_way_ends_in_peace(backend, how, st
 # one of them alone
 
 
-@pytest.mark.skipif(not installed(), reason="pip install 'torchrl_ext[nixl]'")
-def test_nixl_refuses_a_transfer_whose_ends_have_different_sizes():
-    with carriers("nixl", size=2) as (first, second):
+@pytest.mark.parametrize("backend", IN_PROCESS[1:])
+def test_nixl_refuses_a_transfer_whose_ends_have_different_sizes(backend):
+    with carriers(backend, size=2) as (first, second):
         works = [(first, first.send(blank(10), 1)), (second, second.receive(blank(8), 0))]
         sent, received = beside(*(lambda one=one: one[0].wait(one[1]) for one in works), second.sever)[:2]
         assert isinstance(sent, TransportError)
         assert isinstance(received, TransportError)
 
 
-class Registrar:
-    """Stands for an agent, and notes what is registered with it."""
-
-    def __init__(self):
-        self.held = []
-
-    def register_memory(self, rows, kind):
-        self.held += rows
-        return rows
-
-    def deregister_memory(self, rows):
-        for row in rows:
-            self.held.remove(row)
-
-
-def test_a_storage_is_registered_once_and_let_go_of_when_nobody_else_holds_it():
-    agent = Registrar()
-    memory, flat = Registered(agent), blank(MIB)
-    moves = [Move(part, 1, sends=True) for part in flat.split(MIB // 2)]
-    for move in moves:
-        memory.enter(move)
-    assert agent.held == [(flat.data_ptr(), MIB, 0, "")] and memory.state == (0, 1)
-    memory.sweep()
-    memory.leave(moves[0])
-    del flat, moves[0].flat
-    memory.sweep()
-    assert len(agent.held) == 1  # the other half is still under way
-    memory.leave(moves[1])
-    del moves[1].flat
-    memory.sweep()
-    assert agent.held == [] and memory.state == (1, 1)
-
-
-def test_what_was_only_received_into_tells_peers_nothing():
-    agent = Registrar()
-    memory, move = Registered(agent), Move(blank(8), 1, sends=False)
-    memory.enter(move)
-    memory.leave(move)
-    memory.close()
-    assert agent.held == [] and memory.state == (0, 0)
-
-
-def test_the_number_of_registered_storages_is_bounded_and_those_in_use_stay(monkeypatch):
-    monkeypatch.setattr(agents, "KEPT", 8)
-    agent = Registrar()
-    memory, flats = Registered(agent), [blank(8) for _ in range(40)]
-    stays = Move(blank(16), 1, sends=True)
-    memory.enter(stays)
-    for flat in flats:
-        move = Move(flat, 1, sends=True)
-        memory.enter(move)
-        memory.leave(move)
-        assert len(agent.held) <= 8
-        assert (stays.flat.data_ptr(), 16, 0, "") in agent.held
-
-
-@pytest.mark.skipif(not installed(), reason="pip install 'torchrl_ext[nixl]'")
-def test_peers_forget_memory_that_was_let_go_of_while_both_still_send(monkeypatch):
-    monkeypatch.setattr(agents, "UNUSED_BYTES", 0)
-    with carriers("nixl", size=2) as ends:
-
-        def run(rank):
-            end, flying = ends[rank], []
-            for turn in range(30):
-                read = blank((100, 3 * MIB, 70_000)[turn % 3])
-                works = end.send(filled(read.numel(), 2 * turn + rank), 1 - rank), end.receive(read, 1 - rank)
-                flying.append((works, read, 2 * turn + 1 - rank))
-                if len(flying) == 3 or turn == 29:
-                    for works, read, seed in flying:
-                        for work in works:
-                            end.wait(work)
-                        assert torch.equal(read, filled(read.numel(), seed))
-                    flying.clear()
-            return end._thread._memory.state[0] > 5
-
-        assert beside(lambda: run(0), lambda: run(1)) == [True, True]
-
-
 def test_without_nixl_its_group_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(agents, "_MODULES", ("no_such_module",))
+    monkeypatch.setattr(nixl, "_MODULES", ("no_such_module",))
     with pytest.raises(ConfigError, match=r"pip install 'torchrl_ext\[nixl\]'"):
         nixl.load_nixl()
 

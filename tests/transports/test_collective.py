@@ -9,13 +9,8 @@ import pytest
 import torch
 
 from tests.transports.members import BUCKET, SHORT_S, WAIT_S, beside, enter, group, member, same, weights
-from torchrl_ext.errors import (
-    ConfigError,
-    DeadlineError,
-    ManifestError,
-    NotConnectedError,
-    TransportError,
-)
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, NotConnectedError, TransportError
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
@@ -80,7 +75,7 @@ def test_a_worker_without_a_trainer_says_where_it_looked():
 
 def test_a_worker_whose_trainer_listens_but_does_not_enter_names_it():
     trainer = member(0, 0, 2)
-    info = trainer.open(0, ()).info
+    info = trainer.open(0, (), Deadline(WAIT_S)).info
     worker = member(info["master_port"], 1, 2, timeout_s=SHORT_S)
     with pytest.raises(DeadlineError, match="rank 0, which did not arrive"):
         worker.init_all_workers_group({})
@@ -190,8 +185,9 @@ def test_large_tensors_are_received_in_the_tensor_that_was_given():
     with group(2, bucket_bytes=1 << 20) as (trainer, worker):
 
         def receive():
-            info = worker.poll(WAIT_S)
-            return dict(worker.receive(info, given))
+            within = Deadline(WAIT_S)
+            end = worker.attend(within)
+            return dict(end.receive(end.get(within), given, within))
 
         _, received = beside(lambda: trainer.send_weights("policy", sent), receive)
     assert all(received[name] is given[name] for name in given)

@@ -14,23 +14,34 @@ import pytest
 import torch
 from torch import nn
 
-import torchrl_ext as tx
 from tests.processes import finished, running_python
 from tests.transports.members import WAIT_S, beside, group, member, same, weights
-from torchrl_ext.errors import (
-    ConfigError,
-    DeadlineError,
-    ManifestError,
-    TransportError,
-    WeightSyncError,
-)
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, TransportError, WeightSyncError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.launch.processes import free_port
-from torchrl_ext.messages import Load
+from torchrl_ext.messages import Join, Load
 from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.transports.base import Arrival, Update, Worker
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.source import WeightSource
+from torchrl_ext.weights.source import MappingSource, WeightSource
+
+
+def opened(trainer, params=(), joins=()):
+    """Form a group with workers that a control layer invites: ``joins`` take the offer, and join as rank 1, 2, ..."""
+    opening = trainer.open(len(joins), params, Deadline(WAIT_S))
+    return beside(
+        lambda: opening.transfer(Deadline(WAIT_S)),
+        *(partial(join, json.loads(json.dumps(opening.info)), rank) for rank, join in enumerate(joins, 1)),
+    )[1:]
+
+
+def sent_to(trainer, source, version, *receives):
+    """Send a version beside what ``receives`` do with word of it; return what each returned or raised."""
+    handoff = trainer.prepare(Update(source=source, version=version), Deadline(WAIT_S))
+    arrival = Arrival(version=version, params=source.params(), info=json.loads(json.dumps(handoff.info)))
+    return beside(lambda: handoff.transfer(Deadline(WAIT_S)), *(partial(receive, arrival) for receive in receives))
 
 
 def test_a_worker_that_cannot_take_the_weights_says_so_to_the_trainer_and_stays_in_step():
@@ -68,8 +79,9 @@ def test_a_worker_that_stops_half_way_says_so_to_the_trainer_and_stays_in_step()
     with group(3) as (trainer, whole, broken):
 
         def stop_early():
-            info = broken.poll(WAIT_S)
-            for name, _ in broken.receive(info, {}):
+            within = Deadline(WAIT_S)
+            end = broken.attend(within)
+            for name, _ in end.receive(end.get(within), {}, within):
                 if name == "p03":
                     return
 
@@ -134,48 +146,45 @@ def test_an_abort_from_another_thread_ends_both_sides_at_once(who):
 
 
 def test_an_abort_ends_the_wait_for_ranks_that_do_not_arrive():
-    trainer = member(0, 0, None)
-    handoff = trainer.open(1, ())
-    timer = threading.Timer(0.2, trainer.abort)
+    trainer, within = member(0, 0, None), Deadline(WAIT_S)
+    handoff = trainer.open(1, (), within)
+    timer = threading.Timer(0.2, within.stop.set)
     timer.start()
     with pytest.raises(TransportError, match="aborted"):
-        handoff.transfer()
+        handoff.transfer(within)
     trainer.shutdown()
 
 
 def test_after_a_failure_the_same_trainer_connects_again_to_another_number_of_workers():
+    def fail():
+        raise ValueError("shard 3 is gone")
+
+    def join(info, rank):
+        return VLLMCollectiveTransport.join(info, Worker(rank=rank), Deadline(WAIT_S))
+
     trainer, sent = member(0, 0, None), weights()
     for workers in (1, 2, 1):
-        handoff = trainer.open(workers, ())
-        ends = [VLLMCollectiveTransport.from_info(handoff.info) for _ in range(workers)]
-        beside(
-            handoff.transfer,
-            *(partial(end.join, {**handoff.info, "rank": rank}) for rank, end in enumerate(ends, 1)),
-        )
-
-        def update(end, info):
-            return dict(end.receive(json.loads(json.dumps(info)), {}))
-
-        piece = trainer.prepare(tx.as_source(sent), 1)
-        _, *received = beside(piece.transfer, *(lambda e=e, i=piece.info: update(e, i) for e in ends))
+        ends = opened(trainer, joins=[join] * workers)
+        receives = [lambda arrival, end=end: dict(end.receive(arrival, {}, Deadline(WAIT_S))) for end in ends]
+        _, *received = sent_to(trainer, MappingSource(sent), 1, *receives)
         assert all(same(one, sent) for one in received)
-        trainer.abort()
-        assert not trainer.check_connection()
+        failed, *lost = sent_to(trainer, Interrupted(sent, 12, fail), 2, *receives)
+        assert isinstance(failed, ValueError) and all(isinstance(one, TransportError) for one in lost)
+        assert not trainer.check_connection() and not any(end.check_connection() for end in ends)
         for end in ends:
-            with pytest.raises(WeightSyncError):
-                end.receive_weights(WAIT_S)
+            end.close()
     trainer.shutdown()
 
 
 def test_a_rank_offset_that_does_not_fit_is_refused():
-    info = member(0, 0, None).open(1, ()).info
+    info = member(0, 0, None).open(1, (), Deadline(WAIT_S)).info
     with pytest.raises(ConfigError, match="rank 2 does not exist in world_size 2"):
-        VLLMCollectiveTransport.from_info(info).join({**info, "rank": 2})
+        VLLMCollectiveTransport.join(info, Worker(rank=2), Deadline(WAIT_S))
 
 
 def test_a_world_size_other_than_the_engines_is_refused():
     with pytest.raises(ConfigError, match=r"world_size 2, but the engines have 3 workers.*world_size 4"):
-        member(0, 0, 2).open(3, ())
+        member(0, 0, 2).open(3, (), Deadline(WAIT_S))
 
 
 # a process that ends after a failure
@@ -186,27 +195,34 @@ class Refusing(TensorsLoader):
 
     def __init__(self, target, name):
         super().__init__(target)
-        self._name = name
+        self.name = name
 
     def load(self, pairs):
-        if self._name is None:
+        if self.name is None:
             raise ValueError("not today")
-        for name, _ in pairs:
-            if name == self._name:
+        super().load(self._liked(pairs))
+
+    def _liked(self, pairs):
+        for name, tensor in pairs:
+            if name == self.name:
                 raise ValueError(f"not {name}")
+            yield name, tensor
 
 
 LEFT_HALF_WAY = """
 from concurrent.futures import ThreadPoolExecutor
 import torch
 from tests.transports.members import group, weights
+from torchrl_ext.deadline import Deadline
 with ThreadPoolExecutor(1) as pool:
     entered = group(2)
     trainer, worker = entered.__enter__()
     sent = pool.submit(trainer.send_weights, "policy", weights(count=60))
-    pairs = worker.receive(worker.poll(60), {})
+    within = Deadline(60)
+    end = worker.attend(within)
+    pairs = end.receive(end.get(within), {}, within)
     next(pairs)
-    worker.abort()
+    end.close()
     print("rank 1" in str(sent.exception(60)), flush=True)
 """
 
@@ -218,33 +234,41 @@ def test_a_process_that_holds_both_ends_ends_in_peace_after_a_failed_update():
 
 @pytest.mark.parametrize(("name", "words"), [("5.weight", "stopped loading after"), (None, "it loaded nothing")])
 def test_a_loader_that_fails_in_process_leaves_the_group_in_step_while_its_error_is_still_held(name, words):
-    policy, served = (nn.Sequential(*(nn.Linear(70, 70) for _ in range(8))) for _ in range(2))
-    with group(2) as (trainer, worker):
-        receiver = WeightReceiver(Refusing(served, name), worker)
+    policy, served = (dict(nn.Sequential(*(nn.Linear(70, 70) for _ in range(8))).state_dict()) for _ in range(2))
+    trainer, source, loader = member(0, 0, None), MappingSource(policy), Refusing(served, name)
+    receiver, rows = WeightReceiver(loader), [meta.to_json() for meta in source.params()]
+
+    def join(info, rank):
+        receiver.connect(Join.of({**info, "transport": "collective", "params": rows}))
         receiver.start()
 
-        def load():
-            receiver.load(Load.of(worker.poll(WAIT_S)))
+    def load(arrival):
+        receiver.load(Load(version=arrival.version, handoff={**arrival.info, "params": rows}))
 
-        told, held = beside(lambda: trainer.send_weights("policy", policy), load)
-        assert isinstance(held, ValueError)
-        assert isinstance(told, TransportError) and "rank 1" in str(told) and words in str(told)
-        _, received = beside(lambda: trainer.send_weights("policy", policy), worker.receive_weights)
-        assert same(received, dict(policy.named_parameters()))
+    assert opened(trainer, source.params(), [join]) == [None]
+    told, held = sent_to(trainer, source, 1, load)
+    assert isinstance(held, ValueError)
+    assert isinstance(told, TransportError) and "rank 1" in str(told) and words in str(told)
+    loader.name = "none of them"
+    assert sent_to(trainer, source, 2, load) == [None, None] and same(served, policy)
+    receiver.close()
+    trainer.shutdown()
 
 
 # processes that die or freeze
 
 WORKER = """
 import sys
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 port, rank, size, stop_at = map(int, sys.argv[1:])
 end = VLLMCollectiveTransport("127.0.0.1", port, rank, size, "cpu", bucket_bytes=4096, timeout_s=60)
 print("started", flush=True)
 end.init_all_workers_group({})
 print("connected", flush=True)
-info = end.poll(60)
-for index, (name, tensor) in enumerate(end.receive(info, {})):
+within = Deadline(60)
+worker = end.attend(within)
+for index, (name, tensor) in enumerate(worker.receive(worker.get(within), {}, within)):
     if index == stop_at:
         print("half", flush=True)
         sys.stdin.readline()

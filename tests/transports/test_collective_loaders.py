@@ -18,6 +18,7 @@ from torchrl_ext.weights.source import as_source
 
 WORKER = """
 import sys, torch
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 
 def load(pairs, stop_at):
@@ -30,9 +31,11 @@ def load(pairs, stop_at):
 
 end = VLLMCollectiveTransport("127.0.0.1", int(sys.argv[1]), 1, 2, "cpu", bucket_bytes=int(sys.argv[2]), timeout_s=60)
 end.init_all_workers_group({})
+worker = end.attend(Deadline(60))
 for line in sys.stdin:
+    within = Deadline(60)
     try:
-        print("took", load(end.receive(end.poll(60), {}), int(line)), flush=True)
+        print("took", load(worker.receive(worker.get(within), {}, within), int(line)), flush=True)
     except ValueError as error:
         print("failed:", error, flush=True)
 """

@@ -26,7 +26,8 @@ from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, Tr
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.messages import Join, Load
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.transports.base import Update, Worker
+from torchrl_ext.transports.collective.transport import Offer, VLLMCollectiveTransport
 from torchrl_ext.transports.group import process_group as groups
 from torchrl_ext.transports.group.handoffs import Announcements
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Note, host
@@ -79,17 +80,18 @@ def test_an_engine_that_waits_for_a_silent_trainer_is_another_trainers_at_once()
     other = tx.make_transport("memory")
     began = time.monotonic()
     with silent_port() as port, ThreadPoolExecutor(1) as pool:
-        info = {**member(0, 0, None).open(1, ()).info, "master_port": port, "params": params}
-        waiting = pool.submit(receiver.connect, Join.of(info))
-        while not isinstance(receiver._transport, VLLMCollectiveTransport):
+        info = {**member(0, 0, None).open(1, (), Deadline(WAIT_S)).info, "master_port": port, "params": params}
+        waiting = pool.submit(receiver.connect, Join.of({**info, "transport": "collective"}))
+        while receiver._within.who != "the trainer":
             assert time.monotonic() - began < WAIT_S
         receiver.abort()  # as every control layer does before it lets another trainer in
         with pytest.raises(TransportError, match="aborted"):
             waiting.result(WAIT_S)
-        receiver.connect(Join.of({**other.open(1, ()).info, "params": params}))
-    piece = other.prepare(as_source(policy), 1)
+        offer = other.open(1, (), Deadline(WAIT_S)).info
+        receiver.connect(Join.of({**offer, "transport": "memory", "params": params}))
+    other.prepare(Update(source=as_source(policy), version=1), Deadline(WAIT_S))
     receiver.start()
-    receiver.load(Load.of(piece.info))
+    receiver.load(Load(version=1, handoff={"params": params}))
     receiver.finish(1)
     assert torch.equal(served.weight, policy.weight)
 
@@ -120,7 +122,7 @@ def listened_at(port):
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
 def test_a_trainer_for_this_machine_alone_listens_to_this_machine_alone(address):
     trainer = VLLMCollectiveTransport(address, 0, 0, None, "cpu")
-    port = trainer.open(1, ()).info["master_port"]
+    port = trainer.open(1, (), Deadline(WAIT_S)).info["master_port"]
     assert listened_at(port) == ["0100007F"]
     trainer.shutdown()
 
@@ -139,10 +141,10 @@ def test_only_those_who_know_the_secret_are_let_in():
 
 def test_a_control_layer_passes_on_a_secret_that_nobody_can_know_before():
     trainers = [member(0, 0, None) for _ in range(2)]
-    infos = [trainer.open(1, ()).info for trainer in trainers]
+    infos = [trainer.open(1, (), Deadline(WAIT_S)).info for trainer in trainers]
     assert len({info["secret"] for info in infos}) == 2 and all(len(info["secret"]) >= 32 for info in infos)
     with pytest.raises(TransportError, match="does not let this worker in"):
-        VLLMCollectiveTransport.from_info({**infos[0], "secret": "a guess"}).join({**infos[0], "rank": 1})
+        VLLMCollectiveTransport.join({**infos[0], "secret": "a guess"}, Worker(rank=1), Deadline(WAIT_S))
     for trainer in trainers:
         trainer.shutdown()
 
@@ -257,24 +259,24 @@ def _answered(kept, answer):
 def test_whatever_is_announced_or_handed_over_a_worker_ends_with_an_error_of_ours():
     choice, refused = random.Random(3), 0
     with group(2) as (trainer, worker):
-        kept = trainer._member.group().notes
-        piece = trainer.prepare(as_source(weights(count=3, numel=9)), 1)
+        kept, joined, end = trainer.member.group().notes, worker.member.group(), worker.attend(Deadline(WAIT_S))
+        source = as_source(weights(count=3, numel=9))
+        handoff = trainer.prepare(Update(source=source, version=1), Deadline(WAIT_S))
+        whole = {**handoff.info, "version": 1, "params": [meta.to_json() for meta in source.params()]}
         for number in range(1, 1001):
-            kept.put(f"announced/{worker._member.group().generation}/{number}", mutated(piece.info, choice))
-            worker._member._announcements = Announcements(worker._member.group())
-            worker._member._announcements._count = number - 1
+            kept.put(f"announced/{joined.generation}/{number}", mutated(whole, choice))
+            worker.member._announcements = Announcements(joined)
+            worker.member._announcements._count = number - 1
 
             def read():
-                info = worker.poll(WAIT_S)
-                worker._incoming(worker._member.group(), info, {})
+                arrival = end.get(Deadline(WAIT_S))
+                end._incoming(joined, end._load(arrival), arrival, {})
 
             refused += ours_or_nothing(read)
         assert refused > 700
-        opened = member(0, 0, None).open(1, ()).info
+        offer = member(0, 0, None).open(1, (), Deadline(WAIT_S)).info
         for _ in range(500):
-            info = mutated({**opened, "rank": 1}, choice)
-            if isinstance(info, dict):
-                ours_or_nothing(lambda i=info: VLLMCollectiveTransport.from_info(i))
+            ours_or_nothing(lambda: Offer.from_json(mutated(offer, choice), "an offer"))
 
 
 def test_a_store_in_which_groups_come_and_go_keeps_a_word_about_each_and_no_more():
@@ -284,8 +286,8 @@ def test_a_store_in_which_groups_come_and_go_keeps_a_word_about_each_and_no_more
         assert enter(trainer, worker) == [None, None]
         beside(lambda: trainer.send_weights("policy", weights(count=50)), worker.receive_weights)
         worker.shutdown()
-        trainer._member.leave()
-        held.append(sorted(trainer._member.notes(STANDALONE_GROUP)._texts))
+        trainer.member.leave()
+        held.append(sorted(trainer.member.notes(STANDALONE_GROUP)._texts))
     assert [len(names) for names in held] == [1, 2, 3, 4] and all("severed/" in name for name in held[-1])
     trainer.shutdown()
 

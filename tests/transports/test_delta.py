@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
 import torchrl_ext as tx
 from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, IntegrityError, StoreError, UpdateError
 from torchrl_ext.messages import Join, Load
 from torchrl_ext.stores import LocalStore
@@ -126,13 +129,13 @@ class TestVersions:
         CALLS.clear()
         reader, pauses = trainer_at(root, pre_read_hook=f"{__name__}:reads"), []
 
-        def pause(seconds):
+        def pause(stop, seconds):
             pauses.append(seconds)
             if len(pauses) == 12:
                 reader.abort()
-            return reader._aborted.is_set()
+            return stop.is_set()
 
-        monkeypatch.setattr(reader._aborted, "wait", pause)
+        monkeypatch.setattr(threading.Event, "wait", pause)
         assert reader.receive_weights(WAIT_S) is None
         assert pauses == sorted(pauses) and pauses[-1] > 10 * pauses[0]
         assert len(CALLS) == len(pauses)
@@ -229,12 +232,12 @@ class TestFleet:
     def test_an_engine_that_missed_versions_catches_up_by_one_folded_pass(self, root):
         own = weights()
         first, second = ({k: torch.zeros_like(v) for k, v in own.items()} for _ in range(2))
-        trainer, late = trainer_at(root, keyframe_every=0, keep_files=True), trainer_at(root)
+        trainer = trainer_at(root, keyframe_every=0, keep_files=True)
         sender = tx.WeightSender(trainer, InProcessEngine(first))
         sender.update_weights(own)
-        late.join(info := trainer.open(1, ()).info)
+        offer = trainer.open(1, (), Deadline(WAIT_S)).info
         receiver = tx.WeightReceiver(second)
-        receiver.connect(Join.of({**info, "params": [meta.to_json() for meta in as_source(own).params()]}))
+        receiver.connect(Join(transport="delta", params=as_source(own).params(), offer=offer))
         receiver.prefetch(1)
         receiver.start()
         receiver.load(Load(version=1, handoff={"params": []}))

@@ -8,16 +8,26 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
-from torchrl_ext.transports.delta.carriers import Broadcast
 
 import torchrl_ext as tx
 from tests.processes import python
 from tests.transports.members import beside, same
-from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, StoreError, TransportError, WeightSyncError
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import (
+    ConfigError,
+    DeadlineError,
+    ManifestError,
+    StaleBaseError,
+    TransportError,
+    WeightSyncError,
+)
 from torchrl_ext.launch.processes import free_port
-from torchrl_ext.stores import version_name
+from torchrl_ext.stores import Chain, version_name
+from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.transports.base import Arrival, Worker
+from torchrl_ext.transports.collective.transport import CollectiveWorker
+from torchrl_ext.transports.delta.broadcast import Broadcast
 
 
 def weights(value=0.0):
@@ -75,9 +85,9 @@ def test_ends_that_left_keep_no_weights():
         for step in range(3):
             received, error = exchange(trainer, worker, value=float(step))
             assert error is None and same(received[0], weights(float(step)))
-            assert not trainer._carrier.full.tensors and not worker._carrier.full.tensors
-        assert worker._carrier.store.list() == ["latest", version_name(3)]
-    assert trainer._carrier.store.list() == worker._carrier.store.list() == ["latest"]
+            assert not trainer._kept.tensors and not worker._reader._broadcast.full.tensors
+        assert worker._store.list() == ["latest", version_name(3)]
+    assert trainer._store.list() == worker._store.list() == ["latest"]
 
 
 def test_a_worker_that_was_started_again_gets_the_next_version_in_full():
@@ -85,7 +95,7 @@ def test_a_worker_that_was_started_again_gets_the_next_version_in_full():
         exchange(trainer, worker, value=1.0)
         exchange(trainer, worker, value=2.0)
         worker.shutdown()
-        again = member(trainer._carrier.link.master_port, 1)
+        again = member(trainer._group.master_port, 1)
         assert beside(*(lambda one=one: one.init_all_workers_group({}) for one in (trainer, again))) == [None, None]
         for value in (3.0, 4.0, 5.0):
             (received,), error = exchange(trainer, again, value=value)
@@ -96,9 +106,9 @@ def test_a_worker_that_was_started_again_gets_the_next_version_in_full():
 def test_a_worker_that_lacks_the_base_is_named_and_the_version_after_is_a_full_one():
     with group(3) as (trainer, whole, lacking):
         exchange(trainer, whole, lacking, value=1.0)
-        lacking._carrier.store.delete(version_name(1))
+        lacking._store.delete(version_name(1))
         received, error = exchange(trainer, whole, lacking, value=2.0)
-        assert same(received[0], weights(2.0)) and isinstance(received[1], StoreError)
+        assert same(received[0], weights(2.0)) and isinstance(received[1], StaleBaseError)
         assert isinstance(error, TransportError)
         assert "rank 2" in str(error) and "does not hold" in str(error) and "rank 1" not in str(error)
         for value in (3.0, 4.0):
@@ -114,12 +124,12 @@ def test_what_a_group_leaves_on_a_device_lands_on_the_host(monkeypatch):
         def cpu(self):
             return self.as_subclass(torch.Tensor)
 
-    receive = VLLMCollectiveTransport.receive
+    receive = CollectiveWorker.receive
 
-    def on_device(self, info, into):
-        return ((name, tensor.as_subclass(OnDevice)) for name, tensor in receive(self, info, into))
+    def on_device(self, arrival, into, within):
+        return ((name, tensor.as_subclass(OnDevice)) for name, tensor in receive(self, arrival, into, within))
 
-    monkeypatch.setattr(VLLMCollectiveTransport, "receive", on_device)
+    monkeypatch.setattr(CollectiveWorker, "receive", on_device)
     with group() as (trainer, worker):
         for value in (1.0, 2.0):
             (received,), error = exchange(trainer, worker, value=value)
@@ -133,14 +143,17 @@ def test_a_parameter_with_the_name_of_the_files_is_refused_before_anything_is_se
         exchange(trainer, worker, value=1.0)
 
 
-def test_damage_on_the_way_is_found_by_name_and_changes_no_model():
+def test_damage_on_the_way_is_found_by_name_and_changes_no_model(monkeypatch):
     policy, served = nn.Linear(30, 40), nn.Linear(30, 40)
     before = served.weight.detach().clone()
+    receive = CollectiveWorker.receive
+
+    def damaged(self, arrival, into, within):
+        pairs = receive(self, arrival, into, within)
+        return ((name, tensor + 1 if name == "weight" else tensor) for name, tensor in pairs)
+
+    monkeypatch.setattr(CollectiveWorker, "receive", damaged)
     with group() as (trainer, worker):
-        receive = worker._carrier.link.receive
-        worker._carrier.link.receive = lambda info, into: (
-            (name, tensor + 1 if name == "weight" else tensor) for name, tensor in receive(info, into)
-        )
         error, _ = beside(
             lambda: worker.receive_weights(WAIT_S, model=served), lambda: trainer.send_weights("policy", policy)
         )
@@ -149,32 +162,30 @@ def test_damage_on_the_way_is_found_by_name_and_changes_no_model():
 
 
 def test_a_trainer_of_another_release_is_refused_before_anything_is_joined():
-    for wire, number in ({}, 1), ({"format": 2}, 2):
+    for number in (1, 2):
         with pytest.raises(ConfigError, match=f"broadcasts versions in format {number}"):
-            tx.DeltaTransport.from_info({"wire": wire, "base": None})
+            tx.DeltaTransport.join({"group": {}, "format": number}, Worker(rank=1), Deadline(WAIT_S))
 
 
 def test_a_version_that_does_not_come_ends_in_a_deadline_that_names_the_trainer():
     with group(timeout_s=1.0) as (_, worker), pytest.raises(DeadlineError, match="did not come from the trainer"):
-        worker.prefetch(1)
+        worker.attend(Deadline(1.0)).stage(1, None, Deadline(1.0))
 
 
 class _Told:
-    """A group whose trainer says what a test likes."""
+    """A worker's end of a group whose trainer says what a test likes."""
 
-    rank, timeout_s = 1, 0.0
+    def __init__(self, arrival, pairs):
+        self._arrival, self._pairs = arrival, pairs
 
-    def __init__(self, info, pairs):
-        self._info, self._pairs = info, pairs
+    def get(self, within):
+        return self._arrival
 
-    def poll(self, timeout_s):
-        return self._info
-
-    def receive(self, info, into):
+    def receive(self, arrival, into, within):
         return iter(self._pairs)
 
-    def decline(self, info, error):
-        assert isinstance(error, WeightSyncError)
+    def refuse(self, arrival, error):
+        assert isinstance(error, StaleBaseError)
 
 
 def test_whatever_a_trainer_announces_ends_in_a_version_or_an_error_of_ours():
@@ -185,18 +196,18 @@ def test_whatever_a_trainer_announces_ends_in_a_version_or_an_error_of_ours():
     tensors = [*bytes_of, torch.zeros(2), torch.zeros(2, 4, dtype=torch.uint8)]
     for _ in range(400):
         files = {"manifest.json": 4, "delta-00001.bin": 4}
-        info = {"version": draw.choice([1, 2, 7]), "base": draw.choice([None, 0, 1]), "files": files}
+        version, info = draw.choice([1, 2, 7, -1, 1 << 80]), {"base": draw.choice([None, 0, 1]), "files": files}
         pairs = [("a", torch.zeros(2)), ("/files", bytes_of[1])]
         for _ in range(draw.randrange(3)):
             info[draw.choice([*info])] = draw.choice([*odd, *sizes])
             pairs[draw.randrange(2)] = (draw.choice(["a", "/files", "../x"]), draw.choice(tensors))
-        carrier = Broadcast(_Told(info, pairs))
-        before = carrier.store.list()
+        store = MemoryStore()
+        broadcast = Broadcast(_Told(Arrival(version=version, params=(), info=info), pairs), store, Chain(store))
         try:
-            carrier.fetch(0.0)
-            assert carrier.store.list() == ["latest", version_name(info["version"])]
+            broadcast.fetch(Deadline(0.0))
+            assert store.list() == ["latest", version_name(version)]
             ended[True] += 1
         except WeightSyncError:
-            assert carrier.store.list() == before and not carrier.full.tensors
+            assert not store.list() and not broadcast.full.tensors
             ended[False] += 1
     assert min(ended.values()) > 10, ended

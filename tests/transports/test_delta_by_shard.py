@@ -13,6 +13,7 @@ from tests.transports.chains import step as plain_step
 from tests.transports.chains import weights as plain_weights
 from tests.transports.shard_ranks import PARTS, Blocks, chunk, cut, in_parts, step, weights
 from torchrl_ext.cli.main import main
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.kernels.base import Piece
 from torchrl_ext.landing.loader import WeightLoader
@@ -22,6 +23,7 @@ from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.testing import WAIT_S
+from torchrl_ext.transports.base import Update
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import PositionDigest
@@ -225,31 +227,21 @@ class TestSlices:
         trainer, own = trainer_at(root, by_shard=True, keyframe_every=0), weights()
         params = cut(own).params()
         workers = [WeightReceiver(Half(number), rank=number) for number in range(2)]
-        offer = trainer.open(2, params)
+        opening = trainer.open(2, params, Deadline(WAIT_S))
         for worker in workers:
-            worker.connect(
-                Join(
-                    transport="delta",
-                    params=params,
-                    rank_offset=0,
-                    world_size=2,
-                    compares=False,
-                    offer=dict(offer.info),
-                )
-            )
-        offer.transfer()
+            worker.connect(Join(transport="delta", params=params, compares=False, offer=dict(opening.info)))
+        opening.transfer(Deadline(WAIT_S))
         for version in range(1, 6):
-            handoff = trainer.prepare(cut(own), version)
-            handoff.ahead()
+            handoff = trainer.prepare(Update(source=cut(own), version=version), Deadline(WAIT_S))
+            handoff.ahead(Deadline(WAIT_S))
             for worker in workers:
                 worker.prefetch(version)
                 worker.start()
                 worker.load(Load(version=version, handoff=dict(handoff.info)))
                 worker.seal()
                 worker.finish(version)
-            handoff.transfer()
-            handoff.acknowledge(version)
-            trainer.dismiss(cut(own))
+            handoff.transfer(Deadline(WAIT_S))
+            handoff.served(version)
             for worker in workers:
                 for name, live in worker.target.live.items():
                     part = own[name][worker.target.pieces[name].within(Block.whole(own[name].shape))]
@@ -264,4 +256,4 @@ class TestSlices:
             assert digest.hex() == workers[0].target.expected[name]
         assert PositionDigest().hex() == workers[0].target.expected["nothing"]
         for worker in workers:
-            assert 0 < worker._transport.stats.worker_bytes[0] < 0.75 * sum(delta.files.values())
+            assert 0 < worker._end._reader.read_bytes < 0.75 * sum(delta.files.values())

@@ -9,9 +9,11 @@ import pytest
 
 from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
 from tests.versions.test_slime_chains import renumber, settle, write_slime
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores import open_store
 from torchrl_ext.testing import WAIT_S
+from torchrl_ext.transports.base import Arrival
 from torchrl_ext.versions import foreign
 
 
@@ -60,17 +62,17 @@ class TestFilesThatCome:
 
     def test_who_was_told_of_a_version_before_all_of_it_was_there_gets_all_of_it_when_told_again(self, made, root):
         source, history, base = made
-        engine = trainer_at(root, base=base)
-        engine.retain(lambda name: True)
+        engine = trainer_at(root, base=base).attend(Deadline(WAIT_S))
         files = sorted(folder(source, 1).iterdir())
         folder(root, 1).mkdir(parents=True)
         for count, file in enumerate(files, 1):
             shutil.copy(file, folder(root, 1))
-            changes = engine.prefetch(1, dict)
+            changes = engine.stage(1, dict, Deadline(WAIT_S))
             assert changes is None  # what it holds under this number, if anything, is something else
-            received = dict(engine.receive({"version": 1}, {}))
+            received = dict(engine.receive(Arrival(version=1, params=()), {}, Deadline(WAIT_S)))
             assert same(received, history[2]) == (count == len(files))
-        assert engine.prefetch(1, dict).held == engine.prefetch(1, dict).reached
+        changes = engine.stage(1, dict, Deadline(WAIT_S))
+        assert changes.held == changes.reached
 
     def test_a_reader_that_polls_sees_the_newest_version_when_it_is_quiet(self, made, root):
         source, history, base = made

@@ -76,9 +76,9 @@ class TestDamage:
                 super().pause()
 
         class Spoiled(tx.DeltaTransport):
-            def prepare(self, source, version):
-                made = super().prepare(source, version)
-                if version == 3:
+            def prepare(self, update, within):
+                made = super().prepare(update, within)
+                if update.version == 3:
                     spoil(folder(root, 3))
                 return made
 
@@ -130,9 +130,9 @@ class TestDamage:
         own, served = weights(), {k: torch.zeros_like(v) for k, v in weights().items()}
 
         class Spoiled(tx.DeltaTransport):
-            def prepare(self, source, version):
-                made = super().prepare(source, version)
-                if version == 1:
+            def prepare(self, update, within):
+                made = super().prepare(update, within)
+                if update.version == 1:
                     flip(folder(root, 1) / "model.safetensors", -9)
                 return made
 

@@ -23,10 +23,10 @@ def test_a_damaged_delta_is_refused_and_the_old_version_serves_until_the_next_on
     damaged = set()
 
     class Spoiled(tx.DeltaTransport):
-        def prepare(self, source, version):
-            made = super().prepare(source, version)
-            if version in damaged:
-                file = tmp_path / f"weight_v{version:06d}" / "delta-00001.bin"
+        def prepare(self, update, within):
+            made = super().prepare(update, within)
+            if update.version in damaged:
+                file = tmp_path / f"weight_v{update.version:06d}" / "delta-00001.bin"
                 data = bytearray(file.read_bytes())
                 data[len(data) // 2] ^= 1
                 file.write_bytes(data)

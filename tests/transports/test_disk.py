@@ -15,7 +15,8 @@ import torchrl_ext as tx
 from tests.models import tiny_checkpoint, tiny_config, tiny_model
 from tests.processes import python, running_python
 from tests.transports import disk_ends
-from tests.transports.disk_ends import everything, versions, weights
+from tests.transports.disk_ends import everything, joined, publish, versions, weights
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, IntegrityError, StoreError
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, any_bits, same_bits
@@ -140,21 +141,21 @@ assert peak() - before < 2 * SHARD, (peak() - before) / SHARD
 
 
 class TestLifetime:
-    def test_only_an_acknowledgement_removes_older_versions(self, root, trainer):
-        trainer.open(1, ())
+    def test_older_versions_go_once_no_engine_may_read_them(self, root, trainer):
+        trainer.open(1, (), Deadline(WAIT_S))
         for version in (1, 2, 3):
-            handoff = trainer.prepare(MappingSource(weights(version)), version)
+            handoff, _ = publish(trainer, weights(version), version)
         assert versions(root) == ["weight_v000001", "weight_v000002", "weight_v000003"]
-        handoff.acknowledge(2)
+        handoff.served(2)
         assert versions(root) == ["weight_v000002", "weight_v000003"]
-        handoff.acknowledge(3)
+        handoff.served(3)
         assert versions(root) == ["weight_v000003"]
 
     def test_keep_files_keeps_them(self, root):
         trainer = tx.DiskTransport(root, keep_files=True)
         for version in (1, 2):
             trainer.send_weights("policy", weights(version))
-        trainer.prepare(MappingSource(weights(3)), 3).acknowledge(3)
+        publish(trainer, weights(3), 3)[0].served(3)
         assert versions(root) == ["weight_v000001", "weight_v000002", "weight_v000003"]
         trainer.shutdown()
 
@@ -234,17 +235,18 @@ class TestLifetime:
         assert worker.receive_weights(WAIT_S)["w00"][0] == 3
 
     def test_the_probe_goes_with_the_next_version_and_with_the_trainer(self, root, trainer):
-        trainer.open(1, ())
+        trainer.open(1, (), Deadline(WAIT_S))
         assert len(everything(root)) == 1
         trainer.send_weights("policy", weights(1))
         assert everything(root) == ["latest", "weight_v000001"]
-        trainer.open(1, ())
+        trainer.open(1, (), Deadline(WAIT_S))
         trainer.shutdown()
         assert everything(root) == ["latest", "weight_v000001"]
 
 
 HANGING_TRAINER = """
 import sys, torch, torchrl_ext as tx
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.weights.source import MappingSource
 weights = {f"w{i:02d}": torch.full((500,), 1.0) for i in range(20)}
 class Hanging(MappingSource):
@@ -254,7 +256,7 @@ class Hanging(MappingSource):
         sys.stdin.read()
 transport = tx.DiskTransport(sys.argv[1], shard_bytes=4096)
 transport.send_weights(weights)
-transport.open(1, ())
+transport.open(1, (), Deadline(60))
 transport.send_weights(Hanging(weights))
 """
 
@@ -334,35 +336,31 @@ class TestCopiesOnTheHost:
 
     def ends(self, root, local, count=1):
         trainer = tx.DiskTransport(root, local_dir=local)
-        info = trainer.open(count, ()).info
-        workers = [tx.DiskTransport.from_info(info) for _ in range(count)]
-        for worker in workers:
-            worker.join(info)
-        return trainer, workers
+        return trainer, joined(trainer, count)
 
     def test_what_is_loaded_comes_from_the_copy_also_when_the_root_is_gone(self, tmp_path, root):
         trainer, (worker,) = self.ends(root, tmp_path / "nvme" / "copy")
         (tmp_path / "nvme").mkdir()
         for seed in (1, 2):
             sent = weights(seed)
-            handoff = trainer.prepare(as_source(sent), seed)
-            worker.prefetch(seed)
+            _, arrival = publish(trainer, sent, seed)
+            worker.stage(seed, None, Deadline(WAIT_S))
             shutil.rmtree(root / f"weight_v{seed:06d}")
-            found = dict(worker.receive(handoff.info, {}))
+            found = dict(worker.receive(arrival, {}, Deadline(WAIT_S)))
             assert found.keys() == sent.keys() and all(same_bits(found[name], sent[name]) for name in sent)
             state = json.loads((tmp_path / "nvme/copy/.weight_sync/state.json").read_bytes())
             assert state["version"] == f"{seed:06d}"
 
     def test_engines_of_a_host_share_one_copy(self, tmp_path, root):
         trainer, workers = self.ends(root, tmp_path / "copy", 2)
-        handoff = trainer.prepare(as_source(weights(1)), 1)
+        _, arrival = publish(trainer, weights(1), 1)
         files = []
         for worker in workers:
-            worker.prefetch(1)
+            worker.stage(1, None, Deadline(WAIT_S))
             files.append({path.name: path.stat().st_ino for path in (tmp_path / "copy").glob("*.safetensors")})
         assert files[0] and files[0] == files[1]
         for worker in workers:
-            assert dict(worker.receive(handoff.info, {})).keys() == weights(1).keys()
+            assert dict(worker.receive(arrival, {}, Deadline(WAIT_S))).keys() == weights(1).keys()
 
     def test_a_version_that_came_without_a_prefetch_is_copied_when_it_is_loaded(self, tmp_path, root):
         trainer, worker = tx.DiskTransport(root), tx.DiskTransport(root, local_dir=tmp_path / "copy")
@@ -373,19 +371,19 @@ class TestCopiesOnTheHost:
 
     def test_a_damaged_file_is_found_before_the_pause(self, tmp_path, root):
         trainer, (worker,) = self.ends(root, tmp_path / "copy")
-        trainer.prepare(as_source(weights(1)), 1)
+        publish(trainer, weights(1), 1)
         file = next((root / "weight_v000001").glob("*.safetensors"))
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
         with pytest.raises(IntegrityError, match="is damaged"):
-            worker.prefetch(1)
+            worker.stage(1, None, Deadline(WAIT_S))
         assert not (tmp_path / "copy/.weight_sync/state.json").exists()
 
     def test_a_directory_with_files_of_others_is_left_alone(self, tmp_path, root):
         (tmp_path / "notes.txt").write_text("mine")
         trainer, (worker,) = self.ends(root, tmp_path)
-        trainer.prepare(as_source(weights(1)), 1)
+        publish(trainer, weights(1), 1)
         with pytest.raises(ConfigError, match=r"holds files|lies in"):
-            worker.prefetch(1)
+            worker.stage(1, None, Deadline(WAIT_S))
         assert (tmp_path / "notes.txt").read_text() == "mine"

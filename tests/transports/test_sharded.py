@@ -301,8 +301,10 @@ def test_a_plan_is_kept_from_update_to_update_and_made_again_for_other_tensors(m
         end.shutdown()
 
 
-def test_what_a_source_only_makes_whole_goes_whole_and_is_named():
+def test_what_a_source_only_makes_whole_goes_whole_and_is_named(monkeypatch):
     trainer, worker = ends()
+    prepare, handoffs = trainer.prepare, []
+    monkeypatch.setattr(trainer, "prepare", lambda *of: handoffs.append(prepare(*of)) or handoffs[-1])
 
     class Computed(MappingSource):
         def shards(self):
@@ -311,8 +313,8 @@ def test_what_a_source_only_makes_whole_goes_whole_and_is_named():
     weights = {"first": torch.randn(40, 40), "second": torch.randn(8)}
     sent, received = sent_beside(trainer, worker, Computed(weights))
     assert sent is None and all(torch.equal(received[name], tensor) for name, tensor in weights.items())
-    assert set(trainer.stats.whole) == {"first", "second"}
-    assert trainer.stats.worker_bytes == trainer.stats.rank_bytes
+    (stats,) = (handoff.stats for handoff in handoffs)
+    assert set(stats.whole) == {"first", "second"} and stats.worker_bytes == stats.rank_bytes
     for end in (trainer, worker):
         end.shutdown()
 

@@ -20,7 +20,7 @@ KILLING = """
 import os, signal, sys, threading
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.group.notes import HostedNotes, RemoteNotes
-from torchrl_ext.transports.ranks import TrainerRanks
+from torchrl_ext.transports.ranks import _Notes
 
 class Steps:
     '''Counts what this process does in an update, and dies at one of its steps.'''
@@ -42,7 +42,7 @@ def counted(cls, name):
     setattr(cls, name, step)
 
 for cls, names in ((Group, ("send", "receive", "wait")), (HostedNotes, ("put", "wait")), (RemoteNotes, ("put", "wait")),
-                   (TrainerRanks, ("_put", "_wait"))):
+                   (_Notes, ("put", "_sleep"))):
     for name in names:
         counted(cls, name)
 """

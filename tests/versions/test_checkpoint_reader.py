@@ -6,32 +6,34 @@ import os
 import shutil
 import threading
 
+import msgspec
 import pytest
 import torch
 
 import torchrl_ext as tx
 from tests.processes import running_python
 from tests.transports import disk_ends
-from tests.transports.disk_ends import weights
+from tests.transports.disk_ends import joined, publish, weights
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
 from torchrl_ext.testing import WAIT_S
-from torchrl_ext.weights.source import MappingSource, as_source
+from torchrl_ext.transports.base import Arrival
+from torchrl_ext.weights.source import as_source
 
 root, trainer, worker = disk_ends.root, disk_ends.trainer, disk_ends.worker
 
 
 class TestVisibility:
-    def test_a_worker_that_sees_the_root_joins(self, root, trainer, worker):
-        worker.join(trainer.open(1, ()).info)
-        assert worker.check_connection()
+    def test_a_worker_that_sees_the_root_joins(self, trainer):
+        assert joined(trainer)[0].check_connection()
 
-    def test_a_root_that_only_the_trainer_sees_is_told_with_both_paths(self, root, trainer, tmp_path):
+    def test_a_root_that_only_the_trainer_sees_is_told_with_its_path(self, root, tmp_path):
         for other in (tmp_path / "nowhere", tmp_path / "empty"):
             (tmp_path / "empty").mkdir(exist_ok=True)
+            elsewhere = tx.DiskTransport(root, seen_at=other)
             with pytest.raises(StoreError, match="only visible to the trainer") as told:
-                tx.DiskTransport(other).join(trainer.open(1, ()).info)
+                joined(elsewhere)
             assert str(other) in str(told.value)
-            assert str(root) in str(told.value)
 
     def test_a_root_that_cannot_be_made_is_told(self, tmp_path):
         (tmp_path / "file").write_text("")
@@ -95,16 +97,17 @@ class TestReading:
             waiting.join(0.01)
 
     def test_a_version_that_was_fetched_ahead_survives_its_removal(self, root, trainer, worker):
-        handoff = trainer.prepare(MappingSource(weights(1)), 1)
-        worker.prefetch(1)
+        end = worker.attend(Deadline(WAIT_S))
+        _, arrival = publish(trainer, weights(1), 1)
+        end.stage(1, None, Deadline(WAIT_S))
         shutil.rmtree(root / "weight_v000001")
-        assert dict(worker.receive(handoff.info, {}))["w19"][0] == 1
+        assert dict(end.receive(arrival, {}, Deadline(WAIT_S)))["w19"][0] == 1
 
     def test_damage_is_found_while_the_engine_serves(self, root, trainer, worker):
-        trainer.prepare(MappingSource(weights(1)), 1)
+        publish(trainer, weights(1), 1)
         flip(root / "weight_v000001" / "model-00003-of-00010.safetensors")
         with pytest.raises(IntegrityError, match="model-00003-of-00010"):
-            worker.prefetch(1)
+            worker.attend(Deadline(WAIT_S)).stage(1, None, Deadline(WAIT_S))
 
     def test_a_process_that_follows_a_trainer_in_a_hurry_never_sees_a_mixture(self, root, trainer):
         with running_python(FOLLOWER, root) as child:
@@ -112,8 +115,8 @@ class TestReading:
             version = 0
             while child.poll() is None:
                 version += 1
-                handoff = trainer.prepare(MappingSource(weights(version, count=6)), version)
-                handoff.acknowledge(version)  # at once: whoever reads an older one must get along
+                handoff, _ = publish(trainer, weights(version, count=6), version)
+                handoff.served(version)  # at once: whoever reads an older one must get along
             assert child.wait() == 0, child.stdout.read()
 
 
@@ -232,18 +235,18 @@ class TestDamage:
         with pytest.raises(IntegrityError, match="the pointer 'latest'"):
             worker.receive_weights(0.0)
 
-    def test_a_version_of_another_run_is_refused(self, root, folder, worker, trainer):
-        info = {"version": 1, "run_id": "another", "params": [m.to_json() for m in as_source(weights(1)).params()]}
+    def test_a_version_of_another_run_is_refused(self, folder, worker):
+        arrival = Arrival(version=1, params=as_source(weights(1)).params(), info={"run_id": "another"})
         with pytest.raises(IntegrityError, match="published by run"):
-            list(worker.receive(info, {}))
+            list(worker.attend(Deadline(WAIT_S)).receive(arrival, {}, Deadline(WAIT_S)))
 
     @pytest.mark.parametrize("change", ["renamed", "fewer"])
     def test_a_version_that_is_not_what_the_trainer_announced_is_refused(self, folder, worker, change):
-        rows = [meta.to_json() for meta in as_source(weights(1)).params()]
-        rows = rows[:-1] if change == "fewer" else [["other", *rows[0][1:]], *rows[1:]]
+        params = as_source(weights(1)).params()
+        params = params[:-1] if change == "fewer" else (msgspec.structs.replace(params[0], name="other"), *params[1:])
         with pytest.raises(ManifestError, match="nothing was read"):
-            list(worker.receive({"version": 1, "params": rows}, {}))
+            list(worker.attend(Deadline(WAIT_S)).receive(Arrival(version=1, params=params), {}, Deadline(WAIT_S)))
 
     def test_a_version_that_is_gone_is_told_with_the_newest(self, folder, worker):
         with pytest.raises(StoreError, match=r"weights version 5; the newest in .* is 1"):
-            worker.prefetch(5)
+            worker.attend(Deadline(WAIT_S)).stage(5, None, Deadline(WAIT_S))

@@ -13,7 +13,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, N
 from torchrl_ext.landing.dormant import Dormant
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Reset, Seal, Start, State, Verify
-from torchrl_ext.sync.inspection import followed
+from torchrl_ext.sync.inspection import followed, inspect
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
@@ -162,7 +162,7 @@ class Engine:
                 half = self._torn or self._updating
                 return {**self._receiver.handle(message), **({"whole": False} if half else {})}
             case Inspect():
-                return self._receiver.handle(message)
+                return inspect(message)
             case Join():
                 self._connect(message)
             case Start():

@@ -63,7 +63,6 @@ class Connection:
         newest: the greatest version that an engine said it serves when it joined.
         delivered: the version that all of them have put in service since they joined, which a part can build on; None
             before the first.
-        parts: whether these engines have refused no part yet.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class Connection:
         self._id = ""
         self.newest = 0
         self.delivered: int | None = None
-        self.parts = True
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -154,7 +152,7 @@ class Connection:
         return any((row.state, row.version) == ("serving", version) for row in self.engine.rows())
 
     def _join(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
-        engine, self.delivered, self.parts = self.engine.info(), None, True
+        engine, self.delivered = self.engine.info(), None
         if engine.weight_version.isdecimal():
             self.newest = max(self.newest, int(engine.weight_version))
         within = Deadline(self._timeout_s, f"the workers of {self.engine.url}")

@@ -126,12 +126,12 @@ class WeightSender:
         self._model: Callable[[], Any] = lambda: None
         self._read: Callable[[Any], WeightSource] = as_source
         self._collectors: list[weakref.ref[Any]] = []
-        self._connect_to(engine)
         self._spans, self._stats = Spans(), TransferStats()
         self._attempted = 0
         self._assumed: int | None = None
-        self._refused: frozenset[str] | None = None  # the names of a part that engines did not take
+        self._refused: frozenset[str] | None = None  # the names of a part that these engines did not take
         self._rows: tuple[tuple[ParamMeta, ...], list[Any]] = (), []
+        self._connect_to(engine)
         self.version = 0
 
     # methods with TorchRL's names
@@ -167,14 +167,22 @@ class WeightSender:
         Args:
             model_metadata: ``{name: (dtype, shape)}`` in checkpoint coordinates; derived from the model if omitted.
             vllm_engine: an engine client, in place of the one given at construction.
+
+        Raises:
+            ConcurrentUpdateError: an update runs, and goes on.
         """
-        if vllm_engine is not None:
-            self._verify = self._wanted
-            self._connect_to(vllm_engine)
-        if model_metadata is None:
-            params = self._source(None).params()
-        else:
-            params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
+        with exclusive(self._transport, "init_all_workers_group"):
+            if vllm_engine is not None:
+                self._verify = self._wanted
+                self._connect_to(vllm_engine)
+            if model_metadata is None:
+                params = self._source(None).params()
+            else:
+                params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
+            with self._connection.turn():
+                self._join(params)
+
+    def _join(self, params: tuple[ParamMeta, ...]) -> None:
         if self._transport.gathers:  # the other ranks take no part
             if self._ranks.drives:
                 self._connection.ensure(params, self._spans)
@@ -283,8 +291,9 @@ class WeightSender:
 
     def _drive(self, source: UpdateSource, names: frozenset[str] | None, weights: Any, started: float) -> SyncReport:
         compared: AbstractContextManager[None] = nullcontext()
-        self._spans, self._stats, source.version = Spans(), TransferStats(), self._next_version()
+        self._spans, self._stats, source.version = Spans(), TransferStats(), max(self.version, self._attempted) + 1
         try:
+            source.version = self._next_version()
             if self._outputs is not None:
                 self._ranks.session.order("outputs", always=True)
                 compared = self._outputs.compared(self.engine, source, weights, self._model())
@@ -354,8 +363,10 @@ class WeightSender:
             return True
         if source.part is None or isinstance(error, (DeadlineError, TransportError)):
             return False
+        if not self._connection.all_serve(self.version):
+            return False
         self._refused = source.part.names  # engines without our plugin, for example, or tensors of one fused layer
-        return self._connection.all_serve(self.version)
+        return True
 
     # one update, phase by phase
 
@@ -425,6 +436,7 @@ class WeightSender:
     def _connect_to(self, engine: EngineClient) -> None:
         """Drive ``engine`` from now on; its workers join before the next version."""
         compares = self._verify and not self._transport.proves
+        self._refused = None
         self.engine, self._connection = (
             engine,
             Connection(

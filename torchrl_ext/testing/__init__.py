@@ -1,6 +1,6 @@
-"""A suite of tests of what every transport promises, to be run over a new one.
+"""Suites of tests of what transports promise, to be run over a new one.
 
-    from torchrl_ext.testing import Ends, TransportContract
+    from torchrl_ext.testing import TransportContract  # or StandaloneContract, without a control layer
 
 pytest is needed here, and nowhere else in this package: ``pip install torchrl_ext[testing]``.
 """
@@ -14,9 +14,11 @@ from torchrl_ext.testing.transports import (  # noqa: E402 - whose assertions ex
     SMALL_BYTES,
     WAIT_S,
     Ends,
+    StandaloneContract,
     TransportContract,
     any_bits,
     assert_arrived,
+    assert_held,
     free_port,
     same_bits,
 )
@@ -26,9 +28,11 @@ __all__ = [
     "SMALL_BYTES",
     "WAIT_S",
     "Ends",
+    "StandaloneContract",
     "TransportContract",
     "any_bits",
     "assert_arrived",
+    "assert_held",
     "free_port",
     "same_bits",
 ]

@@ -152,7 +152,7 @@ class DiskTransport(StandaloneTransport):
         return opened
 
     def latest_version(self) -> int:
-        return max(self._last_version, self._versions.newest())
+        return self._versions.newest()
 
     def _prune(self, oldest: int | None) -> None:
         """Remove versions before ``oldest``; with None, where nobody says what is read, all but the newest two."""

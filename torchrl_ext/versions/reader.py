@@ -67,7 +67,7 @@ class ChainReader:
         self.read_bytes = 0
 
     def expect(self, version: int, files: Sequence[str] | None, label: str | None, foreign: ForeignVersions) -> None:
-        """Take note of how ``version`` comes; see `torchrl_ext.transports.base.Incremental.expect`.
+        """Take note of how ``version`` comes; see `torchrl_ext.transports.base.WorkerEnd.stage`.
 
         Where ``label`` is the number before, what is held has it too: versions that change nothing may leave no folder.
 

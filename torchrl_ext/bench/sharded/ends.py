@@ -28,10 +28,12 @@ from torch import nn
 
 from torchrl_ext.bench.data import Shapes, model_shapes
 from torchrl_ext.bench.runner import track_peak
-from torchrl_ext.errors import TransportError
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.registry import engines, transports
 from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.transports.base import Worker
+from torchrl_ext.transports.group.meeting import STANDALONE_GROUP
 from torchrl_ext.transports.sharded.rounds import words_of
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
@@ -326,44 +328,48 @@ class _Worker:
             received.append({"way": way, "cpu_s": time.process_time() - cpu_s})
         self._together.wait()
         for end in ends.values():
-            end.shutdown()
+            end.close()
         del ends, end
         gc.collect()
         fresh = self._join("sharded", case.ports["memory"])
         with track_peak() as extra:
             self._take("sharded", fresh)
         self._together.wait()
-        fresh.shutdown()
+        fresh.close()
         return {"received": received, "extra_bytes": extra}
 
     def _join(self, way: str, port: int) -> Any:
         case = self._case
         size = case.engines * WORKERS
-        place = {"worker": self._worker, "workers": size}
-        if way != "sharded":
-            place = {"rank": 1 + self._worker, "world_size": 1 + size}
-        bucket_bytes = self._seat.bucket_bytes
-        made: Any = transports.make(
-            way, master_address=_HOST, master_port=port, bucket_bytes=bucket_bytes, timeout_s=TIMEOUT_S, **place
-        )
+        offer: dict[str, Any] = {
+            "master_address": _HOST,
+            "master_port": port,
+            "secret": "",
+            "room": STANDALONE_GROUP,
+            "members": size + (case.ranks if way == "sharded" else 1),
+            "backend": "gloo",
+            "timeout_s": TIMEOUT_S,
+        }
         if way == "sharded":
-            made.want({name: (block,) for name, block in self._blocks.items()}, {})
-        made.init_all_workers_group({name: (meta.dtype, meta.shape) for name, meta in self._metas.items()})
-        return made
+            offer |= {"carrier": "group", "bucket_bytes": self._seat.bucket_bytes}
+        slices = {name: (block,) for name, block in self._blocks.items()}
+        here = Worker(rank=1 + self._worker, params=tuple(self._metas.values()), slices=slices)
+        return transports.load(way).join(offer, here, Deadline(TIMEOUT_S, "the trainer"))
 
     @torch.no_grad()
     def _take(self, way: str, end: Any) -> None:
-        info = end.poll(TIMEOUT_S)
-        if info is None:
-            raise TransportError(f"nothing was sent within {TIMEOUT_S:g} s")
+        within = Deadline(TIMEOUT_S, "the trainer")
+        arrival = end.get(within)
+        if arrival is None:
+            raise within.error("nothing was sent")
         if way == "sharded":
             into = {
                 name: Sliced.of(self._metas[name], [(self._blocks[name], part)]) for name, part in self._live.items()
             }
-            for _ in end.receive(info, into):
+            for _ in end.receive(arrival, into, within):
                 pass
             return
-        for name, tensor in end.receive(info, {}):  # whole, and cut as an engine's loader does
+        for name, tensor in end.receive(arrival, {}, within):  # whole, and cut as an engine's loader does
             self._live[name].copy_(tensor[self._blocks[name].within(Block.whole(tensor.shape))])
 
 

@@ -1,7 +1,7 @@
 """Versions of a delta transport that are broadcast in a group, and written to no filesystem.
 
-What a keyframe holds travels as the tensors themselves (`KeptTensors`). The other files of a version, which are all that
-a delta is, travel behind them as one tensor of bytes, so that whatever reads a version from a directory reads it here.
+A keyframe travels as its tensors (`KeptTensors`). The other files of a version, which are all that a delta is, travel
+behind them as one tensor of bytes, so that whatever reads a version from a directory reads it here.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Coming(Wire, frozen=True, kw_only=True):
 
     Attributes:
         base: the version that it builds on; None for a keyframe.
-        files: bytes of each of its files.
+        files: bytes of each of its files, which are packed in order of their names.
     """
 
     base: Count | None = None
@@ -151,7 +151,7 @@ def announce(
             rank.
     """
     folder = version_name(version)
-    files = {name: store.get(f"{folder}/{name}") for name in store.sizes(folder)}
+    files = {name: store.get(f"{folder}/{name}") for name in sorted(store.sizes(folder))}
     packed = torch.frombuffer(bytearray(b"".join(files.values())), dtype=torch.uint8)
     source = MappingSource({**full.tensors, FILES: packed})
     handoff = group.prepare(Update(source=source, version=version), within)
@@ -233,7 +233,7 @@ class Broadcast:
         content, folder = packed.numpy().tobytes(), version_name(version)
         self._store.delete(folder)  # a trainer that started over counts anew
         with self._store.draft(folder) as draft:
-            for name, size in sizes.items():
+            for name, size in sorted(sizes.items()):
                 draft.write(name, content[:size])
                 content = content[size:]
         if version < self._versions.latest():

@@ -254,7 +254,7 @@ class DeltaTransport(StandaloneTransport):
         return {} if self._by_shard is None else self._by_shard.steps(source, self.ranks.rank)
 
     def latest_version(self) -> int:
-        return max(self._last_version, self._chain.newest())
+        return self._chain.newest()
 
     def check_connection(self) -> bool:
         reached = self._store.available() if self._group is None else self._group.check_connection()

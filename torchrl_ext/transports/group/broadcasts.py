@@ -91,7 +91,7 @@ class Broadcasts:
             DeadlineError: it took `timeout_s`.
         """
         within = Deadline(self.timeout_s, stop=self.stop)
-        while not self._completed(work):
+        while not self._completed(work) or self.stop.is_set():
             if self.stop.is_set() or not self.alive:
                 raise TransportError("the transfer was aborted")
             lost = self._lost()  # gloo itself forgets a send that was half-way when its connection broke

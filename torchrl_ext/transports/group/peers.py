@@ -185,7 +185,7 @@ class PeerGroup(ABC):
         """
         move: Move = work
         landed, within = 0, Deadline(self.timeout_s, stop=self.notes.stop)
-        while not move.arrives(_LOOK_S) and move.failure is None:
+        while (not move.arrives(_LOOK_S) and move.failure is None) or self.notes.stop.is_set():
             if move.landed != landed:
                 landed, within = move.landed, Deadline(self.timeout_s, stop=self.notes.stop)
             if self._over:

@@ -1,0 +1,26 @@
+"""The steps of an update, taken one by one: what a trainer's transport hands to a worker."""
+
+from __future__ import annotations
+
+from tests.processes import WAIT_S
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.messages import Join, Load
+from torchrl_ext.transports.base import Update
+from torchrl_ext.weights.source import as_source
+
+
+def invitation(transport, model, workers=1):
+    """The `Join` by which ``workers`` join ``transport``, for the tensors of ``model``."""
+    params = as_source(model).params()
+    info = transport.open(workers, params, Deadline(WAIT_S)).info
+    rows = [meta.to_json() for meta in params]
+    return Join.of({**info, "transport": transport.name, "params": rows, "world_size": 1 + workers})
+
+
+def prepared(transport, weights, version):
+    """The `Load` of ``weights`` as a version, which is prepared by then."""
+    source = as_source(weights)
+    handoff = transport.prepare(Update(source=source, version=version), Deadline(WAIT_S))
+    onto = {} if source.part is None else {"onto": source.part.base}
+    rows = [meta.to_json() for meta in source.params()]
+    return Load(version=version, handoff={**handoff.info, **onto, "transport": transport.name, "params": rows})

@@ -1,0 +1,167 @@
+"""Each call of transport and engine fails in turn: what the caller hears, what the engine serves, and what follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from torchrl_ext.errors import EngineRefusedError, UpdateError
+from torchrl_ext.registry import transports
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
+
+BEFORE_THE_PAUSE = ("open", "connect", "prepare", "prefetch", "ahead")
+IN_THE_PAUSE = ("begin", "load", "transfer", "verify", "commit")
+MOMENTS = ["before", "after"]
+
+
+class Fault:
+    """Raises once, before or after the step that it is set to; remembers which weights each version number got."""
+
+    def __init__(self):
+        self.step = self.moment = None
+        self.error, self.sent = RuntimeError, {}
+
+    def around(self, step, call, *given):
+        self._at(step, "before")
+        result = call(*given)
+        self._at(step, "after")
+        return result
+
+    def _at(self, step, moment):
+        if (step, moment) == (self.step, self.moment):
+            self.step = None
+            raise self.error(f"the {step} broke")
+
+
+def faulty_transport(name, fault, **settings):
+    class Faulty(transports.load(name)):
+        def open(self, *given):
+            return fault.around("open", super().open, *given)
+
+        def prepare(self, update, within):
+            content = {name: tensor.clone() for name, tensor in update.source.whole}
+            known = fault.sent.setdefault(update.version, content)
+            assert all(torch.equal(known[name], content[name]) for name in content), f"version {update.version} twice"
+            handoff = fault.around("prepare", super().prepare, update, within)
+
+            def faulty(step):
+                return lambda given: fault.around(step, getattr(handoff, step), given)
+
+            return replace(handoff, **{step: faulty(step) for step in ("ahead", "transfer", "served")})
+
+    return Faulty(**settings)
+
+
+class FaultyEngine(InProcessEngine):
+    def __init__(self, served, fault):
+        super().__init__(served)
+        self._fault = fault
+
+    def connect(self, *given):
+        self._fault.around("connect", super().connect, *given)
+
+    def prefetch(self, *given):
+        self._fault.around("prefetch", super().prefetch, *given)
+
+    def begin(self, *given):
+        self._fault.around("begin", super().begin, *given)
+
+    def load(self, *given):
+        self._fault.around("load", super().load, *given)
+
+    def verify(self, *given):
+        self._fault.around("verify", super().verify, *given)
+
+    def commit(self, *given):
+        self._fault.around("commit", super().commit, *given)
+
+
+class Trained:
+    """A policy of two tensors, the sender that sends it, and the engine."""
+
+    def __init__(self, name, folder):
+        self.policy = {"a": torch.zeros(64), "b": torch.zeros(8)}
+        self.served = {name: tensor.clone() for name, tensor in self.policy.items()}
+        self.fault, settings = Fault(), {} if name == "memory" else {"root": folder}
+        self.engine = FaultyEngine(self.served, self.fault)
+        self.sender = tx.WeightSender(faulty_transport(name, self.fault, **settings), self.engine)
+        self.sender.register_model(self.policy)
+
+    def update(self, *changed, only=None):
+        for name in changed:
+            self.policy[name] += 1
+        return self.sender.update_weights(only=only)
+
+    def serves(self, weights):
+        return all(torch.equal(tensor, weights[name]) for name, tensor in self.served.items())
+
+    @property
+    def row(self):
+        (row,) = self.engine.rows()
+        return row.state, row.version
+
+    def fails(self, step, moment, error=RuntimeError):
+        """Fail an update at a step; see who hears what of it, and that whatever the engine may serve is one version."""
+        before, version = {name: tensor.clone() for name, tensor in self.served.items()}, self.row[1]
+        accepted = self.sender.version
+        self.fault.step, self.fault.moment, self.fault.error = step, moment, error
+        with pytest.raises(UpdateError if error is RuntimeError else error) as told:
+            self.update("a", "b")
+        assert self.sender.version == accepted
+        if error is RuntimeError:
+            number = told.value.report.version
+            assert number > accepted and not told.value.report.verified
+            words = f"weights version {number} did not reach every engine: RuntimeError: the {step} broke"
+            assert told.value.what.startswith(words)
+            assert str(told.value).count("State:") == 1 and isinstance(told.value.__cause__, RuntimeError)
+            assert (told.value.rows[0].state, told.value.rows[0].version) == self.row
+        if step in BEFORE_THE_PAUSE or (step, moment) == ("begin", "before"):
+            assert self.row == ("serving", version) and self.serves(before)
+        elif (step, moment) == ("commit", "after"):
+            assert self.row[0] == "serving" and self.serves(self.policy)
+        else:
+            assert self.row == ("paused", version)
+            try:
+                self.engine.resume()
+            except EngineRefusedError:
+                assert self.row == ("paused", version)
+            else:
+                assert self.serves(before), "nothing landed"
+
+    def recovers(self):
+        """The next update is sent whole, whatever was asked for, and parts are sent from then on."""
+        report = self.update("a", "b", only="b")
+        assert not report.part and report.verified and self.serves(self.policy)
+        assert self.row == ("serving", report.version) and report.version == self.sender.version
+        report = self.update("b", only="b")
+        assert report.part and report.verified and self.serves(self.policy)
+
+
+@pytest.mark.parametrize("name", ["memory", "disk", "delta"])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("step", [*BEFORE_THE_PAUSE, *IN_THE_PAUSE])
+def test_a_step_that_fails_leaves_one_version_in_service_and_the_next_update_is_right(name, step, moment, tmp_path):
+    trained = Trained(name, tmp_path)
+    for error in (RuntimeError, KeyboardInterrupt):  # in a first update, and in one after others
+        trained.fails(step, moment, error)
+        trained.recovers()
+        if step in ("open", "connect"):
+            trained.fails("prepare", "before")  # after which engines join anew
+    trained.sender.shutdown()
+
+
+@pytest.mark.parametrize("name", ["memory", "disk", "delta"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_what_fails_once_a_version_is_in_service_is_logged_and_is_no_failure(name, moment, tmp_path, caplog):
+    trained = Trained(name, tmp_path)
+    for _ in range(2):
+        trained.fault.step, trained.fault.moment, trained.fault.error = "served", moment, OSError
+        report = trained.update("a", "b")
+        assert report.verified and trained.row == ("serving", report.version) and trained.serves(trained.policy)
+        assert f"version {report.version} is in service" in caplog.text and "the served broke" in caplog.text
+        caplog.clear()
+        assert trained.update("b", only="b").part and trained.serves(trained.policy)
+    trained.sender.shutdown()
