@@ -224,7 +224,7 @@ class TestFailures:
         sender = tx.WeightSender(transport, engine)
         sender.update_weights(nn.Linear(3, 2))
         loader.refusing = True
-        with pytest.raises(UpdateError, match=r"version 2 did not reach every engine.*ran out of memory") as told:
+        with pytest.raises(UpdateError, match=r"ran out of memory.*version 2 did not reach every engine") as told:
             sender.update_weights(nn.Linear(3, 2))
         (row,) = told.value.rows
         assert (row.state, row.version) == ("paused", 1)

@@ -306,7 +306,7 @@ class WeightSender:
         except Exception as error:
             report = self._report(source.version, source, started, failed=True)
             raise UpdateError(  # whatever it is, the caller learns which engine serves what
-                f"weights version {source.version} did not reach every engine: {why(error)}",
+                f"{why(error)}; weights version {source.version} did not reach every engine",
                 report=report,
                 rows=report.engines,
                 **parts_of(error, report.engines),
