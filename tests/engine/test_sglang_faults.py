@@ -13,6 +13,7 @@ from tests.engine.test_sglang_sync import running
 from tests.models import tiny_model
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.launch.processes import free_port
+from torchrl_ext.messages import FORMAT
 from torchrl_ext.routes import CHANNEL
 from torchrl_ext.types import ParamMeta
 
@@ -82,9 +83,9 @@ def test_whatever_is_said_to_the_plugin_does_not_end_the_server(serving):
         "no json",
         "[]",
         "{}",
-        '{"format": 1, "kind": "load", "version": 3}',
-        '{"format": 1, "kind": "verify", "digests": {"x": "0"}}',
-        '{"format": 1, "kind": "join", "transport": "disk", "params": [], "offer": {}}',
+        f'{{"format": {FORMAT}, "kind": "load", "version": "3"}}',
+        f'{{"format": {FORMAT}, "kind": "verify", "digests": {{"x": 0}}}}',
+        f'{{"format": {FORMAT}, "kind": "join", "transport": "disk", "params": [], "offer": {{}}}}',
         '{"format": 99, "release": "9.9", "kind": "poll"}',
     ):
         answer = serving.http.call("POST", "/weights_checker", {"action": CHANNEL + text})
