@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torchrl_ext.sync.outgoing import Outgoing
 
 from tests.models import converted_model
 from torchrl_ext.errors import ManifestError
+from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights import groups
@@ -60,7 +60,7 @@ def test_copied_tensors_of_a_group_are_made_once_when_the_first_is_taken(monkeyp
         sources=sources, results={"x": part, "y": part}, copied=True, prefix="in.", model=weakref.ref(model)
     )
     live = {"in.a": torch.zeros(2), "in.b": torch.ones(2), "kept": torch.ones(3)}
-    shards = list(Outgoing(ConvertedSource(MappingSource(live), [group])).shards())
+    shards = list(UpdateSource(ConvertedSource(MappingSource(live), [group])).shards())
     assert [(shard.meta.name, shard.gathers) for shard in shards] == [("x", True), ("y", True), ("kept", False)]
     assert "copy" in shards[0].why
     assert not made
@@ -96,7 +96,7 @@ class Made(WeightSource):
 
 def test_a_source_of_another_kind_gives_whole_tensors_of_one_pass():
     source = Made()
-    shards = list(Outgoing(source).shards())
+    shards = list(UpdateSource(source).shards())
     assert [shard.gathers for shard in shards] == [True, True]
     assert [shard.take().numel() for shard in shards] == [2, 0]
     assert source.passes == 1
