@@ -204,7 +204,7 @@ class EngineRow:
         error: what went wrong, or None.
         proof: what it proves of the version that it serves; see `SyncReport`.
         max_gap, mean_gap: the largest and the mean absolute difference between the engine's log-probabilities of the
-            probe and the trainer's, in nats (`torchrl_ext.sync.outputs`); infinite where one is no number, and None
+            probe and the trainer's, in nats (`torchrl_ext.proof.outputs`); infinite where one is no number, and None
             where nobody compared them.
     """
 

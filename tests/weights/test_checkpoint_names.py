@@ -302,7 +302,7 @@ def test_a_mapping_of_some_tensors_goes_under_checkpoint_names_where_these_are_c
     sender, policy = tx.WeightSender(tx.MemoryTransport()), converted_model("qwen3_moe")
     sender.register_model(policy)
     some = {name: tensor for name, tensor in own(policy).items() if name in (STACKED, "model.norm.weight")}
-    found = dict(sender._outgoing(some | {"extra": torch.zeros(1)}))
+    found = dict(sender._source(some | {"extra": torch.zeros(1)}))
     assert len(found) == 2 + 8 and same_bits(found[EXPERT], some[STACKED][2, 8:])
     with pytest.raises(ManifestError, match="given twice"):
-        sender._outgoing(some | {EXPERT: found[EXPERT]})
+        sender._source(some | {EXPERT: found[EXPERT]})

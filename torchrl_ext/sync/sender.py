@@ -76,10 +76,10 @@ class WeightSender:
             and moves bytes; other ranks call `update_weights` too, replay the same gathers, and learn from rank 0 which
             version is in service.
         max_gap: of ``verify="outputs"``: the largest accepted difference of a log-probability, in nats; ``"dtype"``
-            takes `torchrl_ext.sync.outputs.bound_of` what travels (1e-3 in float32, 1.0 in bfloat16), and None reports
+            takes `torchrl_ext.proof.outputs.bound_of` what travels (1e-3 in float32, 1.0 in bfloat16), and None reports
             and refuses nothing.
         probe: of ``verify="outputs"``: a function of token ids that returns the trainer's own log-probabilities, on
-            every trainer rank, or a `torchrl_ext.sync.outputs.Probe`; None runs the registered model, a causal LM of
+            every trainer rank, or a `torchrl_ext.proof.outputs.Probe`; None runs the registered model, a causal LM of
             `transformers`, on random tokens.
 
     Attributes:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from tests.models import converted_model
 from tests.weights.shards.ranks import no_collectives, require_assembled
-from torchrl_ext.sync.outgoing import Outgoing
+from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.weights.derived import CastSource, RenamedSource
 from torchrl_ext.weights.shards.blocks import Block
@@ -195,7 +195,7 @@ for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
 """,
     "float32 masters of mixed precision are cast as they are copied, and an update counts them": """
 model = policy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-source = Outgoing(as_source(model), mapper={"(.*)weight": r"it.\\1w"}, dtype=torch.bfloat16)
+source = UpdateSource(as_source(model), mapper={"(.*)weight": r"it.\\1w"}, dtype=torch.bfloat16)
 shards = require_assembled(source)
 assert "it.embed.w" in [meta.name for meta in source.params()]
 list(source.shards())
