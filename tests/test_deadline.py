@@ -84,9 +84,9 @@ class TestBeside:
 
     def test_a_block_that_fails_ends_the_waits_of_the_call_whose_error_is_chained(self):
         within = Deadline(LONG_S)
-        with pytest.raises(OSError, match="disk full") as met:
-            with beside(lambda early: within.poll(lambda: None, "the load did not end"), within):
-                raise OSError("disk full")
+        load = lambda early: within.poll(lambda: None, "the load did not end")  # noqa: E731
+        with pytest.raises(OSError, match="disk full") as met, beside(load, within):
+            raise OSError("disk full")
         assert "the load did not end" in str(met.value.__cause__)
 
     def test_a_failure_that_is_seen_early_frees_the_block_at_once(self):

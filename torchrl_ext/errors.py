@@ -94,11 +94,12 @@ class EngineRefusedError(EngineError):
 
     Args:
         status: the HTTP status, where there is one.
+        reason: the engine's own words, where ``what`` also says by which call they came.
     """
 
-    def __init__(self, what: str, *, status: int | None = None, **more: Any) -> None:
+    def __init__(self, what: str, *, status: int | None = None, reason: str = "", **more: Any) -> None:
         super().__init__(what, **more)
-        self.status = status
+        self.status, self.reason = status, reason
 
 
 class UpdateError(EngineError):
@@ -111,6 +112,16 @@ class UpdateError(EngineError):
     def __init__(self, what: str, *, report: Any = None, **more: Any) -> None:
         super().__init__(what, **more)
         self.report = report
+
+
+def parsed(text: str) -> tuple[str, dict[str, str]]:
+    """Return the first part of the message of a `WeightSyncError` of another process, and the others by name."""
+    rest: dict[str, str] = {}
+    for name, mark in (("hint", " Next: "), ("state", " State: "), ("expected", " Expected: ")):
+        text, found, part = text.partition(mark)
+        if found:
+            rest[name] = part.rstrip(".")
+    return text.rstrip("."), rest
 
 
 def why(error: BaseException) -> str:

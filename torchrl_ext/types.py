@@ -204,7 +204,7 @@ class EngineRow:
         error: what went wrong, or None.
         proof: what it proves of the version that it serves; see `SyncReport`.
         max_gap, mean_gap: the largest and the mean absolute difference between the engine's log-probabilities of the
-            probe and the trainer's, in nats (`torchrl_ext.sync.outputs`); infinite where one is no number, and None
+            probe and the trainer's, in nats (`torchrl_ext.proof.outputs`); infinite where one is no number, and None
             where nobody compared them.
     """
 
@@ -255,6 +255,7 @@ class SyncReport:
         worker_bytes: bytes that each worker received; empty where the transport does not count them.
         whole: tensors that went the full route although trainer or engine is sharded -> the reason.
         part: some tensors were sent (``only=``), and engines kept the others; `proof` is of those that were sent.
+        finite: no tensor at which this process looked has a NaN or an infinity; None where it did not look.
 
     Example:
         >>> sender = tx.WeightSender(tx.make_transport("disk", root=root), tx.connect(address))
@@ -279,6 +280,7 @@ class SyncReport:
     worker_bytes: tuple[int, ...] = ()
     whole: Mapping[str, str] = field(default_factory=dict)
     part: bool = False
+    finite: bool | None = None
 
     def to_json(self) -> Info:
         """Return a JSON-safe dictionary of every field; an infinite gap is ``"inf"``, as JSON has no such number."""

@@ -136,7 +136,7 @@ def test_settings_that_cannot_work_together_are_refused_with_the_reason(tmp_path
 
 def test_the_updater_takes_the_settings_of_every_transport():
     found = {field.name: field for field in groups.updater_parameters()}
-    own = {"transport", "engine", "mapper", "dtype", "verify", "rehearse", "max_gap"}
+    own = {"transport", "engine", "mapper", "dtype", "verify", "rehearse", "max_gap", "finite"}
     assert own == set(inspect.signature(TransportWeightUpdater).parameters) - {"settings", "probe"}  # a callable
     settings = set()
     for name in tx.transports():
@@ -150,6 +150,7 @@ def test_what_an_update_has_to_prove_is_named_in_a_config():
     assert (config.weight_updater.verify, config.weight_updater.max_gap) == ("outputs", 0.5)
     assert composed("weight_updater=transport", "weight_updater.verify=false").weight_updater.verify is False
     assert composed("weight_updater=transport", "weight_updater.rehearse=never").weight_updater.rehearse == "never"
+    assert composed("weight_updater=transport", "weight_updater.finite=refuse").weight_updater.finite == "refuse"
 
 
 def test_an_updater_is_made_by_the_collector_and_opens_nothing(tmp_path):

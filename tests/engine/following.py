@@ -248,9 +248,9 @@ class Damaging(tx.DiskTransport):
         super().__init__(root=root)
         self.folder = root
 
-    def prepare(self, source, version):
-        handoff = super().prepare(source, version)  # published, and read by engines from here on
-        for shard in self.folder.glob(f"weight_v{version:06d}/*.safetensors"):
+    def prepare(self, update, within):
+        handoff = super().prepare(update, within)  # published, and read by engines from here on
+        for shard in self.folder.glob(f"weight_v{update.version:06d}/*.safetensors"):
             with shard.open("r+b") as file:
                 file.truncate(shard.stat().st_size - 64)
         return handoff

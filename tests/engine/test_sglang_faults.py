@@ -11,6 +11,7 @@ from tests.engine.following import Recovers
 from tests.engine.served import until_met
 from tests.engine.test_sglang_sync import running
 from tests.models import tiny_model
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.routes import CHANNEL
 from torchrl_ext.types import ParamMeta
@@ -186,15 +187,16 @@ def test_the_label_is_sticky_and_ours_is_always_sent(serving, tmp_path):
 
 def test_a_master_that_cannot_be_reached_ends_in_an_error_and_meanwhile_the_server_serves(serving):
     model = tiny_model(51)
-    params = [ParamMeta.of(name, tensor).to_json() for name, tensor in model.state_dict().items()]
+    params = tuple(ParamMeta.of(name, tensor) for name, tensor in model.state_dict().items())
     transport = tx.make_transport("collective", timeout_s=5)
-    info = transport.open(1, tuple(ParamMeta.from_json(row) for row in params)).info
-    info = {key: free_port() if key.endswith("_port") else value for key, value in info.items()}
+    offer = transport.open(1, params, Deadline(5)).info
+    offer = {key: free_port() if key.endswith("_port") else value for key, value in offer.items()}
+    info = {**offer, "transport": "collective", "params": [meta.to_json() for meta in params], "world_size": 2}
     engine, told = tx.make_engine("sglang", url=serving.url, load_timeout_s=60), []
 
     def joining():
         try:
-            engine.connect({**info, "params": params, "world_size": 2})
+            engine.connect(info)
         except tx.WeightSyncError as error:
             told.append(error)
 

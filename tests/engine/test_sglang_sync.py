@@ -12,6 +12,8 @@ from tests.engine.served import assert_spans, until_met
 from tests.models import PROMPT, greedy, tiny_model
 from tests.pages import on_servers
 from tests.processes import WAIT_S
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.transports.base import Update
 
 pytestmark = pytest.mark.engine
 
@@ -78,12 +80,13 @@ def test_a_request_that_was_retracted_goes_on_as_the_new_weights_would(sglang, t
     old, new = tiny_model(33), tiny_model(34)
     with sending("disk", tmp_path, sglang) as sender, ThreadPoolExecutor(1) as pool:
         sender.update_weights(old)
-        transport, engine = sender._transport, sender.engine
-        handoff = transport.prepare(tx.as_source(new), 1000)
+        update, engine = Update(source=tx.as_source(new), version=1000), sender.engine
+        handoff = sender._transport.prepare(update, Deadline(WAIT_S))
+        params = [meta.to_json() for meta in update.source.params()]
         engine.prefetch(1000)
         future = pool.submit(sglang.generate, 220)
         with engine.updating(1000):
-            engine.load(handoff.info)
+            engine.load({"transport": "disk", "version": 1000, "params": params, **handoff.info})
         choice = future.result()
     spans, tokens = choice["weight_versions"], choice["token_ids"]
     cut = spans[0]["end"] if spans[0]["version"] != "1000" else 0

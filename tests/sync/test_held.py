@@ -107,12 +107,19 @@ class Messages(RuleBasedStateMachine):
         self.connection = f"connection-{self.count}"
         self.versions, self.update, self.loaded = {0: self.start} if self.held == self.start else {}, None, None
         message = invitation(self.transport, tensors(self.held))
+        base = self.receiver.held.base
         self.receiver.handle(structs.replace(message, connection=self.connection))
+        if base:
+            part = Part(base=base, names=frozenset("a"))
+            assert not self.tell(Prefetch(version=base + 1, part=part), StaleBaseError), "that of another trainer"
 
     @precondition(lambda self: self.transport is not None)
     @rule(names=st.sets(st.sampled_from(NAMES), max_size=2), back=st.integers(0, 2), told=st.booleans())
     def prefetch(self, names, back, told):
-        """A whole version, or one that brings some tensors of it; the worker hears of it, or does not."""
+        """Make a version, or one that brings some of its tensors; the worker hears of it, or does not."""
+        self._prefetch(names, back, told)
+
+    def _prefetch(self, names, back, told):
         self.count += 1
         known = sorted(self.versions)
         part = None
@@ -137,12 +144,18 @@ class Messages(RuleBasedStateMachine):
     @precondition(lambda self: self.transport is not None)
     @rule()
     def start_to_load(self):
+        self._start()
+
+    def _start(self):
         if not self.tell(Start()):
             self.update = None
 
     @precondition(lambda self: self.update is not None)
     @rule()
-    def load(self):
+    def load_what_was_made(self):
+        self._load()
+
+    def _load(self):
         self.loaded = self.update if self.tell(self.update[0]) else None
 
     @precondition(lambda self: self.loaded is not None)
@@ -164,13 +177,33 @@ class Messages(RuleBasedStateMachine):
 
     @precondition(lambda self: self.loaded is not None)
     @rule()
-    def finish(self):
+    def finish_what_was_loaded(self):
+        self._finish()
+
+    def _finish(self):
+        if self.loaded is None:
+            return
         (load, _, content), self.loaded, self.update = self.loaded, None, None
         if self.tell(Finish(version=load.version)):
             assert self.held == content and self.receiver.state() == {"whole": True}
             assert self.receiver.held.base == load.version
             self.versions[load.version] = content
             self.sound.append(content)
+
+    @precondition(lambda self: self.transport is not None)
+    @rule(
+        names=st.sets(st.sampled_from(NAMES), max_size=2),
+        back=st.integers(0, 1),
+        told=st.sampled_from([True, True, True, False]),
+        breaks=st.sampled_from([None, None, None, "load", "commit"]),
+    )
+    def update_in_order(self, names, back, told, breaks):
+        """Take all steps of an update, as long as none fails."""
+        self._prefetch(names, back, told)
+        self.loader.fails = breaks
+        for step in (self._start, self._load, self._finish):
+            if self.update is not None:
+                step()
 
     @precondition(lambda self: self.transport is not None)
     @rule(step=st.sampled_from([Start(), Finish(version=7), Verify(digests={}), State()]))
@@ -226,5 +259,5 @@ class Messages(RuleBasedStateMachine):
 
 TestMessages = Messages.TestCase
 TestMessages.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )

@@ -300,6 +300,19 @@ class TestSender:
         with pytest.raises(UpdateError, match="nobody knows why"):
             sender.update_weights(only="b")
         assert Failing.loads == 2 and sender.engine.rows()[0].state == "paused"
+        assert not sender.update_weights(only="b").part
+        assert sender.update_weights(only="b").part
+
+    def test_a_new_engine_gets_everything_and_is_sent_what_another_one_did_not_take(self, made):
+        _, trained, served = made
+        sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(tx.WeightReceiver(Plain(served))))
+        sender.register_model(trained)
+        for _ in range(2):
+            assert not sender.update_weights(only="b").part
+        sender.init_all_workers_group(vllm_engine=tx.make_engine("inprocess", engine=(other := policy())))
+        assert not sender.update_weights(only="b").part
+        assert torch.equal(other["a"].weight, trained["a"].weight)
+        assert sender.update_weights(only="b").part
 
     def test_one_of_two_engines_that_left_the_fleet_and_came_back_gets_everything(self, made):
         _, trained, _ = made

@@ -11,10 +11,11 @@ import torchrl_ext as tx
 from tests.sync.vllm_objects import LLM, says
 from tests.sync.vllm_objects import net as talker
 from torchrl_ext.collectors.from_torchrl_ends import as_engine
-from torchrl_ext.deadline import wait_until
+from torchrl_ext.deadline import Deadline, wait_until
 from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
 from torchrl_ext.routes import ANSWERS, TAKE_OVER
 from torchrl_ext.sync.engines import actors
+from torchrl_ext.weights.source import as_source
 
 
 class Other(RLvLLMEngine):
@@ -121,3 +122,37 @@ def test_what_a_client_gave_up_asking_for_is_dropped_when_it_closes_and_what_oth
     assert info.world_size == 1 and not actors._jobs
     begun("stays", "last", "close")
     assert actors.answer(held, "stays", "last") == (None,) and not actors._hosted
+
+
+class Plain:
+    """Of an actor that does one thing at a time."""
+
+    def __init__(self):
+        self.model = talker(0)
+
+
+@pytest.mark.parametrize("kind", [Serving, Plain])
+def test_a_client_that_joins_ends_those_of_trainers_that_died_without_a_close(kind):
+    held, trainer = kind(), tx.MemoryTransport()
+    params = as_source(held.model).params()
+
+    def called(client, method, *args):
+        found = actors.begin(held, lambda held: held.model, client, method, method, *args)
+        if found is None:
+            wait_until(actors._jobs[client][method].done, 60, lambda: AssertionError("it does not end"))
+            found = actors.answer(held, client, method)
+        return found[0]
+
+    def joining(name):
+        offer = trainer.open(1, params, Deadline(60)).info
+        rows = [meta.to_json() for meta in params]
+        return {**offer, "transport": "memory", "connection": name, "sender": name, "params": rows, "world_size": 2,
+                "rank_offset": 1, "timeout_s": 60.0}  # fmt: skip
+
+    for name in ("first", "second", "third"):
+        assert called(name, "connect", joining(name))
+        assert actors._hosted.keys() == {name} and not actors._jobs
+    assert called("first", "replaced", "first")  # it lives, and has to join anew
+    for name in [*actors._hosted]:
+        called(name, "close")
+    assert not actors._hosted

@@ -224,7 +224,7 @@ class TestFailures:
         sender = tx.WeightSender(transport, engine)
         sender.update_weights(nn.Linear(3, 2))
         loader.refusing = True
-        with pytest.raises(UpdateError, match=r"version 2 did not reach every engine.*ran out of memory") as told:
+        with pytest.raises(UpdateError, match=r"ran out of memory.*version 2 did not reach every engine") as told:
             sender.update_weights(nn.Linear(3, 2))
         (row,) = told.value.rows
         assert (row.state, row.version) == ("paused", 1)
@@ -338,6 +338,8 @@ class TestAlone:
             def __iter__(self):
                 with pytest.raises(ConcurrentUpdateError):
                     sender.update_weights(refused)
+                with pytest.raises(ConcurrentUpdateError):
+                    sender.init_all_workers_group(vllm_engine=InProcessEngine(nn.Linear(2, 2)))
                 yield from super().__iter__()
 
         sender = tx.WeightSender(transport)
@@ -483,7 +485,7 @@ class TestFleet:
         sender.update_weights(nn.Linear(3, 2))
         loader.refusing = True
         policy = nn.Linear(3, 2)
-        with pytest.raises(UpdateError, match="engine 1: the engine ran out of memory") as told:
+        with pytest.raises(UpdateError, match="engine 1: RuntimeError: the engine ran out of memory") as told:
             sender.update_weights(policy)
         rows = told.value.rows
         assert [row.state for row in rows] == ["serving", "paused", "serving"]

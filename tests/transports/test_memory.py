@@ -26,3 +26,13 @@ def test_a_worker_that_leaves_does_not_take_the_channel_with_it():
     join(info)
     trainer.send_weights({"x": torch.ones(1)})
     assert alone.receive_weights(0.0)["x"] == 1
+
+
+def test_a_trainer_that_shuts_down_leaves_no_copy_of_the_model():
+    trainer = tx.MemoryTransport()
+    worker = tx.MemoryTransport(trainer._name)
+    trainer.send_weights({"x": torch.ones(1)})
+    worker.shutdown()
+    assert trainer._channel.tensors is not None  # which another worker may want
+    trainer.shutdown()
+    assert trainer._channel.tensors is None

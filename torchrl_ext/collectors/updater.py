@@ -54,6 +54,7 @@ class TransportWeightUpdater(_Updater):
         mapper: trainer name -> checkpoint name, as for `WeightSender`.
         dtype: cast of floating-point tensors.
         verify, rehearse, max_gap, probe: what an update has to prove, as for `WeightSender`.
+        finite: what becomes of a NaN or an infinity, as for `WeightSender`.
         settings: of the transport, where it is given by name.
 
     Raises:
@@ -77,6 +78,7 @@ class TransportWeightUpdater(_Updater):
         rehearse: str = "once",
         max_gap: float | str | None = "dtype",
         probe: Any = None,
+        finite: str = "warn",
         **settings: Any,
     ) -> None:
         if not isinstance(transport, str) and settings:
@@ -86,7 +88,7 @@ class TransportWeightUpdater(_Updater):
             )
         self._parts = (transport, engine, settings)
         proof = {"verify": verify, "rehearse": rehearse, "max_gap": max_gap, "probe": probe}
-        self._how: dict[str, Any] = {"mapper": mapper, "dtype": dtype, **proof}
+        self._how: dict[str, Any] = {"mapper": mapper, "dtype": dtype, "finite": finite, **proof}
         self._sender: WeightSender | None = None
         self._model: Any = None
         self.report: SyncReport | None = None

@@ -244,13 +244,14 @@ class SchemeWorkerEnd:
             answer = {} if isinstance(message, Keep) else self._receiver.handle(message)
             if isinstance(message, Finish):
                 self._landed(message.version)
-                with self._news:
-                    self.version = message.version
-                    self._news.notify_all()
         except Exception as error:  # noqa: BLE001 - the trainer learns of it, whatever it is
             self._link.send({"number": number, "error": _described(error)}, deadline(_ANSWER_S))
             return error
         self._link.send({"number": number, "told": answer}, deadline(_ANSWER_S))
+        if isinstance(message, Finish):
+            with self._news:  # now that it is answered: whoever waited may close the link
+                self.version = message.version
+                self._news.notify_all()
         return message
 
 

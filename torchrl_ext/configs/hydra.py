@@ -169,6 +169,7 @@ def transport_weight_updater(
     verify: bool | str = True,
     rehearse: str = "once",
     max_gap: float | str | None = "dtype",
+    finite: str = "warn",
     **settings: Any,
 ) -> Any:
     """Make a `TransportWeightUpdater`, with every setting checked and nothing opened.
@@ -179,6 +180,7 @@ def transport_weight_updater(
         mapper: a table of regular expressions, trainer name -> checkpoint name.
         dtype: name of the dtype to which floating-point tensors are cast.
         verify, rehearse, max_gap: what an update has to prove, as for `WeightSender`.
+        finite: what becomes of a NaN or an infinity, as for `WeightSender`.
         settings: of the transport; those that are None are left to their defaults.
 
     Raises:
@@ -199,7 +201,7 @@ def transport_weight_updater(
     except ManifestError as error:
         raise ConfigError(f"dtype: {error}", expected="a name such as bfloat16") from None
     proof: dict[str, Any] = {"verify": verify, "rehearse": rehearse, "max_gap": max_gap}
-    return TransportWeightUpdater(transport, engine, mapper=mapper, dtype=cast, **proof, **given)
+    return TransportWeightUpdater(transport, engine, mapper=mapper, dtype=cast, finite=finite, **proof, **given)
 
 
 register()

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from torchrl_ext.deadline import in_thread
-from torchrl_ext.errors import ConfigError, EngineError
+from torchrl_ext.errors import ConfigError, EngineError, why
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, least
 
@@ -321,7 +321,7 @@ class Fleet(EngineClient):
         """Return the error to raise where a call failed on some members; of a single engine, its own error."""
         if len(self.engines) == 1:
             return next(iter(self._failed.values()))
-        lines = "; ".join(f"{engine.url}: {error}" for engine, error in self._failed.items())
+        lines = "; ".join(f"{engine.url}: {why(error)}" for engine, error in self._failed.items())
         return EngineError(f"{what}: {lines}", rows=self.rows(), state=state)
 
     def _raise(self, what: str) -> None:
@@ -329,7 +329,7 @@ class Fleet(EngineClient):
         self._told.update(missed)
         if len(self.engines) == 1:
             raise missed[self.engines[0]]
-        lines = "; ".join(f"{engine.url}: {error}" for engine, error in missed.items())
+        lines = "; ".join(f"{engine.url}: {why(error)}" for engine, error in missed.items())
         raise EngineError(
             f"{what}: {lines}",
             rows=self.rows(),

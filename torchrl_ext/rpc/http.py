@@ -134,8 +134,10 @@ class Answer:
             EngineRefusedError: any status but 2xx, or an answer that is no JSON.
         """
         if not self.ok:
+            log.debug("%s answered %d: %s", where, self.status, self.text)
+            reason = self.message()
             raise EngineRefusedError(
-                f"{where} answered {self.status}: {self.message() or 'no reason given'}", status=self.status
+                f"{where} answered {self.status}: {reason or 'no reason given'}", status=self.status, reason=reason
             )
         try:
             return self.json()

@@ -29,6 +29,7 @@ from torchrl_ext.messages import REPLACED
 from torchrl_ext.proof.outputs import Compute, Outputs, Probe
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.connection import Connection, Spans, client_of, parts_of
+from torchrl_ext.sync.finite import FiniteCheck, check_policy
 from torchrl_ext.sync.only import Only, chosen, trainable
 from torchrl_ext.sync.update_source import UpdateSource, bump
 from torchrl_ext.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
@@ -67,14 +68,18 @@ class WeightSender:
             cold start (`torchrl_ext.proof.rehearsal`): ``"once"`` per start of the engine, before its first update;
             ``"never"``, and then `SyncReport.proof` is no more than ``"sent"`` there; ``"always"``, with every
             connection before which nothing was loaded.
+        finite: a NaN or an infinity in floating-point weights: ``"warn"`` logs one warning per update, ``"refuse"``
+            lets the update fail, before any engine is paused where this process holds the tensor or the transport
+            reads all of them before the pause, and ``"send"`` does not look. On a trainer that sends from every rank,
+            each looks at its own blocks.
         rank: this trainer process's rank; None takes that of torch, or 0. Only rank 0 talks to engines
             and moves bytes; other ranks call `update_weights` too, replay the same gathers, and learn from rank 0 which
             version is in service.
         max_gap: of ``verify="outputs"``: the largest accepted difference of a log-probability, in nats; ``"dtype"``
-            takes `torchrl_ext.sync.outputs.bound_of` what travels (1e-3 in float32, 1.0 in bfloat16), and None reports
+            takes `torchrl_ext.proof.outputs.bound_of` what travels (1e-3 in float32, 1.0 in bfloat16), and None reports
             and refuses nothing.
         probe: of ``verify="outputs"``: a function of token ids that returns the trainer's own log-probabilities, on
-            every trainer rank, or a `torchrl_ext.sync.outputs.Probe`; None runs the registered model, a causal LM of
+            every trainer rank, or a `torchrl_ext.proof.outputs.Probe`; None runs the registered model, a causal LM of
             `transformers`, on random tokens.
 
     Attributes:
@@ -103,13 +108,15 @@ class WeightSender:
         dtype: torch.dtype | None = None,
         verify: bool | str = True,
         rehearse: str = "once",
+        finite: str = "warn",
         rank: int | None = None,
         max_gap: float | str | None = "dtype",
         probe: Compute | Probe | None = None,
     ) -> None:
         if rehearse not in ("once", "never", "always"):
             raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once', 'never' or 'always'")
-        self._wanted, self._rehearse = bool(verify), rehearse
+        check_policy(finite)
+        self._wanted, self._rehearse, self._finite = bool(verify), rehearse, finite
         self._verify = self._wanted and engine is not None
         engine = client_of(transport, engine, rank)
         self._transport = transport
@@ -119,12 +126,12 @@ class WeightSender:
         self._model: Callable[[], Any] = lambda: None
         self._read: Callable[[Any], WeightSource] = as_source
         self._collectors: list[weakref.ref[Any]] = []
-        self._connect_to(engine)
         self._spans, self._stats = Spans(), TransferStats()
         self._attempted = 0
         self._assumed: int | None = None
-        self._refused: frozenset[str] | None = None  # the names of a part that engines did not take
+        self._refused: frozenset[str] | None = None  # the names of a part that these engines did not take
         self._rows: tuple[tuple[ParamMeta, ...], list[Any]] = (), []
+        self._connect_to(engine)
         self.version = 0
 
     # methods with TorchRL's names
@@ -160,14 +167,22 @@ class WeightSender:
         Args:
             model_metadata: ``{name: (dtype, shape)}`` in checkpoint coordinates; derived from the model if omitted.
             vllm_engine: an engine client, in place of the one given at construction.
+
+        Raises:
+            ConcurrentUpdateError: an update runs, and goes on.
         """
-        if vllm_engine is not None:
-            self._verify = self._wanted
-            self._connect_to(vllm_engine)
-        if model_metadata is None:
-            params = self._source(None).params()
-        else:
-            params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
+        with exclusive(self._transport, "init_all_workers_group"):
+            if vllm_engine is not None:
+                self._verify = self._wanted
+                self._connect_to(vllm_engine)
+            if model_metadata is None:
+                params = self._source(None).params()
+            else:
+                params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
+            with self._connection.turn():
+                self._join(params)
+
+    def _join(self, params: tuple[ParamMeta, ...]) -> None:
         if self._transport.gathers:  # the other ranks take no part
             if self._ranks.drives:
                 self._connection.ensure(params, self._spans)
@@ -192,7 +207,8 @@ class WeightSender:
             What was done, with a row per engine.
 
         Raises:
-            ManifestError, ConfigError: ``only`` means none of the tensors, or names one that is not sent.
+            ManifestError, ConfigError: ``only`` means none of the tensors, or names one that is not sent; or there is a
+                NaN or an infinity in a tensor that this process holds, with ``finite="refuse"``.
             WeightSyncError: the update failed; the message says which engines serve what.
         """
         with exclusive(self._transport, "update_weights"), self._connection.turn():
@@ -226,7 +242,12 @@ class WeightSender:
         started = time.perf_counter()
         with self._ranks.leading() as session:
             source, names = self._begun(weights, only)
-            report = self._drive(source, names, weights, started)
+            held = source.held()
+            source.finite.look_ahead(held if names is None else {name: held[name] for name in names & held.keys()})
+            try:
+                report = self._drive(source, names, weights, started)
+            finally:
+                source.finite.warn(source.version)
             session.end(self.version, accepted=True)
         log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
         return report, 1
@@ -238,8 +259,11 @@ class WeightSender:
             A report, and how many updates were accepted since this rank last heard of one.
         """
 
+        looked: list[FiniteCheck] = []
+
         def steps() -> Steps:
             source, names = self._begun(weights, only)
+            looked.append(source.finite)
 
             def limit(order: Info) -> None:
                 part = None if order["base"] is None or names is None else Part(base=order["base"], names=names)
@@ -253,6 +277,8 @@ class WeightSender:
 
         ended = self._ranks.following(steps, apart=("outputs", "gather"))
         self.version = self.version + 1 if ended.version is None else ended.version
+        for finite in looked:
+            finite.warn(self.version)
         if ended.error is not None and not self._transport.gathers:
             raise ended.error
         if not ended.accepted:
@@ -280,7 +306,7 @@ class WeightSender:
         except Exception as error:
             report = self._report(source.version, source, started, failed=True)
             raise UpdateError(  # whatever it is, the caller learns which engine serves what
-                f"weights version {source.version} did not reach every engine: {why(error)}",
+                f"{why(error)}; weights version {source.version} did not reach every engine",
                 report=report,
                 rows=report.engines,
                 **parts_of(error, report.engines),
@@ -337,8 +363,10 @@ class WeightSender:
             return True
         if source.part is None or isinstance(error, (DeadlineError, TransportError)):
             return False
+        if not self._connection.all_serve(self.version):
+            return False
         self._refused = source.part.names  # engines without our plugin, for example, or tensors of one fused layer
-        return self._connection.all_serve(self.version)
+        return True
 
     # one update, phase by phase
 
@@ -399,7 +427,7 @@ class WeightSender:
         source = self._read(registered) if weights is None else as_source(weights)
         if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
             source = converted(source, registered)  # a module's own names become those of its checkpoint
-        return UpdateSource(source, mapper=self._mapper, dtype=self._dtype)
+        return UpdateSource(source, mapper=self._mapper, dtype=self._dtype, finite=FiniteCheck(self._finite))
 
     def _next_version(self) -> int:
         """Return the next version number, which neither a failed attempt nor another sender has used."""
@@ -408,6 +436,7 @@ class WeightSender:
     def _connect_to(self, engine: EngineClient) -> None:
         """Drive ``engine`` from now on; its workers join before the next version."""
         compares = self._verify and not self._transport.proves
+        self._refused = None
         self.engine, self._connection = (
             engine,
             Connection(
@@ -448,4 +477,5 @@ class WeightSender:
             worker_bytes=stats.worker_bytes,
             whole=stats.whole,
             part=source.part is not None and not failed,
+            finite=source.finite.finite,
         )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ManifestError
+from torchrl_ext.sync.finite import FiniteCheck
 from torchrl_ext.sync.only import PartSource
 from torchrl_ext.transports.ranks import torch_group
 from torchrl_ext.types import ParamMeta, Part
@@ -30,6 +33,7 @@ class UpdateSource(WeightSource):
         source: what is sent.
         mapper: trainer name -> checkpoint name.
         dtype: cast of floating-point tensors.
+        finite: looks for NaN and infinity in tensors as they pass; None for nobody.
 
     Attributes:
         version: the version as which it is sent.
@@ -41,7 +45,8 @@ class UpdateSource(WeightSource):
         whole: the source of all tensors, also while only some are sent.
 
     Raises:
-        ManifestError: a tensor is on the meta device: offloaded, or never loaded.
+        ManifestError: a tensor is on the meta device: offloaded, or never loaded. A pass, of a NaN or an infinity that
+            is refused.
     """
 
     def __init__(
@@ -50,7 +55,9 @@ class UpdateSource(WeightSource):
         *,
         mapper: Callable[[str], str] | Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
+        finite: FiniteCheck | None = None,
     ) -> None:
+        self.finite = FiniteCheck() if finite is None else finite
         source = source if mapper is None else RenamedSource(source, as_mapper(mapper))
         self.whole = self._source = source if dtype is None else CastSource(source, dtype)
         self._params = self._source.params()
@@ -104,6 +111,7 @@ class UpdateSource(WeightSource):
         self.digests, self.count, self.bytes = {}, 0, 0
         self._stream = stream
         for meta, tensor in checked(stream, params):
+            self.finite.look(meta.name, tensor)
             if self.digesting:
                 self.digests[meta.name] = tensor_digest(tensor)
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes
@@ -120,7 +128,13 @@ class UpdateSource(WeightSource):
         self.digests, self.count, self.bytes = {}, 0, 0
         for meta, held in checked_shards(self._source.shards(), self._params):
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes  # other ranks have the rest of it
-            yield from held
+            for shard in held:
+                yield replace(shard, take=partial(self._looked, shard))
+
+    def _looked(self, shard: Shard) -> Tensor:
+        tensor = shard.take()
+        self.finite.look(shard.meta.name, tensor, shard.block)
+        return tensor
 
     def _begin(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._source) if self.part is None else self._source.pairs(self.part.names)

@@ -201,7 +201,8 @@ def _break(trainer: Transport, step: str, patch: pytest.MonkeyPatch, met: list[s
         return lambda *args, **more: change(call(*args, **more))
 
     def within(handoff: Handoff, name: str) -> Handoff:
-        return replace(handoff, **{name: breaking(getattr(handoff, name))})
+        changed: dict[str, Any] = {name: breaking(getattr(handoff, name))}
+        return replace(handoff, **changed)
 
     def received(pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         yield next(pairs)
@@ -381,9 +382,9 @@ class TransportContract(ABC):
         self, trainer: Transport, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         policy, served = nn.Linear(6, 5), nn.Linear(6, 5)
-        sender = tx.WeightSender(trainer, _Remote(served))
+        sender, met = tx.WeightSender(trainer, _Remote(served)), list[str]()
         with monkeypatch.context() as patch:
-            _break(trainer, "served", patch, met := [])
+            _break(trainer, "served", patch, met)
             assert sender.update_weights(policy).verified
         assert met == ["served"]
         assert_held(served, policy)

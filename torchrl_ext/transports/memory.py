@@ -55,6 +55,7 @@ class MemoryTransport(StandaloneTransport):
     """
 
     name: ClassVar[str] = "memory"
+    _sends = False
 
     def __init__(self, channel: str | None = None, *, timeout_s: float = 60.0) -> None:
         super().__init__(timeout_s=timeout_s)
@@ -71,7 +72,7 @@ class MemoryTransport(StandaloneTransport):
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         tensors = {meta.name: tensor.clone() for meta, tensor in checked(update.source)}
-        self._channel.tensors, self._channel.version = tensors, update.version
+        self._channel.tensors, self._channel.version, self._sends = tensors, update.version, True
         return Handoff(served=self._release)
 
     def _release(self, oldest: int | None) -> None:
@@ -81,6 +82,11 @@ class MemoryTransport(StandaloneTransport):
 
     def latest_version(self) -> int:
         return max(self._last_version, self._channel.version)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._sends:
+            self._channel.tensors = None
 
     def attend(self, within: Deadline) -> WorkerEnd:
         return _MemoryWorker(self._name, self._channel)

@@ -18,6 +18,7 @@ from torchrl_ext.errors import (
     EngineRefusedError,
     EngineUnreachableError,
     WeightSyncError,
+    parsed,
 )
 from torchrl_ext.messages import (
     REPLACED,
@@ -470,13 +471,23 @@ class HTTPEngine(EngineClient):
                 state = undo()
             elif isinstance(error, EngineUnreachableError):
                 self._state = "unreachable"
-            found = restated(error, f"{self.url} did not {what}: {error.what}", state)
+            reason, rest = parsed(
+                error.reason if isinstance(error, EngineRefusedError) and error.reason else error.what
+            )
+            rest |= {"state": state or error.state or rest.get("state", "")}
+            found = restated(error, f"{reason}; {self.url} did not {what}", **rest)
             self._error = str(found)
             raise found from error
 
 
 def restated(
-    error: WeightSyncError, what: str, state: str | None = None, *, expected: str | None = None, hint: str | None = None
+    error: WeightSyncError,
+    what: str,
+    state: str | None = None,
+    *,
+    expected: str | None = None,
+    hint: str | None = None,
+    reason: str = "",
 ) -> Any:
     """Return an error of the same class with ``what`` as its message, its other parts replaced where they are given."""
     more: dict[str, Any] = {
@@ -488,6 +499,7 @@ def restated(
         more["rows"] = error.rows
     if isinstance(error, EngineRefusedError):
         more["status"] = error.status
+        more["reason"] = reason or (error.reason if what == error.what else "")
     return type(error)(what, **more)
 
 

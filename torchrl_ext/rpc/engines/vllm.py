@@ -316,7 +316,7 @@ class VLLMRoutes(HTTPEngine):
             try:
                 answer = self._http.post(route, body, **how)
             except EngineRefusedError as error:
-                raise restated(error, unescaped(_EXECUTORS.sub(r"\g<words>", error.what))) from error
+                raise restated(error, _own_words(error.what), reason=_own_words(error.reason)) from error
         found = answer if isinstance(answer, dict) else {}
         if body is None:
             self.told = found
@@ -349,6 +349,11 @@ class VLLMRoutes(HTTPEngine):
         if not _of_another_backend(error):
             return error
         return restated(error, error.what, expected=f"weight-transfer backend {BACKEND!r}", hint=FLAGS)
+
+
+def _own_words(text: str) -> str:
+    """Return the words of a worker without those of vLLM's executors around them."""
+    return unescaped(_EXECUTORS.sub(r"\g<words>", text))
 
 
 def _of_another_backend(error: EngineRefusedError) -> bool:
@@ -396,7 +401,7 @@ class VLLMEngine(VLLMRoutes):
         try:
             return self._http.post(ADAPTERS_ROUTE, message.to_json(), timeout_s=self._load_timeout_s)
         except EngineRefusedError as error:
-            raise restated(error, unescaped(_EXECUTORS.sub(r"\g<words>", error.what))) from error
+            raise restated(error, _own_words(error.what), reason=_own_words(error.reason)) from error
 
 
 @final

@@ -181,7 +181,10 @@ class PluggedVLLM(_Plugged):
             self._tell(message)
         except EngineRefusedError as error:
             if OPEN_UPDATE not in error.what:
-                raise self._explained(error) from error
+                explained = self._explained(error)
+                if explained is error:  # which is no cause of itself
+                    raise
+                raise explained from error
             abandon(self._post)
             self._tell(message)
         self._await_idle("join the transport")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
 
 __all__ = ["EngineActor", "Served", "answer", "as_remote", "begin", "the_ray"]
+
+log = logging.getLogger("torchrl_ext")
 
 _hosted: dict[str, EngineActor] = {}
 _jobs: dict[str, dict[str, Future[Any]]] = {}  # by client, and by name
@@ -186,6 +189,8 @@ def begin(held: Any, pick: Callable[[Any], Any], client: str, job: str, method: 
     if client not in _hosted:
         _hosted[client] = EngineActor(partial(pick, held))
     call = partial(getattr(_hosted[client], method), *args)
+    if method == "connect":
+        call = partial(_in_place_of, _end_others(client), call)
     if method == "close":
         del _hosted[client]
         running = {name: one for name, one in _jobs.pop(client, {}).items() if not one.done()}
@@ -194,6 +199,28 @@ def begin(held: Any, pick: Callable[[Any], Any], client: str, job: str, method: 
         return (call(),)
     _jobs.setdefault(client, {})[job] = in_thread(call, f"torchrl-ext-{method}")
     return None
+
+
+def _end_others(client: str) -> list[EngineActor]:
+    """Forget the clients of the same engine for which no job runs, and return what they have here.
+
+    One sender at a time drives an engine. Those of a trainer that died never close; one that lives joins anew.
+    """
+    target = _hosted[client].target
+    found = [name for name, one in _hosted.items() if name != client and one.target is target]
+    idle = [name for name in found if all(job.done() for job in _jobs.get(name, {}).values())]
+    for name in idle:
+        _jobs.pop(name, None)
+    return [_hosted.pop(name) for name in idle]
+
+
+def _in_place_of(others: Sequence[EngineActor], connect: Callable[[], Any]) -> Any:
+    for other in others:
+        try:
+            other.close()
+        except Exception:
+            log.warning("a client that another one replaces did not leave its transport", exc_info=True)
+    return connect()
 
 
 def answer(held: Any, client: str, job: str) -> tuple[Any] | None:

@@ -1,0 +1,187 @@
+"""A NaN or an infinity in the weights: who is warned, when an update is refused, and what the report says."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import torchrl_ext as tx
+from torchrl_ext.errors import ConfigError, ManifestError, UpdateError
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.sync.finite import FiniteCheck
+from torchrl_ext.sync.update_source import UpdateSource
+from torchrl_ext.weights.shards.blocks import Block, Shard
+from torchrl_ext.weights.source import MappingSource, ModuleSource, WeightSource, checked
+
+ROUTES = {
+    "memory": {},
+    "disk": {"root": "disk"},
+    "delta": {"root": "delta"},
+    "collective": {"backend": "gloo", "device": "cpu", "timeout_s": 20.0},
+}
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]
+
+
+class Gathered(WeightSource):
+    """Weights that exist only as they pass, as those of a sharded trainer."""
+
+    def __init__(self, model):
+        self._own = ModuleSource(model)
+
+    def params(self):
+        return self._own.params()
+
+    def __iter__(self):
+        return iter(self._own)
+
+
+class Watched(InProcessEngine):
+    """Notes its pauses."""
+
+    paused = 0
+
+    def begin(self, version):
+        self.paused += 1
+        super().begin(version)
+
+
+@pytest.fixture(params=ROUTES)
+def transport(request, tmp_path):
+    settings = dict(ROUTES[request.param])
+    if "root" in settings:
+        settings["root"] = tmp_path / settings["root"]
+    transport = tx.make_transport(request.param, **settings)
+    yield transport
+    transport.shutdown()
+
+
+def spoilt(value=float("nan"), also=()):
+    policy = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    with torch.no_grad():
+        for name in ("1.weight", *also):
+            policy.get_parameter(name).view(-1)[-1] = value
+    return policy
+
+
+def warnings_of(caplog):
+    return [row.getMessage() for row in caplog.records if "infinity" in row.getMessage()]
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_by_default_one_warning_names_the_first_tensor_and_the_update_goes_on(transport, gathered, caplog):
+    served, policy = spoilt(0.0), spoilt(also=["1.bias"])
+    sender = tx.WeightSender(transport, InProcessEngine(served))
+    with caplog.at_level(logging.WARNING, "torchrl_ext"):
+        report = sender.update_weights(Gathered(policy) if gathered else policy)
+    (line,) = warnings_of(caplog)
+    assert "version 1" in line
+    assert "'1.weight', the first of 2 " in line
+    assert report.finite is False
+    assert report.verified
+    assert served[1].weight.isnan().sum() == 1
+
+
+def test_finite_weights_are_called_finite(transport, caplog):
+    report = tx.WeightSender(transport, InProcessEngine(spoilt(0.0))).update_weights(spoilt(1.0))
+    assert report.finite is True
+    assert report.to_json()["finite"] is True
+    assert not warnings_of(caplog)
+
+
+def test_where_nobody_wants_to_know_nobody_looks(transport, caplog):
+    report = tx.WeightSender(transport, InProcessEngine(spoilt(0.0)), finite="send").update_weights(spoilt())
+    assert report.finite is None
+    assert report.verified
+    assert not warnings_of(caplog)
+
+
+def test_tensors_in_memory_are_refused_before_anything_is_attempted(transport):
+    engine, policy = Watched(spoilt(0.0)), spoilt(float("-inf"))
+    sender = tx.WeightSender(transport, engine, finite="refuse")
+    with pytest.raises(ManifestError, match=r"infinity in '1\.weight'"):
+        sender.update_weights(policy)
+    assert engine.paused == 0
+    assert transport.latest_version() == 0
+    assert sender.update_weights(spoilt(0.0)).version == 1
+
+
+def test_what_is_gathered_is_refused_as_it_passes(transport, caplog):
+    served = spoilt(0.0)
+    engine = Watched(served)
+    sender = tx.WeightSender(transport, engine, finite="refuse")
+    with pytest.raises(UpdateError, match=r"infinity in '1\.weight'") as caught:
+        sender.update_weights(Gathered(spoilt()))
+    assert not warnings_of(caplog)
+    assert isinstance(caught.value.__cause__, ManifestError)
+    assert engine.paused == (transport.name == "collective")  # the others make their pass before the pause
+    assert served[1].weight.isfinite().all()
+    assert sender.update_weights(spoilt(2.0)).finite is True
+    assert served[1].weight.view(-1)[-1] == 2.0
+
+
+def test_a_part_that_is_refused_is_not_sent_with_everything_else():
+    served = spoilt(0.0)
+    sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(served), finite="refuse")
+    sender.update_weights(spoilt(0.0))
+    with pytest.raises(UpdateError):
+        sender.update_weights(Gathered(spoilt()), only="1")
+    assert served[1].weight.isfinite().all()
+    sender.update_weights(spoilt(0.0))
+    assert sender.update_weights(spoilt(), only="0").part  # what is not sent may be anything
+
+
+def test_a_cast_that_overflows_is_seen():
+    policy = nn.Linear(2, 2)
+    nn.init.constant_(policy.weight, 1e6)
+    sender = tx.WeightSender(tx.MemoryTransport(), dtype=torch.float16)
+    assert sender.update_weights(policy).finite is False
+
+
+def test_another_value_is_a_mistake():
+    with pytest.raises(ConfigError, match="there is no finite='raise'"):
+        tx.WeightSender(tx.MemoryTransport(), finite="raise")
+
+
+class Halves(MappingSource):
+    """Holds one tensor, of four elements, as two blocks."""
+
+    def shards(self):
+        ((meta, tensor),) = checked(self)
+        for half in (slice(0, 2), slice(2, 4)):
+            yield Shard(meta, Block((half.start,), (half.stop,)), lambda half=half: tensor[half])
+
+
+def test_blocks_are_looked_at_where_they_are_taken():
+    source = Halves({"weight": torch.tensor([0.0, 1.0, 2.0, float("nan")])})
+    first, second = UpdateSource(source, finite=FiniteCheck("refuse")).shards()
+    first.take()
+    with pytest.raises(ManifestError, match="'weight'"):
+        second.take()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("shape", [(), (1,), (7, 11), (0, 3)])
+def test_every_dtype_and_shape(dtype, value, shape):
+    tensor = torch.ones(shape).to(dtype)
+    if tensor.numel():
+        tensor.view(-1)[-1] = value
+    for one in (tensor, tensor.mT if tensor.ndim > 1 else tensor):
+        check = FiniteCheck("warn")
+        check.look("it", one)
+        assert check.finite is (not tensor.numel())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_large_numbers_are_finite(dtype):
+    check = FiniteCheck("warn")
+    most = torch.finfo(dtype).max
+    check.look("most", torch.full((3, 5), most, dtype=dtype))  # whose sum is infinite
+    check.look("both", torch.tensor([most, -most, most, most], dtype=dtype))
+    check.look("integers", torch.full((3,), 7))
+    check.look("fp8", torch.full((3,), 448.0).to(torch.float8_e4m3fn))
+    check.look("fp4", torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+    assert check.finite is True
