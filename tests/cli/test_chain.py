@@ -14,6 +14,7 @@ from tests.transports.chains import checkpoint, folder, published, step, weights
 from tests.versions.test_slime_chains import renumber, settle, write_slime
 from torchrl_ext.cli import chain
 from torchrl_ext.cli.main import main
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.testing import same_bits
 
 
@@ -188,7 +189,7 @@ def test_gc_keeps_what_the_newest_keyframes_need(root, capsys):
 
 def test_gc_is_refused_while_a_trainer_publishes(root, capsys):
     trainer = tx.make_transport("delta", root=root)
-    trainer.open(1, ())
+    trainer.open(1, (), Deadline(60))
     assert "another trainer" in asked(capsys, "gc", root, status=1)["error"]
     trainer.shutdown()
 

@@ -14,10 +14,12 @@ from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, greedy_over_kept_keys, tiny_checkpoint, tiny_model
 from torchrl_ext.codecs.patch import diff
 from torchrl_ext.codecs.slime.first import build_flush, flush_name
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import EngineRefusedError, UpdateError, WeightSyncError
 from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.messages import Join, Seal
 from torchrl_ext.rollout.client import InferenceClient
+from torchrl_ext.transports.base import Update
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
@@ -275,14 +277,14 @@ def test_a_damaged_update_leaves_the_engine_paused_and_the_next_one_resumes_it(
     engine, transport = tx.make_engine("embedded", url=server.url), tx.make_transport("disk", root=tmp_path / "bad")
     source = as_source(bad)
     engine.connect(connect_info(transport, source))
-    handoff = transport.prepare(source, 1)
+    transport.prepare(Update(source=source, version=1), Deadline(60))
     weights = max((tmp_path / "bad").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
     damaged = bytearray(weights.read_bytes())
     damaged[-100] ^= 0xFF
     weights.write_bytes(damaged)
     engine.begin(1)
     with pytest.raises(WeightSyncError):
-        engine.load(handoff.info)
+        engine.load(arrival(source))
         engine.verify({name: tensor_digest(tensor) for name, tensor in source})
     with pytest.raises(EngineRefusedError):
         engine.commit(1)
@@ -318,15 +320,23 @@ def test_an_engine_that_was_told_of_a_version_of_slimes_too_early_holds_all_of_i
         holds[patch.meta.name] = own[patch.meta.name]
         engine.prefetch(1)
         engine.begin(1)
-        engine.load({"transport": "delta", "version": 1, "params": [meta.to_json() for meta in source.params()]})
+        engine.load(arrival(source))
         engine.verify({name: tensor_digest(tensor) for name, tensor in holds.items()})
         engine.commit(1)
     transport.shutdown()
 
 
 def connect_info(transport, source):
-    params = source.params()
-    return {**transport.open(1, params).info, "params": [meta.to_json() for meta in params], "world_size": 2}
+    opened = transport.open(1, source.params(), Deadline(60))
+    return {"transport": transport.name, **opened.info, **params_of(source), "world_size": 2}
+
+
+def arrival(source):
+    return {"version": 1, **params_of(source)}
+
+
+def params_of(source):
+    return {"params": [meta.to_json() for meta in source.params()]}
 
 
 @pytest.mark.parametrize(
@@ -365,8 +375,7 @@ def test_health_is_answered_while_a_trainer_keeps_the_engine_waiting_and_another
 ):
     in_service(0)
     absent = tx.make_transport("collective", timeout_s=120)
-    params = tuple(ParamMeta.of(name, tensor) for name, tensor in as_source(model(0)))
-    info = {**absent.open(1, params).info, "params": [meta.to_json() for meta in params], "rank_offset": 1}
+    info = connect_info(absent, as_source(model(0)))
     answers = []
 
     def join():

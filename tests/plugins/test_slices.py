@@ -16,6 +16,7 @@ from torchrl_ext.landing.sliced import Sliced, part_of
 from torchrl_ext.plugins.loader import PluginLoader
 from torchrl_ext.plugins.slices import apart, merged
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.transports.base import WorkerEnd
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import as_source
@@ -355,25 +356,33 @@ def test_a_transport_that_brings_slices_is_told_what_is_wanted_and_updates_go_th
 ):
     wanted = {}
 
-    def want(self, slices, whole):
-        wanted.update(slices=dict(slices), whole=dict(whole))
+    class Cutting(WorkerEnd):
+        def __init__(self, end):
+            self.end = end
 
-    def receive(self, info, into):
-        for name, tensor in whole_tensors(self, info, {}):
-            blocks = wanted["slices"].get(name)
-            if blocks is None:
-                yield name, tensor
-            elif blocks:
-                yield name, Sliced.cut(name, tensor, blocks, into.get(name))
+        def receive(self, arrival, into, within):
+            for name, tensor in self.end.receive(arrival, {}, within):
+                blocks = wanted["slices"].get(name)
+                if blocks is None:
+                    yield name, tensor
+                elif blocks:
+                    yield name, Sliced.cut(name, tensor, blocks, into.get(name))
 
-    whole_tensors = tx.MemoryTransport.receive
+        def close(self):
+            self.end.close()
+
+    def join(info, here, within):
+        wanted.update(slices=dict(here.slices), whole=dict(here.whole))
+        return Cutting(joined(info, here, within))
+
+    joined = tx.MemoryTransport.join
     loader.by_slices(False)
     engine = InProcessEngine(tx.WeightReceiver(loader))
     sender = tx.WeightSender(tx.make_transport("memory"), engine)
     assert sender.update_weights(weights(0)).proof == "rehearsed" and not wanted and loader.opened[-1] is None
     loader.touched = False  # they were the weights that it was started with
     with monkeypatch.context() as patch:
-        for name, value in {"slices": True, "proves": True, "want": want, "receive": receive}.items():
+        for name, value in {"slices": True, "proves": True, "join": staticmethod(join)}.items():
             patch.setattr(tx.MemoryTransport, name, value)
         sender = tx.WeightSender(tx.make_transport("memory"), engine)
         for seed in (1, 2):

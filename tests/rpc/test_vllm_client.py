@@ -147,7 +147,7 @@ def test_a_pause_that_comes_too_late_is_taken_back_and_the_row_says_what_the_eng
     with running(resting.answers, post_pause=late) as server:
         engine = VLLMEngine(server.url, timeout_s=10.0, load_timeout_s=0.3)
         for call in (engine.pause, lambda: engine.begin(8)):
-            with pytest.raises(DeadlineError, match=r"did not pause.*0\.\d+ s.*serves again"):
+            with pytest.raises(DeadlineError, match=r"0\.\d+ s.*did not pause.*serves again"):
                 call()
             assert not resting.paused and engine.rows()[0].state == "serving"
         server.answers["POST /resume"] = (500, {"error": "it cannot"})
@@ -275,7 +275,7 @@ def test_a_prefetch_that_never_ends_reaches_its_deadline():
 
 def test_a_path_in_the_words_of_a_worker_is_whole():
     words = escaped("StoreError: /root/a/weight_v000031 is not there")
-    told = "500: StoreError: /root/a/weight_v000031 is not there"
+    told = "^StoreError: /root/a/weight_v000031 is not there"
     answers = {"POST /init_weight_transfer_engine": failed(words)}
     with running({**Resting().answers, **answers}) as server, pytest.raises(EngineRefusedError, match=told):
         VLLMEngine(server.url).connect(JOIN)
@@ -315,7 +315,7 @@ def test_nobody_there_is_unreachable():
 def test_a_silent_engine_reaches_the_deadline():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         engine = VLLMEngine(f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.3, load_timeout_s=0.3)
-        with pytest.raises(DeadlineError, match=r"did not pause.*0\.\d+ s"):
+        with pytest.raises(DeadlineError, match=r"0\.\d+ s.*did not pause"):
             engine.begin(1)
 
 

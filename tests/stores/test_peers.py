@@ -11,11 +11,13 @@ import pytest
 from tests.hostile import refused_or_right, worse_bytes, worse_text
 from tests.transports.chains import checkpoint, same, step, trainer_at, weights
 from tests.versions.layouts import edit_manifest, write_skyrl, write_stitch
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores import Chain, open_store
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.peers import as_chain
 from torchrl_ext.testing import WAIT_S
+from torchrl_ext.transports.base import Arrival, Worker
 from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.versions.foreign import ForeignVersions
@@ -187,9 +189,10 @@ def test_an_engine_that_is_told_to_load_from_a_root_of_theirs_lands_its_newest_v
     before = sorted(root.rglob("*"))
     found, version = PublishedRoot.of_path(str(root), base)
     with found.invited(found.contents(version)[0]) as info:
-        worker = DeltaTransport.from_info(info)
-        worker.join(info)
-        landed = dict(worker.receive({"version": version}, {}))
+        within = Deadline(WAIT_S)
+        worker = DeltaTransport.join(info, Worker(rank=1), within)
+        landed = dict(worker.receive(Arrival(version=version, params=()), {}, within))
+        worker.close()
     assert version == 2 and same(landed, own)
     assert sorted(root.rglob("*")) == before  # the probe is gone
 

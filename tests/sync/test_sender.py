@@ -485,7 +485,7 @@ class TestFleet:
         sender.update_weights(nn.Linear(3, 2))
         loader.refusing = True
         policy = nn.Linear(3, 2)
-        with pytest.raises(UpdateError, match="engine 1: the engine ran out of memory") as told:
+        with pytest.raises(UpdateError, match="engine 1: RuntimeError: the engine ran out of memory") as told:
             sender.update_weights(policy)
         rows = told.value.rows
         assert [row.state for row in rows] == ["serving", "paused", "serving"]

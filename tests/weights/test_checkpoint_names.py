@@ -13,12 +13,14 @@ from torch import nn
 import torchrl_ext as tx
 from tests.models import CONVERTED, converted_model, tiny_model
 from torchrl_ext.collectors.policy_loader import ModelLoader, other_names
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.landing.loader import TensorsLoader, as_loader
 from torchrl_ext.messages import Join, Load, Verify
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
+from torchrl_ext.transports.base import Update
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import position_digest, tensor_digest
 from torchrl_ext.weights.groups import groups_of
@@ -202,12 +204,14 @@ def test_an_engine_takes_the_directory_it_was_started_from_and_whatever_came_fro
         transport = tx.DiskTransport(tmp_path / f"{kind}-sent")
         for folder, model in ((tmp_path / kind, converted_model(kind, 3)), (tmp_path / "other", other)):
             source = as_source(folder)
-            handoff = transport.prepare(source, transport.latest_version() + 1)
-            params = [meta.to_json() for meta in source.params()]
-            engine.handle(Join.of({**transport.open(1, source.params()).info, "params": params}))
+            version, within = transport.latest_version() + 1, Deadline(60)
+            transport.prepare(Update(source=source, version=version), within)
+            offer = transport.open(1, source.params(), within).info
+            engine.handle(Join(transport=transport.name, params=source.params(), offer=offer))
             engine.pause("abort", 10)
             engine.start()
-            engine.handle(Load.of(handoff.info))
+            params = [meta.to_json() for meta in source.params()]
+            engine.handle(Load(version=version, handoff={"params": params}))
             engine.handle(Verify(digests={name: tensor_digest(tensor) for name, tensor in source}))
             engine.finish("1")
             sent = {name: tensor_digest(tensor) for name, tensor in as_source(model)}

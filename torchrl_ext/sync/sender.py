@@ -275,7 +275,7 @@ class WeightSender:
 
             return {"limit": limit, "outputs": outputs, **steps_of(self._transport, source)}
 
-        ended = self._ranks.following(steps)
+        ended = self._ranks.following(steps, apart=("outputs", "gather"))
         self.version = self.version + 1 if ended.version is None else ended.version
         for finite in looked:
             finite.warn(self.version)

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -374,17 +374,23 @@ class TrainerRanks:
         except NotConnectedError:
             log.warning("the other trainer ranks do not hear how an update ended", exc_info=True)
 
-    def following(self, steps: Callable[[], Mapping[str, RankStep]], within: Deadline | None = None) -> Ended:
+    def following(
+        self,
+        steps: Callable[[], Mapping[str, RankStep]],
+        within: Deadline | None = None,
+        *,
+        apart: Sequence[str] = ("gather",),
+    ) -> Ended:
         """Follow rank 0 through the newest session that this rank has not followed, on a rank other than 0.
 
         Args:
             steps: returns what this rank does for each order, by its name. It reads the weights: an error that it or a
                 step raises is the answer to rank 0, and raised here once the session is over.
             within: ends every wait for rank 0; by default, and at most, each of them lasts 30 timeouts.
+            apart: names of the steps that run without a shared group, where no order can come.
 
         Returns:
-            How rank 0 ended the session, even if with an error. Without a shared group the step ``"gather"`` runs, and
-            the update counts as accepted.
+            How rank 0 ended the session, even if with an error. Without a shared group the update counts as accepted.
 
         Raises:
             ConcurrentUpdateError: another thread of this process follows.
@@ -394,7 +400,8 @@ class TrainerRanks:
         with self._one_at_a_time():
             own, notes = _Own(steps), self._shared()
             if notes is None:
-                own.answer(_Order("gather"))
+                for step in apart:
+                    own.answer(_Order(step))
                 own.require()
                 return Ended(None, 1)
             try:
