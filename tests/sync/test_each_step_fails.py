@@ -114,7 +114,7 @@ class Trained:
         if error is RuntimeError:
             number = told.value.report.version
             assert number > accepted and not told.value.report.verified
-            words = f"weights version {number} did not reach every engine: RuntimeError: the {step} broke"
+            words = f"RuntimeError: the {step} broke; weights version {number} did not reach every engine"
             assert told.value.what.startswith(words)
             assert str(told.value).count("State:") == 1 and isinstance(told.value.__cause__, RuntimeError)
             assert (told.value.rows[0].state, told.value.rows[0].version) == self.row

@@ -135,9 +135,10 @@ class Answer:
         """
         if not self.ok:
             log.debug("%s answered %d: %s", where, self.status, self.text)
-            reason = self.message()
+            words = self.message() or "no reason given"
+            says_why = self.status not in (401, 403) and self.text.strip(" {}") != ""  # else the status is the cause
             raise EngineRefusedError(
-                f"{where} answered {self.status}: {reason or 'no reason given'}", status=self.status, reason=reason
+                f"{where} answered {self.status}: {words}", status=self.status, reason=words if says_why else ""
             )
         try:
             return self.json()
