@@ -34,7 +34,7 @@ from torchrl_ext.registry import transports
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.base import Arrival, Worker, WorkerEnd
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Info, ParamMeta, Part
+from torchrl_ext.types import Info, ParamMeta, Part, decoded
 from torchrl_ext.weights.devices import free_cached
 
 __all__ = ["Held", "WeightReceiver"]
@@ -207,7 +207,8 @@ class WeightReceiver:
         loader.refuse_unsound(unproved=message.unproved)
         loader.vouch(message.compares)
         self.close()
-        self._timeout_s = float(message.offer.get("timeout_s", _TIMEOUT_S))
+        timeout_s = message.offer.get("timeout_s", _TIMEOUT_S)
+        self._timeout_s = decoded(timeout_s, float, "timeout_s of the offer")
         here = Worker(
             rank=message.rank_offset + self._rank,
             params=message.params,
