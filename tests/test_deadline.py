@@ -1,0 +1,76 @@
+"""A deadline is one moment, one flag and one party for every wait of a step."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from torchrl_ext.deadline import Deadline, in_thread, wait_until
+from torchrl_ext.errors import DeadlineError, TransportError
+
+LONG_S, WAIT_S = 3600.0, 60.0
+
+
+def test_a_wait_that_gets_what_it_asks_for_ends_with_it():
+    answers = iter([None, "", 0, "found"])
+    assert Deadline(WAIT_S).poll(lambda: next(answers), shortest_s=0.001) == "found"
+
+
+def test_the_last_look_is_at_the_deadline_and_the_error_names_the_party():
+    looks = []
+    with pytest.raises(DeadlineError, match=r"worker 3 \(pid 17\) did not answer within 0\.05 s"):
+        Deadline(0.05, "worker 3 (pid 17)").poll(lambda: looks.append(1), shortest_s=0.01)
+    assert len(looks) >= 2
+
+
+def test_a_deadline_that_is_over_still_gives_one_look():
+    assert Deadline(0).poll(lambda: "found") == "found"
+    assert list(Deadline(0).pauses()) == [0.0]
+
+
+def test_another_thread_ends_every_wait_under_the_same_flag():
+    whole = Deadline(LONG_S, "the trainer")
+    parts = [whole, whole.naming("rank 1"), whole.naming("rank 2"), whole.within(LONG_S)]
+    waits = [in_thread(lambda part=part: part.poll(lambda: None), "wait") for part in parts]
+    whole.stop.set()
+    for wait, who in zip(waits, ("the trainer", "rank 1", "rank 2", "the trainer"), strict=True):
+        with pytest.raises(TransportError, match=f"{who} did not answer before the wait was ended"):
+            wait.result(WAIT_S)
+    assert all(part.over for part in parts)
+
+
+def test_a_shorter_deadline_is_never_later_than_the_one_it_is_in():
+    assert Deadline(0.0).within(LONG_S).left_s == 0
+    assert Deadline(LONG_S).within(1.0).left_s <= 1.0
+    spent = Deadline(0.0)
+    assert spent.over and not Deadline(LONG_S).over
+
+
+def test_check_raises_only_when_it_is_over():
+    Deadline(LONG_S).check("nothing moved")
+    with pytest.raises(DeadlineError, match="nothing moved within 0 s") as met:
+        Deadline(0).check("nothing moved", hint="look at the network")
+    assert met.value.hint == "look at the network"
+
+
+def test_what_a_look_raises_ends_the_wait():
+    def look():
+        raise KeyError("gone")
+
+    with pytest.raises(KeyError, match="gone"):
+        Deadline(LONG_S).poll(look)
+    with pytest.raises(ZeroDivisionError):
+        wait_until(lambda: None, 0.0, ZeroDivisionError)
+
+
+def test_a_thread_that_never_returns_is_waited_for_no_longer_than_asked():
+    stuck = threading.Event()
+    job = in_thread(stuck.wait, "stuck")
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        job.result(0.01)
+    assert time.monotonic() - began < WAIT_S
+    stuck.set()
+    assert job.result(WAIT_S)
