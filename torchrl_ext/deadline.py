@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, final
 
 from torchrl_ext.errors import DeadlineError, TransportError, WeightSyncError
@@ -112,11 +113,9 @@ class Deadline:
         Raises:
             DeadlineError, TransportError: the `error` with ``what`` and ``parts``. What ``ask`` raises is raised.
         """
-        for _ in self.pauses(shortest_s=shortest_s, longest_s=longest_s):
-            found = ask()
-            if found:
-                return found
-        raise self.error(what, **parts)
+        left_s, stop = self.left_s, self.stop
+        late = partial(self.error, what, **parts)
+        return wait_until(ask, left_s, late, stop=stop, shortest_s=shortest_s, longest_s=longest_s)
 
 
 def pauses(
