@@ -49,7 +49,6 @@ setup(
         "safetensors>=0.4",
         "zstandard>=0.22",
         "xxhash>=3.4",
-        "msgspec>=0.19",  # what crosses a process is a frozen struct, checked as it is read
         "numba>=0.60",  # compiled loops of the codecs; imported when a delta is first coded
         "aiohttp>=3.11",
         "yarl",
