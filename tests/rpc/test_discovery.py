@@ -289,7 +289,7 @@ def test_an_sglang_server_is_described_though_its_control_routes_are_not_for_eve
         (info,) = tx.discover(f"127.0.0.1:{server.port}")
         assert (info.kind, info.model, info.transports) == ("sglang", "/m", ())
         engine = tx.make_engine("sglang", url=f"127.0.0.1:{server.port}")
-        with pytest.raises(EngineRefusedError, match="not for you.*did not join the transport") as met:
+        with pytest.raises(EngineRefusedError, match=r"not for you.*did not join the transport") as met:
             engine.connect({"transport": "disk", "params": []})
         assert met.value.status == status
         engine.close()

@@ -120,7 +120,7 @@ def test_what_json_has_no_number_for_is_none(kind):
 def test_a_server_that_refuses_says_so_in_its_row(kind):
     with running({KINDS[kind][0]: (400, {"error": {"message": "the prompt is too long"}})}) as server:
         engine = kind(server.url)
-        with pytest.raises(EngineRefusedError, match="the prompt is too long; .* did not compute log-probabilities"):
+        with pytest.raises(EngineRefusedError, match=r"the prompt is too long; .* did not compute log-probabilities"):
             engine.logprobs(PROMPTS)
         assert "the prompt is too long" in engine.rows()[0].error
 
