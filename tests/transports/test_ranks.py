@@ -219,6 +219,22 @@ class TestFailures:
         assert "trainer ranks 1, 3" in str(call.result(WAIT_S).error)
         assert list(together(beside, trainer, 2)) == [1, 1, 1]  # those that were missed follow the next one at once
 
+    def test_a_rank_that_comes_late_to_an_update_that_met_nobody_follows_that_one(self, stores, beside):
+        trainer, failed = stores.trainer(), threading.Event()
+
+        def lead_twice():
+            with suppress(ManifestError), trainer[0].leading():
+                raise ManifestError("nothing is named so")
+            failed.set()
+            return lead(trainer[0], 1)
+
+        leading = beside(lead_twice)
+        assert failed.wait(WAIT_S)
+        with pytest.raises(ManifestError, match=r"^nothing is named so"):  # its own
+            trainer[1].following(raising(ManifestError("nothing is named so")))
+        assert trainer[1].following(echo).version == 1
+        assert leading.result(WAIT_S) == [{"version": 1}]
+
     def test_a_late_rank_that_was_missed_hears_of_it_when_no_update_follows(self, stored):
         first, second = stored.trainer(timeout_s=0.5)
         with pytest.raises(DeadlineError):

@@ -1,11 +1,13 @@
 """`TrainerRanks`: how ranks 1, 2, ... of a trainer follow rank 0 through an update, over the store of torch's group.
 
 Every update is a session with a random id. Rank 0 posts it before anything can fail, gives orders in it, and posts how
-it ended; another rank takes the newest session that it has not followed. So a rank that failed, came late or left out
+it ended; another rank takes the newest session that it has not followed. After one that failed, perhaps before it met
+anybody, rank 0 waits until the others have left it, for a timeout at most. So a rank that failed, came late or left out
 an update is in step with the next one. A store is no collective: errors name each rank that does not answer.
 
-Keys, below ``torchrl_ext/ranks/NAME/``: ``newest`` (an id), ``after/ID`` (there is a newer session than ID), and as
-JSON ``ID/order/N``, ``ID/answer/N/RANK``, ``ID/over``. Those of a session go with the next but one.
+Keys, below ``torchrl_ext/ranks/NAME/``: ``newest`` (an id), ``after/ID`` (there is a newer session than ID),
+``ID/left/RANK``, and as JSON ``ID/order/N``, ``ID/answer/N/RANK``, ``ID/over``. Those of a session go with the next but
+one.
 """
 
 from __future__ import annotations
@@ -216,9 +218,10 @@ class Session:
 
     def __init__(self, notes: _Notes | None, size: int, timeout_s: float) -> None:
         self.id, self._notes, self._others, self._timeout_s = uuid.uuid4().hex, notes, range(1, size), timeout_s
-        self._orders, self._began, self._late = 0, time.monotonic(), False
+        self._orders, self._began, self._late, self._failed = 0, time.monotonic(), False, False
         self._keys: list[str] = []
         self._ended: tuple[int | None, bool] = None, False
+        self._missed: tuple[int, ...] = ()  # ranks for which this one waited in vain: they answered nothing
 
     def order(self, step: str, /, *, always: bool = False, **args: Any) -> None:
         """Let every other rank run ``step``.
@@ -270,12 +273,29 @@ class Session:
         """Set which version the other ranks hear is in service, and whether this update put it there."""
         self._ended = version, accepted
 
-    def _missed(self, failed: bool) -> tuple[int, ...]:
-        """Return the ranks for which this one waited in vain, in `answers` or in a gather: they answered nothing."""
-        late = self._late or (failed and time.monotonic() - self._began >= self._timeout_s)
-        if self._notes is None or not self._orders or not late:
-            return ()
-        return tuple(rank for rank in self._others if not self._notes.there(f"{self.id}/answer/1/{rank}"))
+    def _over(self, version: int, accepted: int, error: BaseException | None) -> None:
+        """Post how it ended."""
+        if self._notes is None:
+            return
+        self._failed = error is not None
+        if self._orders and (self._late or (error is not None and time.monotonic() - self._began >= self._timeout_s)):
+            unanswered = (rank for rank in self._others if not self._notes.there(f"{self.id}/answer/1/{rank}"))
+            self._missed = tuple(unanswered)
+        over = _Over(version, accepted, None if error is None else _Failure.of(error), self._missed)
+        self._keys += self._notes.put(f"{self.id}/over", over)
+        self._keys += self._notes.put(f"{self.id}/order/{self._orders + 1}", _Order())
+
+    def _await_left(self) -> None:
+        """Wait until the other ranks have left this session, if it failed, and they may still be on their way to it.
+
+        One that came when the next session has begun would follow that one with what it had for this one.
+        """
+        left = [f"{self.id}/left/{rank}" for rank in self._others if rank not in self._missed]
+        self._keys += left
+        if self._notes is not None and self._failed and left:
+            for _ in self._notes.looks(Deadline(self._timeout_s), *left):
+                if self._notes.there(*left):
+                    break
 
 
 @final
@@ -300,6 +320,7 @@ class TrainerRanks:
         self._busy = threading.Lock()
         self._notes: _Notes | None = None
         self._session: Session | None = None
+        self._before: Session | None = None  # the one that this rank led last
         self._last = ""  # id of the session that this rank led or followed last
         self._past: deque[list[str]] = deque()  # keys, by session
         self._version = self._accepted = 0
@@ -339,6 +360,8 @@ class TrainerRanks:
         Raises:
             ConcurrentUpdateError: another thread leads one, which goes on.
             NotConnectedError: the store is gone; the block did not run.
+
+        Where the last update failed, it waits for the ranks that have not heard of it, for a timeout at most.
         """
         with self._one_at_a_time():
             notes, failure = self._shared(), None
@@ -354,25 +377,21 @@ class TrainerRanks:
                 self._session = None
                 version, accepted = session._ended
                 self._version, self._accepted = self._version if version is None else version, self._accepted + accepted
-                if notes is not None:
-                    self._close(notes, session, failure)
+                try:
+                    session._over(self._version, self._accepted, failure)
+                except NotConnectedError:
+                    log.warning("the other trainer ranks do not hear how an update ended", exc_info=True)
 
     def _post(self, notes: _Notes, session: Session) -> None:
+        if self._before is not None:
+            self._before._await_left()
+        self._before = session
         while len(self._past) > 1:  # other ranks may be in the session before this one
             notes.remove(self._past.popleft())
         self._past.append(session._keys)
         notes.put("newest", session.id.encode())
         session._keys += notes.put(f"after/{self._last}", b"")
         self._last = session.id
-
-    def _close(self, notes: _Notes, session: Session, error: BaseException | None) -> None:
-        try:
-            failure = None if error is None else _Failure.of(error)
-            over = _Over(self._version, self._accepted, failure, session._missed(error is not None))
-            session._keys += notes.put(f"{session.id}/over", over)
-            session._keys += notes.put(f"{session.id}/order/{session._orders + 1}", _Order())
-        except NotConnectedError:
-            log.warning("the other trainer ranks do not hear how an update ended", exc_info=True)
 
     def following(
         self,
@@ -427,7 +446,10 @@ class TrainerRanks:
             if notes.there(over) and self.rank in (ended := notes.read(over, _Over)).missed:
                 missed = ended
             elif self._run(notes, self._last, own, within):
-                return notes.read(over, _Over)
+                ended = notes.read(over, _Over)
+                if ended.failure is not None:  # rank 0 may wait for this one
+                    notes.put(f"{self._last}/left/{self.rank}", b"")
+                return ended
 
     def _newest(self, notes: _Notes, within: Deadline) -> str:
         """Wait for a session that this rank has not followed, and return its id."""
@@ -466,7 +488,8 @@ class TrainerRanks:
     def _shared(self) -> _Notes | None:
         _, size, store = self._group()
         if size > 1 and (self._notes is None or self._notes.store is not store):
-            self._notes, self._last = _Notes(f"torchrl_ext/ranks/{self._name}/", store, self._timeout_s / 2), ""
+            self._notes = _Notes(f"torchrl_ext/ranks/{self._name}/", store, self._timeout_s / 2)
+            self._last, self._before = "", None
         return self._notes if size > 1 else None
 
     @contextmanager
