@@ -46,8 +46,9 @@ def sender(engine):
     sender.shutdown()
 
 
-def tokens(server, count=32):
-    (found,) = InferenceClient(server.url, timeout_s=60).generate([PROMPT], max_tokens=count, temperature=0.0)
+def tokens(server, count=32, **sampling):
+    client = InferenceClient(server.url, timeout_s=60)
+    (found,) = client.generate([PROMPT], max_tokens=count, temperature=0.0, **sampling)
     return list(found.token_ids)
 
 
@@ -207,7 +208,7 @@ def test_the_sleep_around_an_update_frees_the_weights_and_the_frozen_requests_go
     client = RemoteInferenceClient(proxy_url=server.url, server_urls=[server.url], kind="embedded")
     sender.update_weights(tiny_model(3))
     model, found = tiny_model(4), []
-    asking = threading.Thread(target=lambda: found.extend(tokens(server, 400)), daemon=True)
+    asking = threading.Thread(target=lambda: found.extend(tokens(server, 400, ignore_eos=True)), daemon=True)
     asking.start()
     client.run(client.pause_generation())
     client.run(client.sleep_for_weight_sync())
