@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import ipaddress
 import math
 import reprlib
@@ -83,7 +84,13 @@ def _decode_dtype(kind: type, value: Any) -> Any:
         raise ValueError(error.what) from None
 
 
-class ParamMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+@functools.lru_cache(maxsize=4096)
+def _sizes(shape: torch.Size) -> tuple[int, ...]:
+    """Return a shape as a tuple, of which tensors of one shape share one: a model has thousands of few shapes."""
+    return tuple(shape)
+
+
+class ParamMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One parameter in checkpoint coordinates: its name, dtype and full (unsharded) shape."""
 
     name: str
@@ -93,7 +100,7 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> ParamMeta:
         """Describe ``tensor``; a DTensor gives its global shape without a gather."""
-        return cls(name, tensor.dtype, tuple(tensor.shape))
+        return cls(name, tensor.dtype, _sizes(tensor.shape))
 
     @property
     def numel(self) -> int:

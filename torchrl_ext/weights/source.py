@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -198,10 +197,7 @@ class RowSource(WeightSource):
         """Return what is sent, in order; tied tensors once."""
 
     def params(self) -> tuple[ParamMeta, ...]:
-        metas = []
-        for row in self.rows():
-            metas.append(ParamMeta(row.name, row.tensor.dtype, tuple(row.tensor.shape)))
-        return tuple(metas)
+        return tuple([ParamMeta.of(row.name, row.tensor) for row in self.rows()])
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for row in self.rows():
@@ -223,14 +219,16 @@ class _TensorsSource(RowSource):
     tensors: Callable[[], Iterable[tuple[str, Tensor]]]
     """Lists every name with its live tensor, tied ones under each of their names."""
 
-    def sent(self) -> Iterable[tuple[str, Tensor]]:
-        """Return the live tensors that are sent, in order; tied ones under the first of their names."""
+    def sent(self) -> dict[str, Tensor]:
+        """Return the live tensors that are sent, in order; tied ones under the first of their names.
+
+        Nothing here makes an object per tensor that lives on: ten thousand set off Python's collector in each update.
+        """
         names: set[str] = set()
-        sent: list[tuple[str, Tensor]] = []
-        firsts: dict[int, Tensor] = {}  # by address: the collector would have to look at a key of tuples for each
+        sent: dict[str, Tensor] = {}
+        firsts: dict[int, Tensor] = {}  # by address
         others: set[Any] = set()
-        for pair in self.tensors():
-            name, tensor = pair
+        for name, tensor in self.tensors():
             if name in names:
                 raise ManifestError(f"two tensors are called {name!r}", hint="rename one of them")
             names.add(name)
@@ -242,26 +240,26 @@ class _TensorsSource(RowSource):
                 others.add(key)  # another view of the same memory
             else:
                 firsts[address or id(tensor)] = tensor
-            sent.append(pair)
+            sent[name] = tensor
         return sent
 
     def rows(self) -> Iterable[Row]:
-        return [Row(name, tensor, partial(full, tensor)) for name, tensor in self.sent()]
+        return [Row(name, tensor, partial(full, tensor)) for name, tensor in self.sent().items()]
 
     def params(self) -> tuple[ParamMeta, ...]:
-        return tuple([ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.sent()])
+        return tuple([ParamMeta.of(name, tensor) for name, tensor in self.sent().items()])
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.sent():
+        for name, tensor in self.sent().items():
             yield name, full(tensor)
 
     def tied(self) -> Mapping[str, str]:
-        sent = {same_memory(tensor): name for name, tensor in self.sent()}
+        sent = {same_memory(tensor): name for name, tensor in self.sent().items()}
         through = {name: sent[same_memory(tensor)] for name, tensor in self.tensors()}
         return {name: via for name, via in through.items() if name != via}
 
     def held(self) -> Mapping[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in self.sent() if not is_distributed(tensor)}
+        return {name: tensor.detach() for name, tensor in self.sent().items() if not is_distributed(tensor)}
 
 
 class MappingSource(_TensorsSource):
@@ -277,9 +275,10 @@ class MappingSource(_TensorsSource):
     def __init__(self, weights: Mapping[Any, Any]) -> None:
         self.tensors = partial(flatten, weights)
 
-    def sent(self) -> Iterable[tuple[str, Tensor]]:
+    def sent(self) -> dict[str, Tensor]:
         """Return tensors sorted by name, once ties are resolved: a TensorDict of a module sends the module's names."""
-        return sorted(super().sent(), key=itemgetter(0))
+        sent = super().sent()
+        return {name: sent[name] for name in sorted(sent)}
 
 
 def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
