@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import torchrl_ext as tx
 from torchrl_ext.errors import EngineRefusedError, UpdateError
@@ -84,11 +88,15 @@ class Trained:
 
     def __init__(self, name, folder):
         self.policy = {"a": torch.zeros(64), "b": torch.zeros(8)}
-        self.served = {name: tensor.clone() for name, tensor in self.policy.items()}
         self.fault, settings = Fault(), {} if name == "memory" else {"root": folder}
-        self.engine = FaultyEngine(self.served, self.fault)
+        self.start()
         self.sender = tx.WeightSender(faulty_transport(name, self.fault, **settings), self.engine)
         self.sender.register_model(self.policy)
+
+    def start(self):
+        """Start an engine at the first weights."""
+        self.served = {name: torch.zeros_like(tensor) for name, tensor in self.policy.items()}
+        self.engine = FaultyEngine(self.served, self.fault)
 
     def update(self, *changed, only=None):
         for name in changed:
@@ -165,3 +173,92 @@ def test_what_fails_once_a_version_is_in_service_is_logged_and_is_no_failure(nam
         caplog.clear()
         assert trained.update("b", only="b").part and trained.serves(trained.policy)
     trained.sender.shutdown()
+
+
+class Life(RuleBasedStateMachine):
+    """Updates of two senders in any order, whole and in part, steps that fail and engines that start again.
+
+    Whatever happened, an engine that is not paused serves one version as one of the senders made it, and an update
+    that returns has put the sender's weights there.
+    """
+
+    @initialize(name=st.sampled_from(["memory", "disk", "delta"]))
+    def begin(self, name):
+        self.folder = tempfile.TemporaryDirectory()
+        self.trained, self.sound, self.count = Trained(name, f"{self.folder.name}/first"), [], 0
+        self.other = tx.WeightSender(tx.make_transport("disk", root=f"{self.folder.name}/other"), self.trained.engine)
+        self.made(self.trained.served)
+
+    def teardown(self):
+        self.trained.sender.shutdown()
+        self.other.shutdown()
+        self.folder.cleanup()
+
+    def made(self, weights):
+        self.sound.append({name: tensor.clone() for name, tensor in weights.items()})
+
+    def changed(self, names):
+        self.count += 1
+        for name in names:
+            self.trained.policy[name].fill_(self.count)
+        self.made(self.trained.policy)
+
+    @rule(names=st.sets(st.sampled_from("ab"), min_size=1), part=st.booleans())
+    def update(self, names, part):
+        self.changed(names)
+        report = self.trained.update(only=sorted(names) if part else None)
+        assert report.verified and self.trained.serves(self.trained.policy)
+        assert self.trained.row == ("serving", report.version)
+
+    @rule(
+        names=st.sets(st.sampled_from("ab"), min_size=1),
+        part=st.booleans(),
+        step=st.sampled_from([*BEFORE_THE_PAUSE, *IN_THE_PAUSE, "served"]),
+        moment=st.sampled_from(MOMENTS),
+        error=st.sampled_from([RuntimeError, KeyboardInterrupt]),
+    )
+    def an_update_fails(self, names, part, step, moment, error):
+        self.changed(names)
+        fault = self.trained.fault
+        fault.step, fault.moment, fault.error = step, moment, error
+        try:
+            report = self.trained.update(only=sorted(names) if part else None)
+        except (UpdateError, KeyboardInterrupt):
+            assert fault.step is None, "nothing but this fails"
+        else:
+            assert report.verified and self.trained.serves(self.trained.policy)  # a join that was not needed
+        fault.step = None
+
+    @rule()
+    def another_sender_updates(self):
+        self.count += 1
+        weights = {name: torch.full_like(tensor, -self.count) for name, tensor in self.trained.policy.items()}
+        self.made(weights)
+        assert self.other.update_weights(weights).verified and self.trained.serves(weights)
+
+    @rule()
+    def somebody_resumes_the_engine(self):
+        try:
+            self.trained.engine.resume()
+        except EngineRefusedError:
+            assert self.trained.row[0] == "paused"
+
+    @rule()
+    def the_engine_starts_again(self):
+        self.trained.start()
+        self.trained.sender.init_all_workers_group(vllm_engine=self.trained.engine)
+        self.other.init_all_workers_group(self.metadata, vllm_engine=self.trained.engine)
+
+    @property
+    def metadata(self):
+        return {name: (tensor.dtype, tensor.shape) for name, tensor in self.trained.policy.items()}
+
+    @invariant()
+    def one_version_is_served(self):
+        assert self.trained.row[0] == "paused" or any(map(self.trained.serves, self.sound))
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(
+    max_examples=40, stateful_step_count=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
