@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from tests.forking import MODULES
 from tests.processes import WAIT_S, forking
+from tests.ranks import outcomes_of
 from torchrl_ext.launch.processes import free_port
 
 collect_ignore = ["third_party"]  # a package of its own, whose tests run where it is installed
@@ -96,6 +98,19 @@ def pytest_report_header(config):
     tier = "real engines alone" if config.getoption("--engines") else "no real engines, for which there is --engines"
     further = "" if config.getoption("--exhaustive") else "; further settings need --exhaustive"
     return f"tier: {tier}{further}"
+
+
+@pytest.fixture(scope="module")
+def outcomes(request, tmp_path_factory):
+    """Outcomes of the scenarios of a module (`tests.ranks`) on as many ranks as are asked for."""
+
+    @functools.cache
+    def run(world):
+        items = [item for item in request.session.items if item.getparent(pytest.Module) is request.node]
+        chosen = [item for item in items if hasattr(item.obj, "scenario") and item.callspec.params["world"] == world]
+        return outcomes_of([item.obj.scenario for item in chosen], world, tmp_path_factory.mktemp("ranks"))
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,11 @@ COMMAND = "import sys; from torchrl_ext.cli.main import main; sys.exit(main())"
 """The command line, as code: its arguments follow."""
 
 
+def calling(function, *args):
+    """Code that calls a function of a module with arguments whose `repr` is a literal."""
+    return f"from {function.__module__} import {function.__qualname__} as run; run(*{args!r})"
+
+
 def python(code, *args, **how):
     """As `finished`; returns what it printed, and fails with what it complained about."""
     done = finished(code, *args, **how)

@@ -6,20 +6,22 @@ import subprocess
 import tempfile
 import threading
 from contextlib import ExitStack
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 import torch
 from tensordict import set_list_to_stack
+from torch.distributed.device_mesh import init_device_mesh
 from torchrl.collectors.llm import LLMCollector
 
 import torchrl_ext as tx
 from tests.cli.test_doctor import SGLANG
 from tests.embedded import EmbeddedServer
 from tests.processes import COMMAND, WAIT_S, finished, python, running_python
+from tests.ranks import outcomes_of, require_passed
 from tests.rpc.servers import CONFIG, running
-from tests.weights.shards.ranks import outcomes_of, require_passed
 from torchrl_ext.cli.demo import command
 from torchrl_ext.cli.demo.training import Trainer, read_rollouts, write_rollouts
 from torchrl_ext.cli.main import main
@@ -74,27 +76,23 @@ def test_a_sharded_trainer_of_two_ranks_learns_and_proves_the_same(server):
     assert told["rewards"][1] - told["rewards"][0] > 0.01
 
 
-STEP_ON_RANKS = """
-from pathlib import Path
-from tensordict import set_list_to_stack
-from torchrl_ext.cli.demo.training import Trainer, read_rollouts
+def one_step(rank, world, folder):
+    """Ranks that share a model take the step that one rank takes on the same rollouts."""
+    shared = stepped(folder, init_device_mesh("cpu", (world,)))
+    if rank == 0:
+        start, alone = Trainer(Path(folder).parent / "model", group=16).model, stepped(folder, None)
+        before = dict(start.named_parameters())
+        for name, one, two in zip(before, alone.parameters(), shared.parameters(), strict=True):
+            moved, apart = (one - before[name]).norm().item(), (one - two).norm().item()
+            assert moved > 0 and apart < 0.02 * moved, (name, moved, apart)
 
-def step(mesh):
+
+def stepped(folder, mesh):
     where = Path(folder).parent
     with set_list_to_stack(True):
         trainer = Trainer(where / "model", group=16, mesh=mesh)
         trainer.step(read_rollouts(where / "rollouts.safetensors"))
     return trainer.whole()
-"""
-
-ONE_STEP = """
-shared = step(dist.device_mesh.init_device_mesh("cpu", (world,)))
-if rank == 0:
-    start, alone = Trainer(Path(folder).parent / "model", group=16).model, step(None)
-    for (name, old), one, two in zip(start.named_parameters(), alone.parameters(), shared.parameters()):
-        moved, apart = (one - old).norm().item(), (one - two).norm().item()
-        assert moved > 0 and apart < 0.02 * moved, (name, moved, apart)
-"""
 
 
 def test_ranks_that_share_a_model_take_the_steps_of_one_on_the_same_rollouts(server, tmp_path):
@@ -113,7 +111,7 @@ def test_ranks_that_share_a_model_take_the_steps_of_one_on_the_same_rollouts(ser
         again = Trainer(tmp_path / "model", group=16)
         assert again.step(read_rollouts(tmp_path / "rollouts.safetensors")) == trainer.step(rollouts)
     assert all(map(torch.equal, again.model.parameters(), trainer.model.parameters()))
-    require_passed("step", outcomes_of({"step": ONE_STEP}, STEP_ON_RANKS, 2, tmp_path), 2)
+    require_passed(one_step, outcomes_of([one_step], 2, tmp_path))
 
 
 @pytest.mark.parametrize(

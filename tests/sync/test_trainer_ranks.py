@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.weights.shards.ranks import outcomes_of, require_passed
-
-WORLD = 2
-
-PRELUDE = """
-from contextlib import suppress
 import torchrl_ext as tx
-from torchrl_ext.errors import ManifestError, UpdateError, WeightSyncError
+from tests.ranks import on_ranks, raises_if
+from torchrl_ext.errors import ManifestError, NotConnectedError, UpdateError
 from torchrl_ext.proof.outputs import Probe
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.transports.ranks import torch_group
 from torchrl_ext.weights.source import WeightSource, as_source
 
+
 class Gathered(WeightSource):
-    '''A policy whose every tensor is gathered by all ranks, as FSDP's are.'''
+    """A policy whose every tensor is gathered by all ranks, as FSDP's are."""
 
     def __init__(self, tensors):
         self.tensors, self.passes = tensors, 0
@@ -32,178 +31,173 @@ class Gathered(WeightSource):
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
             yield name, found
 
-class Collector:
+
+def plain(step):
+    """Weights that need no gather."""
+    return {"a": torch.full((8,), float(step)), "b": torch.full((4,), float(step))}
+
+
+def policy(step):
+    """What rank 0 has on step; other ranks hold zeros, which a gather replaces."""
+    return Gathered(plain(step if dist.get_rank() == 0 else 0))
+
+
+class Trainer:
+    """A sender per rank; rank 0's drives an engine, and it counts accepted updates."""
+
     version = 0
+
+    def __init__(self, transport, engine=InProcessEngine, **settings):
+        self.served = plain(0)
+        self.receiver = tx.WeightReceiver(self.served)
+        self.engine = engine(self.receiver) if dist.get_rank() == 0 else None
+        self.sender = tx.WeightSender(transport, self.engine, **settings)
+        self.sender.register_collector(self)
+        self.update = self.sender.update_weights
 
     def increment_version(self):
         self.version += 1
 
-def plain(step):
-    '''Weights that need no gather.'''
-    return {"a": torch.full((8,), float(step)), "b": torch.full((4,), float(step))}
+    def serves(self, step, names=("a", "b")):
+        assert dist.get_rank() != 0 or all(bool((self.served[name] == step).all()) for name in names), self.served
 
-def policy(step):
-    '''What rank 0 has on step; other ranks hold zeros, which a gather replaces.'''
-    value = float(step) if rank == 0 else 0.0
-    return Gathered({"a": torch.full((8,), value), "b": torch.full((4,), value)})
-
-served = {"a": torch.zeros(8), "b": torch.zeros(4)}
-
-def made(name="disk", timeout_s=20.0, **settings):
-    '''A sender per rank; rank 0's drives an engine, and it counts accepted updates.'''
-    for tensor in served.values():
-        tensor.zero_()
-    root = {} if name == "memory" else {"root": folder}
-    receiver = tx.WeightReceiver(served)
-    engine = InProcessEngine(receiver) if rank == 0 else None
-    sender = tx.WeightSender(tx.make_transport(name, timeout_s=timeout_s, **root), engine, **settings)
-    sender.receiver, sender.counted = receiver, Collector()
-    sender.register_collector(sender.counted)
-    return sender
-
-def serves(step, names=("a", "b")):
-    assert rank != 0 or all(bool((served[name] == step).all()) for name in names), (step, served)
-
-def in_step(sender, step, accepted):
-    '''The next update reaches all ranks, which met before it, as in training.'''
-    dist.barrier()
-    sender.update_weights(policy(step))
-    serves(step)
-    versions = [None] * world
-    dist.all_gather_object(versions, (sender.version, sender.counted.version))
-    assert len({*versions}) == 1 and versions[0][1] == accepted, versions
-"""
-
-SCENARIOS = {
-    "all ranks gather, and count the same versions": """
-sender = made()
-for step in (1, 2, 3):
-    in_step(sender, step, step)
-    assert sender.version == step
-""",
-    "a rank that cannot read its weights is named, and is in step with the next update": """
-sender = made()
-in_step(sender, 1, 1)
-class Broken(Gathered):
-    def params(self):
-        raise ValueError("rank 1 lost its weights")
-if rank == 1:
-    with suppress(ValueError):
-        sender.update_weights(Broken({"a": torch.zeros(8)}))
-        raise AssertionError("it was not raised")
-else:
-    sender.update_weights(plain(2))
-in_step(sender, 3, 3)
-""",
-    "rank 0 that fails before its first order lets nobody wait": """
-sender = made()
-in_step(sender, 1, 1)
-try:
-    sender.update_weights(None if rank == 0 else policy(2))  # rank 0 registered no model
-except WeightSyncError as error:
-    assert rank == 0 and "no weights to send" in str(error), error
-else:
-    assert rank == 1
-in_step(sender, 3, 2)
-""",
-    "an engine that refuses fails rank 0's call, and no other rank counts it": """
-sender = made()
-in_step(sender, 1, 1)
-if rank == 0:
-    load = sender.engine.load
-    def refusing(*given):
-        sender.engine.load = load
-        raise RuntimeError("out of memory")
-    sender.engine.load = refusing
-    with suppress(UpdateError):
-        sender.update_weights(policy(2))
-        raise AssertionError("it was not raised")
-else:
-    assert sender.update_weights(policy(2)).version == 1
-in_step(sender, 3, 2)
-assert sender.version == 3
-""",
-    "a rank that misses a call is in step with the next one": """
-sender = made()
-in_step(sender, 1, 1)
-store = dist.distributed_c10d._get_default_store()
-class Here(Gathered):
-    def __iter__(self):
-        store.set("rank 0 leads", "")
-        return super().__iter__()
-if rank == 0:
-    sender.update_weights(plain(2))
-    sender.update_weights(Here(plain(3)))
-else:
-    store.get("rank 0 leads")
-    sender.update_weights(policy(3))
-serves(3)
-assert (sender.version, sender.counted.version) == (3, 3)
-in_step(sender, 4, 4)
-""",
-    "some tensors are sent where every rank names them, and everything after a failure": """
-sender = made()
-in_step(sender, 1, 1)
-source = policy(2)
-report = sender.update_weights(source, only="b")
-assert source.passes == 1 and (rank != 0 or report.part)
-serves(2, "b")
-serves(1, "a")
-with suppress(ManifestError):
-    sender.update_weights(policy(3), only="nothing.*")
-    raise AssertionError("it was not raised")
-report = sender.update_weights(policy(4), only="b")
-assert rank != 0 or report.part, "nothing was sent, so the last version still holds"
-sender.receiver.invalidate()
-report = sender.update_weights(policy(5), only="b")
-assert not report.part
-serves(5)
-in_step(sender, 6, 5)
-""",
-    "outputs are compared by all ranks": """
-class Answers(InProcessEngine):
-    def logprobs(self, prompts):
-        return [[-float(served["a"][0])] * (len(prompt) - 1) for prompt in prompts]
-
-def own(prompts):
-    value = torch.tensor([float(step) if rank == 0 else 0.0])
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)  # as a sharded model's forward pass
-    return [[-float(value)] * (len(prompt) - 1) for prompt in prompts]
-
-sender = made(verify="outputs", probe=Probe(prompts=((1, 2, 3),), compute=own))
-if rank == 0:
-    sender.init_all_workers_group({"a": (torch.float32, (8,)), "b": (torch.float32, (4,))}, Answers(served))
-for step in (1, 2):
-    report = sender.update_weights(policy(step))
-    assert rank != 0 or report.proof == "outputs", report
-    serves(step)
-step = 9
-with suppress(UpdateError):
-    sender.update_weights(policy(3))
-    assert rank == 1
-step = 4
-in_step(sender, 4, 3)
-""",
-    "ranks join before the first update, all of them or rank 0 by itself": """
-for everywhere in (True, False):
-    for name in ("disk", "memory"):
-        sender = made(name)
-        sender.register_model(source := policy(1))
-        if everywhere or rank == 0:
-            sender.init_all_workers_group()
-        assert rank != 0 or sender.check_connection()
-        sender.update_weights()
-        serves(1)
-        assert source.passes == 1 and sender.counted.version == 1
-""",
-}
+    def in_step(self, step, accepted):
+        """The next update reaches all ranks, which met before it, as in training."""
+        dist.barrier()
+        self.update(policy(step))
+        self.serves(step)
+        versions = [None] * dist.get_world_size()
+        dist.all_gather_object(versions, (self.sender.version, self.version))
+        assert len({*versions}) == 1 and versions[0][1] == accepted, versions
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    return outcomes_of(SCENARIOS, PRELUDE, WORLD, tmp_path_factory.mktemp("ranks"))
+@on_ranks(2)
+def test_all_ranks_gather_and_count_the_same_versions(rank, world, folder):
+    trainer = Trainer(tx.DiskTransport(folder))
+    for step in (1, 2, 3):
+        trainer.in_step(step, step)
+        assert trainer.sender.version == step
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_in_step(scenario, outcomes):
-    require_passed(scenario, outcomes, WORLD)
+@on_ranks(2)
+def test_a_rank_that_cannot_read_its_weights_is_in_step_with_the_next_update(rank, world, folder):
+    class Broken(Gathered):
+        def params(self):
+            raise ValueError("rank 1 lost its weights")
+
+    trainer = Trainer(tx.DiskTransport(folder))
+    trainer.in_step(1, 1)
+    with raises_if(rank == 1, ValueError, match="lost its weights"):
+        trainer.update(plain(2) if rank == 0 else Broken(plain(0)))
+    trainer.in_step(3, 3)
+
+
+@on_ranks(2)
+def test_rank_0_that_fails_before_its_first_order_lets_nobody_wait(rank, world, folder):
+    trainer = Trainer(tx.DiskTransport(folder))
+    trainer.in_step(1, 1)
+    with raises_if(rank == 0, NotConnectedError, match="no weights to send"):
+        trainer.update(None if rank == 0 else policy(2))  # rank 0 registered no model
+    trainer.in_step(3, 2)
+
+
+@on_ranks(2)
+def test_an_engine_that_refuses_fails_rank_0s_call_and_no_other_rank_counts_it(rank, world, folder):
+    class Refusing(InProcessEngine):
+        refuses = False
+
+        def load(self, *given):
+            if self.refuses:
+                raise RuntimeError("out of memory")
+            return super().load(*given)
+
+    trainer = Trainer(tx.DiskTransport(folder), Refusing)
+    trainer.in_step(1, 1)
+    Refusing.refuses = True
+    with raises_if(rank == 0, UpdateError, match="out of memory"):
+        assert trainer.update(policy(2)).version == 1
+    Refusing.refuses = False
+    trainer.in_step(3, 2)
+    assert trainer.sender.version == 3
+
+
+@on_ranks(2)
+def test_a_rank_that_misses_a_call_is_in_step_with_the_next_one(rank, world, folder):
+    store = torch_group().store
+
+    class Here(Gathered):
+        def __iter__(self):
+            store.set("rank 0 leads", "")
+            return super().__iter__()
+
+    trainer = Trainer(tx.DiskTransport(folder))
+    trainer.in_step(1, 1)
+    if rank == 0:
+        trainer.update(plain(2))
+        trainer.update(Here(plain(3)))
+    else:
+        store.get("rank 0 leads")
+        trainer.update(policy(3))
+    trainer.serves(3)
+    assert (trainer.sender.version, trainer.version) == (3, 3)
+    trainer.in_step(4, 4)
+
+
+@on_ranks(2)
+def test_some_tensors_are_sent_where_every_rank_names_them_and_everything_after_a_failure(rank, world, folder):
+    trainer, source = Trainer(tx.DiskTransport(folder)), policy(2)
+    trainer.in_step(1, 1)
+    report = trainer.update(source, only="b")
+    assert source.passes == 1 and (rank != 0 or report.part)
+    trainer.serves(2, "b")
+    trainer.serves(1, "a")
+    with pytest.raises(ManifestError):
+        trainer.update(policy(3), only="nothing.*")
+    report = trainer.update(policy(4), only="b")
+    assert rank != 0 or report.part, "nothing was sent, so the last version still holds"
+    trainer.receiver.invalidate()
+    report = trainer.update(policy(5), only="b")
+    assert not report.part
+    trainer.serves(5)
+    trainer.in_step(6, 5)
+
+
+@on_ranks(2)
+def test_outputs_are_compared_by_all_ranks(rank, world, folder):
+    def answers(value, prompts):
+        return [[-float(value)] * (len(prompt) - 1) for prompt in prompts]
+
+    class Answers(InProcessEngine):
+        def logprobs(self, prompts):
+            return answers(trainer.served["a"][0], prompts)
+
+    def forward(prompts):
+        value = torch.tensor([float(step) if rank == 0 else 0.0])
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)  # as a sharded model's forward pass
+        return answers(value, prompts)
+
+    probe = Probe(prompts=((1, 2, 3),), compute=forward)
+    trainer = Trainer(tx.DiskTransport(folder), Answers, verify="outputs", probe=probe)
+    for step in (1, 2):
+        report = trainer.update(policy(step))
+        assert rank != 0 or report.proof == "outputs", report
+        trainer.serves(step)
+    step = 9
+    with raises_if(rank == 0, UpdateError):
+        trainer.update(policy(3))
+    step = 4
+    trainer.in_step(4, 3)
+
+
+@on_ranks(2)
+def test_ranks_join_before_the_first_update_all_of_them_or_rank_0_by_itself(rank, world, folder):
+    for everywhere in (True, False):
+        for transport in (tx.DiskTransport(folder), tx.MemoryTransport()):
+            trainer, source = Trainer(transport), policy(1)
+            trainer.sender.register_model(source)
+            if everywhere or rank == 0:
+                trainer.sender.init_all_workers_group()
+            assert rank != 0 or trainer.sender.check_connection()
+            trainer.update()
+            trainer.serves(1)
+            assert source.passes == 1 and trainer.version == 1

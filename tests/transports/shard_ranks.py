@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-
 import torch
 import torch.distributed as dist
 
@@ -109,19 +107,8 @@ def cut(tensors):
     return Blocks(tensors, of=in_parts)
 
 
-def enter(rank, world, port):
-    """Join a gloo group; returns what makes all ranks meet."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=rank,
-        world_size=world,
-        timeout=datetime.timedelta(seconds=60),
-    )
-
-    def meet(name):
-        told = torch.full((1,), len(name))
-        dist.all_reduce(told)
-        assert int(told) == len(name) * world, "ranks gather different tensors"
-
-    return meet
+def meet(name):
+    """Wait for all ranks, which gather a tensor of this name."""
+    lengths = torch.full((1,), len(name))
+    dist.all_reduce(lengths)
+    assert int(lengths) == len(name) * dist.get_world_size(), "ranks gather different tensors"

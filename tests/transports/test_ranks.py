@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from tests.processes import WAIT_S, finished, running_python
+from tests.processes import WAIT_S, calling, running_python
+from tests.ranks import on_ranks
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     ConcurrentUpdateError,
@@ -22,7 +25,6 @@ from torchrl_ext.errors import (
     TransportError,
     UpdateError,
 )
-from torchrl_ext.launch.processes import free_port
 from torchrl_ext.transports.ranks import Group, TrainerRanks, numbered
 
 PATIENT_S = 60.0
@@ -424,21 +426,18 @@ class TestAlone:
         assert numbered(kind) != numbered(kind) != numbered("another")
 
 
-KILLED = """
-import sys, torchrl_ext as tx, torch.distributed as dist
-from torchrl_ext.transports.ranks import Group, TrainerRanks
-store = dist.FileStore(sys.argv[1], -1)
-ranks = TrainerRanks("policy", 30, group=lambda: Group(0, 2, store))
-with ranks.leading() as session:
-    session.order("echo")
-    print("now", flush=True)
-    sys.stdin.read()
-"""
+def leads_for_ever(path):
+    ranks = TrainerRanks("policy", 30, group=lambda: Group(0, 2, dist.FileStore(path, -1)))
+    with ranks.leading() as session:
+        session.order("echo")
+        print("now", flush=True)
+        sys.stdin.read()
 
 
 def test_rank_0_that_is_killed_is_named_at_the_deadline(tmp_path, beside):
-    store, follows = dist.FileStore(f"{tmp_path}/store", -1), threading.Event()
-    with running_python(KILLED, tmp_path / "store") as first:
+    path = f"{tmp_path}/store"
+    store, follows = dist.FileStore(path, -1), threading.Event()
+    with running_python(calling(leads_for_ever, path)) as first:
         assert first.stdout.readline() == "now\n"
         ranks = TrainerRanks("policy", 0.1, group=lambda: Group(1, 2, store))
         call = beside(ranks.following, lambda: {"echo": lambda args: follows.set()})
@@ -448,34 +447,24 @@ def test_rank_0_that_is_killed_is_named_at_the_deadline(tmp_path, beside):
             call.result(WAIT_S)
 
 
-REAL = """
-import os, sys, torch, torch.distributed as dist
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.transports.ranks import TrainerRanks, numbered
-rank, world, port = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-ranks = TrainerRanks(numbered("policy"), 60)  # before there is a group
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-assert (ranks.rank, ranks.size, ranks.drives) == (rank, world, rank == 0)
-def gather(args=None):
-    found = torch.tensor(rank)
-    dist.all_reduce(found)
-    return {"sum": found.item()}
-for version in range(1, 4):
-    if rank == 0:
-        with ranks.leading() as session:
-            session.order("gather", always=True)
-            gather()
-            assert session.answers() == [{"sum": sum(range(world))}] * (world - 1)
-            session.end(version, True)
-    else:
-        assert ranks.following(lambda: {"gather": gather}) == (version, 1, None)
-dist.barrier()
-os._exit(0)  # gloo's threads may abort an interpreter that takes its time to end
-"""
+MADE_BEFORE_THE_GROUP = TrainerRanks(numbered("policy"), PATIENT_S)
 
 
-def test_over_torchs_process_group(beside):
-    port = free_port()
-    for call in [beside(finished, REAL, rank, 3, port) for rank in range(3)]:
-        done = call.result(2 * WAIT_S)
-        assert done.returncode == 0, done.stderr[-4000:]
+@on_ranks(3)
+def test_over_torchs_process_group(rank, world, folder):
+    def gather(args=None):
+        found = torch.tensor(rank)
+        dist.all_reduce(found)
+        return {"sum": found.item()}
+
+    ranks = MADE_BEFORE_THE_GROUP
+    assert (ranks.rank, ranks.size, ranks.drives) == (rank, world, rank == 0)
+    for version in range(1, 4):
+        if rank == 0:
+            with ranks.leading() as session:
+                session.order("gather", always=True)
+                gather()
+                assert session.answers() == [{"sum": sum(range(world))}] * (world - 1)
+                session.end(version, True)
+        else:
+            assert ranks.following(lambda: {"gather": gather}) == (version, 1, None)

@@ -1,73 +1,21 @@
-"""Ranks of a trainer for tests: real processes over gloo that run the same scenarios, one after the other; and what
-they say about the shards of a source."""
+"""What the ranks of a trainer say about the shards of a source, for tests on ranks."""
 
 from __future__ import annotations
 
-import json
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.processes import WAIT_S, running_python
-from torchrl_ext.launch.processes import free_port
 from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.source import checked
-
-_BEGIN = """
-import datetime, json, sys, traceback
-import torch, torch.distributed as dist
-rank, world, port, folders = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-torch.set_num_threads(1)
-dist.init_process_group(
-    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
-)
-"""
-
-_LOOP = """
-outcomes = {}
-for number, (name, scenario) in enumerate(json.loads(sys.stdin.read()).items()):
-    folder = f"{folders}/{number}"
-    try:
-        exec(scenario, globals() | {"folder": folder})
-        dist.barrier()
-        outcomes[name] = "passed"
-    except BaseException:
-        outcomes[name] = traceback.format_exc()
-        break  # the ranks are out of step now
-print(json.dumps(outcomes))
-"""
-
-
-def outcomes_of(scenarios, prelude, world, folder):
-    """What became of each scenario on each of ``world`` ranks: "passed", or a traceback; by name, in order of rank.
-
-    Scenarios are code that knows ``rank``, ``world``, a ``folder`` of its own and what ``prelude`` makes known.
-    """
-    port = free_port()
-    with ExitStack() as ends:
-        ranks = [
-            ends.enter_context(running_python(_BEGIN + prelude + _LOOP, rank, world, port, folder))
-            for rank in range(world)
-        ]
-        for rank in ranks:
-            rank.stdin.write(json.dumps(scenarios))
-            rank.stdin.close()
-        return [json.loads(rank.stdout.read().splitlines()[-1]) for rank in ranks if rank.wait(WAIT_S) == 0]
-
-
-def require_passed(scenario, outcomes, world):
-    assert len(outcomes) == world, "a rank died"
-    said = [outcome.get(scenario, f"never reached: {[*outcome.values()][-1]}") for outcome in outcomes]
-    assert set(said) == {"passed"}, "\n".join(f"rank {rank}: {one}" for rank, one in enumerate(said))
 
 
 @contextmanager
 def no_collectives():
     """Nothing in this block may communicate."""
-    from torch.distributed.tensor.debug import CommDebugMode
-
     with CommDebugMode() as seen:
         yield
     assert seen.get_total_counts() == 0, seen.get_comm_counts()

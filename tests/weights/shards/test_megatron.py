@@ -7,11 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torchrl_ext as tx
+from tests.ranks import on_ranks
 from tests.transports import test_sharded
-from tests.weights.shards.ranks import outcomes_of, require_passed
+from tests.weights.shards.ranks import require_assembled
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import ParamMeta
@@ -545,106 +547,92 @@ def test_a_rank_by_itself_makes_no_checkpoint_of_a_part():
 
 # real ranks
 
-PRELUDE = """
-import torchrl_ext as tx
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from tests.weights.shards.ranks import require_assembled
-from tests.weights.shards.test_megatron import config, full_tensors, module_of, ranks_of, source_of
 
-def mine(family, **layout):
+def mine(rank, family, **layout):
     settings = config(family)
     full = full_tensors(settings)
     held, place = list(ranks_of(full, settings, **layout))[rank]
     return settings, full, held, place
 
+
 def refused(source):
-    try:
+    with pytest.raises(ManifestError) as met:
         next(iter(source))
-    except ManifestError as error:
-        return str(error)
-    raise AssertionError("nothing was refused")
-"""
+    return str(met.value)
 
-TWO_RANKS = {
-    "full tensors are gathered in lockstep, as they are at the time": """
-for family, layout in (
-    ("qwen3_moe", {"ep": 2, "experts": "stacked"}),
-    ("qwen3_moe", {"pipeline": "two"}),
-    ("qwen3", {"tp": 2}),
-):
-    settings, full, held, place = mine(family, **layout)
+
+@on_ranks(2)
+def test_full_tensors_are_gathered_in_lockstep_as_they_are_at_the_time(rank, world, folder):
+    for family, layout in (
+        ("qwen3_moe", {"ep": 2, "experts": "stacked"}),
+        ("qwen3_moe", {"pipeline": "two"}),
+        ("qwen3", {"tp": 2}),
+    ):
+        settings, full, held, place = mine(rank, family, **layout)
+        source = source_of(held, settings, place)
+        for _ in range(2):
+            found = list(source)
+            assert [name for name, _ in found] == list(full)
+            assert all(torch.equal(tensor, full[name]) for name, tensor in found)
+            for tensor in [*full.values(), *held[0].values()]:  # what the trainer learns
+                tensor.mul_(2)
+    require_assembled(source)
+
+
+@on_ranks(2)
+def test_what_ranks_do_not_hold_together_is_said_to_all_of_them_and_none_waits(rank, world, folder):
+    settings, full, held, place = mine(rank, "qwen3", tp=2)
     source = source_of(held, settings, place)
-    for _ in range(2):
-        found = list(source)
-        assert [name for name, _ in found] == list(full)
-        assert all(torch.equal(tensor, full[name]) for name, tensor in found)
-        for tensor in [*full.values(), *held[0].values()]:  # what the trainer learns
-            tensor.mul_(2)
-require_assembled(source)
-""",
-    "what ranks do not hold together is said to all of them, and none waits": """
-settings, full, held, place = mine("qwen3", tp=2)
-source = source_of(held, settings, place)
-assert "are held by no rank" in refused(source_of(held, settings, place | {"tp_rank": 0}))
-[(every, alone)] = ranks_of(full, settings)
-assert "that overlap" in refused(source_of(every, settings, alone) if rank == 0 else source)
-other = source_of(held, settings, place | {"dtype": torch.bfloat16 if rank == 1 else torch.float32})
-assert "trainer ranks 0 and 1 list other parameters" in refused(other)
-if rank == 1:
-    del held[0]["decoder.final_layernorm.weight"]
-said = refused(source)
-assert ("final_layernorm" if rank == 1 else "trainer rank 1 cannot list its weights") in said, said
-""",
-    "a transport of whole tensors keeps an engine at the weights": """
-settings, full, held, place = mine("qwen3", tp=2)
-source, served = source_of(held, settings, place), module_of({n: torch.zeros_like(t) for n, t in full.items()}, ())
-sender = tx.WeightSender(
-    tx.MemoryTransport(),
-    InProcessEngine(served.module.module) if rank == 0 else None,
-    rank=rank,
-)
-report = sender.update_weights(source)
-assert report.version == 1 and report.verified == (rank == 0)
-for name, parameter in served.module.module.named_parameters():
-    assert torch.equal(parameter, full[name]) == (rank == 0), name
-sender.shutdown()
-""",
-    "each rank writes the deltas of its own blocks": """
-settings, full, held, place = mine("qwen3_moe", ep=2, experts="stacked")
-source = source_of(held, settings, place)
-sender = tx.WeightSender(tx.DeltaTransport(folder, by_shard=True), rank=rank)
-for version in (1, 2, 3):
-    for tensor in [*full.values(), *held[0].values()]:
-        tensor[0].mul_(2)  # of the stacked experts a part of each
-    sender.update_weights(source)
-full_of = {name: tensor for name, tensor in source}
-dist.barrier()
-if rank == 0:
-    received = tx.DeltaTransport(folder).receive_weights(30)
-    assert set(received.keys()) == set(full)
-    for name, tensor in full_of.items():
-        assert torch.equal(received[name], tensor), name
-sender.shutdown()
-""",
-}
+    assert "are held by no rank" in refused(source_of(held, settings, place | {"tp_rank": 0}))
+    [(every, alone)] = ranks_of(full, settings)
+    assert "that overlap" in refused(source_of(every, settings, alone) if rank == 0 else source)
+    other = source_of(held, settings, place | {"dtype": torch.bfloat16 if rank == 1 else torch.float32})
+    assert "trainer ranks 0 and 1 list other parameters" in refused(other)
+    if rank == 1:
+        del held[0]["decoder.final_layernorm.weight"]
+    said = refused(source)
+    assert ("final_layernorm" if rank == 1 else "trainer rank 1 cannot list its weights") in said, said
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    return outcomes_of(TWO_RANKS, PRELUDE, 2, tmp_path_factory.mktemp("ranks"))
+@on_ranks(2)
+def test_a_transport_of_whole_tensors_keeps_an_engine_at_the_weights(rank, world, folder):
+    settings, full, held, place = mine(rank, "qwen3", tp=2)
+    source, served = source_of(held, settings, place), module_of({n: torch.zeros_like(t) for n, t in full.items()}, ())
+    sender = tx.WeightSender(
+        tx.MemoryTransport(),
+        InProcessEngine(served.module.module) if rank == 0 else None,
+        rank=rank,
+    )
+    report = sender.update_weights(source)
+    assert report.version == 1 and report.verified == (rank == 0)
+    for name, parameter in served.module.module.named_parameters():
+        assert torch.equal(parameter, full[name]) == (rank == 0), name
+    sender.shutdown()
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
-@pytest.mark.parametrize("scenario", TWO_RANKS)
-def test_with_two_ranks(scenario, outcomes):
-    require_passed(scenario, outcomes, 2)
+@on_ranks(2)
+def test_each_rank_writes_the_deltas_of_its_own_blocks(rank, world, folder):
+    settings, full, held, place = mine(rank, "qwen3_moe", ep=2, experts="stacked")
+    source = source_of(held, settings, place)
+    sender = tx.WeightSender(tx.DeltaTransport(folder, by_shard=True), rank=rank)
+    for _ in range(3):
+        for tensor in [*full.values(), *held[0].values()]:
+            tensor[0].mul_(2)  # of the stacked experts a part of each
+        sender.update_weights(source)
+    full_of = {name: tensor for name, tensor in source}
+    dist.barrier()
+    if rank == 0:
+        received = tx.DeltaTransport(folder).receive_weights(30)
+        assert set(received.keys()) == set(full)
+        for name, tensor in full_of.items():
+            assert torch.equal(received[name], tensor), name
+    sender.shutdown()
 
 
-SLICES = (
-    PRELUDE
-    + """
-settings, full, held, place = mine("qwen3_moe", tp=2, ep=2)
+SLICES = """
+from tests.weights.shards.test_megatron import mine, source_of
+
+settings, full, held, place = mine(rank, "qwen3_moe", tp=2, ep=2)
 
 class Reference(WeightSource):
     def params(self):
@@ -666,7 +654,6 @@ if rank == 0:
     print(json.dumps([report.rank_bytes, report.worker_bytes, report.model_bytes]), flush=True)
 sender.shutdown()
 """
-)
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
