@@ -444,12 +444,6 @@ def test_the_message_of_a_failed_update_of_one_engine_has_one_state(transport, f
     assert "the others" not in str(told.value)
 
 
-def test_an_engine_keeps_no_copy_in_a_memory_channel():
-    transport = tx.MemoryTransport()
-    tx.WeightSender(transport, InProcessEngine(nn.Linear(2, 2))).update_weights(nn.Linear(2, 2))
-    assert transport._channel.tensors is None
-
-
 class TestFleet:
     def test_every_engine_serves_the_version(self, transport):
         served = [nn.Linear(3, 2) for _ in range(3)]

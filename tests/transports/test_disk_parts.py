@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.models import tiny_model
-from torchrl_ext.errors import IntegrityError
+from torchrl_ext.errors import IntegrityError, UpdateError
 from torchrl_ext.stores import version_name
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.source import as_source
@@ -141,19 +142,25 @@ def test_a_damaged_file_of_the_version_before_is_not_carried_over(tmp_path):
     assert all(torch.equal(written[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_workers_check_what_is_new_alone_where_they_have_the_rest(published, monkeypatch):
-    from torchrl_ext.versions import checkpoint_reader
+@pytest.mark.parametrize("new", [True, False])
+def test_workers_check_what_is_new_and_not_the_rest_which_they_have(published, monkeypatch, new):
+    root, *_, sender, model = published
+    prefetch = tx.WeightReceiver.prefetch
 
-    *_, expected, _, sender, _ = published
-    checked = []
-    compare = checkpoint_reader.PublishedVersion._compare
-    monkeypatch.setattr(
-        checkpoint_reader.PublishedVersion,
-        "_compare",
-        lambda self, placed, found: checked.append(placed.meta.name) or compare(self, placed, found),
-    )
-    sender.update_weights(only=LAYER)
-    assert set(checked) == {name for name in expected[0] if name.startswith(f"{LAYER}.")}
+    def damaged(receiver, version, *args, **how):
+        before, now = (inodes(root / version_name(version - age)) for age in (1, 0))
+        for number, path in now.items():
+            if (number not in before) == new:
+                data = path.read_bytes()
+                path.unlink()  # other versions have links to it
+                path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        prefetch(receiver, version, *args, **how)
+
+    change(model)
+    monkeypatch.setattr(tx.WeightReceiver, "prefetch", damaged)
+    with pytest.raises(UpdateError, match="is damaged") if new else nullcontext():
+        report = sender.update_weights(only=LAYER)
+        assert report.part and report.verified
 
 
 def test_a_manifest_whose_part_is_none_of_its_parameters_is_damaged(published):

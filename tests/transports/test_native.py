@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from tests.transports.stock_workers import WAIT_S, stock_workers
 from torchrl_ext.deadline import Deadline
@@ -233,18 +234,19 @@ def test_a_worker_that_dies_ends_the_update_at_once():
 
 
 def test_word_of_a_version_lies_in_the_store_until_the_last_worker_has_it():
-    group = Group(**GROUP | {"master_port": free_port(), "world_size": 3})
-    within = Deadline(WAIT_S)
+    port, within = free_port(), Deadline(WAIT_S)
+    group = Group(**GROUP | {"master_port": port, "world_size": 3})
     trainer, quick, slow = (
         Meeting("sglang", group, rank, device=torch.device("cpu"), within=within) for rank in range(3)
     )
-    before, params = trainer._store.num_keys(), tuple(some_params(0))
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    before, params = store.num_keys(), tuple(some_params(0))
     said = [Arrival(version=number, params=params, info={"number": number}) for number in range(5)]
     for arrival in said:
         trainer.put(arrival, within)
     for one in (quick, slow):
         assert [one.get(within) for _ in said] == said
-    assert trainer._store.num_keys() == before
+    assert store.num_keys() == before
     for one in (quick, slow, trainer):
         one.close()
 
