@@ -25,6 +25,7 @@ from torchrl_ext.errors import (
     UpdateError,
 )
 from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.messages import Prefetch
 
 
 @pytest.fixture(scope="module")
@@ -86,17 +87,15 @@ class TestModule:
         run(engine.update_model_weights_from_state_dict({"weight": weight + 1}))
         assert torch.equal(served.bias, bias) and torch.equal(served.weight, weight + 1)
 
-    def test_a_part_that_the_engine_does_not_take_alone_is_switched_with_all_else_in_the_same_call(self):
-        class Packed(TensorsLoader):
-            def part(self, names):
-                if names is not None and len(names) < 2:
-                    raise ManifestError("the engine builds layers anew")
+    def test_a_part_that_the_engine_does_not_take_alone_is_switched_with_all_else_in_the_same_call(self, monkeypatch):
+        def part(loader, names):
+            if names is not None and len(names) < 2:
+                raise ManifestError("the engine builds layers anew")
 
+        monkeypatch.setattr(TensorsLoader, "part", part)
         served, bias = nn.Linear(3, 2), torch.tensor([1.0, 2.0])
         weight = served.weight.detach().clone()
-        receiver = tx.WeightReceiver(served)
-        receiver._loader = Packed(served)
-        engine = tx.make_engine("inprocess", engine=receiver)
+        engine = tx.make_engine("inprocess", engine=served)
         run(engine.update_model_weights_from_state_dict({"bias": bias, "weight": weight}))
         report = run(engine.update_model_weights_from_state_dict({"bias": bias + 1}))
         assert not report.part and report.engines[0].state == "serving"
@@ -129,24 +128,21 @@ class TestModule:
             run(engine.update_model_weights_from_state_dict(offered))
         assert same(served, before)
 
-    def test_an_update_that_fails_half_way_puts_the_old_weights_back(self):
-        class Failing(TensorsLoader):
-            fails = False
+    def test_an_update_that_fails_half_way_puts_the_old_weights_back(self, monkeypatch):
+        load, failures = TensorsLoader.load, []
 
-            def load(self, pairs):
-                if Failing.fails:
-                    Failing.fails = False
-                    super().load([next(iter(pairs))])
-                    raise RuntimeError("out of memory")
-                super().load(pairs)
+        def failing(loader, pairs):
+            if failures:
+                load(loader, [next(iter(pairs))])
+                raise failures.pop()
+            load(loader, pairs)
 
+        monkeypatch.setattr(TensorsLoader, "load", failing)
         served = nn.Linear(3, 2)
-        receiver = tx.WeightReceiver(served)
-        receiver._loader = Failing(served)
-        engine = tx.make_engine("inprocess", engine=receiver)
+        engine = tx.make_engine("inprocess", engine=served)
         good = nn.Linear(3, 2)
         run(engine.update_model_weights_from_state_dict(good.state_dict()))
-        Failing.fails = True
+        failures.append(RuntimeError("out of memory"))
         with pytest.raises(UpdateError, match=r"out of memory(.|\n)*were put back"):
             run(engine.update_model_weights_from_state_dict(nn.Linear(3, 2).state_dict()))
         assert same(served, good.state_dict()) and engine.serving.is_set()
@@ -222,8 +218,8 @@ class TestEmbedded:
 
     def test_memory_of_keys_and_values_is_given_up_for_the_load_and_requests_go_on(self, engine, place, monkeypatch):
         online = tx.make_engine("inprocess", engine=engine, free_cache=True)
-        asleep, load = [], engine._receiver.load
-        monkeypatch.setattr(engine._receiver, "load", lambda told: (asleep.append(engine.asleep), load(told)))
+        asleep, load = [], tx.WeightReceiver.load
+        monkeypatch.setattr(tx.WeightReceiver, "load", lambda *given: (asleep.append(engine.asleep), load(*given)))
         running = submitted(engine, 40, temperature=1.0, seed=1)
         run(online.update_model_weights(place / "seed1"))
         assert asleep == [{"kv_cache"}] and not engine.asleep
@@ -231,13 +227,13 @@ class TestEmbedded:
         assert len(output.token_ids) == 40 and self.says(engine) == greedy(tiny_model(1), PROMPT, 8)
 
     def test_what_torch_keeps_is_freed_before_a_load_and_after_it(self, engine, place, monkeypatch):
-        seen, receiver = [], engine._receiver
+        seen = []
         monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
         monkeypatch.setattr("torch.accelerator.empty_cache", lambda: seen.append("freed"), raising=False)
         for step in ("load", "finish"):
-            taken = getattr(receiver._loader, step)
+            taken = getattr(TensorsLoader, step)
             noted = lambda *given, step=step, taken=taken: (seen.append(step), taken(*given))  # noqa: E731
-            monkeypatch.setattr(receiver._loader, step, noted)
+            monkeypatch.setattr(TensorsLoader, step, noted)
         message = tx.make_engine("inprocess", engine=engine)
         run(message.update_model_weights(place / "seed1"))
         assert seen == ["freed", "load", "finish", "freed"]
@@ -259,10 +255,9 @@ class TestEmbedded:
     def test_the_engine_leaves_with_the_trainer_and_serves_on(self, engine):
         sender = tx.WeightSender(tx.make_transport("ipc"), tx.make_engine("inprocess", engine=engine))
         sender.update_weights(tiny_model(1))
-        engine._receiver.start()
         sender.shutdown()
         with pytest.raises(NotConnectedError, match="joined no transport"):
-            engine._receiver.start()
+            engine.handle(Prefetch(version=2))
         assert self.says(engine) == greedy(tiny_model(1), PROMPT, 8)
 
     def test_an_engine_asleep_is_not_updated(self, engine, place):

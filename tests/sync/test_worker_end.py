@@ -144,7 +144,7 @@ def test_a_prefetch_that_is_begun_anew_ends_the_one_before(engine):
     assert aborted.is_set() and idle(handle) == [{}, {}] and sorted(begun) == [1, 1, 2, 2]
 
 
-def test_what_is_staged_while_the_engine_loads_by_itself_never_lands_on_that(engine, tmp_path):
+def test_what_is_staged_while_the_engine_loads_by_itself_never_lands_on_that(engine, tmp_path, monkeypatch):
     ends, held, handle = engine
     policy, transport = nn.Linear(3, 2), tx.DeltaTransport(tmp_path)
 
@@ -162,15 +162,14 @@ def test_what_is_staged_while_the_engine_loads_by_itself_never_lands_on_that(eng
     assert handle(invitation(transport, policy, 2)) == [{}, {}] and idle(handle) == [{}, {}]
     assert send(1) == send(2) == [{}, {}]
     began, going = threading.Barrier(3), threading.Event()
-    for end in ends:
-        loader = end.receiver._loader
+    stage = TensorsLoader.stage
 
-        def stage(changes, stage=loader.stage):
-            began.wait(WAIT_S)
-            assert going.wait(WAIT_S)
-            stage(changes)
+    def late(loader, changes):
+        began.wait(WAIT_S)
+        assert going.wait(WAIT_S)
+        stage(loader, changes)
 
-        loader.stage = stage
+    monkeypatch.setattr(TensorsLoader, "stage", late)
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(send, 3)
         began.wait(WAIT_S)
@@ -254,9 +253,14 @@ def test_weights_that_were_given_up_are_missed_until_an_update_fills_them(engine
     assert handle(State()) == [{"whole": True}] * 2
 
 
-def test_what_each_worker_proves_is_told_as_the_least(engine):
-    ends, _, handle = engine
-    ends[0].receiver._loader.proof = lambda: "sent"
+def test_what_each_worker_proves_is_told_as_the_least(engine, monkeypatch):
+    _, held, handle = engine
+
+    def proof(loader):
+        first = loader.targets()["weight"].data_ptr() == held[0].weight.data_ptr()
+        return "sent" if first else "in place"
+
+    monkeypatch.setattr(TensorsLoader, "proof", proof)
     answers = handle(Rehearse(ask=True))
     assert [(answer["worker"], answer["needed"], answer["proof"]) for answer in answers] == [
         (0, False, "sent"),
