@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import torchrl_ext as tx
 from tests.ranks import on_ranks, raises_if
-from torchrl_ext.errors import ManifestError, NotConnectedError, UpdateError
+from torchrl_ext.errors import ManifestError, UpdateError
 from torchrl_ext.proof.outputs import Probe
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.transports.ranks import torch_group
@@ -69,36 +69,6 @@ class Trainer:
         versions = [None] * dist.get_world_size()
         dist.all_gather_object(versions, (self.sender.version, self.version))
         assert len({*versions}) == 1 and versions[0][1] == accepted, versions
-
-
-@on_ranks(2)
-def test_all_ranks_gather_and_count_the_same_versions(rank, world, folder):
-    trainer = Trainer(tx.DiskTransport(folder))
-    for step in (1, 2, 3):
-        trainer.in_step(step, step)
-        assert trainer.sender.version == step
-
-
-@on_ranks(2)
-def test_a_rank_that_cannot_read_its_weights_is_in_step_with_the_next_update(rank, world, folder):
-    class Broken(Gathered):
-        def params(self):
-            raise ValueError("rank 1 lost its weights")
-
-    trainer = Trainer(tx.DiskTransport(folder))
-    trainer.in_step(1, 1)
-    with raises_if(rank == 1, ValueError, match="lost its weights"):
-        trainer.update(plain(2) if rank == 0 else Broken(plain(0)))
-    trainer.in_step(3, 3)
-
-
-@on_ranks(2)
-def test_rank_0_that_fails_before_its_first_order_lets_nobody_wait(rank, world, folder):
-    trainer = Trainer(tx.DiskTransport(folder))
-    trainer.in_step(1, 1)
-    with raises_if(rank == 0, NotConnectedError, match="no weights to send"):
-        trainer.update(None if rank == 0 else policy(2))  # rank 0 registered no model
-    trainer.in_step(3, 2)
 
 
 @on_ranks(2)

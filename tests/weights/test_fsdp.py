@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from torchrl_ext.errors import (
 from torchrl_ext.proof.outputs import Probe
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.transports.base import exclusive
-from torchrl_ext.transports.ranks import torch_group
 from torchrl_ext.weights.source import as_source, checked
 
 
@@ -293,48 +291,11 @@ def test_a_call_that_fails_before_anything_is_sent_counts_on_every_rank_and_nobo
 
 
 @on_ranks(2)
-def test_an_update_that_is_refused_beside_another_one_says_nothing_of_it_to_other_ranks(rank, world, folder):
-    class Slow(tx.MemoryTransport):
-        def prepare(self, update, within):
-            inside.set()
-            assert go_on.wait(60)
-            return super().prepare(update, within)
-
-    inside, go_on, refused = threading.Event(), threading.Event(), []
-    sender, policy = sender_of(Slow()), plain()
-
-    def beside():
-        assert inside.wait(60)
-        with pytest.raises(ConcurrentUpdateError):
-            sender.update_weights(policy)
-        refused.append(1)
-        go_on.set()
-
-    if rank == 0:
-        threading.Thread(target=beside).start()
-    for version in (1, 2):
-        assert sender.update_weights(policy).version == version == sender.version
-        dist.barrier()
-    assert len(refused) == (rank == 0)
-
-
-@on_ranks(2)
 def test_a_rank_waits_as_long_for_rank_0_as_the_timeout_of_the_transport_lets_it(rank, world, folder):
     sender = sender_of(tx.MemoryTransport(timeout_s=0.01))
     if rank == 1:
         with pytest.raises(DeadlineError, match=r"trainer rank 0 began no update within 0\.3 s"):
             sender.update_weights(plain())
-
-
-@on_ranks(2)
-def test_the_store_keeps_no_more_the_longer_a_trainer_runs(rank, world, folder):
-    sender, policy, store, counts = sender_of(), plain(), torch_group().store, []
-    for _ in range(4):
-        sender.update_weights(policy)
-        dist.barrier()
-        counts.append(store.num_keys())
-        dist.barrier()
-    assert counts[1] == counts[-1], counts
 
 
 @on_ranks(2)
