@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import resource
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +18,7 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.models import tiny_checkpoint, tiny_config, tiny_model
-from tests.processes import python, running_python
+from tests.processes import calling, python, running_python
 from tests.transports import disk_ends
 from tests.transports.disk_ends import everything, joined, publish, versions, weights
 from torchrl_ext.deadline import Deadline
@@ -210,7 +215,7 @@ class TestLifetime:
         tx.DiskTransport(root).send_weights("policy", weights(2))
 
     def test_what_a_killed_trainer_left_is_swept_and_the_old_version_stays(self, root, worker):
-        with running_python(HANGING_TRAINER, root) as child:
+        with running_python(calling(stops_half_way, str(root))) as child:
             assert child.stdout.readline() == "half-way\n"
         assert any(".tmp-" in name for name in everything(root))
         assert worker.receive_weights(WAIT_S)["w00"][0] == 1
@@ -244,91 +249,77 @@ class TestLifetime:
         assert everything(root) == ["latest", "weight_v000001"]
 
 
-HANGING_TRAINER = """
-import sys, torch, torchrl_ext as tx
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.weights.source import MappingSource
-weights = {f"w{i:02d}": torch.full((500,), 1.0) for i in range(20)}
-class Hanging(MappingSource):
-    def __iter__(self):
-        yield from list(super().__iter__())[:10]
-        print("half-way", flush=True)
-        sys.stdin.read()
-transport = tx.DiskTransport(sys.argv[1], shard_bytes=4096)
-transport.send_weights(weights)
-transport.open(1, (), Deadline(60))
-transport.send_weights(Hanging(weights))
-"""
+def stops_half_way(root):
+    """A trainer that stops, and says so, in the middle of its second version."""
+
+    class Hanging(MappingSource):
+        def __iter__(self):
+            yield from list(super().__iter__())[:10]
+            print("half-way", flush=True)
+            sys.stdin.read()
+
+    transport = tx.DiskTransport(root, shard_bytes=4096)
+    transport.send_weights(weights(1))
+    transport.open(1, (), Deadline(WAIT_S))
+    transport.send_weights(Hanging(weights(1)))
 
 
 class TestNoSpace:
     def test_too_little_space_is_told_before_anything_is_written(self, tmp_path):
-        said = in_a_small_filesystem(tmp_path, "sender.send_weights({'x': torch.zeros(10 << 20, dtype=torch.uint8)})")
+        said = in_a_small_filesystem(tmp_path, 10 << 20)
         assert "No space left on device" in said
         assert "10,4" in said  # bytes needed, of which 10,485,760 are the tensor
         assert "older versions are still in place" in said
 
     def test_space_that_runs_out_half_way_loses_nothing(self, tmp_path):
-        said = in_a_small_filesystem(
-            tmp_path, "sender.send_weights(Filling({'x': torch.zeros(3 << 20, dtype=torch.uint8)}))"
-        )
+        said = in_a_small_filesystem(tmp_path, 3 << 20, others=4 << 20)
         assert "No space left on device" in said
         assert "3,1" in said
 
     def test_a_file_size_limit_is_told_and_loses_nothing(self, root):
-        python(LIMITED, root)
+        python(calling(meets_a_file_size_limit, str(root)))
 
 
-def in_a_small_filesystem(folder, send):
+def in_a_small_filesystem(folder, size, others=0):
     if subprocess.run([*IN_A_SMALL_FILESYSTEM, "true"], capture_output=True).returncode != 0:
         pytest.skip("this machine lets nobody mount a filesystem of his own")
-    return python(SMALL_FILESYSTEM.replace("SEND", send), folder)
+    return python(calling(runs_out_of_space, str(folder), size, others))
 
 
-SMALL_FILESYSTEM = """
-import ctypes, os, pathlib, subprocess, sys, torch, torchrl_ext as tx
-from torchrl_ext.weights.source import MappingSource
-root = pathlib.Path(sys.argv[1])
-user, group, libc = os.getuid(), os.getgid(), ctypes.CDLL(None, use_errno=True)
-assert libc.unshare(0x10020000) == 0, ctypes.get_errno()  # CLONE_NEWUSER | CLONE_NEWNS, as unshare(1) does it
-for name, said in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
-    pathlib.Path("/proc/self", name).write_text(said)
-assert libc.mount(b"none", b"/", None, 0x44000, None) == 0, ctypes.get_errno()  # MS_REC | MS_PRIVATE
-subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", root], check=True)
+def runs_out_of_space(folder, size, others):
+    """Send ``size`` bytes into a file system of 5 MiB, of which another program takes ``others`` meanwhile."""
+    root, user, group, libc = Path(folder), os.getuid(), os.getgid(), ctypes.CDLL(None, use_errno=True)
+    assert libc.unshare(0x10020000) == 0, ctypes.get_errno()  # CLONE_NEWUSER | CLONE_NEWNS, as unshare(1) does it
+    for name, said in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path("/proc/self", name).write_text(said)
+    assert libc.mount(b"none", b"/", None, 0x44000, None) == 0, ctypes.get_errno()  # MS_REC | MS_PRIVATE
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", root], check=True)
 
-class Filling(MappingSource):  # another program takes the space while the trainer gathers
-    def __iter__(self):
-        (root / "other").write_bytes(bytes(4 << 20))
-        yield from super().__iter__()
+    class Filling(MappingSource):
+        def __iter__(self):
+            (root / "other").write_bytes(bytes(others))
+            yield from super().__iter__()
 
-sender = tx.DiskTransport(root, shard_bytes=1 << 20)
-sender.send_weights({"x": torch.ones(100_000, dtype=torch.uint8)})
-try:
-    SEND
-except tx.errors.StoreError as error:
-    print(error)
-assert not [path for path in root.iterdir() if "tmp" in path.name]
-assert tx.DiskTransport(root).receive_weights(60)["x"].sum() == 100_000
-(root / "other").unlink(missing_ok=True)
-sender.send_weights({"x": torch.full((1 << 20,), 2, dtype=torch.uint8)})
-assert tx.DiskTransport(root).receive_weights(60)["x"].sum() == 2 << 20
-"""
+    sender = tx.DiskTransport(root, shard_bytes=1 << 20)
+    sender.send_weights({"x": torch.ones(100_000, dtype=torch.uint8)})
+    with pytest.raises(StoreError) as met:
+        sender.send_weights(Filling({"x": torch.zeros(size, dtype=torch.uint8)}))
+    assert not [path for path in root.iterdir() if "tmp" in path.name]
+    assert tx.DiskTransport(root).receive_weights(WAIT_S)["x"].sum() == 100_000
+    (root / "other").unlink(missing_ok=True)
+    sender.send_weights({"x": torch.full((1 << 20,), 2, dtype=torch.uint8)})
+    assert tx.DiskTransport(root).receive_weights(WAIT_S)["x"].sum() == 2 << 20
+    print(met.value)
 
-LIMITED = """
-import os, resource, sys, torch, torchrl_ext as tx
-sender = tx.DiskTransport(sys.argv[1])
-sender.send_weights({"x": torch.ones(1000)})
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-try:
-    sender.send_weights({"x": torch.ones(1 << 20)})
-except tx.errors.StoreError as error:
-    assert "File too large" in str(error), error
-    assert "4,19" in str(error), error
-else:
-    raise AssertionError("written beyond the limit")
-assert sorted(os.listdir(sys.argv[1])) == ["latest", "weight_v000001"]
-assert tx.DiskTransport(sys.argv[1]).receive_weights(60)["x"].sum() == 1000
-"""
+
+def meets_a_file_size_limit(root):
+    sender = tx.DiskTransport(root)
+    sender.send_weights({"x": torch.ones(1000)})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    with pytest.raises(StoreError, match=r"(?s)File too large.*4,19"):
+        sender.send_weights({"x": torch.ones(1 << 20)})
+    assert sorted(os.listdir(root)) == ["latest", "weight_v000001"]
+    assert tx.DiskTransport(root).receive_weights(WAIT_S)["x"].sum() == 1000
 
 
 class TestCopiesOnTheHost:
