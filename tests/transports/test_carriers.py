@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.processes import finished, running_python
+from tests.processes import calling, finished, running_python
 from tests.transports.members import SHORT_S, WAIT_S, beside
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.launch.processes import free_port
@@ -227,18 +228,16 @@ def test_an_end_that_was_severed_twice_says_so_when_it_is_used(backend):
             second.wait(second.receive(blank(8), 0))
 
 
-PEER = """
-import sys, torch
-from tests.transports.test_carriers import STANDALONE_GROUP, MIB, blank, membership
-member = membership(int(sys.argv[2]), sys.argv[1])
-member.enter(STANDALONE_GROUP, 1, 2, ())
-group = member.carrier()
-group.wait(group.receive(blank(MIB), 0))
-work = group.receive(blank(256 * MIB), 0) if sys.argv[3] == "receiver" else group.send(blank(256 * MIB), 0)
-print("half", flush=True)
-sys.stdin.readline()
-group.wait(work)
-"""
+def peer(backend, port, role):
+    """Rank 1, which stops in the middle of a transfer, and says so."""
+    member = membership(port, backend)
+    member.enter(STANDALONE_GROUP, 1, 2, ())
+    group = member.carrier()
+    group.wait(group.receive(blank(MIB), 0))
+    work = (group.receive if role == "receiver" else group.send)(blank(256 * MIB), 0)
+    print("half", flush=True)
+    sys.stdin.readline()
+    group.wait(work)
 
 
 @pytest.mark.parametrize("role", ["receiver", "sender"])
@@ -246,7 +245,7 @@ group.wait(work)
 def test_a_peer_that_is_killed_in_the_middle_is_named_long_before_the_deadline(backend, role):
     port = free_port()
     member = membership(port, backend)
-    with running_python(PEER, backend, port, role) as child:
+    with running_python(calling(peer, backend, port, role)) as child:
         member.host(STANDALONE_GROUP, 2, ())
         group = member.carrier()
         group.wait(group.send(filled(MIB, 0), 1))
@@ -263,21 +262,18 @@ def test_a_peer_that_is_killed_in_the_middle_is_named_long_before_the_deadline(b
         member.close()
 
 
-LEFT = """
-import sys
-from tests.transports.test_carriers import MIB, blank, carriers
-with carriers(sys.argv[1], size=2) as (first, second):
-    works = [first.send(blank(64 * MIB), 1), first.receive(blank(8), 1)]
-    if sys.argv[2] == "exit":
-        print("left", flush=True)
-        sys.exit(3)
-print("left", flush=True)
-"""
+def leaves(backend, how):
+    with carriers(backend, size=2) as (first, _):
+        works = [first.send(blank(64 * MIB), 1), first.receive(blank(8), 1)]  # noqa: F841 - kept, and never waited for
+        if how == "exit":
+            print("left", flush=True)
+            sys.exit(3)
+    print("left", flush=True)
 
 
 @pytest.mark.parametrize(("how", "status"), [("exit", 3), ("close", 0)])
 def test_a_process_that_leaves_transfers_half_way_ends_in_peace(backend, how, status):
-    done = finished(LEFT, backend, how)
+    done = finished(calling(leaves, backend, how))
     assert (done.stdout, done.returncode) == ("left\n", status), done.stderr[-2000:]
 
 
