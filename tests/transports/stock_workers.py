@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import queue
 import signal
+import sys
 import threading
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 
-from tests.processes import running_python
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+
+from tests.processes import calling, running_python
 
 WAIT_S = 60
 
-_CODE = '''
-import hashlib, json, sys
-from datetime import timedelta
-import torch, torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+GROUPS = {}
+"""Those that a worker's process has joined, by name."""
+
 
 def init(group, rank, **_):
     """What SGLang does: a store, a prefix, and a group beside the default one, which there is none of."""
@@ -24,14 +29,22 @@ def init(group, rank, **_):
     where = f"tcp://{group['master_address']}:{group['master_port']}"
     store, _, _ = next(rendezvous(where, rank, size, timeout=timedelta(seconds=1800)))
     made, _ = _new_process_group_helper(
-        size, rank, [], Backend("gloo"), PrefixStore(name, store), group_name=name, timeout=timedelta(seconds=1800),
-        **{"backend_options": None},
+        size,
+        rank,
+        [],
+        Backend("gloo"),
+        PrefixStore(name, store),
+        group_name=name,
+        timeout=timedelta(seconds=1800),
+        backend_options=None,
     )
     _world.pg_group_ranks[made] = {one: one for one in range(size)}
     GROUPS[name] = made
 
+
 def destroy(name, **_):
     dist.destroy_process_group(GROUPS.pop(name))
+
 
 def receive(name, params, **_):
     """One broadcast, cut into tensors in order."""
@@ -40,21 +53,22 @@ def receive(name, params, **_):
     held = torch.empty(sum(sizes), dtype=torch.uint8)
     GROUPS[name]._get_backend(torch.device("cpu")).broadcast([held], dist.BroadcastOptions()).wait()
     parts = {}
-    for (one, dtype, shape), part in zip(params, held.split(sizes)):
+    for (one, dtype, shape), part in zip(params, held.split(sizes), strict=True):
         tensor = part.view(dtype).view(shape)
         parts[one] = hashlib.sha256(tensor.view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
     return parts
 
-GROUPS = {}
-print(json.dumps({"here": True}), flush=True)
-for line in sys.stdin:
-    told = json.loads(line)
-    try:
-        answer = {"ok": {"init": init, "destroy": destroy, "receive": receive}[told.pop("do")](**told)}
-    except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(answer), flush=True)
-'''
+
+def follow():
+    """Do what each line of standard input says, and answer it with a line."""
+    print(json.dumps({"here": True}), flush=True)
+    for line in sys.stdin:
+        told = json.loads(line)
+        try:
+            answer = {"ok": {"init": init, "destroy": destroy, "receive": receive}[told.pop("do")](**told)}
+        except Exception as error:  # noqa: BLE001 - the answer
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
 
 
 class Worker:
@@ -88,4 +102,4 @@ class Worker:
 @contextmanager
 def stock_workers(count):
     with ExitStack() as stack:
-        yield [Worker(stack.enter_context(running_python(_CODE))) for _ in range(count)]
+        yield [Worker(stack.enter_context(running_python(calling(follow)))) for _ in range(count)]
