@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -158,10 +158,8 @@ class Incoming:
     ) -> None:
         self._rest = deque(buckets)
         """Buckets that were not started yet; each is removed only once it has started, so that none is ever skipped."""
-        self._window, self._lander = (
-            _Window(broadcasts, buckets, bucket_bytes, slice_bytes),
-            Lander(params, into, broadcasts.device),
-        )
+        self._window = _Window(broadcasts, buckets, bucket_bytes, slice_bytes)
+        self._lander = Lander(params, into, broadcasts.device)
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the pairs in order; the caller may stop at any of them, and `drain` then takes the rest.
@@ -169,19 +167,12 @@ class Incoming:
         Raises:
             TransportError, DeadlineError: as `Broadcasts.wait`.
         """
-        rest, window, lander = self._rest, self._window, self._lander
-        while rest or window.flying:
-            while rest and window.admits(rest[0]):
-                bucket = rest[0]
-                flat = lander.begin(bucket.spans[0].first) if bucket.direct else window.buffer(bucket)
-                window.start(bucket, flat)
-                rest.popleft()
-            bucket, flat = window.land()
+        for bucket, flat in self._landed(self._memory):
             if bucket.direct:
-                yield lander.end(bucket.spans[0].first)
+                yield self._lander.end(bucket.spans[0].first)
             else:
-                yield from lander.take(bucket, flat, lasting=True)
-            del flat
+                yield from self._lander.take(bucket, flat, lasting=True)
+            del flat  # so that its memory can be used for the next bucket
 
     def drain(self) -> None:
         """Receive the rest and drop it, so that the group stays in step.
@@ -189,9 +180,16 @@ class Incoming:
         Raises:
             TransportError, DeadlineError: as `Broadcasts.wait`.
         """
+        deque(self._landed(self._window.buffer), maxlen=0)
+
+    def _memory(self, bucket: Bucket) -> Tensor:
+        return self._lander.begin(bucket.spans[0].first) if bucket.direct else self._window.buffer(bucket)
+
+    def _landed(self, memory: Callable[[Bucket], Tensor]) -> Iterator[tuple[Bucket, Tensor]]:
+        """Receive the rest into ``memory`` of each bucket, and yield each once it has landed."""
         rest, window = self._rest, self._window
         while rest or window.flying:
             while rest and window.admits(rest[0]):
-                window.start(rest[0], window.buffer(rest[0]))
+                window.start(rest[0], memory(rest[0]))
                 rest.popleft()
-            window.land()
+            yield window.land()
