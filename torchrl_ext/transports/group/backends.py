@@ -16,14 +16,16 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # by a star t
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, TransportError, WeightSyncError
-from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.group.calls import in_time
 from torchrl_ext.transports.group.notes import NoteStore
 from torchrl_ext.weights.devices import known_device, usable_device
 
 __all__ = [
-    "GLOO_DEVICES", "GroupStore", "choose_backend", "gloo_options", "kept_store", "nccl_options", "reached_store",
+    "BACKENDS", "GLOO_DEVICES", "GroupStore", "choose_backend", "gloo_options", "kept_store", "nccl_options",
+    "reached_store",
 ]  # fmt: skip
+
+BACKENDS = ("gloo", "nccl")
 
 GLOO_DEVICES = 2
 """Each gloo device has one thread that moves bytes; two of them carry 1.6 times as much as one."""
@@ -35,7 +37,7 @@ _LOOK_UP_S = 10.0
 
 
 def choose_backend(
-    device: torch.device | str | int | None, backend: str | None, known: Sequence[str] = ("gloo", "nccl")
+    device: torch.device | str | int | None, backend: str | None, known: Sequence[str] = BACKENDS
 ) -> tuple[torch.device, str]:
     """Return the device of the tensors that travel, and their backend: gloo on the CPU, NCCL on CUDA.
 
@@ -87,7 +89,7 @@ class GroupStore(Store):
         Raises:
             TransportError: it did not come in time, or another thread aborted.
         """
-        found = self._notes.wait(self._beginning + key, deadline(self._timeout_s))
+        found = self._notes.wait(self._beginning + key, Deadline(self._timeout_s).until)
         if not found:
             raise TransportError(f"nothing was left under {key!r}")
         return str(found[0]).encode("latin-1", errors="replace")

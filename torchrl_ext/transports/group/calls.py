@@ -51,8 +51,6 @@ def made_in_time(make: Callable[[], Any], within: Deadline) -> Any:
         raise TransportError(f"connections could not be made: {brief(error)}") from error
     if made:
         return made[0]
-    if within.stop.is_set():
-        raise TransportError("forming the group was aborted")
     raise within.error("connections were not made")
 
 

@@ -36,7 +36,6 @@ import msgspec
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
-from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.group.sockets import dial, listen
 from torchrl_ext.transports.links import Link, close_in_children, serve
 from torchrl_ext.types import Info
@@ -217,7 +216,7 @@ class HostedNotes(NoteStore):
                 link.longest_bytes = NOTE_BYTES + _GREETING_BYTES
                 while (message := link.read(None)) is not None:  # the kernel gives up a machine that is silent
                     request = msgspec.convert(message, _Request)
-                    link.send(self._answer(request, wills), deadline(_PATIENCE_S))
+                    link.send(self._answer(request, wills), Deadline(_PATIENCE_S).until)
         except (WeightSyncError, msgspec.ValidationError, UnicodeError):
             pass  # it is gone, or does not follow the protocol: it sees its connection closed
         finally:
@@ -238,12 +237,12 @@ class HostedNotes(NoteStore):
             wills.clear()  # one group at a time
             wills[request.key] = request.value
         else:
-            for value in self.wait(request.key, deadline(request.seconds), look_s=LONGEST_WAIT_S):
+            for value in self.wait(request.key, Deadline(request.seconds).until, look_s=LONGEST_WAIT_S):
                 answer["value"] = value
         return answer
 
     def _proves_itself(self, link: Link) -> bool:
-        own, until = os.urandom(_NONCE_BYTES).hex(), deadline(_GREET_S)
+        own, until = os.urandom(_NONCE_BYTES).hex(), Deadline(_GREET_S).until
         link.send({"notes": _FORMAT, "nonce": own}, until)
         answer = link.read(until) or {}
         nonces = own + str(answer.get("nonce"))
@@ -334,8 +333,6 @@ class RemoteNotes(NoteStore):
 
     def _silent(self, within: Deadline) -> WeightSyncError:
         self._link.close()
-        if within.stop.is_set():
-            return TransportError("joining the trainer was aborted", state="no group was joined")
         return within.error(
             f"{self._link.peer} did not answer",
             expected="the trainer (rank 0), alive",
@@ -347,7 +344,7 @@ class RemoteNotes(NoteStore):
         """Return the answer to one question; empty when stopped."""
         with self._lock:
             self._number += 1
-            until = deadline(self.patience_s)
+            until = Deadline(self.patience_s).until
             try:
                 self._link.send({"number": self._number, **question}, until)
                 while (answer := self._link.read(until, stop)) is not None:
