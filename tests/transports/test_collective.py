@@ -87,7 +87,7 @@ def test_ranks_that_were_given_different_world_sizes_say_both():
     trainer, worker = member(port, 0, 2), member(port, 1, 3)
     for error in enter(trainer, worker):
         assert isinstance(error, ConfigError)
-        assert "world_size 3, the trainer 2" in str(error)
+        assert "rank 1 has 3 as world_size, and rank 0 has 2" in str(error)
     trainer.shutdown()
 
 

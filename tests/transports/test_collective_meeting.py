@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import socket
 import sqlite3
 import threading
@@ -13,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 
-import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,12 +27,12 @@ from torchrl_ext.launch.processes import free_port
 from torchrl_ext.messages import Join, Load
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import Update, Worker
-from torchrl_ext.transports.collective.transport import Offer, VLLMCollectiveTransport
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.group import process_group as groups
-from torchrl_ext.transports.group.handoffs import Announcements
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Note, host
 from torchrl_ext.transports.group.meeting import enter as enter_room
 from torchrl_ext.transports.group.notes import NOTE_BYTES, HostedNotes, RemoteNotes
+from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import as_source
 
 
@@ -204,7 +204,7 @@ def mutated(value, choice):
 
 
 def note(**changes):
-    own = {"world_size": 2, "timeout_s": 5.0, "process": "pid 1", "params": [["p", "int8", [3]]], "backend": "gloo"}
+    own = {"world_size": 2, "process": "pid 1", "params": (ParamMeta("p", torch.int8, (3,)),), "backend": "gloo"}
     return Note(**{**own, "settings": {"A": "1"}, "token": "t", **changes})
 
 
@@ -221,62 +221,63 @@ def test_whatever_a_worker_writes_the_trainer_ends_with_an_error_of_ours_or_a_gr
     choice, refused = random.Random(1), 0
     with stores() as (kept, _):
         for number in range(2000):
-            kept.put(f"r{number}/1", mutated(msgspec.to_builtins(note()), choice))
+            kept.put(f"r{number}/1", mutated(note().to_json(), choice))
             kept.put("ready/g/1", True)
             refused += ours_or_nothing(lambda n=number: host(kept, f"r{n}", "g", note(), Deadline(WAIT_S)))
     assert refused > 1000
 
 
-def test_whatever_the_trainer_answers_a_worker_ends_with_an_error_of_ours_or_goes_on(monkeypatch):
+def test_whatever_the_trainer_answers_a_worker_ends_with_an_error_of_ours_or_goes_on():
     choice, refused = random.Random(2), 0
     answers = [{"generation": "1", "peers": ["a", "b"]}, {"kind": "ConfigError", "error": "no"}]
     with stores() as (kept, _):
         for number in range(2000):
-            monkeypatch.setattr("uuid.uuid4", lambda n=number: type("", (), {"hex": f"t{n}"}))
+            own = note(token=f"t{number}")
             kept.put(f"r/answer/t{number}", mutated(answers[number % 2], choice))
-            refused += ours_or_nothing(lambda: enter_room(kept, "r", 1, note(), Deadline(WAIT_S)))
+            refused += ours_or_nothing(lambda own=own: enter_room(kept, "r", 1, own, Deadline(WAIT_S)))
     assert refused > 1500
 
 
 def test_a_trainer_cannot_choose_what_its_workers_raise_but_among_four():
     with stores() as (kept, _):
-        for kind in ("WeightSyncError", "annotations", "__builtins__", "Any", 7, None):
-            with pytest.raises(TransportError, match="the trainer formed no group: boo"):
-                _answered(kept, {"kind": kind, "error": "boo"})
-        with pytest.raises(ConfigError, match="boo"):
-            _answered(kept, {"kind": "ConfigError", "error": "boo"})
+        for kind, raised in {
+            "ConfigError": ConfigError,
+            **dict.fromkeys(("WeightSyncError", "annotations", "__builtins__", "Any", ""), TransportError),
+        }.items():
+            kept.put("room/answer/t", {"kind": kind, "error": "boo"})
+            with pytest.raises(raised, match="the trainer formed no group: boo"):
+                enter_room(kept, "room", 1, note(), Deadline(WAIT_S))
 
 
-def _answered(kept, answer):
-    with ThreadPoolExecutor(1) as pool:
-        entering = pool.submit(enter_room, kept, "room", 1, note(), Deadline(WAIT_S))
-        (said,) = kept.wait("room/1", time.monotonic() + WAIT_S)
-        kept.drop("room/1")
-        kept.put(f"room/answer/{said['token']}", answer)
-        return entering.result(WAIT_S)
-
-
-def test_whatever_is_announced_or_handed_over_a_worker_ends_with_an_error_of_ours():
-    choice, refused = random.Random(3), 0
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"version": -1},
+            r"an announcement of the trainer, rank 0 \(pid \d+ on .*\), is malformed: .* at `\$.version`",
+        ),
+        ({"params": [["p", "int8", [-3]]]}, r"Expected `int` >= 0 - at `\$.params\[0\]\[2\]\[0\]`"),
+        ({"handoff": "7"}, r"the handoff of weights version 1 is malformed: .* - at `\$.handoff`"),
+        ({"bucket_bytes": None}, r"got `null` - at `\$.bucket_bytes`"),
+        ({"group": "9"}, "the trainer sends through group 9, rank 1 is in group 1"),
+    ],
+)
+def test_a_worker_that_cannot_read_a_handoff_names_the_field_and_tells_the_trainer_at_once(changes, words):
     with group(2) as (trainer, worker):
-        kept, joined, end = trainer.member.group().notes, worker.member.group(), worker.attend(Deadline(WAIT_S))
-        source = as_source(weights(count=3, numel=9))
-        handoff = trainer.prepare(Update(source=source, version=1), Deadline(WAIT_S))
-        whole = {**handoff.info, "version": 1, "params": [meta.to_json() for meta in source.params()]}
-        for number in range(1, 1001):
-            kept.put(f"announced/{joined.generation}/{number}", mutated(whole, choice))
-            worker.member._announcements = Announcements(joined)
-            worker.member._announcements._count = number - 1
+        put = trainer.member._notes.put
 
-            def read():
-                arrival = end.get(Deadline(WAIT_S))
-                end._incoming(joined, end._load(arrival), arrival, {})
+        def told(key, value, **how):
+            put(key, {**value, **changes} if key.startswith("announced/") else value, **how)
 
-            refused += ours_or_nothing(read)
-        assert refused > 700
-        offer = member(0, 0, None).open(1, (), Deadline(WAIT_S)).info
-        for _ in range(500):
-            ours_or_nothing(lambda: Offer.from_json(mutated(offer, choice), "an offer"))
+        trainer.member._notes.put = told
+        began = time.monotonic()
+        sent, received = beside(lambda: trainer.send_weights("policy", weights()), worker.receive_weights)
+        assert isinstance(received, WeightSyncError) and re.search(words, str(received))
+        assert isinstance(sent, TransportError)
+        assert re.search(r"rank 1 \(pid \d+ on .*\) could not read a handoff: ", str(sent))
+        assert re.search(words, str(sent))
+        assert time.monotonic() - began < WAIT_S / 2
+        assert not trainer.check_connection() and not worker.check_connection()
 
 
 def test_a_store_in_which_groups_come_and_go_keeps_a_word_about_each_and_no_more():
@@ -320,14 +321,14 @@ def test_a_worker_that_was_let_in_and_then_says_anything_is_disconnected_or_answ
 
 def test_ranks_that_speak_different_backends_or_set_nccl_up_differently_say_so():
     cases = {
-        "speaks nccl, the trainer gloo": note(backend="nccl"),
-        "NCCL_CUMEM_ENABLE is not set in the trainer's environment, '0' in that of rank 1": note(
+        "rank 1 has nccl as backend, and rank 0 has gloo": note(backend="nccl"),
+        "rank 1 has 0 as the environment variable NCCL_CUMEM_ENABLE, and rank 0 has nothing": note(
             settings={"A": "1", "NCCL_CUMEM_ENABLE": "0"}
         ),
     }
     with stores() as (kept, _):
         for words, other in cases.items():
-            kept.put("room/1", msgspec.to_builtins(other))
+            kept.put("room/1", other.to_json())
             with pytest.raises(ConfigError, match=words):
                 host(kept, "room", "g", note(), Deadline(WAIT_S))
 

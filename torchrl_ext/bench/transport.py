@@ -34,7 +34,7 @@ from torchrl_ext.transports.base import Arrival, Update, Worker
 from torchrl_ext.transports.collective.stream import BUCKET_BYTES
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
-from torchrl_ext.transports.group.meeting import GroupMailbox
+from torchrl_ext.transports.group.handoffs import GroupMailbox
 from torchrl_ext.types import Info
 from torchrl_ext.weights.source import MappingSource
 

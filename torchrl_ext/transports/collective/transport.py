@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import (
-    ConfigError,
-    DeadlineError,
-    ManifestError,
-    NotConnectedError,
-    TransportError,
-    WeightSyncError,
-    why,
-)
-from torchrl_ext.messages import Wire
-from torchrl_ext.transports.base import Arrival, Handoff, TransferStats, Update, Worker, WorkerEnd
+from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, TransportError, why
+from torchrl_ext.messages import Count
+from torchrl_ext.transports.base import Arrival, Handoff, TransferStats, Update, Worker
 from torchrl_ext.transports.buckets import Packer, Plan
 from torchrl_ext.transports.collective import stream
 from torchrl_ext.transports.collective.stream import BUCKET_BYTES, Incoming
 from torchrl_ext.transports.group import handoffs
 from torchrl_ext.transports.group.backends import choose_backend
-from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, GroupMailbox, Membership
+from torchrl_ext.transports.group.handoffs import GroupLoad, GroupMailbox, GroupWorker
+from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership, Offer
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta
@@ -36,39 +29,14 @@ from torchrl_ext.weights.source import checked
 __all__ = ["CollectiveWorker", "VLLMCollectiveTransport"]
 
 
-class Offer(Wire, frozen=True, kw_only=True):
-    """Where the members of a group meet.
-
-    Attributes:
-        master_address, master_port: of the trainer's notes.
-        secret: what members know.
-        members: number of ranks, the trainer included.
-        room: names the meeting.
-        backend: ``"gloo"`` or ``"nccl"``.
-        timeout_s: deadline of every wait, in seconds.
-    """
-
-    master_address: str
-    master_port: int
-    members: int
-    room: str
-    backend: str
-    timeout_s: float
-    secret: str = ""
-
-
-class Load(Wire, frozen=True, kw_only=True):
+class Load(GroupLoad, frozen=True, kw_only=True):
     """One handoff.
 
     Attributes:
-        group: names the group through which it comes.
-        handoff: its number in the group.
         bucket_bytes: size of its buckets.
     """
 
-    group: str
-    handoff: int
-    bucket_bytes: int
+    bucket_bytes: Count
 
 
 class VLLMCollectiveTransport(StandaloneTransport):
@@ -137,6 +105,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         self.member = Membership(
             master_address, self.master_port, secret, device=self.device, backend=self.backend, timeout_s=timeout_s
         )
+        self._worker = CollectiveWorker(self.member)
         self._agreed: dict[str, ParamMeta] = {}
         self._handoffs = 0
         self._plan = Plan()
@@ -165,7 +134,6 @@ class VLLMCollectiveTransport(StandaloneTransport):
         else:
             self.member.under(within)
             self.member.enter(STANDALONE_GROUP, self.rank, self.world_size, params)
-            self._end = CollectiveWorker(self.member)
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         """As `Transport.open`; 0 workers (no control layer) stands for those that call `init_all_workers_group`.
@@ -187,16 +155,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
                     expected=f"world_size {size} (1 + workers), or None to take it from the engines",
                 )
         self.member.under(within)
-        notes = self.member.notes(room)
-        offer = Offer(
-            master_address=self.master_address,
-            master_port=notes.port,
-            secret=notes.secret,
-            members=size,
-            room=room,
-            backend=self.backend,
-            timeout_s=self.timeout_s,
-        )
+        offer = self.member.invite(room, size, Offer)
         return Handoff(info=offer.to_json(), transfer=lambda within: self._host(room, size, params, within))
 
     def _host(self, room: str, size: int, params: tuple[ParamMeta, ...], within: Deadline) -> None:
@@ -226,15 +185,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 f"worker rank {here.rank} does not exist in world_size {offer.members}",
                 hint="give each engine the rank offset 1 + workers of the engines before it",
             )
-        device, backend = choose_backend("cpu" if offer.backend == "gloo" else None, offer.backend)
-        member = Membership(
-            offer.master_address,
-            offer.master_port,
-            offer.secret,
-            device=device,
-            backend=backend,
-            timeout_s=offer.timeout_s,
-        )
+        member = offer.member()
         member.under(within)
         member.enter(offer.room, here.rank, offer.members, ())
         return CollectiveWorker(member)
@@ -281,11 +232,11 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 "receive_weights was called on rank 0, the trainer", expected="a worker, rank 1 to world_size - 1"
             )
         self.member.group()
-        return CollectiveWorker(self.member)
+        return self._worker
 
     @property
     def mailbox(self) -> GroupMailbox:
-        return CollectiveWorker(self.member) if self.rank else GroupMailbox(self.member)
+        return self._worker
 
     def check_connection(self) -> bool:
         return self.member.connected
@@ -304,70 +255,15 @@ class VLLMCollectiveTransport(StandaloneTransport):
 
 
 @final
-class CollectiveWorker(GroupMailbox, WorkerEnd):
+class CollectiveWorker(GroupWorker):
     """Receives what the trainer broadcasts in a group."""
+
+    load: ClassVar[type[Load]] = Load
 
     def __init__(self, member: Membership) -> None:
         super().__init__(member)
         self._plan = Plan()
 
-    def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
-        self.member.under(within)
-        pairs = self._receiving(arrival, into)
-        next(pairs)  # from here on the handoff is taken or refused, also by a loader that asks for nothing
-        return pairs
-
-    def _receiving(self, arrival: Arrival, into: Mapping[str, Tensor]) -> Iterator[Any]:
-        """Yield None once the handoff has begun, and then its pairs."""
-        group, load = self.member.group(), self._load(arrival)
-        incoming = self._incoming(group, load, arrival, into)
-        name, answered = None, False
-        try:
-            yield None
-            for name, tensor in incoming.pairs():
-                yield name, tensor
-            handoffs.acknowledge(group, load.handoff)  # only now has the loader taken the last one, too
-            answered = True
-        except WeightSyncError as error:
-            raise handoffs.receiving_failed(group, load.handoff, arrival.version, error) from error
-        except (GeneratorExit, Exception) as error:
-            stopped = "it loaded nothing" if name is None else f"it stopped loading after {name!r}"
-            self._drain(group, incoming, load, stopped if type(error) is GeneratorExit else why(error))
-            answered = True
-            raise
-        finally:
-            if not answered:
-                group.sever()
-
-    def refuse(self, arrival: Arrival, error: BaseException) -> None:
-        """Receive and drop a version that cannot land here, and tell the trainer why."""
-        group, load = self.member.group(), self._load(arrival)
-        self._drain(group, self._incoming(group, load, arrival, {}), load, why(error))
-
-    def _load(self, arrival: Arrival) -> Load:
-        return Load.from_json(arrival.info, "a handoff of a collective transport")
-
-    def _incoming(self, group: Group, load: Load, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
-        if load.group != group.generation:
-            raise NotConnectedError(
-                f"the trainer sends through group {load.group}, rank {group.rank} is in group {group.generation}",
-                hint="connect again",
-            )
+    def incoming(self, group: Group, load: Load, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
         buckets = stream.buckets_of(self._plan, arrival.params, load.bucket_bytes)
         return Incoming(group.broadcasts, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes)
-
-    def _drain(self, group: Group, incoming: Incoming, load: Load, words: str) -> None:
-        """Receive and drop the rest of a handoff, so that the group stays in step, and tell the trainer why."""
-        if not group.alive:  # nothing comes; the interpreter may be ending, which closes iterators left half-way
-            return
-        try:
-            incoming.drain()
-            handoffs.acknowledge(group, load.handoff, words)
-        except WeightSyncError:
-            group.sever()
-
-    def check_connection(self) -> bool:
-        return self.member.connected
-
-    def close(self) -> None:
-        self.member.close()

@@ -1,50 +1,36 @@
-"""Messages by which the ranks of a group announce a handoff, acknowledge it, or say why it failed."""
+"""One handoff in a group: how it is announced, acknowledged or refused, and the worker's end that receives it."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import NotConnectedError, TransportError, WeightSyncError, why
-from torchrl_ext.transports.base import Arrival, deadline
+from torchrl_ext.messages import Count, Params, Wire
+from torchrl_ext.transports.base import Arrival, WorkerEnd
+from torchrl_ext.transports.group.meeting import LAST_WORDS_S, LOOK_S, Membership
 from torchrl_ext.transports.group.peers import PeerGroup
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.transports.standalone import Mailbox
 
 __all__ = [
-    "Announcements", "acknowledge", "await_others", "await_workers", "receiving_failed", "refused", "require",
+    "GroupLoad", "GroupMailbox", "GroupWorker", "acknowledge", "await_workers", "receiving_failed", "refused",
     "sending_failed",
 ]  # fmt: skip
 
-_LAST_WORDS_S = 1.0
-"""How long one side waits, after a failure, for the words of the ranks that are alive."""
-_LOOK_S = 0.5
-"""How often a rank that waits looks whether its group is still there."""
 
-
-def acknowledge(group: PeerGroup, handoff: int, answer: int | str = "") -> None:
-    """Tell the trainer that all bytes of a handoff are here, and how many, or why it was refused (worker end)."""
+def acknowledge(group: PeerGroup, handoff: int, answer: int | str) -> None:
+    """Tell the trainer how many bytes of a handoff came from rank to rank, or why it was refused (worker end)."""
     group.acknowledged = handoff
     group.notes.put(f"arrived/{group.generation}/{handoff}/{group.rank}", answer)
 
 
-def await_others(group: PeerGroup) -> None:
-    """Wait until every worker has answered to the handoff that this one answered to (a worker that leaves).
-
-    Its connections close, by which workers that still receive see the group broken: they cannot tell a rank that has
-    all from one that died.
-    """
-    within = Deadline(group.timeout_s, stop=group.notes.stop)
-    group.notes.patience_s = _LAST_WORDS_S
-    with contextlib.suppress(NotConnectedError):  # the trainer is gone, so nobody receives any more
-        while group.intact and not within.over:
-            if group.notes.wait(f"over/{group.generation}/{group.acknowledged}", within.within(_LOOK_S).until):
-                return
-
-
 def await_workers(group: PeerGroup, handoff: int) -> dict[int, Any]:
-    """Wait for each worker's answer to the handoff: bytes or ``""`` where it was taken, else why not (trainer end).
+    """Wait for each worker's answer to the handoff: bytes where it was taken, else why not (trainer end).
 
     Raises:
         DeadlineError: names the workers that say nothing within the group's deadline.
@@ -53,17 +39,15 @@ def await_workers(group: PeerGroup, handoff: int) -> dict[int, Any]:
     key = f"arrived/{group.generation}/{handoff}/"
     answers: dict[int, Any] = {}
     within = Deadline(group.timeout_s, stop=group.notes.stop)
-    while len(answers) < len(group.workers):
-        silent = [rank for rank in group.workers if rank not in answers]
+    while silent := [rank for rank in group.workers if rank not in answers]:
         if within.stop.is_set() or not group.alive:
             raise TransportError("the transfer was aborted")
         lost = group.severance.news()
-        answers |= group.notes.collect(key, silent, within.within(_LOOK_S).until)
-        if lost and len(answers) < len(group.workers):
-            raise TransportError(f"the group was severed before every worker had answered: {lost}")
-        if within.over and len(answers) < len(group.workers):
-            silent = [rank for rank in group.workers if rank not in answers]
-            raise within.error(f"no word came from {group.call(silent)} that it arrived")
+        answers |= group.notes.collect(key, silent, within.within(LOOK_S).until)
+        if silent := [rank for rank in silent if rank not in answers]:
+            if lost:
+                raise TransportError(f"the group was severed before every worker had answered: {lost}")
+            within.check(f"no word came from {group.call(silent)} that it arrived")
     group.notes.sweep(key, f"over/{group.generation}/")
     group.notes.put(f"over/{group.generation}/{handoff}", True)
     return answers
@@ -83,10 +67,13 @@ def sending_failed(group: PeerGroup, handoff: int, version: int, error: WeightSy
     answers, silent = {}, []
     if not group.notes.stop.is_set():
         key = f"arrived/{group.generation}/{handoff}/"
-        answers = group.notes.collect(key, group.workers, deadline(_LAST_WORDS_S))
+        answers = group.notes.collect(key, group.workers, Deadline(LAST_WORDS_S).until)
         silent = [rank for rank in group.workers if rank not in answers]
-    lost = f"; no sign of life from {group.call(silent)}" if silent else ""
+    lost = f"; no answer came from {group.call(silent)}" if silent else ""
     words = [f"rank {rank} says: {text}" for rank, text in answers.items() if text and type(text) is str]
+    reason = group.severance.reason()
+    if reason != why(error) and reason not in error.what:
+        words.append(f"the group was severed: {reason}")
     return type(error)(
         f"weights version {version} did not reach {group.call(group.workers)}: {error.what}{lost}",
         expected=error.expected,
@@ -98,9 +85,9 @@ def sending_failed(group: PeerGroup, handoff: int, version: int, error: WeightSy
 def receiving_failed(group: PeerGroup, handoff: int, version: int, error: WeightSyncError) -> WeightSyncError:
     """Tell the trainer of the worker's ``error``, and return it again with the words of the trainer."""
     try:
-        group.notes.patience_s = _LAST_WORDS_S
+        group.notes.patience_s = LAST_WORDS_S
         acknowledge(group, handoff, why(error))
-        trainer = group.severance.reason(_LAST_WORDS_S) or "it is alive, so the network or another worker failed"
+        trainer = group.severance.reason(LAST_WORDS_S) or "it is alive, so the network or another worker failed"
     except NotConnectedError:
         trainer = "its notes are gone, so it died or was shut down"
     group.sever(f"{group.call([group.rank])} failed: {why(error)}")
@@ -113,37 +100,44 @@ def receiving_failed(group: PeerGroup, handoff: int, version: int, error: Weight
     )
 
 
-class Announcements:
-    """One rank's place in the sequence of a group's announcements.
+class _Announcement(Wire, frozen=True, kw_only=True):
+    """A version that comes next, beside the info of its handoff; without ``params`` it has those of the one before."""
+
+    version: Count
+    params: Params | None = None
+
+
+class GroupMailbox(Mailbox):
+    """Announces versions in the notes of a group.
 
     Args:
-        group: whose ranks they are for.
+        member: of the group.
     """
 
-    def __init__(self, group: PeerGroup) -> None:
-        self.group = group
-        self._count = 0
-        self._params: tuple[ParamMeta, ...] = ()
+    def __init__(self, member: Membership) -> None:
+        self.member = member
 
-    def put(self, arrival: Arrival) -> None:
-        """Announce a version next (trainer end), and remove the announcement before, which its readers have read."""
-        self._count += 1
-        rows = None if arrival.params == self._params else [meta.to_json() for meta in arrival.params]
-        note = {**arrival.info, "version": arrival.version, "params": rows}  # a model's parameters rarely change
-        self.group.notes.put(self._key(self._count), note)
-        self.group.notes.drop(self._key(self._count - 1))
-        self._params = arrival.params
+    def put(self, arrival: Arrival, within: Deadline) -> None:
+        """As `Mailbox.put`; the announcement before is removed, since its readers have read it."""
+        self.member.under(within)
+        group = self.member.carrier()
+        params = None if arrival.params == group.params else arrival.params  # a model's parameters rarely change
+        announcement = _Announcement(version=arrival.version, params=params)
+        group.notes.put(_key(group, group.announced + 1), {**arrival.info, **announcement.to_json()})
+        group.notes.drop(_key(group, group.announced))
+        group.announced, group.params = group.announced + 1, arrival.params
 
-    def get(self, within: Deadline) -> Arrival | None:
-        """Return the next announcement, or None at the deadline (worker end).
+    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        """Return the next announcement, or None at the deadline.
 
         Raises:
-            NotConnectedError: the group was severed, or the trainer is gone, or another thread aborted.
-            TransportError, ManifestError: the announcement is no handoff.
+            NotConnectedError: there is no group, or the trainer ended it or is gone.
+            ConfigError: the announcement is malformed; the trainer hears of it.
         """
-        group, key = self.group, self._key(self._count + 1)
+        self.member.under(within)
+        group = self.member.carrier()
         try:
-            while not (found := group.notes.wait(key, within.within(_LOOK_S).until)):
+            while not (found := group.notes.wait(_key(group, group.announced + 1), within.within(LOOK_S).until)):
                 reason = "this rank aborted" if within.stop.is_set() else group.severance.reason()
                 if reason or not group.intact:
                     raise NotConnectedError(
@@ -155,35 +149,123 @@ class Announcements:
         except NotConnectedError:
             group.sever()
             raise
-        self._count, info = self._count + 1, found[0]
-        rows = info.pop("params", 0) if type(info) is dict else 0
-        if type(rows) is list:
-            self._params = tuple(map(ParamMeta.from_json, rows))
-        if rows == 0 or (rows is None and not self._params) or type(info.get("version")) is not int:
-            raise TransportError(
-                f"the trainer, {group.call([0])}, announced {str(info)[:200]!r}",
-                expected="the info of a handoff of its transport, with a list of parameters",
-                state="nothing was received",
-                hint="use the same version of torchrl_ext on every rank",
-            )
-        return Arrival(version=info.pop("version"), params=self._params, info=info)
-
-    def _key(self, number: int) -> str:
-        return f"announced/{self.group.generation}/{number}"
+        with _reading(group):
+            note = _Announcement.from_json(found[0], f"an announcement of the trainer, {group.call([0])},")
+        group.announced += 1
+        group.params = group.params if note.params is None else note.params
+        info = {name: value for name, value in found[0].items() if name not in ("version", "params")}
+        return Arrival(version=note.version, params=group.params, info=info)
 
 
-def require(transport: str, info: Info, **fields: type) -> None:
-    """Check that fields of a trainer's message have these types; a float may be an integer, and none is negative.
+def _key(group: PeerGroup, number: int) -> str:
+    return f"announced/{group.generation}/{number}"
 
-    Raises:
-        TransportError: names the field.
+
+@contextmanager
+def _reading(group: PeerGroup) -> Iterator[None]:
+    """Sever the group where a worker cannot read what the trainer says, which waits for it and so hears why."""
+    try:
+        yield
+    except BaseException as error:
+        group.notes.patience_s = LAST_WORDS_S
+        group.severance.leave(f"{group.call([group.rank])} could not read a handoff: {why(error)}")
+        group.sever()
+        raise
+
+
+class GroupLoad(Wire, frozen=True, kw_only=True):
+    """One handoff; a transport adds what its workers need to receive it.
+
+    Attributes:
+        group: names the group through which it comes.
+        handoff: its number in the group.
     """
-    for name, kind in fields.items():
-        value: Any = info.get(name)
-        if type(value) not in ((int, float) if kind is float else (kind,)) or (kind is int and value < 0):
-            raise TransportError(
-                f"{name} is {str(value)[:200]!r} in the trainer's message for the {transport} transport",
-                expected="a whole number, 0 or more" if kind is int else f"a {kind.__name__}",
-                state="nothing was received",
-                hint="use the same version of torchrl_ext in trainer and engine",
-            )
+
+    group: str
+    handoff: Count
+
+
+class _Incoming(Protocol):
+    def pairs(self) -> Iterator[tuple[str, Tensor]]: ...
+    def drain(self) -> None: ...
+
+
+class GroupWorker(GroupMailbox, WorkerEnd):
+    """A worker's end in a group: it takes each handoff or tells the trainer why not, and so stays in step with others.
+
+    A subclass says what arrives, in `incoming`.
+    """
+
+    load: ClassVar[type[GroupLoad]]
+    """Of each handoff."""
+
+    @abstractmethod
+    def incoming(self, group: Any, load: Any, arrival: Arrival, into: Mapping[str, Tensor]) -> _Incoming:
+        """Return the receiver of one handoff.
+
+        Args:
+            group: of this worker.
+            load: of class `load`.
+            arrival, into: as for `WorkerEnd.receive`.
+
+        Returns:
+            An object whose ``pairs()`` are those of `WorkerEnd.receive`, and may be left at any of them; ``drain()``
+            then receives the rest and drops it.
+        """
+
+    def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
+        self.member.under(within)
+        pairs = self._receiving(arrival, *self._begin(arrival, into))
+        next(pairs)  # from here on the handoff is taken or refused, also by a loader that asks for nothing
+        return pairs
+
+    def _begin(self, arrival: Arrival, into: Mapping[str, Tensor]) -> tuple[PeerGroup, GroupLoad, _Incoming]:
+        group = self.member.carrier()
+        with _reading(group):
+            load = self.load.from_json(arrival.info, f"the handoff of weights version {arrival.version}")
+            if load.group != group.generation:
+                raise NotConnectedError(
+                    f"the trainer sends through group {load.group}, rank {group.rank} is in group {group.generation}",
+                    hint="connect again",
+                )
+            return group, load, self.incoming(group, load, arrival, into)
+
+    def _receiving(self, arrival: Arrival, group: PeerGroup, load: GroupLoad, incoming: _Incoming) -> Iterator[Any]:
+        """Yield None once the handoff has begun, and then its pairs."""
+        name, answered, before = None, False, group.received.total()
+        try:
+            yield None
+            for name, tensor in incoming.pairs():
+                yield name, tensor
+            acknowledge(group, load.handoff, group.received.total() - before)  # the loader has taken the last one, too
+            answered = True
+        except WeightSyncError as error:
+            raise receiving_failed(group, load.handoff, arrival.version, error) from error
+        except (GeneratorExit, Exception) as error:
+            stopped = "it loaded nothing" if name is None else f"it stopped loading after {name!r}"
+            self._drain(group, load, incoming, stopped if type(error) is GeneratorExit else why(error))
+            answered = True
+            raise
+        finally:
+            if not answered:
+                group.sever()
+
+    def refuse(self, arrival: Arrival, error: BaseException) -> None:
+        """Receive and drop a version that cannot land here, and tell the trainer why."""
+        self._drain(*self._begin(arrival, {}), why(error))
+
+    def _drain(self, group: PeerGroup, load: GroupLoad, incoming: _Incoming, words: str) -> None:
+        """Receive and drop the rest of a handoff, so that the group stays in step, and tell the trainer why."""
+        if not group.alive:  # nothing comes; the interpreter may be ending, which closes iterators left half-way
+            return
+        try:
+            incoming.drain()
+            acknowledge(group, load.handoff, words)
+        except WeightSyncError:
+            group.sever()
+
+    def check_connection(self) -> bool:
+        return self.member.connected
+
+    def close(self) -> None:
+        self.member.close()

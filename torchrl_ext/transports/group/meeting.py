@@ -10,7 +10,8 @@ import socket
 import threading
 import uuid
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -18,34 +19,71 @@ import torch
 
 from torchrl_ext import errors
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
-from torchrl_ext.transports.base import Arrival
-from torchrl_ext.transports.group.handoffs import Announcements, await_others
+from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, NotConnectedError, TransportError
+from torchrl_ext.messages import Count, Params, Port, Seconds, Text, Wire
+from torchrl_ext.transports.group.backends import BACKENDS, choose_backend
 from torchrl_ext.transports.group.notes import HostedNotes, NoteStore, RemoteNotes
 from torchrl_ext.transports.group.peers import PeerGroup, Severance
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.links import ranks_text
-from torchrl_ext.transports.standalone import Mailbox
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["STANDALONE_GROUP", "Membership", "Note", "enter", "host"]
+__all__ = [
+    "LAST_WORDS_S", "LOOK_S", "STANDALONE_GROUP", "Membership", "Note", "Offer", "disagreement", "enter", "host",
+]  # fmt: skip
 
 STANDALONE_GROUP = "standalone"
 """The rendezvous key of ranks without a control layer."""
 
+LAST_WORDS_S = 1.0
+"""How long one side waits, after a failure, for the words of the ranks that are alive."""
+
+LOOK_S = 0.5
+"""How often a rank that waits looks whether its group is still there."""
+
 _SETTINGS = {"nccl": ("NCCL_CUMEM_ENABLE", "NCCL_CUMEM_HOST_ENABLE")}
-"""Environment variables, by backend, that must be the same on all ranks of a communicator; engines set some for
-themselves (vLLM sets ``NCCL_CUMEM_ENABLE=0``)."""
+"""Environment variables, by backend, that must be the same on all ranks of a communicator, which else hangs or fails in
+the middle of an update; engines set some for themselves (vLLM sets ``NCCL_CUMEM_ENABLE=0``)."""
 
 _ERRORS: Mapping[str, type[errors.WeightSyncError]] = {
-    kind.__name__: kind
-    for kind in (errors.ConfigError, errors.ManifestError, errors.DeadlineError, errors.TransportError)
+    kind.__name__: kind for kind in (ConfigError, ManifestError, DeadlineError, TransportError)
 }
 """The errors that a trainer may report to workers, by name."""
 
 _AGAIN = "call init_all_workers_group on every rank at the same time, or connect through a sender"
 
-_Struct = TypeVar("_Struct", bound=msgspec.Struct)
+_Offer = TypeVar("_Offer", bound="Offer")
+
+
+class Offer(Wire, frozen=True, kw_only=True):
+    """Where the members of a group meet; a transport adds how bytes move in it.
+
+    Attributes:
+        master_address, master_port: of the trainer's notes.
+        secret: what members know.
+        room: the rendezvous key.
+        members: number of ranks, the trainer included.
+        backend: as for `Membership`.
+        timeout_s: deadline of every wait, in seconds.
+    """
+
+    master_address: Text
+    master_port: Port
+    secret: Text
+    room: Text
+    members: Count
+    backend: Text
+    timeout_s: Seconds
+
+    def member(self, backends: Sequence[str] = BACKENDS) -> Membership:
+        """Return the membership of a worker that takes the offer.
+
+        Raises:
+            ConfigError: its backend is none of ``backends``, or cannot be used here.
+        """
+        device, backend = choose_backend("cpu" if self.backend == "gloo" else None, self.backend, backends)
+        where = (self.master_address, self.master_port, self.secret)
+        return Membership(*where, device=device, backend=backend, timeout_s=self.timeout_s)
 
 
 class Membership:
@@ -68,7 +106,6 @@ class Membership:
         self.stop = threading.Event()
         self._notes: NoteStore | None = None
         self._group: PeerGroup | None = None
-        self._announcements: Announcements | None = None
         self._generations = 0
 
     def under(self, within: Deadline) -> None:
@@ -92,19 +129,12 @@ class Membership:
         """
         if self._group is None or not self._group.alive:
             closed = "" if self._group is None else ": its group was closed after a failure"
-            raise NotConnectedError(f"this end of the collective transport is not connected{closed}", hint=_AGAIN)
+            raise NotConnectedError(f"this end of the transport is not connected{closed}", hint=_AGAIN)
         return self._group
 
     def group(self) -> Group:
         """As `carrier`, of a gloo or NCCL group, which can broadcast."""
         return cast(Group, self.carrier())
-
-    def announcements(self) -> Announcements:
-        """Return this rank's place in the announcements to the current group; errors as `carrier`."""
-        group = self.carrier()
-        if self._announcements is None or self._announcements.group is not group:
-            self._announcements = Announcements(group)
-        return self._announcements
 
     def notes(self, key: str) -> NoteStore:
         """Return the notes that the trainer hosts, for the ranks of a rendezvous key (trainer end).
@@ -116,6 +146,24 @@ class Membership:
         if self._notes is not None and self._notes.secret != secret:
             self._end_notes()
         return self._notes or self._keep(HostedNotes(self.address, self.port, secret, self.stop))
+
+    def invite(self, room: str, size: int, kind: type[_Offer], **own: Any) -> _Offer:
+        """Return the offer of class ``kind``, with ``own`` further fields, to the other ranks of a group (trainer end).
+
+        Raises:
+            TransportError: the port is taken.
+        """
+        notes = self.notes(room)
+        return kind(
+            master_address=self.address,
+            master_port=notes.port,
+            secret=notes.secret,
+            room=room,
+            members=size,
+            backend=self.backend,
+            timeout_s=self.timeout_s,
+            **own,
+        )
 
     def host(self, key: str, size: int, params: tuple[ParamMeta, ...]) -> None:
         """Form the next group with the workers that wait under a rendezvous key (trainer end).
@@ -161,10 +209,23 @@ class Membership:
     def close(self) -> None:
         """Leave the group, a worker once the others have what it has, and close the notes. May be called twice."""
         if self._group is not None and self._group.acknowledged:
-            await_others(self._group)
+            self._await_others(self._group)
         self.stop.set()
         self.leave()
         self._end_notes()
+
+    def _await_others(self, group: PeerGroup) -> None:
+        """Wait until every worker has answered to the handoff that this one answered to.
+
+        Its connections close, by which workers that still receive see the group broken: they cannot tell a rank that
+        has all from one that died.
+        """
+        within = Deadline(group.timeout_s, stop=group.notes.stop)
+        group.notes.patience_s = LAST_WORDS_S
+        with suppress(NotConnectedError):  # the trainer is gone, so nobody receives any more
+            while group.intact and not within.over:
+                if group.notes.wait(f"over/{group.generation}/{group.acknowledged}", within.within(LOOK_S).until):
+                    return
 
     def _form(self, notes: NoteStore, generation: str, rank: int, peers: dict[int, str]) -> None:
         how: dict[str, Any] = {"device": self.device, "timeout_s": self.timeout_s}
@@ -196,67 +257,40 @@ class Membership:
     def _own_note(self, size: int | None, params: tuple[ParamMeta, ...]) -> Note:
         return Note(
             world_size=size,
-            timeout_s=self.timeout_s,
             process=f"pid {os.getpid()} on {socket.gethostname()}",
-            params=[meta.to_json() for meta in params],
+            params=params,
             backend=self.backend,
             settings={name: os.environ.get(name) for name in _SETTINGS.get(self.backend, ())},
         )
 
 
-class GroupMailbox(Mailbox):
-    """Announces versions in the notes of a group.
-
-    Args:
-        member: of the group.
-    """
-
-    def __init__(self, member: Membership) -> None:
-        self.member = member
-
-    def put(self, arrival: Arrival, within: Deadline) -> None:
-        self.member.under(within)
-        self.member.announcements().put(arrival)
-
-    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
-        """Return the next announcement, or None at the deadline.
-
-        Raises:
-            NotConnectedError: there is no group, or the trainer ended it or is gone.
-        """
-        self.member.under(within)
-        return self.member.announcements().get(within)
-
-
-class Note(msgspec.Struct, frozen=True, kw_only=True):
+class Note(Wire, frozen=True, kw_only=True):
     """A rank's description of itself, from which the trainer sees whether all ranks agree.
 
     Attributes:
         world_size: number of ranks that it expects; None leaves that to the trainer.
-        timeout_s: deadline of its waits, in seconds.
         process: how to call its process in a message.
-        params: the parameters that it expects to be moved, `ParamMeta.to_json` of each; empty for any.
+        params: the parameters that it expects to be moved; empty for any.
         backend: ``"gloo"``, ``"nccl"`` or ``"nixl"``.
         settings: variables of its environment on which ranks must agree, and None for those that are not set.
         token: names the note in which the trainer answers.
     """
 
     world_size: int | None
-    timeout_s: float
     process: str
-    params: list[list[Any]]
+    params: Params
     backend: str
     settings: dict[str, str | None]
-    token: str = ""
+    token: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
 
 
-class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+class _Answer(Wire, frozen=True, kw_only=True):
     """The trainer's answer to a note: a group with the processes of all its ranks, or the kind and text of an error."""
 
     generation: str = ""
-    peers: list[str] = []
-    kind: Any = None
-    error: str | None = None
+    peers: tuple[str, ...] = ()
+    kind: str = ""
+    error: str = ""
 
 
 def host(notes: NoteStore, key: str, generation: str, own: Note, within: Deadline) -> dict[int, str]:
@@ -274,12 +308,12 @@ def host(notes: NoteStore, key: str, generation: str, own: Note, within: Deadlin
 
     Raises:
         DeadlineError: names the ranks that never arrived.
-        ConfigError, ManifestError: a worker expects another world size, or other parameters.
-        TransportError: a worker's note cannot be read.
+        ConfigError, ManifestError: a worker expects another world size, or other parameters; or its note is malformed.
+        TransportError: another thread ended the wait.
     """
     size = own.world_size or 1
     workers = range(1, size)
-    notes.put(f"{key}/0", msgspec.to_builtins(own))
+    notes.put(f"{key}/0", own.to_json())
     try:
         found = notes.collect(f"{key}/", workers, within.until)
         tokens = [read.get("token") for read in found.values() if type(read) is dict]
@@ -287,17 +321,14 @@ def host(notes: NoteStore, key: str, generation: str, own: Note, within: Deadlin
         for rank in found:
             notes.drop(f"{key}/{rank}")
         try:
-            if within.stop.is_set():
-                raise TransportError("forming the group was aborted")
-            absent = [rank for rank in workers if rank not in found]
-            if absent:
+            if absent := [rank for rank in workers if rank not in found]:
                 raise within.error(
                     f"{ranks_text(absent)} of world size {size} did not arrive at {notes.address}",
                     expected="every rank enters at the same time",
                     state="no group was formed",
                     hint="start the missing workers, or mend world_size",
                 )
-            told = {rank: _read(read, Note, f"the note of rank {rank}") for rank, read in found.items()}
+            told = {rank: Note.from_json(read, f"the note of rank {rank}") for rank, read in found.items()}
             for rank, note in told.items():
                 _agree(own, rank, note)
         except errors.WeightSyncError as error:
@@ -310,10 +341,7 @@ def host(notes: NoteStore, key: str, generation: str, own: Note, within: Deadlin
             notes.put(answer, {"generation": generation, "peers": list(peers.values())})
         # a rank that died while others were awaited is named here, before a constructor blocks on it
         ready = notes.collect(f"ready/{generation}/", workers, within.until)
-        if within.stop.is_set():
-            raise TransportError("forming the group was aborted")
-        absent = [rank for rank in workers if rank not in ready]
-        if absent:
+        if absent := [rank for rank in workers if rank not in ready]:
             raise within.error(
                 f"{ranks_text(absent)} ({', '.join(peers[rank] for rank in absent)}) arrived and then did not answer",
                 state="no group was formed",
@@ -323,7 +351,7 @@ def host(notes: NoteStore, key: str, generation: str, own: Note, within: Deadlin
         notes.drop(f"{key}/0")
 
 
-def enter(notes: NoteStore, key: str, rank: int, own: Note, within: Deadline) -> tuple[str, list[str]]:
+def enter(notes: NoteStore, key: str, rank: int, own: Note, within: Deadline) -> tuple[str, Sequence[str]]:
     """Leave this rank's note, and wait until the trainer lets everyone in (worker end); arguments as for `host`.
 
     Returns:
@@ -331,16 +359,13 @@ def enter(notes: NoteStore, key: str, rank: int, own: Note, within: Deadline) ->
 
     Raises:
         DeadlineError: names the ranks that never arrived.
-        ConfigError, ManifestError: the trainer expects something else.
-        TransportError: the trainer's answer cannot be read.
+        ConfigError, ManifestError: the trainer expects something else, or its answer is malformed.
+        TransportError: another thread ended the wait.
     """
-    token = uuid.uuid4().hex
-    notes.put(f"{key}/{rank}", {**msgspec.to_builtins(own), "token": token})
-    found = notes.wait(f"{key}/answer/{token}", within.until)
+    notes.put(f"{key}/{rank}", own.to_json())
+    found = notes.wait(f"{key}/answer/{own.token}", within.until)
     if not found:
         notes.drop(f"{key}/{rank}")
-        if within.stop.is_set():
-            raise TransportError("joining the group was aborted")
         absent = [other for other in range(own.world_size or 1) if other != rank and not notes.has(f"{key}/{other}")]
         raise within.error(
             f"rank {rank} waited at {notes.address} for "
@@ -348,73 +373,52 @@ def enter(notes: NoteStore, key: str, rank: int, own: Note, within: Deadline) ->
             expected="every rank enters at the same time",
             state="no group was formed",
         )
-    notes.drop(f"{key}/answer/{token}")
-    answer = _read(found[0], _Answer, "the answer of the trainer")
-    if answer.error is not None:
-        raise _ERRORS.get(str(answer.kind), TransportError)(f"the trainer formed no group: {answer.error}")
-    if not rank < len(answer.peers) == (own.world_size or len(answer.peers)):
-        raise _malformed("the answer of the trainer", found[0])
+    notes.drop(f"{key}/answer/{own.token}")
+    answer = _Answer.from_json(found[0], "the answer of the trainer (rank 0)")
+    if answer.error:
+        raise _ERRORS.get(answer.kind, TransportError)(f"the trainer formed no group: {answer.error}")
+    size, expected = len(answer.peers), own.world_size or max(rank + 1, len(answer.peers))
+    if size != expected:
+        raise disagreement(f"rank {rank}", "world_size", expected, size)
     notes.put_at_end(Severance.key(answer.generation), f"rank {rank} ({answer.peers[rank]}) is gone")
     notes.put(f"ready/{answer.generation}/{rank}", True)
     return answer.generation, answer.peers
 
 
 def _agree(own: Note, rank: int, note: Note) -> None:
-    """Raise a ConfigError or ManifestError where a worker expects something else than the trainer."""
+    """Raise the error that names the first thing on which a worker and the trainer disagree."""
+    who = f"rank {rank}"
     if note.world_size not in (None, own.world_size):
-        raise ConfigError(
-            f"rank {rank} was given world_size {note.world_size}, the trainer {own.world_size}",
-            expected="the same world_size, 1 + the number of workers, on every rank",
-        )
+        raise disagreement(who, "world_size", note.world_size, own.world_size, hint="give 1 + the number of workers")
     if note.backend != own.backend:
-        raise ConfigError(
-            f"rank {rank} speaks {note.backend}, the trainer {own.backend}",
-            expected="the same backend on every rank",
-            hint="give backend= on every rank, or devices of the same kind",
-        )
+        hint = "give backend= on every rank, or devices of the same kind"
+        raise disagreement(who, "backend", note.backend, own.backend, hint=hint)
     for name in [*own.settings, *note.settings]:
         mine, theirs = own.settings.get(name), note.settings.get(name)
         if mine != theirs:
-            raise ConfigError(
-                f"{name} is {_setting(mine)} in the trainer's environment, {_setting(theirs)} in that of rank {rank}",
-                expected="the same on every rank: else their communicator hangs, or fails in the middle of an update",
-                state="no group was formed",
-                hint=f"start the trainer with {name}={theirs or ''}" if theirs else f"start all without {name}",
-            )
-    mine_rows, their_rows = _metas(0, own), _metas(rank, note)
+            hint = f"start the trainer with {name}={theirs}" if theirs else f"start all without {name}"
+            raise disagreement(who, f"the environment variable {name}", theirs, mine, hint=hint)
+    mine_rows, their_rows = ({meta.name: meta for meta in one.params} for one in (own, note))
     for name in [*mine_rows, *their_rows] if mine_rows and their_rows else ():
         if mine_rows.get(name) != their_rows.get(name):
-            raise errors.ManifestError(
-                f"rank {rank} and the trainer disagree on parameter {name!r}",
-                expected=f"the trainer has {mine_rows.get(name)}, rank {rank} {their_rows.get(name)}",
-                state="no group was formed",
-            )
+            what = f"parameter {name!r}"
+            raise disagreement(who, what, their_rows.get(name), mine_rows.get(name), error=ManifestError)
 
 
-def _metas(rank: int, note: Note) -> dict[str, ParamMeta]:
-    try:
-        return {meta.name: meta for meta in map(ParamMeta.from_json, note.params)}
-    except errors.ManifestError as error:
-        what = f"rank {rank} expects an invalid parameter: {error.what}"
-        raise errors.ManifestError(what, expected=error.expected) from error
-
-
-def _setting(value: str | None) -> str:
-    return "not set" if value is None else repr(value)
-
-
-def _read(found: Any, kind: type[_Struct], what: str) -> _Struct:
-    """Return a note as a struct of this kind, or raise a TransportError."""
-    try:
-        return msgspec.convert(found, kind)
-    except (msgspec.ValidationError, UnicodeError) as error:  # the latter of half a surrogate pair
-        raise _malformed(what, found) from error
-
-
-def _malformed(what: str, found: Any) -> TransportError:
-    return TransportError(
-        f"{what} is {str(found)[:200]!r}",
-        expected="a trainer and workers of the same version of torchrl_ext",
+def disagreement(
+    who: str,
+    what: str,
+    theirs: object,
+    own: object,
+    *,
+    hint: str = "",
+    error: type[errors.WeightSyncError] = ConfigError,
+) -> errors.WeightSyncError:
+    """Return the error for a rank ``who`` that has another value than rank 0; None stands for no value."""
+    theirs, own = ("nothing" if value is None else value for value in (theirs, own))
+    return error(
+        f"{who} has {theirs} as {what}, and rank 0 has {own}",
+        expected="the same on every rank",
         state="no group was formed",
-        hint="give each training job a port of its own, and check versions",
+        hint=hint,
     )

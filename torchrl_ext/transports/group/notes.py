@@ -4,7 +4,7 @@ The trainer's own process reads and writes them directly. A worker does so over 
 `torchrl_ext.transports.links`:
 
 =================================================  ===============================================================
-``{"notes": 3, "nonce": hex}``                     trainer, at once; 16 random bytes
+``{"notes": 4, "nonce": hex}``                     trainer, at once; 16 random bytes
 ``{"nonce": hex, "proof": hex}``                   worker; 16 random bytes, and HMAC-SHA256 by the secret of
                                                    ``"worker"`` and both nonces, the trainer's first
 ``{"proof": hex}``                                 trainer; the same of ``"trainer"``. Whoever has no proof is
@@ -48,7 +48,7 @@ NOTE_BYTES = 64 << 20
 LONGEST_WAIT_S = 0.5
 
 _STORE_BYTES = 4 * NOTE_BYTES
-_FORMAT = 3
+_FORMAT = 4
 _NONCE_BYTES = 16
 _GREETING_BYTES = 1024
 _GREET_S, _PATIENCE_S = 10.0, 60.0

@@ -17,6 +17,7 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.transports.group.calls import brief, run_beside
 from torchrl_ext.transports.group.notes import NoteStore
+from torchrl_ext.types import ParamMeta
 
 __all__ = ["Move", "PeerGroup", "Severance"]
 
@@ -125,6 +126,7 @@ class PeerGroup(ABC):
         world_size: number of ranks.
         workers: ranks other than 0.
         acknowledged: number of the handoff that this worker answered to last; 0 before the first.
+        announced, params: number of the last announcement, 0 before the first, and its parameters.
         sent, received: bytes by peer, of the transfers that were waited for, as this end counts them.
         severance: why the group was severed.
     """
@@ -142,7 +144,8 @@ class PeerGroup(ABC):
         self.notes, self.generation, self.rank, self.peers = notes, generation, rank, peers
         self.device, self.timeout_s = device, timeout_s
         self.world_size = len(peers)
-        self.alive, self.workers, self.acknowledged = True, range(1, len(peers)), 0
+        self.alive, self.workers, self.acknowledged, self.announced = True, range(1, len(peers)), 0, 0
+        self.params: tuple[ParamMeta, ...] = ()
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
         self.severance = Severance(notes, generation)

@@ -10,10 +10,12 @@ import torch
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, TransportError
-from torchrl_ext.messages import Count, Port, Seconds, Text, Wire
+from torchrl_ext.messages import Count, Text
 from torchrl_ext.transports.base import Handoff, TransferStats, Update, Worker
+from torchrl_ext.transports.group import meeting
 from torchrl_ext.transports.group.backends import choose_backend
-from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, GroupMailbox
+from torchrl_ext.transports.group.handoffs import GroupMailbox
+from torchrl_ext.transports.group.meeting import STANDALONE_GROUP
 from torchrl_ext.transports.ranks import Steps
 from torchrl_ext.transports.sharded.ends import Settings
 from torchrl_ext.transports.sharded.nixl import load_nixl
@@ -29,26 +31,15 @@ BUCKET_BYTES = 8 << 20
 """Default bound on what a trainer rank sends, and a worker receives, in one round, in bytes; two are in flight."""
 
 
-class Offer(Wire, frozen=True, kw_only=True):
+class Offer(meeting.Offer, frozen=True, kw_only=True):
     """Where the members of a group meet, and how bytes move in it.
 
     Attributes:
-        master_address, master_port: of the notes of trainer rank 0.
-        secret: what members know.
-        room: names the meeting.
-        members: number of trainer ranks and workers.
-        carrier, backend, bucket_bytes, timeout_s: as in `ShardedTransport`.
+        carrier, bucket_bytes: as in `ShardedTransport`.
     """
 
-    master_address: Text
-    master_port: Port
-    secret: Text
-    room: Text
-    members: Count
     carrier: Text
-    backend: Text
     bucket_bytes: Count
-    timeout_s: Seconds
 
 
 class ShardedTransport(StandaloneTransport):
@@ -174,18 +165,9 @@ class ShardedTransport(StandaloneTransport):
                 return Handoff()
             room, workers = STANDALONE_GROUP, self._standalone_workers()
         self._trainer.member.under(within)
-        notes, settings = self._trainer.member.notes(room), self.settings
-        offer = Offer(
-            master_address=notes.host,
-            master_port=notes.port,
-            secret=notes.secret,
-            room=room,
-            members=workers + self.ranks.size,
-            carrier=settings.carrier,
-            backend=settings.backend,
-            bucket_bytes=settings.bucket_bytes,
-            timeout_s=self.timeout_s,
-        )
+        settings, members = self.settings, workers + self.ranks.size
+        own = {"carrier": settings.carrier, "bucket_bytes": settings.bucket_bytes}
+        offer = self._trainer.member.invite(room, members, Offer, **own)
         return Handoff(info=offer.to_json(), transfer=lambda within: self._trainer.host(room, workers, params, within))
 
     def _standalone_workers(self) -> int:

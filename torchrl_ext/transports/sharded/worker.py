@@ -11,7 +11,7 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import NotConnectedError, WeightSyncError, why
 from torchrl_ext.transports.base import Arrival, WorkerEnd
 from torchrl_ext.transports.group import handoffs
-from torchrl_ext.transports.group.meeting import GroupMailbox
+from torchrl_ext.transports.group.handoffs import GroupMailbox
 from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.sharded.agreement import Needs
 from torchrl_ext.transports.sharded.ends import End, Load, Settings
