@@ -319,18 +319,23 @@ def test_a_worker_that_was_let_in_and_then_says_anything_is_disconnected_or_answ
 # what ranks must have in common
 
 
-def test_ranks_that_speak_different_backends_or_set_nccl_up_differently_say_so():
-    cases = {
-        "rank 1 has nccl as backend, and rank 0 has gloo": note(backend="nccl"),
-        "rank 1 has 0 as the environment variable NCCL_CUMEM_ENABLE, and rank 0 has nothing": note(
-            settings={"A": "1", "NCCL_CUMEM_ENABLE": "0"}
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"world_size": 3}, "3 as world_size, and rank 0 has 2"),
+        ({"backend": "nccl"}, "nccl as backend, and rank 0 has gloo"),
+        (
+            {"settings": {"A": "1", "NCCL_CUMEM_ENABLE": "0"}},
+            "0 as the environment variable NCCL_CUMEM_ENABLE, and rank 0 has nothing",
         ),
-    }
+        ({"params": (ParamMeta("q", torch.int8, (3,)),)}, "nothing as parameter 'p', and rank 0 has p int8"),
+    ],
+)
+def test_ranks_that_disagree_are_named_with_what_each_has(changes, words):
     with stores() as (kept, _):
-        for words, other in cases.items():
-            kept.put("room/1", other.to_json())
-            with pytest.raises(ConfigError, match=words):
-                host(kept, "room", "g", note(), Deadline(WAIT_S))
+        kept.put("room/1", note(**changes).to_json())
+        with pytest.raises(WeightSyncError, match=f"rank 1 has {words}"):
+            host(kept, "room", "g", note(), Deadline(WAIT_S))
 
 
 def test_a_group_is_formed_when_every_rank_was_heard_and_not_before(monkeypatch):
