@@ -63,10 +63,8 @@ class _Window:
         self._slice_bytes = slice_bytes
         self.flying: deque[tuple[Bucket, list[Any], Tensor]] = deque()
         self._limit, self._limit_bytes = (_FLYING, _FLYING_BUCKETS * bucket_bytes) if bucket_bytes else (0, 0)
-        self._bytes = self._packed = self._largest = 0
-        for bucket in buckets:
-            if not bucket.direct and bucket.nbytes > self._largest:
-                self._largest = bucket.nbytes
+        self._bytes = self._packed = 0
+        self._largest = max((bucket.nbytes for bucket in buckets if not bucket.direct), default=0)
         capacity = bucket_bytes - bucket_bytes // _SPARE
         self._most_packed = max(_PACKED, _PACKED * capacity // max(1, self._largest))
 

@@ -42,7 +42,7 @@ def await_workers(group: PeerGroup, handoff: int) -> dict[int, Any]:
     while silent := [rank for rank in group.workers if rank not in answers]:
         if within.stop.is_set() or not group.alive:
             raise TransportError("the transfer was aborted")
-        lost = group.severance.news()
+        lost = group.reason()
         answers |= group.notes.collect(key, silent, within.within(LOOK_S).until)
         if silent := [rank for rank in silent if rank not in answers]:
             if lost:
@@ -71,7 +71,7 @@ def sending_failed(group: PeerGroup, handoff: int, version: int, error: WeightSy
         silent = [rank for rank in group.workers if rank not in answers]
     lost = f"; no answer came from {group.call(silent)}" if silent else ""
     words = [f"rank {rank} says: {text}" for rank, text in answers.items() if text and type(text) is str]
-    reason = group.severance.reason()
+    reason = group.reason()
     if reason != why(error) and reason not in error.what:
         words.append(f"the group was severed: {reason}")
     return type(error)(
@@ -87,7 +87,7 @@ def receiving_failed(group: PeerGroup, handoff: int, version: int, error: Weight
     try:
         group.notes.patience_s = LAST_WORDS_S
         acknowledge(group, handoff, why(error))
-        trainer = group.severance.reason(LAST_WORDS_S) or "it is alive, so the network or another worker failed"
+        trainer = group.reason(LAST_WORDS_S) or "it is alive, so the network or another worker failed"
     except NotConnectedError:
         trainer = "its notes are gone, so it died or was shut down"
     group.sever(f"{group.call([group.rank])} failed: {why(error)}")
@@ -138,7 +138,7 @@ class GroupMailbox(Mailbox):
         group = self.member.carrier()
         try:
             while not (found := group.notes.wait(_key(group, group.announced + 1), within.within(LOOK_S).until)):
-                reason = "this rank aborted" if within.stop.is_set() else group.severance.reason()
+                reason = "this rank aborted" if within.stop.is_set() else group.reason()
                 if reason or not group.intact:
                     raise NotConnectedError(
                         f"rank {group.rank} is no longer connected to the trainer, {group.call([0])}: {reason}",
@@ -168,7 +168,7 @@ def _reading(group: PeerGroup) -> Iterator[None]:
         yield
     except BaseException as error:
         group.notes.patience_s = LAST_WORDS_S
-        group.severance.leave(f"{group.call([group.rank])} could not read a handoff: {why(error)}")
+        group.explain(f"{group.call([group.rank])} could not read a handoff: {why(error)}")
         group.sever()
         raise
 

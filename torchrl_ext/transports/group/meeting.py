@@ -23,7 +23,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, NotCon
 from torchrl_ext.messages import Count, Params, Port, Seconds, Text, Wire
 from torchrl_ext.transports.group.backends import BACKENDS, choose_backend
 from torchrl_ext.transports.group.notes import HostedNotes, NoteStore, RemoteNotes
-from torchrl_ext.transports.group.peers import PeerGroup, Severance
+from torchrl_ext.transports.group.peers import PeerGroup, severed
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.links import ranks_text
 from torchrl_ext.types import ParamMeta
@@ -48,7 +48,7 @@ the middle of an update; engines set some for themselves (vLLM sets ``NCCL_CUMEM
 _ERRORS: Mapping[str, type[errors.WeightSyncError]] = {
     kind.__name__: kind for kind in (ConfigError, ManifestError, DeadlineError, TransportError)
 }
-"""The errors that a trainer may report to workers, by name."""
+"""The errors that workers raise in the words of the trainer, by name; a TransportError stands for any other."""
 
 _AGAIN = "call init_all_workers_group on every rank at the same time, or connect through a sender"
 
@@ -332,9 +332,8 @@ def host(notes: NoteStore, key: str, generation: str, own: Note, within: Deadlin
             for rank, note in told.items():
                 _agree(own, rank, note)
         except errors.WeightSyncError as error:
-            kind = next((name for name, kind in _ERRORS.items() if type(error) is kind), "TransportError")
             for answer in answers:
-                notes.put(answer, {"kind": kind, "error": str(error)})
+                notes.put(answer, {"kind": type(error).__name__, "error": str(error)})
             raise
         peers = {0: own.process, **{rank: note.process for rank, note in told.items()}}
         for answer in answers:
@@ -380,7 +379,7 @@ def enter(notes: NoteStore, key: str, rank: int, own: Note, within: Deadline) ->
     size, expected = len(answer.peers), own.world_size or max(rank + 1, len(answer.peers))
     if size != expected:
         raise disagreement(f"rank {rank}", "world_size", expected, size)
-    notes.put_at_end(Severance.key(answer.generation), f"rank {rank} ({answer.peers[rank]}) is gone")
+    notes.put_at_end(severed(answer.generation), f"rank {rank} ({answer.peers[rank]}) is gone")
     notes.put(f"ready/{answer.generation}/{rank}", True)
     return answer.generation, answer.peers
 

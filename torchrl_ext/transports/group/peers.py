@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torchrl_ext.transports.group.calls import brief, run_beside
 from torchrl_ext.transports.group.notes import NoteStore
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["Move", "PeerGroup", "Severance"]
+__all__ = ["Move", "PeerGroup", "severed"]
 
 _LOOK_S = 0.1
 _NEWS_S = 0.5
@@ -59,51 +60,12 @@ class Move:
         self.done.set()
 
 
-class Severance:
-    """The note that says why a group of one generation was severed; the first reason stays.
+def severed(generation: str) -> str:
+    """Return the name of the note that says why a group was severed; the first reason stays.
 
     A rank leaves one when it severs its end, and the trainer's notes leave one for a process whose connection closes.
-
-    Args:
-        notes: of the trainer.
-        generation: of the group.
     """
-
-    def __init__(self, notes: NoteStore, generation: str) -> None:
-        self._notes, self._key = notes, self.key(generation)
-        self._reason, self._next_look = "", 0.0
-
-    @staticmethod
-    def key(generation: str) -> str:
-        """Return the name of the note."""
-        return f"severed/{generation}"
-
-    def reason(self, timeout_s: float = 0.0) -> str:
-        """Return why the group was severed; "" if no rank says so within ``timeout_s`` seconds.
-
-        Raises:
-            NotConnectedError: the notes are gone, and the trainer with them.
-        """
-        if not self._reason:
-            found = self._notes.wait(self._key, time.monotonic() + timeout_s)
-            self._reason = str(found[0]) if found else ""
-        return self._reason
-
-    def news(self) -> str:
-        """Return the reason as of the last half second, or why the notes themselves are gone."""
-        now = time.monotonic()
-        if not self._reason and now >= self._next_look:
-            self._next_look = now + _NEWS_S
-            try:
-                return self.reason()
-            except NotConnectedError as error:
-                self._reason = error.what
-        return self._reason
-
-    def leave(self, reason: str) -> None:
-        """Leave the reason, unless one is there."""
-        with suppress(WeightSyncError):  # the trainer is gone, which ends the group as well
-            self._notes.put(self._key, reason, keep=True)
+    return f"severed/{generation}"
 
 
 class PeerGroup(ABC):
@@ -128,7 +90,6 @@ class PeerGroup(ABC):
         acknowledged: number of the handoff that this worker answered to last; 0 before the first.
         announced, params: number of the last announcement, 0 before the first, and its parameters.
         sent, received: bytes by peer, of the transfers that were waited for, as this end counts them.
-        severance: why the group was severed.
     """
 
     def __init__(
@@ -148,7 +109,7 @@ class PeerGroup(ABC):
         self.params: tuple[ParamMeta, ...] = ()
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
-        self.severance = Severance(notes, generation)
+        self._reason, self._next_look = "", 0.0
         self._lock = threading.RLock()
 
     def under(self, stop: threading.Event) -> None:
@@ -210,8 +171,31 @@ class PeerGroup(ABC):
         return self.alive and not self._lost()
 
     def _lost(self) -> str:
-        """Return why a peer does not answer any more; "" as far as nobody knows of any failure."""
-        return self.severance.news()
+        """Return why a peer does not answer any more, as of the last half second; "" if nobody knows of a failure."""
+        now = time.monotonic()
+        if not self._reason and now >= self._next_look:
+            self._next_look = now + _NEWS_S
+            try:
+                return self.reason()
+            except NotConnectedError as error:
+                self._reason = error.what
+        return self._reason
+
+    def reason(self, timeout_s: float = 0.0) -> str:
+        """Return why the group was severed; "" if no rank says so within ``timeout_s`` seconds.
+
+        Raises:
+            NotConnectedError: the notes are gone, and the trainer with them.
+        """
+        if not self._reason:
+            found = self.notes.wait(severed(self.generation), Deadline(timeout_s).until)
+            self._reason = str(found[0]) if found else ""
+        return self._reason
+
+    def explain(self, reason: str) -> None:
+        """Leave word of why the group is severed, unless there is one."""
+        with suppress(WeightSyncError):  # the trainer is gone, which ends the group as well
+            self.notes.put(severed(self.generation), reason, keep=True)
 
     def call(self, ranks: Iterable[int]) -> str:
         """Return ranks as messages name them: ``"rank 2 (pid 17 on host)"``."""
@@ -229,10 +213,9 @@ class PeerGroup(ABC):
             self.alive = False
         reason = reason or f"{self.call([self.rank])} left it"
         if self.rank == 0:
-            self.severance.leave(reason)
+            self.explain(reason)
         else:  # which asks the trainer, that may be frozen
-            severance = self.severance
-            run_beside(lambda: severance.leave(reason))
+            run_beside(partial(self.explain, reason))
         self._sever()
 
     @abstractmethod

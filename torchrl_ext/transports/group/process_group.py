@@ -73,9 +73,7 @@ class Group(PeerGroup):
         else:
             kind, options = "ProcessGroupGloo", gloo_options(notes.host, notes.port, timeout_s, notes.stop)
         pg = made_in_time(partial(getattr(dist, kind), self._store, rank, self.world_size, options), within)
-        self.broadcasts = Broadcasts(
-            pg, backend, device=device, timeout_s=timeout_s, stop=notes.stop, lost=self.severance.news
-        )
+        self.broadcasts = Broadcasts(pg, backend, device=device, timeout_s=timeout_s, stop=notes.stop, lost=self._lost)
         sever_at_exit(self)
         try:
             self._exchange(within)
