@@ -1,29 +1,28 @@
 """Transfers by NIXL: the receiver reads the sender's memory, over RDMA, TCP or within a machine, as UCX finds best.
 
-Each rank registers one arena of slots, and tells its peers the address once. A sender copies a message into free slots
-and notifies the receiver of them; the receiver reads them with one list of reads into slots of its own, and the
-notification behind the reads frees the sender's slots.
+Each rank registers a pair of arenas once, cut into slots, and leaves the address of the one for sending in the notes.
+A sender copies the next piece of a message into a free slot and notifies the receiver; the receiver reads the slot into
+one of its own, and the notification behind the read frees the sender's. Whoever waits for a transfer does all of this.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import threading
-import time
 import uuid
 import weakref
-from collections import Counter, deque
-from contextlib import suppress
+from collections import defaultdict, deque
+from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError, TransportError
+from torchrl_ext.errors import ConfigError, TransportError, why
+from torchrl_ext.transports.copies import copy_each
 from torchrl_ext.transports.group.calls import made_in_time, run_beside, sever_at_exit, wait_for_at_exit
 from torchrl_ext.transports.group.notes import NoteStore
 from torchrl_ext.transports.group.peers import Move, PeerGroup
@@ -31,12 +30,10 @@ from torchrl_ext.transports.group.peers import Move, PeerGroup
 __all__ = ["NixlGroup", "load_nixl"]
 
 _MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
-_SLOT_BYTES, _SLOTS = 256 << 10, 128
+_SLOT_BYTES, _SLOTS = 1 << 20, 32
 """Of each of the two arenas, for sending and for reading."""
-_SHORTEST_S, _LONGEST_S, _GROWTH = 0.00005, 0.002, 1.5
-"""Pauses between two looks while something is under way."""
-_PING_S = 0.5
-"""A connection is tried this often, so that a rank that waits for a dead peer to read is told of its death."""
+_SHORTEST_S, _LONGEST_S = 0.00005, 0.002
+"""Pauses between two looks while nothing moves."""
 
 
 def load_nixl() -> Any:
@@ -73,43 +70,51 @@ class _Address(msgspec.Struct, frozen=True):
 
 
 class _Notice(msgspec.Struct, frozen=True):
-    """``offer``: slots hold the next bytes of transfer ``number``, of ``nbytes`` in all; ``read``: they were read."""
+    """A slot of the sender's: it holds the next ``nbytes`` for the receiver, or was read and is free, with 0."""
 
-    kind: str
-    number: int = 0
+    slot: int
     nbytes: int = 0
-    slots: list[int] = []
 
 
-class _Transfer(Move):
-    """A `Move` with its number among the moves of its pair and direction, and the bytes of it that have begun."""
+class _NixlMove(Move):
+    """A transfer that goes on while somebody waits in its group."""
 
-    def __init__(self, flat: Tensor, peer: int, sends: bool, number: int) -> None:
+    def __init__(self, group: NixlGroup, flat: Tensor, peer: int, sends: bool) -> None:
         super().__init__(flat, peer, sends)
-        self.number, self.begun = number, 0
+        self._group = group
         self.ready: Any = None
         if flat.device.type == "cuda":
-            self.ready = torch.cuda.Event()
-            self.ready.record(torch.cuda.current_stream(flat.device))
+            self.ready = torch.cuda.current_stream(flat.device).record_event()
 
-    def copy(self, arena: Tensor, slots: list[int], at: int) -> None:
-        """Copy between the memory of the transfer, from byte ``at`` on, and slots."""
-        assert self.flat is not None
-        if self.ready is not None:
-            self.ready.synchronize()
-        for slot, part in zip(slots, self.flat[at:].split(_SLOT_BYTES), strict=False):
-            place = arena[slot, : part.numel()]
-            place.copy_(part) if self.sends else part.copy_(place)
-        if self.ready is not None:
-            torch.cuda.current_stream(arena.device).synchronize()
+    def arrives(self, seconds: float) -> bool:
+        within = Deadline(seconds)
+        while not self.done.is_set() and not within.over:
+            for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
+                if self._group.advance() or self.done.is_set():
+                    break
+        return self.done.is_set()
 
 
-class _Peer:
-    def __init__(self, address: _Address) -> None:
-        self.address, self.gone = address, ""
-        self.unread: dict[int, _Transfer] = {}  # offered, at least in part
-        self.expected: dict[int, _Transfer] = {}
-        self.offers: deque[_Notice] = deque()
+class _Piece(NamedTuple):
+    """The memory of a slot's worth of a transfer."""
+
+    move: _NixlMove
+    memory: Tensor
+
+    def copy(self, slot: Tensor) -> None:
+        """Copy to a slot where the transfer sends, and from it where it receives."""
+        pair = [self.memory], [slot[: self.memory.numel()]]
+        stream = None if self.move.ready is None else torch.cuda.current_stream(slot.device)
+        if stream is not None:
+            stream.wait_event(self.move.ready)
+        copy_each(*(pair if self.move.sends else reversed(pair)))
+        if stream is not None:
+            stream.synchronize()
+
+    def land(self) -> None:
+        self.move.landed += self.memory.numel()
+        if self.move.landed == self.move.nbytes:
+            self.move.end()
 
 
 class NixlGroup(PeerGroup):
@@ -132,31 +137,54 @@ class NixlGroup(PeerGroup):
     ) -> None:
         super().__init__(notes, generation, rank, peers, device=device, timeout_s=timeout_s)
         api, key, within = load_nixl(), f"agents/{generation}/", Deadline(timeout_s, stop=notes.stop)
-        self._begun: Counter[tuple[int, bool]] = Counter()
-        agent = made_in_time(partial(_Agent, api, f"{generation}/{rank}/{uuid.uuid4().hex}", device), within)
-        notes.put(f"{key}{rank}", msgspec.to_builtins(agent.address))
-        found = notes.collect(key, peers, within.until)
-        if notes.stop.is_set():
-            raise TransportError("forming the group was aborted")
-        if len(found) < len(peers):
-            absent = self.call(one for one in peers if one not in found)
-            raise DeadlineError(f"nothing was heard from {absent} within {timeout_s:g} s")
-        try:
-            agent.meet({one: msgspec.convert(note, _Address) for one, note in found.items() if one != rank})
-        except Exception as error:  # NIXL's errors have no root of their own
-            raise TransportError(f"a rank cannot be reached: {error}") from error
-        self._agent = agent
+        self._out, self._in = (torch.empty((_SLOTS, _SLOT_BYTES), dtype=torch.uint8, device=device) for _ in range(2))
+        self._kind, self._index = ("VRAM", self._out.get_device()) if device.type == "cuda" else ("DRAM", 0)
+        self._here = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
+        self._free, self._idle = list(range(_SLOTS)), list(range(_SLOTS))  # of the two arenas
+        self._unsent: deque[_Piece] = deque()
+        self._unread: dict[tuple[int, int], _Piece] = {}  # by peer and slot
+        self._expected: defaultdict[int, deque[_Piece]] = defaultdict(deque)
+        self._offers: defaultdict[int, deque[_Notice]] = defaultdict(deque)
+        self._reads: list[tuple[Any, _Piece, int]] = []  # handle, and the slot that it fills
+        self._failure = ""
+        name = f"{generation}/{rank}/{uuid.uuid4().hex}"
+        self._agent, self._end_agent = made_in_time(partial(self._start, api, name), within)
         sever_at_exit(self)
-        self._end_agent = weakref.finalize(self, agent.end)
-        wait_for_at_exit(run_beside(agent.run), 0.0)  # at once, when it is severed
+        own = _Address(name, self._agent.get_agent_metadata(), self._out.data_ptr(), self._index)
         try:
-            self._exchange()
+            notes.put(f"{key}{rank}", msgspec.to_builtins(own))
+            found = notes.collect(key, peers, within.until)
+            absent = [one for one in peers if one not in found]
+            if absent:
+                raise within.error(f"nothing was heard from {self.call(absent)}")
+            self._addresses = {one: msgspec.convert(note, _Address) for one, note in found.items()}
+            self._ranks = {address.name: one for one, address in self._addresses.items()}
+            self._meet()
         except BaseException:
             self.sever()
             raise
 
-    def _exchange(self) -> None:
-        """Pass a byte between rank 0 and each other rank, so that a group that is formed is one that works."""
+    def _start(self, api: Any, name: str) -> tuple[Any, Any]:
+        """Return an agent with both arenas, and the call that ends it."""
+        try:
+            # a progress thread would take a core
+            agent = api.nixl_agent(name, api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
+            rows = [(arena.data_ptr(), arena.nbytes, self._index, "") for arena in (self._out, self._in)]
+            registered = agent.register_memory(rows, self._kind)
+        except Exception as error:  # NIXL's errors have no root of their own
+            raise RuntimeError(f"NIXL cannot start: {error}") from error
+        end = weakref.finalize(self, _end, agent, registered, self._reads, (self._out, self._in))
+        end.atexit = False  # then it is severed
+        return agent, end
+
+    def _meet(self) -> None:
+        """Reach every peer, and pass a byte between rank 0 and each other rank, so that a formed group works."""
+        for rank, address in self._addresses.items():
+            if rank != self.rank:
+                try:
+                    self._agent.add_remote_agent(address.metadata)
+                except Exception as error:  # NIXL's errors have no root of their own
+                    raise TransportError(f"{self.call([rank])} cannot be reached: {error}") from error
         others = self.workers if self.rank == 0 else (0,)
         own = torch.full((1,), self.rank % 251, dtype=torch.uint8, device=self.device)
         read = {one: torch.empty_like(own) for one in others}
@@ -177,219 +205,100 @@ class NixlGroup(PeerGroup):
         return self._begin(flat, source, sends=False)
 
     def _begin(self, flat: Tensor, peer: int, *, sends: bool) -> Move:
-        if not self.alive:
-            raise TransportError("the transfer was aborted")
+        move = _NixlMove(self, flat, peer, sends)
         with self._lock:
-            move = _Transfer(flat, peer, sends, self._begun[peer, sends])
-            self._begun[peer, sends] += 1
-            self._agent.begin(move)
+            if not self.alive:
+                raise TransportError("the transfer was aborted")
+            (self._unsent if sends else self._expected[peer]).extend(
+                _Piece(move, memory) for memory in flat.split(_SLOT_BYTES)
+            )
+            self.advance()
         return move
 
-    def _lost(self) -> str:
-        gone = self.call(one for one, peer in list(self._agent.peers.items()) if peer.gone)
-        return f"{gone} closed its connection" if gone else super()._lost()
+    def advance(self) -> bool:
+        """Do what can be done at once for all transfers, and return whether anything was."""
+        with self._lock, self._here():
+            moved, peer = False, self.rank
+            if not self.alive or self._failure:
+                return False
+            try:
+                for name, messages in self._agent.get_new_notifs().items():
+                    peer = self._ranks[name]
+                    for message in messages:
+                        self._take(peer, msgspec.msgpack.decode(message, type=_Notice))
+                        moved = True
+                while self._unsent and self._free:
+                    peer = self._unsent[0].move.peer
+                    self._offer(peer, self._unsent.popleft())
+                    moved = True
+                for peer, offers in self._offers.items():
+                    while offers and self._expected[peer] and self._idle:
+                        self._read(peer, offers.popleft(), self._expected[peer].popleft())
+                        moved = True
+                for read in list(self._reads):
+                    peer = read[1].move.peer
+                    moved |= self._landed(*read)
+            except Exception as error:  # noqa: BLE001 - NIXL's errors have no root of their own
+                self._failure = f"NIXL failed with {self.call([peer])}: {why(error)}"
+            return moved
 
-    def _sever(self) -> None:
-        self._end_agent()
+    def _take(self, peer: int, notice: _Notice) -> None:
+        if notice.nbytes:
+            self._offers[peer].append(notice)
+        else:
+            self._unread.pop((peer, notice.slot)).land()
+            self._free.append(notice.slot)
 
+    def _offer(self, peer: int, piece: _Piece) -> None:
+        slot = self._free.pop()
+        piece.copy(self._out[slot])
+        self._unread[peer, slot] = piece
+        notice = _Notice(slot, piece.memory.numel())
+        self._agent.send_notif(self._addresses[peer].name, msgspec.msgpack.encode(notice))
 
-class _Agent:
-    """An agent of NIXL, its arenas, and the thread that calls it."""
-
-    def __init__(self, api: Any, name: str, device: torch.device) -> None:
-        config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False)  # which would take a core
-        try:
-            self._agent = api.nixl_agent(name, config)
-        except Exception as error:  # NIXL's errors have no root of their own
-            raise RuntimeError(f"NIXL cannot start: {error}") from error
-        self._device = device
-        self._kind = "VRAM" if device.type == "cuda" else "DRAM"
-        self._out, self._in = (torch.empty((_SLOTS, _SLOT_BYTES), dtype=torch.uint8, device=device) for _ in range(2))
-        self._index = max(0, self._out.get_device())
-        self._registered = [
-            self._agent.register_memory([(one.data_ptr(), one.nbytes, self._index, "")], self._kind)
-            for one in (self._out, self._in)
-        ]
-        self._free, self._free_in = list(range(_SLOTS)), list(range(_SLOTS))
-        self.address = _Address(name, self._agent.get_agent_metadata(), self._out.data_ptr(), self._index)
-        self.peers: dict[int, _Peer] = {}
-        self._ranks: dict[str, int] = {}
-        self._new: deque[_Transfer] = deque()
-        self._sending: deque[_Transfer] = deque()
-        self._reads: list[tuple[Any, _Transfer, list[int], int, int]] = []  # handle, slots, first byte, bytes
-        self._wake, self._ended, self._ping_at = threading.Event(), threading.Event(), 0.0
-
-    def meet(self, addresses: dict[int, _Address]) -> None:
-        """Learn how to reach the peers."""
-        for rank, address in addresses.items():
-            self._agent.add_remote_agent(address.metadata)
-            self.peers[rank], self._ranks[address.name] = _Peer(address), rank
-
-    def begin(self, move: _Transfer) -> None:
-        """Have the thread begin a transfer."""
-        self._new.append(move)
-        self._wake.set()
-        if self._ended.is_set():  # the thread may not have seen this one
-            move.end(ConnectionError("the group was ended"))
-
-    def end(self) -> None:
-        """Have the thread end, which tells the peers."""
-        self._ended.set()
-        self._wake.set()
-
-    def run(self) -> None:
-        """Move things until the end."""
-        pause_s, why = _SHORTEST_S, "the group was ended"
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            while not self._ended.is_set():
-                if self._step():
-                    pause_s = _SHORTEST_S
-                    continue
-                busy = self._sending or self._reads or any(one.unread or one.expected for one in self.peers.values())
-                pause_s = min(_LONGEST_S, _GROWTH * pause_s)
-                if self._wake.wait(pause_s if busy else _PING_S):
-                    self._wake.clear()
-        except Exception as error:  # noqa: BLE001 - whatever the library raises is for the ranks that wait
-            why = f"NIXL failed: {error}"
-        finally:
-            for rank, peer in self.peers.items():
-                if not peer.gone:
-                    with suppress(Exception):
-                        self._notify(peer, _Notice("bye"))
-                self._lose(rank, why)
-            for move in [*self._new, *self._sending]:
-                move.end(ConnectionError(why))
-            with suppress(Exception):
-                self._agent.get_new_notifs()  # lets the last words go
-                for one in self._registered:
-                    self._agent.deregister_memory(one)
-            del self._agent
-
-    def _step(self) -> bool:
-        """Do what can be done at once, and return whether anything was."""
-        moved = bool(self._new)
-        while self._new:
-            move = self._new.popleft()
-            if self.peers[move.peer].gone:
-                move.end(ConnectionError(self.peers[move.peer].gone))
-            elif move.sends:
-                self._sending.append(move)
-            else:
-                self.peers[move.peer].expected[move.number] = move
-        for name, messages in self._agent.get_new_notifs().items():
-            for message in messages if name in self._ranks else ():
-                moved |= self._guarded(self._ranks[name], self._take, message)
-        while self._sending and self._free:
-            self._guarded(self._sending[0].peer, self._offer, self._sending[0])
-            moved = True
-        for rank, peer in self.peers.items():
-            while (
-                peer.offers
-                and peer.offers[0].number in peer.expected
-                and len(peer.offers[0].slots) <= len(self._free_in)
-            ):
-                moved |= self._guarded(rank, self._read, peer.offers.popleft())
-        for read in list(self._reads):
-            moved |= self._guarded(read[1].peer, self._finish, read)
-        if time.monotonic() >= self._ping_at:
-            for rank in self.peers:
-                self._guarded(rank, self._notify, _Notice("ping"))
-            self._ping_at = time.monotonic() + _PING_S
-        return moved
-
-    def _guarded(self, rank: int, call: Any, *args: Any) -> bool:
-        """Return what a call for this peer does; one that fails loses the peer."""
-        peer = self.peers[rank]
-        try:
-            return not peer.gone and bool(call(peer, *args))
-        except Exception as error:  # noqa: BLE001 - NIXL's errors have no root of their own
-            self._lose(rank, f"{error}")
-            return True
-
-    def _lose(self, rank: int, why: str) -> None:
-        peer = self.peers[rank]
-        peer.gone = peer.gone or why
-        for read in [read for read in self._reads if read[1].peer == rank]:
-            self._reads.remove(read)  # what still comes may fill its slots, so nobody gets them
-            with suppress(Exception):
-                self._agent.release_xfer_handle(read[0])
-        queued = [move for move in self._sending if move.peer == rank]
-        self._sending = deque(move for move in self._sending if move.peer != rank)
-        for move in [*queued, *peer.unread.values(), *peer.expected.values()]:
-            move.end(ConnectionError(why))
-        for held in (peer.unread, peer.expected, peer.offers):
-            held.clear()
-
-    def _notify(self, peer: _Peer, notice: _Notice) -> None:
-        self._agent.send_notif(peer.address.name, msgspec.msgpack.encode(notice))
-
-    def _offer(self, peer: _Peer, move: _Transfer) -> bool:
-        """Copy the next bytes of a transfer into free slots, and offer them."""
-        count = min(len(self._free), -(-(move.nbytes - move.begun) // _SLOT_BYTES))
-        slots, self._free = self._free[:count], self._free[count:]
-        move.copy(self._out, slots, move.begun)
-        move.begun = min(move.nbytes, move.begun + count * _SLOT_BYTES)
-        peer.unread[move.number] = move
-        if move.begun == move.nbytes:
-            self._sending.popleft()
-        self._notify(peer, _Notice("offer", move.number, move.nbytes, slots))
-        return True
-
-    def _take(self, peer: _Peer, message: bytes) -> bool:
-        """Take a notification of a peer."""
-        notice = msgspec.msgpack.decode(message, type=_Notice)
-        if notice.kind == "offer":
-            peer.offers.append(notice)
-        elif notice.kind == "read":
-            move = peer.unread[notice.number]
-            self._free += notice.slots
-            move.landed = min(move.nbytes, move.landed + len(notice.slots) * _SLOT_BYTES)
-            if move.landed == move.nbytes:
-                del peer.unread[notice.number]
-                move.end()
-        elif notice.kind == "bye":
-            raise ConnectionError("it ended the group")
-        return notice.kind != "ping"
-
-    def _read(self, peer: _Peer, offer: _Notice) -> bool:
-        """Begin to read the slots of an offer."""
-        move, at = peer.expected[offer.number], peer.expected[offer.number].begun
-        size = min(move.nbytes - at, len(offer.slots) * _SLOT_BYTES)
-        if offer.nbytes != move.nbytes or size <= 0 or not all(0 <= slot < _SLOTS for slot in offer.slots):
-            raise ValueError(f"it sends {offer.nbytes} bytes where {move.nbytes} are expected")
-        slots, self._free_in = self._free_in[: len(offer.slots)], self._free_in[len(offer.slots) :]
-        parts = [min(_SLOT_BYTES, size - number * _SLOT_BYTES) for number in range(len(slots))]
+    def _read(self, peer: int, offer: _Notice, piece: _Piece) -> None:
+        if offer.nbytes != piece.memory.numel() or not 0 <= offer.slot < _SLOTS:
+            raise ValueError(f"it sends {offer.nbytes} bytes where {piece.memory.numel()} are expected")
+        slot, address = self._idle.pop(), self._addresses[peer]
         own, other = (
-            self._agent.get_xfer_descs(
-                [(base + slot * _SLOT_BYTES, part, index) for slot, part in zip(chosen, parts, strict=True)], self._kind
-            )
-            for base, index, chosen in (
-                (self._in.data_ptr(), self._index, slots),
-                (peer.address.arena, peer.address.device, offer.slots),
+            self._agent.get_xfer_descs([(arena + at * _SLOT_BYTES, offer.nbytes, device)], self._kind)
+            for arena, at, device in (
+                (self._in.data_ptr(), slot, self._index),
+                (address.arena, offer.slot, address.device),
             )
         )
-        handle = self._agent.initialize_xfer("READ", own, other, peer.address.name)
-        move.begun += size
-        self._reads.append((handle, move, slots, at, size))
-        self._agent.transfer(handle, msgspec.msgpack.encode(_Notice("read", offer.number, slots=offer.slots)))
-        return True
+        handle = self._agent.initialize_xfer("READ", own, other, address.name)
+        self._reads.append((handle, piece, slot))
+        self._agent.transfer(handle, msgspec.msgpack.encode(_Notice(offer.slot)))
 
-    def _finish(self, peer: _Peer, read: tuple[Any, _Transfer, list[int], int, int]) -> bool:
-        """Bring what was read where it belongs, if it is there."""
-        handle, move, slots, at, size = read
+    def _landed(self, handle: Any, piece: _Piece, slot: int) -> bool:
+        """Bring a read piece where it belongs, and return whether it was there."""
         state = self._agent.check_xfer_state(handle)
         if state == "ERR":
             raise ConnectionError("a read failed")
-        if state != "DONE":
-            return False
-        self._reads.remove(read)
-        self._agent.release_xfer_handle(handle)
-        move.copy(self._in, slots, at)
-        self._free_in += slots
-        move.landed += size
-        if move.landed == move.nbytes:
-            del peer.expected[move.number]
-            move.end()
-        return True
+        if state == "DONE":
+            self._reads.remove((handle, piece, slot))
+            self._agent.release_xfer_handle(handle)
+            piece.copy(self._in[slot])
+            self._idle.append(slot)
+            piece.land()
+        return state == "DONE"
+
+    def _lost(self) -> str:
+        return self._failure or super()._lost()
+
+    def _sever(self) -> None:
+        with self._lock:
+            self._agent = None
+            for pieces in (self._unsent, self._unread, self._expected):
+                pieces.clear()
+        wait_for_at_exit(run_beside(self._end_agent), 0.0)  # at once
+
+
+def _end(agent: Any, registered: Any, reads: list[tuple[Any, _Piece, int]], arenas: Any) -> None:
+    """End an agent; ``arenas`` live until then."""
+    with suppress(Exception):
+        for handle, *_ in reads:
+            agent.release_xfer_handle(handle)
+        reads.clear()
+        agent.deregister_memory(registered)
