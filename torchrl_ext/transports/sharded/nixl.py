@@ -30,7 +30,7 @@ from torchrl_ext.transports.group.peers import Move, PeerGroup
 __all__ = ["NixlGroup", "load_nixl"]
 
 _MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
-_SLOT_BYTES, _SLOTS = 1 << 20, 32
+_SLOT_BYTES, _SLOTS = 2 << 20, 16
 """Of each of the two arenas, for sending and for reading."""
 _SHORTEST_S, _LONGEST_S = 0.00005, 0.002
 """Pauses between two looks while nothing moves."""
@@ -82,9 +82,6 @@ class _NixlMove(Move):
     def __init__(self, group: NixlGroup, flat: Tensor, peer: int, sends: bool) -> None:
         super().__init__(flat, peer, sends)
         self._group = group
-        self.ready: Any = None
-        if flat.device.type == "cuda":
-            self.ready = torch.cuda.current_stream(flat.device).record_event()
 
     def arrives(self, seconds: float) -> bool:
         within = Deadline(seconds)
@@ -100,16 +97,6 @@ class _Piece(NamedTuple):
 
     move: _NixlMove
     memory: Tensor
-
-    def copy(self, slot: Tensor) -> None:
-        """Copy to a slot where the transfer sends, and from it where it receives."""
-        pair = [self.memory], [slot[: self.memory.numel()]]
-        stream = None if self.move.ready is None else torch.cuda.current_stream(slot.device)
-        if stream is not None:
-            stream.wait_event(self.move.ready)
-        copy_each(*(pair if self.move.sends else reversed(pair)))
-        if stream is not None:
-            stream.synchronize()
 
     def land(self) -> None:
         self.move.landed += self.memory.numel()
@@ -209,11 +196,16 @@ class NixlGroup(PeerGroup):
         with self._lock:
             if not self.alive:
                 raise TransportError("the transfer was aborted")
-            (self._unsent if sends else self._expected[peer]).extend(
-                _Piece(move, memory) for memory in flat.split(_SLOT_BYTES)
-            )
+            self._settle()
+            pieces = [_Piece(move, memory) for memory in flat.split(_SLOT_BYTES)]
+            (self._unsent if sends else self._expected[peer]).extend(pieces)
             self.advance()
         return move
+
+    def _settle(self) -> None:
+        """Wait until memory holds what was computed or copied, which NIXL does not see on CUDA."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def advance(self) -> bool:
         """Do what can be done at once for all transfers, and return whether anything was."""
@@ -250,10 +242,11 @@ class NixlGroup(PeerGroup):
             self._free.append(notice.slot)
 
     def _offer(self, peer: int, piece: _Piece) -> None:
-        slot = self._free.pop()
-        piece.copy(self._out[slot])
+        slot, nbytes = self._free.pop(), piece.memory.numel()
+        copy_each([piece.memory], [self._out[slot, :nbytes]])
+        self._settle()
         self._unread[peer, slot] = piece
-        notice = _Notice(slot, piece.memory.numel())
+        notice = _Notice(slot, nbytes)
         self._agent.send_notif(self._addresses[peer].name, msgspec.msgpack.encode(notice))
 
     def _read(self, peer: int, offer: _Notice, piece: _Piece) -> None:
@@ -279,7 +272,8 @@ class NixlGroup(PeerGroup):
         if state == "DONE":
             self._reads.remove((handle, piece, slot))
             self._agent.release_xfer_handle(handle)
-            piece.copy(self._in[slot])
+            copy_each([self._in[slot, : piece.memory.numel()]], [piece.memory])
+            self._settle()
             self._idle.append(slot)
             piece.land()
         return state == "DONE"
