@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from torchrl_ext.transports.sharded.plans.boxes import missing
-from torchrl_ext.transports.sharded.plans.plan import MemberPlan, Share, TransferPlan
+from torchrl_ext.transports.sharded.plans.plan import MemberPlan, Share, TransferPlan, group_rank
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
@@ -33,9 +33,8 @@ def shares(layout: Layout) -> list[Share]:
     return [Share.of_blocks(member) for member in layout]
 
 
-def random_case(seed: int) -> tuple[list[ParamMeta], Layout, Layout, int]:
+def random_case(rng: random.Random) -> tuple[list[ParamMeta], Layout, Layout, int]:
     """Return parameters, what ranks hold (with replicas and overlaps), what workers need, and the bytes of a bucket."""
-    rng = random.Random(seed)
     ranks, workers = rng.randint(1, 5), rng.randint(1, 5)
     params: list[ParamMeta] = []
     held: Layout = [[] for _ in range(ranks)]
@@ -61,8 +60,8 @@ def member_of(plan: TransferPlan, member: int) -> MemberPlan:
 
 def members_of(plan: TransferPlan) -> tuple[list[MemberPlan], list[MemberPlan]]:
     """Return the parts of the trainer ranks, and of the workers."""
-    ranks = [0, *range(1 + plan.workers, plan.workers + plan.ranks)]
-    return [member_of(plan, one) for one in ranks], [member_of(plan, 1 + one) for one in range(plan.workers)]
+    ranks = [member_of(plan, group_rank(rank, plan.workers)) for rank in range(plan.ranks)]
+    return ranks, [member_of(plan, 1 + one) for one in range(plan.workers)]
 
 
 def carry_out(plan: TransferPlan, held: Layout, needed: Layout) -> np.ndarray:
@@ -79,7 +78,7 @@ def carry_out(plan: TransferPlan, held: Layout, needed: Layout) -> np.ndarray:
         assert len({one.span(at) for one in (*ranks, *workers)}) == 1
         for rank, own in enumerate(ranks):
             for peer, transfers in own.links(at):
-                worker, as_peer = peer - 1, 0 if rank == 0 else plan.workers + rank
+                worker, as_peer = peer - 1, group_rank(rank, plan.workers)
                 assert dict(workers[worker].links(at))[as_peer] == transfers and workers[worker].source is None
                 assert [one.param for one in transfers] == sorted(one.param for one in transfers)
                 for index, block in transfers:
@@ -111,7 +110,7 @@ def _marked(shape: Sequence[int], blocks: Sequence[Block]) -> np.ndarray:
     return found
 
 
-def _partition(rng: random.Random, shape: Sequence[int], parts: int) -> list[Block]:
+def partition(rng: random.Random, shape: Sequence[int], parts: int) -> list[Block]:
     """Cut a tensor at random places, again and again."""
     boxes = [Block.whole(shape)]
     for _ in range(parts - 1):
@@ -128,21 +127,21 @@ def _partition(rng: random.Random, shape: Sequence[int], parts: int) -> list[Blo
 
 def _holders(rng: random.Random, shape: Sequence[int], ranks: int) -> list[list[Block]]:
     found: list[list[Block]] = [[] for _ in range(ranks)]
-    for block in _partition(rng, shape, rng.randint(1, 5)):
+    for block in partition(rng, shape, rng.randint(1, 5)):
         found[rng.randrange(ranks)].append(block)
     for rank in range(ranks):
         if rng.random() < 0.3:
-            found[rank] = _partition(rng, shape, rng.randint(1, 3))
+            found[rank] = partition(rng, shape, rng.randint(1, 3))
         elif rng.random() < 0.3:
             found[rank] = [*found[rng.randrange(ranks)]]
     if missing([block for blocks in found for block in blocks], shape) is not None:
-        found[rng.randrange(ranks)] = _partition(rng, shape, 2)
+        found[rng.randrange(ranks)] = partition(rng, shape, 2)
     return found
 
 
 def _needs(rng: random.Random, shape: Sequence[int], workers: int) -> list[list[Block]]:
     found: list[list[Block]] = []
     for _ in range(workers):
-        some = [block for block in _partition(rng, shape, rng.randint(1, 4)) if rng.random() < 0.7]
+        some = [block for block in partition(rng, shape, rng.randint(1, 4)) if rng.random() < 0.7]
         found.append([*rng.choice(found)] if found and rng.random() < 0.4 else some)
     return found

@@ -12,6 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.transports.plans import Layout, carry_out, member_of, random_case, shares, stretch
 from torchrl_ext.errors import ConfigError, ManifestError, TransportError
@@ -42,32 +44,34 @@ def plan_of(held: Layout, needed: Layout, bucket_bytes: int = 1 << 20, params=MO
     return make_plan(params, shares(held), shares(needed), bucket_bytes=bucket_bytes)
 
 
-@pytest.mark.parametrize("tens", range(12))
-def test_each_worker_gets_each_element_that_it_needs_once_within_the_bounds(tens):
-    for seed in range(10 * tens, 10 * tens + 10):
-        params, held, needed, bucket_bytes = random_case(seed)
-        carry_out(plan_of(held, needed, bucket_bytes, params), held, needed)
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(st.randoms(use_true_random=False))
+def test_each_worker_gets_each_element_that_it_needs_once_within_the_bounds(rng):
+    params, held, needed, bucket_bytes = random_case(rng)
+    carry_out(plan_of(held, needed, bucket_bytes, params), held, needed)
 
 
-@pytest.mark.parametrize("held", [FSDP_4, HSDP_2X2, REPLICATED_4], ids=["FSDP 4", "HSDP 2x2", "replicated 4"])
+def joined(first: list[list[Block]], second: list[list[Block]]) -> list[list[Block]]:
+    return [[*one, *other] for one, other in zip(first, second, strict=True)]
+
+
+QUARTERS = layout(2, lambda shape, worker: stretch(shape, 0, worker, 4))  # of the first half
+
+
+@pytest.mark.parametrize(
+    ("held", "needed"),
+    [(FSDP_4, TP_2), (HSDP_2X2, TP_2), (REPLICATED_4, TP_2), (REPLICATED_4, [*QUARTERS, joined(*QUARTERS)])],
+    ids=["FSDP 4", "HSDP 2x2", "replicated 4", "few workers"],
+)
 @pytest.mark.parametrize("bucket_bytes", [1 << 13, 1 << 18, 1 << 30])
-def test_no_rank_sends_a_tenth_more_than_the_mean(held, bucket_bytes):
-    plan = plan_of(held, TP_2, bucket_bytes)
-    carry_out(plan, held, TP_2)
+def test_no_rank_sends_a_tenth_more_than_the_mean(held, needed, bucket_bytes):
+    plan = plan_of(held, needed, bucket_bytes)
+    carry_out(plan, held, needed)
     assert plan.rank_bytes.max() <= 1.1 * plan.rank_bytes.mean()
 
 
-def test_replicas_share_what_few_workers_need():
-    rows = layout(3, lambda shape, worker: stretch(shape, 0, min(worker, 1), 4))  # of the first half, a part by two
-    rows[2] = [[*one, *other] for one, other in zip(rows[0], rows[1], strict=True)]
-    plan = plan_of(REPLICATED_4, rows)
-    carry_out(plan, REPLICATED_4, rows)
-    assert plan.rank_bytes.max() <= 1.1 * plan.rank_bytes.mean()
-
-
-def test_a_rank_that_holds_all_shares_the_load_with_those_that_hold_parts():
-    held = [REPLICATED_4[0], *FSDP_4[1:]]
-    held[1] = [[*one, *other] for one, other in zip(FSDP_4[0], FSDP_4[1], strict=True)]
+def test_a_rank_that_holds_all_shares_the_load_with_ranks_that_hold_parts():
+    held = [REPLICATED_4[0], joined(*FSDP_4[:2]), *FSDP_4[2:]]
     plan = plan_of(held, TP_2)
     carry_out(plan, held, TP_2)
     assert plan.rank_bytes.min() > 0
@@ -193,40 +197,52 @@ GOOD = {"patterns": [[[[0, 0], [2, 4]]], [[[0], [2]]]], "of": packed(0, 1)}
 
 
 @pytest.mark.parametrize(
-    "told",
+    "change",
     [
-        None,
-        [],
-        {},
-        {"patterns": GOOD["patterns"]},
-        GOOD | {"patterns": {"0": 1}},
-        GOOD | {"patterns": [[[[0, 0], [2, 4]]], None]},
-        GOOD | {"patterns": [[[[0, 0], [2, 5]]], [[[0], [2]]]]},  # beyond the shape
-        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[-1], [2]]]]},
-        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0], [True]]]]},
-        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0], [1.0]]]]},
-        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0], ["2"]]]]},
-        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0], [1 << 70]]]]},
-        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[2], [0]]]]},
-        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0], [1, 2]]]]},
-        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0, 0], [1, 2]]]]},  # of two dimensions, for one
-        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0], [2]], [[1], [2]]]]},  # overlap
-        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[0], [1], [2]]]]},
-        GOOD | {"patterns": [[[[0, 0], [2, 4]]], [[[at], [at + 1]] for at in range(5000)]]},
-        GOOD | {"of": packed(0, 2)},
-        GOOD | {"of": packed(0, -1)},
-        GOOD | {"of": packed(0)},
-        GOOD | {"of": packed(0, 1, 1)},
-        GOOD | {"of": base64.b64encode(zlib.compress(bytes(1 << 20))).decode()},
-        GOOD | {"of": base64.b64encode(b"no zlib").decode()},
-        GOOD | {"of": "nor base64!"},
-        GOOD | {"of": 7},
+        {"patterns": [[[[0, 0], [2, 4]]], [[[0], [1 << 70]]]]},
+        {"patterns": [[[[0, 0], [2, 4]]], [[[0], [True]]]]},
+        {"patterns": [[[[0, 0], [2, 4]]], [[[2], [0]]]]},
+        {"patterns": [[[[0, 0], [2, 4]]], [[[0, 0], [1, 2]]]]},  # of two dimensions, for one
+        {"patterns": [[[[0, 0], [2, 4]]], [[[0], [2]], [[1], [2]]]]},  # overlap
+        {"patterns": [[[[0, 0], [2, 4]]], [[[at], [at + 1]] for at in range(5000)]]},
+        {"of": packed(0, 2)},
+        {"of": packed(0, -1)},
+        {"of": packed(0)},
+        {"of": packed(0, 1, 1)},
+        {"of": base64.b64encode(zlib.compress(bytes(1 << 20))).decode()},
+        {"of": base64.b64encode(b"no zlib").decode()},
     ],
 )
-def test_a_malformed_share_is_refused(told):
+def test_a_malformed_share_is_refused(change):
     assert Share.from_json(json.loads(json.dumps(GOOD)), TWO).blocks(1) == (Block((0,), (2,)),)
     with pytest.raises(ManifestError):
-        Share.from_json(told, TWO)
+        Share.from_json(GOOD | change, TWO)
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-9, 9) | st.floats() | st.text(max_size=3)
+JSON = st.recursive(SCALARS, lambda one: st.lists(one, max_size=3) | st.dictionaries(st.text(max_size=3), one))
+
+
+def damaged(value, data):
+    """The value with another one in some place of it."""
+    at = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    if not at or data.draw(st.integers(0, 3)) == 0:
+        return data.draw(JSON)
+    key = data.draw(st.sampled_from(at))
+    value[key] = damaged(value[key], data)
+    return value
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_damaged_share_is_refused_or_lies_within_its_parameters(data):
+    try:
+        share = Share.from_json(damaged(json.loads(json.dumps(GOOD)), data), TWO)
+    except ManifestError:
+        return
+    for index, meta in enumerate(TWO):
+        for block in share.blocks(index):
+            assert torch.empty(meta.shape)[block.within(Block.whole(meta.shape))].shape == block.shape
 
 
 def test_a_parameter_for_which_a_worker_did_not_join_is_named():

@@ -18,7 +18,14 @@ from torchrl_ext.transports.sharded.plans.transfers import Pieces, Transfers, pi
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["MemberPlan", "MemberRows", "Schedule", "Share", "Transfer", "TransferPlan", "make_plan"]
+__all__ = ["MemberPlan", "MemberRows", "Schedule", "Share", "Transfer", "TransferPlan", "group_rank", "make_plan"]
+
+
+def group_rank(rank: Any, workers: int) -> Any:
+    """Return the rank in the group of a trainer rank, or of each in an array: rank 0 is 0, the others follow the
+    workers, of which worker ``w`` is ``1 + w``.
+    """
+    return rank + workers * (rank > 0)
 
 
 class Transfer(NamedTuple):
@@ -141,8 +148,7 @@ class MemberPlan:
 
 @final
 class TransferPlan:
-    """The plan of an update: made by `make_plan`. In the group trainer rank 0 is rank 0, worker ``w`` is rank
-    ``1 + w``, and the other trainer ranks follow.
+    """The plan of an update: made by `make_plan`; ranks in the group are those of `group_rank`.
 
     Attributes:
         params: the parameters, in order.
@@ -190,17 +196,16 @@ class TransferPlan:
     def rows(self, member: int) -> MemberRows:
         """Return the rows of the member of this rank in the group, for `MemberPlan`."""
         source = successor = None
+        ranks, workers = group_rank(self._table[:, 2], self.workers), 1 + self._table[:, 3]
         if 1 <= member <= self.workers:
             leader = self.leaders[member - 1]
             chain = [1 + worker for worker, other in enumerate(self.leaders) if other == leader]
             at = chain.index(member)
             source, successor = (chain[at - 1] if at else None), next(iter(chain[at + 1 :]), None)
-            table = self._table[self._table[:, 3] == leader]
-            peers = table[:, 2] + self.workers * (table[:, 2] > 0)
+            mine, peers = workers == 1 + leader, ranks
         else:
-            table = self._table[self._table[:, 2] == max(0, member - self.workers)]
-            peers = 1 + table[:, 3]
-        own = np.column_stack([table[:, :2], peers, table[:, 4:]])
+            mine, peers = ranks == member, workers
+        own = np.column_stack([self._table[:, :2], peers, self._table[:, 4:]])[mine]
         return MemberRows(table=packed(own, "<i8"), dimensions=self._dimensions, source=source, successor=successor)
 
     def member(self, member: int) -> MemberPlan:
