@@ -8,7 +8,7 @@ in its blocks when something wants its values. What is not there is an error; no
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -20,9 +20,22 @@ from torchrl_ext.landing.regions import Walk, walk_of, widths_of
 from torchrl_ext.types import ParamMeta, dtype_name
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["Sliced", "part_of"]
+__all__ = ["Sliced", "memory_of", "part_of"]
 
 _AT_ONCE = 1 << 20  # elements that are looked up one by one at once
+
+
+def memory_of(block: Block, parts: Iterable[tuple[Block, Tensor]]) -> Tensor | None:
+    """Return the memory of a block in the first of these parts that has all of it: a view; None where none has.
+
+    Args:
+        block: of a full tensor.
+        parts: blocks of the same tensor, and their elements.
+    """
+    for own, data in parts:
+        if own.contains(block):
+            return data[block.within(own)]
+    return None
 
 
 def part_of(tensor: Tensor, block: Block) -> Tensor | None:
@@ -34,10 +47,7 @@ def part_of(tensor: Tensor, block: Block) -> Tensor | None:
     if not isinstance(tensor, Sliced):
         return tensor[block.within(Block.whole(tensor.shape))]
     tensor.require_whole()
-    for own, data in tensor.parts:
-        if own.contains(block):
-            return data[block.within(own)]
-    return None
+    return memory_of(block, tensor.parts)
 
 
 @final
@@ -116,10 +126,9 @@ class Sliced(Tensor):
         if not math.prod(sizes):
             return torch.empty(sizes, dtype=self.meta.dtype, device=self.device)
         walk = walk_of(self.meta.shape, offset, sizes, strides)
-        if walk is not None:
-            for block, data in self.parts:
-                if block.contains(walk.block):
-                    return _walked(walk, data[walk.block.within(block)], sizes)
+        data = None if walk is None else memory_of(walk.block, self.parts)
+        if walk is not None and data is not None:
+            return _walked(walk, data, sizes)
         return self._looked_up(sizes, strides, offset)
 
     def _offset(self) -> int:

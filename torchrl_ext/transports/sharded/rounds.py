@@ -1,15 +1,17 @@
 """The rounds of an update: trainer ranks pack and send, workers receive, pass on, land and check.
 
 In a round every trainer rank sends each worker that it serves one message: blocks in C order, one after the other, each
-at a multiple of its element size. A message of one block that lies in one piece of memory is sent from there, and
-received where it belongs. Behind the last round each rank sends each such worker the position digests of its blocks,
-16 bytes each; the worker compares their sums with what it reads from the memory in which the blocks have landed.
+at a multiple of its element size. What a member sends, or receives, in a round begins in one call; over NCCL such calls
+run in order, and every member makes its own in the order of rounds. A message of one block that lies in one piece of
+memory is sent from there, and received where it belongs. Behind the last round each rank sends each such worker the
+position digests of its blocks, 16 bytes each; the worker compares their sums with what it reads from the memory in
+which the blocks have landed.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.kernels.base import Piece, kernels_on
-from torchrl_ext.landing.sliced import Sliced, part_of
+from torchrl_ext.landing.sliced import Sliced, memory_of, part_of
 from torchrl_ext.transports.copies import BufferPool, as_bytes, copy_each, is_plain
 from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.sharded.plans.plan import MemberPlan, Transfer
@@ -33,26 +35,52 @@ _MASK = (1 << 64) - 1
 
 
 class _Placed(NamedTuple):
-    """One transfer, and where it lies in its message, in bytes."""
+    """One transfer of a parameter, and where it lies in its message, in bytes."""
 
     transfer: Transfer
+    meta: ParamMeta
     at: int
     nbytes: int
 
-    def tensor_in(self, message: Tensor, meta: ParamMeta) -> Tensor:
+    def tensor_in(self, message: Tensor) -> Tensor:
         """Return the block as a view of the message that holds it."""
-        return message[self.at : self.at + self.nbytes].view(meta.dtype).view(self.transfer.block.shape)
+        return message[self.at : self.at + self.nbytes].view(self.meta.dtype).view(self.transfer.block.shape)
 
 
 def _laid_out(params: Sequence[ParamMeta], transfers: Sequence[Transfer]) -> tuple[list[_Placed], int]:
     """Return where each block lies in the message that carries ``transfers``, and the message's size in bytes."""
     placed, cursor = [], 0
     for transfer in transfers:
-        itemsize = params[transfer.param].dtype.itemsize
+        meta = params[transfer.param]
+        itemsize = meta.dtype.itemsize
         at, nbytes = -(-cursor // itemsize) * itemsize, transfer.block.numel * itemsize
-        placed.append(_Placed(transfer, at, nbytes))
+        placed.append(_Placed(transfer, meta, at, nbytes))
         cursor = at + nbytes
     return placed, cursor
+
+
+class _Message(NamedTuple):
+    """What a worker gets from one trainer rank in one round.
+
+    Attributes:
+        rank: the trainer rank's in the group.
+        placed: its blocks.
+        memory: that it fills.
+        direct: whether ``memory`` is where its only block belongs.
+    """
+
+    rank: int
+    placed: list[_Placed]
+    memory: Tensor
+    direct: bool
+
+
+def _together(
+    carrier: PeerGroup, move: Callable[[Tensor, int], Any], messages: Iterable[tuple[Tensor, int]]
+) -> list[Any]:
+    """Begin to send or receive messages, each with its peer, in one call; return the works to wait for."""
+    with carrier.together():
+        return [move(memory, peer) for memory, peer in messages]
 
 
 def words_of(meta: ParamMeta, block: Block, data: Tensor) -> PositionDigest:
@@ -89,7 +117,7 @@ class RoundSender:
             self._held.setdefault(index[shard.meta.name], []).append(shard)
         self._gathers = deque(number for number, own in self._held.items() if any(one.gathers for one in own))
         self._taken: dict[int, list[tuple[Block, Tensor]]] = {}
-        self._digests: dict[int, list[PositionDigest]] = {}
+        self._digests: dict[int, bytearray] = {}  # by worker
 
     @torch.no_grad()
     def send(self) -> None:
@@ -105,13 +133,13 @@ class RoundSender:
                 self._land(flying)
             first, stop = self._plan.span(number)
             self._take(first, stop)
-            links = self._plan.links(number)
-            flying.append([self._carrier.send(self._packed(peer, transfers), peer) for peer, transfers in links])
+            messages = [(self._packed(peer, transfers), peer) for peer, transfers in self._plan.links(number)]
+            flying.append(_together(self._carrier, self._carrier.send, messages))
+            del messages
         self._take(len(self._plan.params), len(self._plan.params))
-        for peer, digests in self._digests.items():
-            data = b"".join(bytes.fromhex(digest.hex()) for digest in digests)
-            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._carrier.device)
-            flying.append([self._carrier.send(flat, peer)])
+        digests = [(torch.frombuffer(own, dtype=torch.uint8), peer) for peer, own in sorted(self._digests.items())]
+        digests = [(flat.to(self._carrier.device), peer) for flat, peer in digests]
+        flying.append(_together(self._carrier, self._carrier.send, digests))
         while flying:
             self._land(flying)
 
@@ -152,34 +180,32 @@ class RoundSender:
 
     def _packed(self, peer: int, transfers: Sequence[Transfer]) -> Tensor:
         """Return the message with ``transfers``, and note their digests."""
-        params, digests = self._plan.params, self._digests.setdefault(peer, [])
-        if len(transfers) == 1:
-            meta, block = params[transfers[0].param], transfers[0].block
-            source = self._block(transfers[0])
+        digests = self._digests.setdefault(peer, bytearray())
+        placed, nbytes = _laid_out(self._plan.params, transfers)
+        if len(placed) == 1:
+            source, meta = self._block(transfers[0]), placed[0].meta
             if source.dtype == meta.dtype and is_plain(source, self._carrier.device):
-                digests.append(words_of(meta, block, source))
+                digests += bytes.fromhex(words_of(meta, transfers[0].block, source).hex())
                 return as_bytes(source)
-        placed, nbytes = _laid_out(params, transfers)
         message = self._pool.take(nbytes)
         for one in placed:
-            meta = params[one.transfer.param]
-            view, source = one.tensor_in(message, meta), self._block(one.transfer)
+            view, source = one.tensor_in(message), self._block(one.transfer)
             if source.dtype == view.dtype:
                 copy_each([source], [view])
             else:
                 view.copy_(source)
-            digests.append(words_of(meta, one.transfer.block, view))
+            digests += bytes.fromhex(words_of(one.meta, one.transfer.block, view).hex())
         return message
 
     def _block(self, transfer: Transfer) -> Tensor:
-        for held, tensor in self._read(transfer.param):
-            if held.contains(transfer.block):
-                return tensor[transfer.block.within(held)]
-        raise ManifestError(
-            f"this rank does not hold a block of {self._plan.params[transfer.param].name!r} that it has to send",
-            expected=f"elements {transfer.block.start} to {transfer.block.stop}",
-            hint="shards() must yield the same blocks in every update, or the plan is made again",
-        )
+        found = memory_of(transfer.block, self._read(transfer.param))
+        if found is None:
+            raise ManifestError(
+                f"this rank does not hold a block of {self._plan.params[transfer.param].name!r} that it has to send",
+                expected=f"elements {transfer.block.start} to {transfer.block.stop}",
+                hint="shards() must yield the same blocks in every update, or the plan is made again",
+            )
+        return found
 
 
 class RoundReceiver:
@@ -204,9 +230,9 @@ class RoundReceiver:
         self._plan, self._needed, self._into = plan, needed, into
         self._carrier, self._pool = carrier, pool
         self._targets: dict[int, tuple[Tensor, list[tuple[Block, Tensor]]]] = {}
-        self._flying: deque[list[tuple[int, list[_Placed], Tensor, Any, bool]]] = deque()
-        self._passed: deque[list[Any]] = deque([[]])  # works by round
-        self._next = self._done = 0
+        self._flying: deque[tuple[list[_Message], list[Any]]] = deque()
+        self._passed: deque[list[Any]] = deque()  # works by round
+        self._done = 0
         self._landing = True
         self._transfers: dict[int, list[int]] = {}  # parameters of the blocks from each trainer rank, as they came
         self._found: dict[int, PositionDigest] = {}
@@ -250,48 +276,49 @@ class RoundReceiver:
     def _round(self) -> None:
         """Receive one round; the next ones are under way when it has landed, so that they come while it is loaded."""
         self._begin()
-        self._await_passed(_IN_FLIGHT - 1)
-        self._passed.append([])
-        for at in range(len(self._flying[0])):  # no name is left for a message, whose memory the next rounds may use
-            self._take(*self._flying[0][at])
-        self._flying.popleft()
         self._done += 1
-        self._begin()
-
-    def _take(self, rank: int, placed: Sequence[_Placed], message: Tensor, work: Any, direct: bool) -> None:
-        """Wait for a message, pass it on, and bring its blocks where they belong."""
-        self._carrier.wait(work)
-        self._pass_on(message)
-        for one in placed:
-            self._transfers.setdefault(rank, []).append(one.transfer.param)
-            if self._landing and not direct:
-                view = one.tensor_in(message, self._plan.params[one.transfer.param])
-                copy_each([view], [self._place(one.transfer)])
+        self._land(*self._flying.popleft())
+        self._begin()  # no name is left for a message, whose memory this may use
 
     def _begin(self) -> None:
         """Begin to receive as many rounds as may be under way."""
-        while self._next < self._plan.rounds and len(self._flying) < _IN_FLIGHT:
-            begun = []
-            for rank, transfers in self._plan.links(self._next):
-                placed, nbytes = _laid_out(self._plan.params, transfers)
-                message, direct = self._pool.take(nbytes) if not self._landing else None, False
-                if message is None and len(placed) == 1:
-                    place = self._place(placed[0].transfer)
-                    if is_plain(place, self._carrier.device):
-                        message, direct = as_bytes(place), True
-                if message is None:
-                    message = self._pool.take(nbytes)
-                begun.append((rank, placed, message, self._receive(message, rank), direct))
-            self._flying.append(begun)
-            self._next += 1
+        while (number := self._done + len(self._flying)) < self._plan.rounds and len(self._flying) < _IN_FLIGHT:
+            messages = [self._message(*link) for link in self._plan.links(number)]
+            self._flying.append((messages, self._receive((one.memory, one.rank) for one in messages)))
+            del messages
 
-    def _receive(self, message: Tensor, rank: int) -> Any:
-        return self._carrier.receive(message, rank if self._plan.source is None else self._plan.source)
+    def _message(self, rank: int, transfers: Sequence[Transfer]) -> _Message:
+        placed, nbytes = _laid_out(self._plan.params, transfers)
+        if self._landing and len(placed) == 1:
+            place = self._place(transfers[0])
+            if is_plain(place, self._carrier.device):
+                return _Message(rank, placed, as_bytes(place), direct=True)
+        return _Message(rank, placed, self._pool.take(nbytes), direct=False)
 
-    def _pass_on(self, message: Tensor) -> None:
-        """Send a message to the next worker with the same needs; two rounds of them may be under way."""
-        if self._plan.successor is not None:
-            self._passed[-1].append(self._carrier.send(message, self._plan.successor))
+    def _land(self, messages: list[_Message], works: list[Any]) -> None:
+        """Wait for the messages of a round, pass them on, and bring their blocks where they belong."""
+        for work in works:
+            self._carrier.wait(work)
+        self._await_passed(_IN_FLIGHT - 1)
+        self._pass_on([one.memory for one in messages])
+        for rank, placed, *_ in messages:  # before anything may fail here, for `drain`
+            self._transfers.setdefault(rank, []).extend(one.transfer.param for one in placed)
+        for _, placed, memory, direct in messages:
+            if self._landing and not direct:
+                copy_each([one.tensor_in(memory) for one in placed], [self._place(one.transfer) for one in placed])
+
+    def _receive(self, messages: Iterable[tuple[Tensor, int]]) -> list[Any]:
+        """Begin to receive messages of trainer ranks, from the worker that passes them on where there is one."""
+        source = self._plan.source
+        sources = ((memory, rank if source is None else source) for memory, rank in messages)
+        return _together(self._carrier, self._carrier.receive, sources)
+
+    def _pass_on(self, messages: Sequence[Tensor]) -> None:
+        """Send messages to the next worker with the same needs; two rounds of them may be under way."""
+        successor = self._plan.successor
+        if successor is not None:
+            pairs = ((memory, successor) for memory in messages)
+            self._passed.append(_together(self._carrier, self._carrier.send, pairs))
 
     def _await_passed(self, rounds: int) -> None:
         """Wait until no more than the last ``rounds`` rounds are still being passed on."""
@@ -318,14 +345,15 @@ class RoundReceiver:
 
     def _place(self, transfer: Transfer) -> Tensor:
         """Return the memory in which a transferred block belongs."""
-        for block, memory in self._target(transfer.param)[1]:
-            if block.contains(transfer.block):
-                return memory[transfer.block.within(block)]
-        raise IntegrityError(
-            f"trainer ranks send a block of {self._plan.params[transfer.param].name!r} that this worker does not need",
-            expected=f"parts of {self._needed[transfer.param]}",
-            state="the engine holds a part of the version and stays paused",
-        )
+        found = memory_of(transfer.block, self._target(transfer.param)[1])
+        if found is None:
+            name = self._plan.params[transfer.param].name
+            raise IntegrityError(
+                f"trainer ranks send a block of {name!r} that this worker does not need",
+                expected=f"parts of {self._needed[transfer.param]}",
+                state="the engine holds a part of the version and stays paused",
+            )
+        return found
 
     def _read_back(self, number: int, parts: Sequence[tuple[Block, Tensor]]) -> PositionDigest:
         found = PositionDigest()
@@ -336,12 +364,14 @@ class RoundReceiver:
     def _digests(self) -> dict[int, PositionDigest]:
         """Receive the digests of all blocks, and return their sum for each parameter."""
         expected: dict[int, PositionDigest] = {}
-        for rank, numbers in sorted(self._transfers.items()):
-            flat = torch.empty(_DIGEST_BYTES * len(numbers), dtype=torch.uint8, device=self._carrier.device)
-            self._carrier.wait(self._receive(flat, rank))
-            self._pass_on(flat)
+        sizes = [(rank, _DIGEST_BYTES * len(numbers)) for rank, numbers in sorted(self._transfers.items())]
+        flats = [(torch.empty(size, dtype=torch.uint8, device=self._carrier.device), rank) for rank, size in sizes]
+        for work in self._receive(flats):
+            self._carrier.wait(work)
+        self._pass_on([flat for flat, _ in flats])
+        for flat, rank in flats:
             data = flat.cpu().numpy().tobytes()
-            for place, number in enumerate(numbers):
+            for place, number in enumerate(self._transfers[rank]):
                 both = int.from_bytes(data[_DIGEST_BYTES * place : _DIGEST_BYTES * (place + 1)], "big")
                 expected[number] = expected.get(number, PositionDigest()) + PositionDigest(both >> 64, both & _MASK)
         self._await_passed(0)
