@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError, why
@@ -22,8 +23,8 @@ from torchrl_ext.transports.sharded.agreement import (
     first_difference,
     hand_out,
 )
-from torchrl_ext.transports.sharded.ends import End, Load, Settings
-from torchrl_ext.transports.sharded.plans.plan import MemberPlan, TransferPlan, make_plan
+from torchrl_ext.transports.sharded.ends import End, Load
+from torchrl_ext.transports.sharded.plans.plan import MemberPlan, TransferPlan, group_rank, make_plan
 from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.transports.sharded.rounds import RoundSender
 from torchrl_ext.types import Info, ParamMeta
@@ -39,15 +40,14 @@ class ShardedTrainer(End):
     """One rank of a sharded trainer.
 
     Args:
-        settings, address, port, secret: as for `End`.
+        member: meets the others.
         ranks: returns all ranks of the trainer.
+        bucket_bytes: the most that a rank sends, or a worker gets from the trainer, in one round.
     """
 
-    def __init__(
-        self, settings: Settings, address: str, port: int, secret: str, ranks: Callable[[], TrainerRanks]
-    ) -> None:
-        super().__init__(settings, address, port, secret)
-        self._ranks = ranks
+    def __init__(self, member: Membership, ranks: Callable[[], TrainerRanks], bucket_bytes: int) -> None:
+        super().__init__(member)
+        self._ranks, self._bucket_bytes = ranks, bucket_bytes
         self._needs: list[Needs] = []
         self._held: list[Share] = []  # on rank 0 of every rank, on others its own, as the last plan has it
         self._plan: TransferPlan | None = None  # on rank 0
@@ -76,12 +76,8 @@ class ShardedTrainer(End):
         self._needs = [Needs.from_json(needs[rank], params) for rank in group.workers]
         self._plan = None
 
-    def prepare(self, update: Update, stats: TransferStats) -> Handoff:
+    def prepare(self, update: Update) -> Handoff:
         """Plan what all ranks hold now, unless the last plan is still good.
-
-        Args:
-            update: the version.
-            stats: filled in when it was sent.
 
         Raises:
             ManifestError: ranks disagree on parameters, or nobody holds an element; named.
@@ -91,10 +87,15 @@ class ShardedTrainer(End):
         self._handoffs += 1
         load = Load(group=group.generation, handoff=self._handoffs, plan=self.number)
         sender = RoundSender(rows, own.shards, group, self._pool)
+        stats = TransferStats(bytes=0)  # until something is sent
 
         def transfer(within: Deadline) -> None:
             self.member.under(within)
-            self._send(group, plan, sender, own, load.handoff, update.version, stats)
+            began = time.perf_counter()
+            stats.worker_bytes, stats.rank_bytes = self._send(group, sender, load.handoff, update.version)
+            stats.bytes, stats.spans["transfer"] = int(plan.rank_bytes.sum()), time.perf_counter() - began
+            stats.whole = {name: reason for needs in self._needs for name, reason in needs.whole.items()}
+            stats.whole |= {shard.meta.name: shard.why for shard in own.shards if shard.gathers}
 
         return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
 
@@ -112,7 +113,7 @@ class ShardedTrainer(End):
         plan, rows = self._plan, self.own
         if plan is None or rows is None or plan.params != own.params or held != self._held:
             needed, self._plan = [needs.of(own.params) for needs in self._needs], None
-            plan = make_plan(own.params, held, needed, bucket_bytes=self.settings.bucket_bytes)
+            plan = make_plan(own.params, held, needed, bucket_bytes=self._bucket_bytes)
             self.number += 1
             hand_out(group, self.number, plan)
             self._ranks().session.ask("plan", number=self.number)
@@ -121,16 +122,10 @@ class ShardedTrainer(End):
         return plan, rows
 
     def _send(
-        self,
-        group: PeerGroup,
-        plan: TransferPlan,
-        sender: RoundSender,
-        own: Description,
-        handoff: int,
-        version: int,
-        stats: TransferStats,
-    ) -> None:
-        began, before, session = time.perf_counter(), group.sent.total(), self._ranks().session
+        self, group: PeerGroup, sender: RoundSender, handoff: int, version: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Send beside the other ranks; return the bytes that each worker received, and those that each rank sent."""
+        before, session = group.sent.total(), self._ranks().session
         ordered = answered = False
         try:
             session.order("send")
@@ -153,11 +148,7 @@ class ShardedTrainer(End):
             raise
         if refused:
             raise handoffs.refused(group, version, refused)
-        stats.bytes, stats.rank_bytes = int(plan.rank_bytes.sum()), tuple(sent)
-        stats.spans["transfer"] = time.perf_counter() - began
-        stats.worker_bytes = tuple(count for count in received.values() if type(count) is int)
-        stats.whole = {name: reason for needs in self._needs for name, reason in needs.whole.items()}
-        stats.whole |= {shard.meta.name: shard.why for shard in own.shards if shard.gathers}
+        return tuple(count for count in received.values() if type(count) is int), tuple(sent)
 
     # the other ranks
 
@@ -170,10 +161,12 @@ class ShardedTrainer(End):
         return {"enter": self._enter, "describe": describe, "plan": self._take_plan, "send": self._send_own}
 
     def _enter(self, order: Info) -> None:
-        self.member.close()
-        self.member = self._membership(order["address"], order["port"], order["secret"])
+        before = self.member
+        before.close()
+        how: dict[str, Any] = {"device": before.device, "backend": before.backend, "timeout_s": before.timeout_s}
+        self.member = Membership(order["address"], order["port"], order["secret"], **how)
         workers, ranks = order["workers"], self._ranks()
-        self.member.enter(order["room"], workers + ranks.rank, workers + ranks.size, ())
+        self.member.enter(order["room"], group_rank(ranks.rank, workers), workers + ranks.size, ())
         _with_workers(self.member, workers)
         self.own = None
 

@@ -10,14 +10,12 @@ import torch
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, TransportError
-from torchrl_ext.messages import Count, Text
-from torchrl_ext.transports.base import Handoff, TransferStats, Update, Worker
-from torchrl_ext.transports.group import meeting
+from torchrl_ext.messages import Count, Port, Seconds, Text, Wire
+from torchrl_ext.transports.base import Handoff, Update, Worker
 from torchrl_ext.transports.group.backends import choose_backend
 from torchrl_ext.transports.group.handoffs import GroupMailbox
-from torchrl_ext.transports.group.meeting import STANDALONE_GROUP
+from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership
 from torchrl_ext.transports.ranks import Steps
-from torchrl_ext.transports.sharded.ends import Settings
 from torchrl_ext.transports.sharded.nixl import load_nixl
 from torchrl_ext.transports.sharded.trainer import ShardedTrainer
 from torchrl_ext.transports.sharded.worker import ShardedWorker
@@ -31,15 +29,33 @@ BUCKET_BYTES = 8 << 20
 """Default bound on what a trainer rank sends, and a worker receives, in one round, in bytes; two are in flight."""
 
 
-class Offer(meeting.Offer, frozen=True, kw_only=True):
+class Offer(Wire, frozen=True, kw_only=True):
     """Where the members of a group meet, and how bytes move in it.
 
     Attributes:
-        carrier, bucket_bytes: as in `ShardedTransport`.
+        master_address, master_port: of the notes of trainer rank 0.
+        secret: what members know.
+        room: names the meeting.
+        members: number of trainer ranks and workers.
+        backend: ``"gloo"``, ``"nccl"`` or ``"nixl"``.
+        timeout_s: as in `ShardedTransport`.
     """
 
-    carrier: Text
-    bucket_bytes: Count
+    master_address: Text
+    master_port: Port
+    secret: Text
+    room: Text
+    members: Count
+    backend: Text
+    timeout_s: Seconds
+
+
+def _chosen(device: torch.device | str | int | None, backend: str | None) -> tuple[torch.device, str]:
+    """Return the device and the backend of a group; errors as `choose_backend` and `load_nixl`."""
+    if backend != "nixl":
+        return choose_backend(device, backend)
+    load_nixl()  # so that it is missed now, and not when a group is formed
+    return choose_backend(device, backend, ("nixl",))
 
 
 class ShardedTransport(StandaloneTransport):
@@ -108,24 +124,13 @@ class ShardedTransport(StandaloneTransport):
             )
         if worker is not None and not 0 <= worker < (worker + 1 if workers is None else workers):
             raise ConfigError(f"worker {worker} does not exist among {workers}", expected="0 to workers - 1")
-        if carrier == "nixl" and backend is not None:
-            raise ConfigError(f"carrier 'nixl' takes no backend {backend!r}", hint="leave it out")
-        known: tuple[str, ...] = ("gloo", "nccl")
-        if carrier == "nixl":
-            load_nixl()  # what is not installed is said at once
-            backend, known = carrier, (carrier,)
-        chosen, made = choose_backend(device, backend, known)
-        self.settings = Settings(
-            carrier=carrier,
-            device=chosen,
-            backend=made,
-            bucket_bytes=bucket_bytes,
-            timeout_s=timeout_s,
-        )
+        if backend is not None and "nixl" in (carrier, backend):
+            raise ConfigError(f"carrier {carrier!r} takes no backend {backend!r}", hint="leave it out")
+        chosen, made = _chosen(device, "nixl" if carrier == "nixl" else backend)
+        member = Membership(master_address, int(master_port), secret, device=chosen, backend=made, timeout_s=timeout_s)
         self._workers, self._number = workers, worker
-        meets = (self.settings, master_address, int(master_port), secret)
-        self._trainer = ShardedTrainer(*meets, lambda: self.ranks)
-        self._worker = ShardedWorker(*meets)
+        self._trainer = ShardedTrainer(member, lambda: self.ranks, bucket_bytes)
+        self._worker = ShardedWorker(member)
 
     # forming the group
 
@@ -165,9 +170,16 @@ class ShardedTransport(StandaloneTransport):
                 return Handoff()
             room, workers = STANDALONE_GROUP, self._standalone_workers()
         self._trainer.member.under(within)
-        settings, members = self.settings, workers + self.ranks.size
-        own = {"carrier": settings.carrier, "bucket_bytes": settings.bucket_bytes}
-        offer = self._trainer.member.invite(room, members, Offer, **own)
+        notes = self._trainer.member.notes(room)
+        offer = Offer(
+            master_address=notes.host,
+            master_port=notes.port,
+            secret=notes.secret,
+            room=room,
+            members=workers + self.ranks.size,
+            backend=self._trainer.member.backend,
+            timeout_s=self.timeout_s,
+        )
         return Handoff(info=offer.to_json(), transfer=lambda within: self._trainer.host(room, workers, params, within))
 
     def _standalone_workers(self) -> int:
@@ -185,20 +197,10 @@ class ShardedTransport(StandaloneTransport):
             DeadlineError: names the ranks that did not arrive.
         """
         offer = Offer.from_json(info, "the offer of a sharded transport")
-        known: tuple[str, ...] = ("gloo", "nccl")
-        if offer.carrier == "nixl":
-            load_nixl()
-            known = ("nixl",)
-        device, backend = choose_backend("cpu" if offer.backend == "gloo" else None, offer.backend, known)
-        settings = Settings(
-            carrier=offer.carrier,
-            device=device,
-            backend=backend,
-            bucket_bytes=offer.bucket_bytes,
-            timeout_s=offer.timeout_s,
-        )
-        where = (offer.master_address, offer.master_port, offer.secret)
-        worker = ShardedWorker(settings, *where, here.slices, here.whole)
+        device, backend = _chosen("cpu" if offer.backend == "gloo" else None, offer.backend)
+        how: dict[str, Any] = {"device": device, "backend": backend, "timeout_s": offer.timeout_s}
+        member = Membership(offer.master_address, offer.master_port, offer.secret, **how)
+        worker = ShardedWorker(member, here.slices, here.whole)
         worker.enter(offer.room, here.rank, offer.members, here.params, within)
         return worker
 
@@ -207,7 +209,7 @@ class ShardedTransport(StandaloneTransport):
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         self._require_driver("send_weights")
         self._trainer.member.under(within)
-        return self._trainer.prepare(update, TransferStats(bytes=0))  # until something is sent
+        return self._trainer.prepare(update)
 
     def rank_steps(self, source: WeightSource) -> Steps:
         return self._trainer.steps(source)
@@ -223,11 +225,10 @@ class ShardedTransport(StandaloneTransport):
         return GroupMailbox(self._trainer.member) if self._number is None else self._worker
 
     def check_connection(self) -> bool:
-        return self._worker.member.connected or self._trainer.member.connected
+        return self._trainer.member.connected
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._worker.close()
         self._trainer.member.close()
 
     def _require_driver(self, what: str) -> None:

@@ -12,9 +12,10 @@ from torchrl_ext.errors import NotConnectedError, WeightSyncError, why
 from torchrl_ext.transports.base import Arrival, WorkerEnd
 from torchrl_ext.transports.group import handoffs
 from torchrl_ext.transports.group.handoffs import GroupMailbox
+from torchrl_ext.transports.group.meeting import Membership
 from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.sharded.agreement import Needs
-from torchrl_ext.transports.sharded.ends import End, Load, Settings
+from torchrl_ext.transports.sharded.ends import End, Load
 from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.transports.sharded.rounds import RoundReceiver
 from torchrl_ext.types import ParamMeta
@@ -28,21 +29,18 @@ class ShardedWorker(End, GroupMailbox, WorkerEnd):
     """One worker.
 
     Args:
-        settings, address, port, secret: as for `End`.
+        member: meets the others.
         slices: blocks that it needs, by name; a tensor that is left out is needed whole.
         whole: tensors that are needed whole although the engine is sharded -> the reason.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        address: str,
-        port: int,
-        secret: str,
+        member: Membership,
         slices: Mapping[str, tuple[Block, ...]] | None = None,
         whole: Mapping[str, str] | None = None,
     ) -> None:
-        End.__init__(self, settings, address, port, secret)
+        End.__init__(self, member)
         self._slices, self._whole = slices or {}, whole or {}
 
     def enter(self, room: str, rank: int, members: int | None, params: tuple[ParamMeta, ...], within: Deadline) -> None:
