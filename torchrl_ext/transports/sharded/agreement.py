@@ -16,7 +16,7 @@ from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.sharded.plans.plan import MemberPlan, TransferPlan
 from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.shards.blocks import Block, Shard
+from torchrl_ext.weights.shards.blocks import Block, Shard, checked_shards
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["Description", "Needs", "described", "digest_of", "first_difference", "hand_out", "read_plan"]
@@ -91,22 +91,11 @@ def described(source: WeightSource) -> Description:
     """Return what this rank holds of a source.
 
     Raises:
-        ManifestError: a shard is of no parameter of the source, out of order, or overlaps with another one.
+        ManifestError: as `checked_shards`.
     """
     params, shards = source.params(), list(source.shards())
-    index = {meta.name: number for number, meta in enumerate(params)}
-    blocks: list[list[Block]] = [[] for _ in params]
-    for shard in shards:
-        number = index.get(shard.meta.name)
-        if number is None or params[number] != shard.meta:
-            raise ManifestError(
-                f"a shard is of {shard.meta}",
-                expected="one of the parameters that the source declares" if number is None else str(params[number]),
-                state="nothing was sent",
-                hint="`params()` and `shards()` of a WeightSource must agree",
-            )
-        blocks[number].append(shard.block)
-    return Description(params, shards, Share.of_blocks(blocks))
+    held = checked_shards(shards, params)
+    return Description(params, shards, Share.of_blocks([shard.block for shard in own] for _, own in held))
 
 
 def digest_of(params: Sequence[ParamMeta]) -> str:
