@@ -94,7 +94,8 @@ class MemberPlan:
         try:
             order, own = msgspec.convert(schedule, Schedule), msgspec.convert(rows, MemberRows)
             self._kind, self._starts = unpacked(order.kind, len(params)), unpacked(order.starts)
-            self._param, self._chunk = unpacked(order.param), unpacked(order.chunk, len(unpacked(order.param)))
+            self._param = unpacked(order.param)
+            self._chunk = unpacked(order.chunk, len(self._param))
             self._read(unpacked(own.table, dtype="<i8").reshape(-1, 3 + 2 * own.dimensions))
         except (msgspec.ValidationError, ValueError, LookupError) as error:
             raise TransportError(
