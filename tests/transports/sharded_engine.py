@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
@@ -21,7 +22,7 @@ from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.messages import Finish, Join, Load, Poll, Prefetch, Start, Verify, read
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.worker_end import WorkerEnd
-from torchrl_ext.types import EngineInfo, EngineRow
+from torchrl_ext.types import EngineInfo, EngineRow, ParamMeta
 from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.shards.blocks import Block
 
@@ -69,6 +70,17 @@ class SliceLoader(WeightLoader):
 
     def held(self):
         return {name: byte_view(tensor).sum(dtype=torch.int64).item() for name, (_, tensor) in self.memory.items()}
+
+
+def expected(full, workers=2):
+    """What each worker of an engine holds of full tensors by name, as `SliceLoader.held`."""
+    found = []
+    for loader in [SliceLoader(rank, workers) for rank in range(workers)]:
+        loader.check([ParamMeta.of(name, tensor) for name, tensor in full.items()])
+        for name, (block, held) in loader.memory.items():
+            held.copy_(full[name][block.within(Block.whole(full[name].shape))])
+        found.append(loader.held())
+    return found
 
 
 class Together:
@@ -163,7 +175,7 @@ class LineEngine(EngineClient):
         return self._ask(do="state")
 
     def connect(self, info, on_failure=lambda: None):
-        with self._failing(on_failure):
+        with failing(on_failure):
             self._tell(Join.of({"rank_offset": 1, **info}))
             wait_until(lambda: not any(self._tell(Poll())), WAIT_S, lambda: EngineError("it did not join"))
 
@@ -182,7 +194,7 @@ class LineEngine(EngineClient):
         self._tell(Start())
 
     def load(self, info, on_failure=lambda: None):
-        with self._failing(on_failure):
+        with failing(on_failure):
             self._tell(Load.of(info))
 
     def _compare(self, digests):
@@ -227,17 +239,11 @@ class LineEngine(EngineClient):
             raise EngineError(answer["error"])
         return answer
 
-    def _failing(self, on_failure):
-        return _Failing(on_failure)
 
-
-class _Failing:
-    def __init__(self, on_failure):
-        self._on_failure = on_failure
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if error is not None:
-            self._on_failure()
+@contextmanager
+def failing(on_failure):
+    try:
+        yield
+    except BaseException:
+        on_failure()
+        raise

@@ -6,16 +6,18 @@ Ranks and engines are processes; an engine (`tests.transports.sharded_engine`) h
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import pytest
 import torch
 
 import torchrl_ext as tx
 from tests.processes import WAIT_S, running_python
+from tests.transports.members import beside
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.testing import free_port
+from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.sharded import trainer as trainer_module
 from torchrl_ext.transports.sharded.plans.plan import make_plan
 from torchrl_ext.transports.sharded.rounds import RoundReceiver
@@ -24,16 +26,16 @@ from torchrl_ext.weights.source import MappingSource, WeightSource
 ENGINE = "from tests.transports.sharded_engine import serve; serve(2)"
 
 PRELUDE = """
-import datetime, json, os, sys, torch, torch.distributed as dist, torchrl_ext as tx
+import datetime, json, sys, torch, torch.distributed as dist, torchrl_ext as tx
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from tests.transports.sharded_engine import LineEngine, SliceLoader
+from tests.transports import sharded_engine
+from tests.transports.sharded_engine import LineEngine
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.shards.blocks import Block, Shard
-from torchrl_ext.weights.source import MappingSource, WeightSource, as_source
+from torchrl_ext.weights.source import WeightSource, as_source
 
 rank, world, port, ports = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], json.loads(sys.argv[4])
 dist.init_process_group(
@@ -57,16 +59,7 @@ def engines():
     return Fleet([LineEngine(one, 2) for one in ports]) if rank == 0 else None
 
 def expected(made, dtype=torch.float32):
-    full = {name: tensor.to(dtype) for name, tensor in as_source(made)}  # a gather, for the test alone
-    found = []
-    for worker in range(2):
-        loader, held = SliceLoader(worker, 2), {}
-        for number, (name, tensor) in enumerate(full.items()):
-            block = loader.block(number, ParamMeta.of(name, tensor))
-            part = tensor[block.within(Block.whole(tensor.shape))]
-            held[name] = byte_view(part).sum(dtype=torch.int64).item()
-        found.append(held)
-    return found
+    return sharded_engine.expected({name: tensor.to(dtype) for name, tensor in as_source(made)})  # gathers
 
 def sender_of(made, transport, **more):
     sender = tx.WeightSender(transport, engines(), rank=rank, **more)
@@ -250,6 +243,7 @@ def test_ranks_that_disagree_and_holes_are_named_on_every_rank_and_cost_nothing(
         assert "ours" in hole and "nobody holds" in hole
 
 
+@pytest.fixture
 def ends():
     """A trainer of one rank and a worker, connected, in this process."""
     port = free_port()
@@ -257,21 +251,19 @@ def ends():
         tx.ShardedTransport("127.0.0.1", port, worker=worker, workers=1, timeout_s=20, bucket_bytes=4096)
         for worker in (None, 0)
     ]
-    with ThreadPoolExecutor(2) as pool:
-        for joined in [pool.submit(end.init_all_workers_group, {}) for end in made]:
-            joined.result(WAIT_S)
-    return made
+    assert beside(*(partial(end.init_all_workers_group, {}) for end in made)) == [None, None]
+    yield made
+    for end in made:
+        end.shutdown()
 
 
-def sent_beside(trainer, worker, weights):
+def sent(ends, weights):
     """What each side returned or raised."""
-    with ThreadPoolExecutor(2) as pool:
-        calls = [pool.submit(trainer.send_weights, weights), pool.submit(worker.receive_weights, WAIT_S)]
-        return [call.exception(WAIT_S) or call.result() for call in calls]
+    trainer, worker = ends
+    return beside(lambda: trainer.send_weights(weights), lambda: worker.receive_weights(WAIT_S))
 
 
-def test_rows_that_a_worker_cannot_read_end_the_update_on_both_sides_before_a_byte_moves(monkeypatch):
-    trainer, worker = ends()
+def test_rows_that_a_worker_cannot_read_end_the_update_on_both_sides_before_a_byte_moves(ends, monkeypatch):
     hand_out = trainer_module.hand_out
 
     def damaged(group, number, plan):
@@ -279,48 +271,39 @@ def test_rows_that_a_worker_cannot_read_end_the_update_on_both_sides_before_a_by
         group.notes.put(f"plan/{group.generation}/{number}/1", {"table": 7})
 
     monkeypatch.setattr(trainer_module, "hand_out", damaged)
-    sent, received = sent_beside(trainer, worker, {"first": torch.ones(4, 4), "second": torch.ones(8)})
+    outcome, received = sent(ends, {"first": torch.ones(4, 4), "second": torch.ones(8)})
     assert isinstance(received, tx.WeightSyncError), received
     assert "a transfer plan that cannot be read" in str(received)
-    assert isinstance(sent, tx.WeightSyncError) and "rank 1 (pid" in str(sent), sent
-    for end in (trainer, worker):
-        end.shutdown()
+    assert isinstance(outcome, tx.WeightSyncError) and "rank 1 (pid" in str(outcome), outcome
 
 
-def test_a_plan_is_kept_from_update_to_update_and_made_again_for_other_tensors(monkeypatch):
-    trainer, worker = ends()
+def test_a_plan_is_kept_from_update_to_update_and_made_again_for_other_tensors(ends, monkeypatch):
     made = []
     monkeypatch.setattr(trainer_module, "make_plan", lambda *args, **more: made.append(1) or make_plan(*args, **more))
     weights = {"first": torch.ones(4, 4), "second": torch.ones(8)}
     for update, (names, plans) in enumerate([("first second", 1), ("first second", 1), ("second", 2), ("second", 2)]):
         some = {name: weights[name] + update for name in names.split()}
-        sent, received = sent_beside(trainer, worker, some)
-        assert sent is None and received.keys() == some.keys(), (sent, received)
+        outcome, received = sent(ends, some)
+        assert outcome is None and received.keys() == some.keys(), (outcome, received)
         assert all(torch.equal(received[name], tensor) for name, tensor in some.items()) and len(made) == plans
-    for end in (trainer, worker):
-        end.shutdown()
 
 
-def test_what_a_source_only_makes_whole_goes_whole_and_is_named(monkeypatch):
-    trainer, worker = ends()
-    prepare, handoffs = trainer.prepare, []
-    monkeypatch.setattr(trainer, "prepare", lambda *of: handoffs.append(prepare(*of)) or handoffs[-1])
+def test_what_a_source_only_makes_whole_goes_whole_and_is_named(ends, monkeypatch):
+    prepare, handoffs = ends[0].prepare, []
+    monkeypatch.setattr(ends[0], "prepare", lambda *of: handoffs.append(prepare(*of)) or handoffs[-1])
 
     class Computed(MappingSource):
         def shards(self):
             return WeightSource.shards(self)
 
     weights = {"first": torch.randn(40, 40), "second": torch.randn(8)}
-    sent, received = sent_beside(trainer, worker, Computed(weights))
-    assert sent is None and all(torch.equal(received[name], tensor) for name, tensor in weights.items())
+    outcome, received = sent(ends, Computed(weights))
+    assert outcome is None and all(torch.equal(received[name], tensor) for name, tensor in weights.items())
     (stats,) = (handoff.stats for handoff in handoffs)
     assert set(stats.whole) == {"first", "second"} and stats.worker_bytes == stats.rank_bytes
-    for end in (trainer, worker):
-        end.shutdown()
 
 
-def test_damage_on_the_way_is_named_and_the_version_is_not_taken(monkeypatch):
-    trainer, worker = ends()
+def test_damage_on_the_way_is_named_and_the_version_is_not_taken(ends, monkeypatch):
     own = RoundReceiver._round
 
     def damaged(self):
@@ -329,8 +312,32 @@ def test_damage_on_the_way_is_named_and_the_version_is_not_taken(monkeypatch):
             tensor.view(-1)[:1] += 1
 
     monkeypatch.setattr(RoundReceiver, "_round", damaged)
-    sent, received = sent_beside(trainer, worker, {"first": torch.ones(4, 4)})
+    outcome, received = sent(ends, {"first": torch.ones(4, 4)})
     assert isinstance(received, IntegrityError) and "'first'" in str(received)
-    assert isinstance(sent, tx.WeightSyncError) and "'first'" in str(sent)
-    for end in (trainer, worker):
-        end.shutdown()
+    assert isinstance(outcome, tx.WeightSyncError) and "'first'" in str(outcome)
+
+
+def test_what_an_end_moves_in_a_round_begins_in_one_call(ends, monkeypatch):
+    begun, open_calls = {0: [], 1: []}, {0: False, 1: False}  # over NCCL such a call is a group
+
+    @contextmanager
+    def together(self):
+        begun[self.rank].append([])
+        open_calls[self.rank] = True
+        yield
+        open_calls[self.rank] = False
+
+    def counted(own):
+        def move(self, flat, peer):
+            assert open_calls[self.rank], "a transfer outside of any round"
+            begun[self.rank][-1].append(flat.numel())
+            return own(self, flat, peer)
+
+        return move
+
+    monkeypatch.setattr(Group, "together", together)
+    for name in ("send", "receive"):
+        monkeypatch.setattr(Group, name, counted(getattr(Group, name)))
+    outcome, received = sent(ends, {name: torch.ones(700) for name in "abcd"})  # of which a bucket holds one
+    assert outcome is None, (outcome, received)
+    assert begun == {0: [[2800]] * 4 + [[64]], 1: [[2800]] * 4 + [[64]]}

@@ -69,11 +69,11 @@ RANK = (
     KILLING
     + """
 import datetime, json, torch, torch.distributed as dist, torchrl_ext as tx
-from tests.transports.sharded_engine import LineEngine, SliceLoader
+from tests.transports import sharded_engine
+from tests.transports.sharded_engine import LineEngine
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import WeightSource
 
@@ -105,15 +105,7 @@ class Source(WeightSource):
             yield Shard(meta, block, lambda full=full, block=block, every=every: full[block.within(every)].clone())
 
 def expected(version):
-    found = []
-    for worker in range(2):
-        loader, held = SliceLoader(worker, 2), {}
-        for number, (name, shape) in enumerate(SHAPES.items()):
-            block = loader.block(number, ParamMeta(name, torch.float32, shape))
-            part = whole(name, version)[block.within(Block.whole(shape))]
-            held[name] = byte_view(part).sum(dtype=torch.int64).item()
-        found.append(held)
-    return found
+    return sharded_engine.expected({name: whole(name, version) for name in SHAPES})
 
 def say(what):
     print(json.dumps(what), flush=True)
