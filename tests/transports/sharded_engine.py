@@ -72,10 +72,10 @@ class SliceLoader(WeightLoader):
         return {name: byte_view(tensor).sum(dtype=torch.int64).item() for name, (_, tensor) in self.memory.items()}
 
 
-def expected(full, workers=2):
-    """What each worker of an engine holds of full tensors by name, as `SliceLoader.held`."""
+def expected(full):
+    """What each of two workers of an engine holds of full tensors by name, as `SliceLoader.held`."""
     found = []
-    for loader in [SliceLoader(rank, workers) for rank in range(workers)]:
+    for loader in (SliceLoader(0, 2), SliceLoader(1, 2)):
         loader.check([ParamMeta.of(name, tensor) for name, tensor in full.items()])
         for name, (block, held) in loader.memory.items():
             held.copy_(full[name][block.within(Block.whole(full[name].shape))])

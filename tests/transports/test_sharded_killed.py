@@ -180,13 +180,6 @@ def killed(role, at):
     return statuses, said, states
 
 
-def steps():
-    """How many steps an update has, on each side."""
-    statuses, said, _ = killed("nobody", 0)
-    assert statuses == [0, 0] and said[0][0] == said[1][0] == "updated", said
-    return {"rank 0": said[0][1]["steps"], "rank 1": said[1][1]["steps"], "engine": said[0][1]["engine"]}
-
-
 def assert_survived(role, at):
     statuses, said, states = killed(role, at)
     where = f"{role} at step {at}: {statuses} {said}"
@@ -210,7 +203,10 @@ def assert_survived(role, at):
 
 @pytest.fixture(scope="module")
 def counts():
-    return steps()
+    """How many steps an update has, on each side."""
+    statuses, said, _ = killed("nobody", 0)
+    assert statuses == [0, 0] and said[0][0] == said[1][0] == "updated", said
+    return {"rank 0": said[0][1]["steps"], "rank 1": said[1][1]["steps"], "engine": said[0][1]["engine"]}
 
 
 def drawn(counts, seed):
