@@ -83,6 +83,12 @@ class _NixlMove(Move):
         super().__init__(flat, peer, sends)
         self._group = group
 
+    def land(self, nbytes: int) -> None:
+        """Count bytes that are there, and end with the last."""
+        self.landed += nbytes
+        if self.landed == self.nbytes:
+            self.end()
+
     def arrives(self, seconds: float) -> bool:
         within = Deadline(seconds)
         while not self.done.is_set() and not within.over:
@@ -93,15 +99,10 @@ class _NixlMove(Move):
 
 
 class _Piece(NamedTuple):
-    """The memory of a slot's worth of a transfer."""
+    """The memory of a transfer that one slot holds."""
 
     move: _NixlMove
     memory: Tensor
-
-    def land(self) -> None:
-        self.move.landed += self.memory.numel()
-        if self.move.landed == self.move.nbytes:
-            self.move.end()
 
 
 class NixlGroup(PeerGroup):
@@ -132,7 +133,7 @@ class NixlGroup(PeerGroup):
         self._unread: dict[tuple[int, int], _Piece] = {}  # by peer and slot
         self._expected: defaultdict[int, deque[_Piece]] = defaultdict(deque)
         self._offers: defaultdict[int, deque[_Notice]] = defaultdict(deque)
-        self._reads: list[tuple[Any, _Piece, int]] = []  # handle, and the slot that it fills
+        self._reads: dict[int, tuple[Any, _Piece]] = {}  # by the slot that they fill, with NIXL's handle
         self._failure = ""
         name = f"{generation}/{rank}/{uuid.uuid4().hex}"
         self._agent, self._end_agent = made_in_time(partial(self._start, api, name), within)
@@ -227,9 +228,9 @@ class NixlGroup(PeerGroup):
                     while offers and self._expected[peer] and self._idle:
                         self._read(peer, offers.popleft(), self._expected[peer].popleft())
                         moved = True
-                for read in list(self._reads):
-                    peer = read[1].move.peer
-                    moved |= self._landed(*read)
+                for slot, (handle, piece) in list(self._reads.items()):
+                    peer = piece.move.peer
+                    moved |= self._landed(slot, handle, piece)
             except Exception as error:  # noqa: BLE001 - NIXL's errors have no root of their own
                 self._failure = f"NIXL failed with {self.call([peer])}: {why(error)}"
             return moved
@@ -238,7 +239,8 @@ class NixlGroup(PeerGroup):
         if notice.nbytes:
             self._offers[peer].append(notice)
         else:
-            self._unread.pop((peer, notice.slot)).land()
+            move, memory = self._unread.pop((peer, notice.slot))
+            move.land(memory.numel())
             self._free.append(notice.slot)
 
     def _offer(self, peer: int, piece: _Piece) -> None:
@@ -250,33 +252,35 @@ class NixlGroup(PeerGroup):
         self._agent.send_notif(self._addresses[peer].name, msgspec.msgpack.encode(notice))
 
     def _read(self, peer: int, offer: _Notice, piece: _Piece) -> None:
-        if offer.nbytes != piece.memory.numel() or not 0 <= offer.slot < _SLOTS:
-            raise ValueError(f"it sends {offer.nbytes} bytes where {piece.memory.numel()} are expected")
+        nbytes = piece.memory.numel()
+        if offer.nbytes != nbytes or not 0 <= offer.slot < _SLOTS:
+            raise ValueError(f"it sends {offer.nbytes} bytes where {nbytes} are expected")
         slot, address = self._idle.pop(), self._addresses[peer]
         own, other = (
-            self._agent.get_xfer_descs([(arena + at * _SLOT_BYTES, offer.nbytes, device)], self._kind)
+            self._agent.get_xfer_descs([(arena + at * _SLOT_BYTES, nbytes, device)], self._kind)
             for arena, at, device in (
                 (self._in.data_ptr(), slot, self._index),
                 (address.arena, offer.slot, address.device),
             )
         )
         handle = self._agent.initialize_xfer("READ", own, other, address.name)
-        self._reads.append((handle, piece, slot))
+        self._reads[slot] = handle, piece
         self._agent.transfer(handle, msgspec.msgpack.encode(_Notice(offer.slot)))
 
-    def _landed(self, handle: Any, piece: _Piece, slot: int) -> bool:
+    def _landed(self, slot: int, handle: Any, piece: _Piece) -> bool:
         """Bring a read piece where it belongs, and return whether it was there."""
         state = self._agent.check_xfer_state(handle)
         if state == "ERR":
             raise ConnectionError("a read failed")
         if state == "DONE":
-            self._reads.remove((handle, piece, slot))
+            move, memory = piece
+            del self._reads[slot]
             self._agent.release_xfer_handle(handle)
-            copy_each([self._in[slot, : piece.memory.numel()]], [piece.memory])
+            copy_each([self._in[slot, : memory.numel()]], [memory])
             self._settle()
             self._idle.append(slot)
-            piece.land()
-        return state == "DONE"
+            move.land(memory.numel())
+        return bool(state == "DONE")
 
     def _lost(self) -> str:
         return self._failure or super()._lost()
@@ -289,10 +293,10 @@ class NixlGroup(PeerGroup):
         wait_for_at_exit(run_beside(self._end_agent), 0.0)  # at once
 
 
-def _end(agent: Any, registered: Any, reads: list[tuple[Any, _Piece, int]], arenas: Any) -> None:
+def _end(agent: Any, registered: Any, reads: dict[int, tuple[Any, _Piece]], arenas: Any) -> None:
     """End an agent; ``arenas`` live until then."""
     with suppress(Exception):
-        for handle, *_ in reads:
+        for handle, _ in reads.values():
             agent.release_xfer_handle(handle)
         reads.clear()
         agent.deregister_memory(registered)
