@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchrl_ext.messages import Count, Wire
+from torchrl_ext.messages import Count
 from torchrl_ext.transports.copies import BufferPool
+from torchrl_ext.transports.group.handoffs import GroupLoad
 from torchrl_ext.transports.group.meeting import Membership
 from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.sharded.agreement import read_plan
@@ -15,17 +16,13 @@ from torchrl_ext.types import ParamMeta
 __all__ = ["End", "Load"]
 
 
-class Load(Wire, frozen=True, kw_only=True):
+class Load(GroupLoad, frozen=True, kw_only=True):
     """One handoff.
 
     Attributes:
-        group: names the group through which it comes.
-        handoff: its number in the group.
         plan: number of the transfer plan.
     """
 
-    group: str
-    handoff: Count
     plan: Count
 
 

@@ -10,11 +10,10 @@ import torch
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, TransportError
-from torchrl_ext.messages import Count, Port, Seconds, Text, Wire
 from torchrl_ext.transports.base import Handoff, Update, Worker
-from torchrl_ext.transports.group.backends import choose_backend
+from torchrl_ext.transports.group.backends import BACKENDS, choose_backend
 from torchrl_ext.transports.group.handoffs import GroupMailbox
-from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership
+from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership, Offer
 from torchrl_ext.transports.ranks import Steps
 from torchrl_ext.transports.sharded.nixl import load_nixl
 from torchrl_ext.transports.sharded.trainer import ShardedTrainer
@@ -27,35 +26,6 @@ __all__ = ["ShardedTransport"]
 
 BUCKET_BYTES = 8 << 20
 """Default bound on what a trainer rank sends, and a worker receives, in one round, in bytes; two are in flight."""
-
-
-class Offer(Wire, frozen=True, kw_only=True):
-    """Where the members of a group meet, and how bytes move in it.
-
-    Attributes:
-        master_address, master_port: of the notes of trainer rank 0.
-        secret: what members know.
-        room: names the meeting.
-        members: number of trainer ranks and workers.
-        backend: ``"gloo"``, ``"nccl"`` or ``"nixl"``.
-        timeout_s: as in `ShardedTransport`.
-    """
-
-    master_address: Text
-    master_port: Port
-    secret: Text
-    room: Text
-    members: Count
-    backend: Text
-    timeout_s: Seconds
-
-
-def _chosen(device: torch.device | str | int | None, backend: str | None) -> tuple[torch.device, str]:
-    """Return the device and the backend of a group; errors as `choose_backend` and `load_nixl`."""
-    if backend != "nixl":
-        return choose_backend(device, backend)
-    load_nixl()  # so that it is missed now, and not when a group is formed
-    return choose_backend(device, backend, ("nixl",))
 
 
 class ShardedTransport(StandaloneTransport):
@@ -126,7 +96,9 @@ class ShardedTransport(StandaloneTransport):
             raise ConfigError(f"worker {worker} does not exist among {workers}", expected="0 to workers - 1")
         if backend is not None and "nixl" in (carrier, backend):
             raise ConfigError(f"carrier {carrier!r} takes no backend {backend!r}", hint="leave it out")
-        chosen, made = _chosen(device, "nixl" if carrier == "nixl" else backend)
+        if carrier == "nixl":
+            backend = "nixl"
+        chosen, made = choose_backend(device, backend, _made(backend))
         member = Membership(master_address, int(master_port), secret, device=chosen, backend=made, timeout_s=timeout_s)
         self._workers, self._number = workers, worker
         self._trainer = ShardedTrainer(member, lambda: self.ranks, bucket_bytes)
@@ -170,16 +142,7 @@ class ShardedTransport(StandaloneTransport):
                 return Handoff()
             room, workers = STANDALONE_GROUP, self._standalone_workers()
         self._trainer.member.under(within)
-        notes = self._trainer.member.notes(room)
-        offer = Offer(
-            master_address=notes.host,
-            master_port=notes.port,
-            secret=notes.secret,
-            room=room,
-            members=workers + self.ranks.size,
-            backend=self._trainer.member.backend,
-            timeout_s=self.timeout_s,
-        )
+        offer = self._trainer.member.invite(room, workers + self.ranks.size, Offer)
         return Handoff(info=offer.to_json(), transfer=lambda within: self._trainer.host(room, workers, params, within))
 
     def _standalone_workers(self) -> int:
@@ -197,9 +160,7 @@ class ShardedTransport(StandaloneTransport):
             DeadlineError: names the ranks that did not arrive.
         """
         offer = Offer.from_json(info, "the offer of a sharded transport")
-        device, backend = _chosen("cpu" if offer.backend == "gloo" else None, offer.backend)
-        how: dict[str, Any] = {"device": device, "backend": backend, "timeout_s": offer.timeout_s}
-        member = Membership(offer.master_address, offer.master_port, offer.secret, **how)
+        member = offer.member(_made(offer.backend))
         worker = ShardedWorker(member, here.slices, here.whole)
         worker.enter(offer.room, here.rank, offer.members, here.params, within)
         return worker
@@ -240,3 +201,11 @@ class ShardedTransport(StandaloneTransport):
                 expected="trainer rank 0; the others call update_weights or send_weights, and follow",
                 state="nothing was sent",
             )
+
+
+def _made(backend: str | None) -> tuple[str, ...]:
+    """Return the backends of groups among which ``backend`` is, so that NIXL is missed before a group is formed."""
+    if backend != "nixl":
+        return BACKENDS
+    load_nixl()
+    return ("nixl",)
