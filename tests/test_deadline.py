@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from torchrl_ext.deadline import Deadline, beside, in_thread, wait_until
+from torchrl_ext.deadline import Deadline, beside, in_thread, one_at_a_time
 from torchrl_ext.errors import DeadlineError, TransportError
 
 LONG_S, WAIT_S = 3600.0, 60.0
@@ -32,10 +32,10 @@ def test_a_deadline_that_is_over_still_gives_one_look():
 
 def test_another_thread_ends_every_wait_under_the_same_flag():
     whole = Deadline(LONG_S, "the trainer")
-    parts = [whole, whole.again("rank 1"), whole.naming("rank 2"), whole.within(LONG_S)]
+    parts = [whole, whole.again("rank 1"), whole.within(LONG_S)]
     waits = [in_thread(lambda part=part: part.poll(lambda: None), "wait") for part in parts]
     whole.stop.set()
-    for wait, who in zip(waits, ("the trainer", "rank 1", "rank 2", "the trainer"), strict=True):
+    for wait, who in zip(waits, ("the trainer", "rank 1", "the trainer"), strict=True):
         with pytest.raises(TransportError, match=f"{who} did not answer before the wait was ended"):
             wait.result(WAIT_S)
     assert all(part.over for part in parts)
@@ -63,7 +63,16 @@ def test_what_a_look_raises_ends_the_wait():
     with pytest.raises(KeyError, match="gone"):
         Deadline(LONG_S).poll(look)
     with pytest.raises(ZeroDivisionError):
-        wait_until(lambda: None, 0.0, ZeroDivisionError)
+        Deadline(0.0).poll(lambda: None, late=ZeroDivisionError)
+
+
+def test_a_second_call_is_refused_while_one_runs():
+    lock = threading.Lock()
+    with one_at_a_time(lock, KeyError("busy")):
+        with pytest.raises(KeyError, match="busy"), one_at_a_time(lock, KeyError("busy")):
+            pass
+        assert lock.locked()
+    assert not lock.locked()
 
 
 class TestBeside:

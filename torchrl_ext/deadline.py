@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from typing import TypeVar, final
 
 from torchrl_ext.errors import DeadlineError, TransportError, WeightSyncError
 
-__all__ = ["Deadline", "beside", "in_thread", "pauses", "wait_until"]
+__all__ = ["Deadline", "beside", "in_thread", "one_at_a_time"]
 
 Found = TypeVar("Found")
 
@@ -39,12 +38,6 @@ class Deadline:
         self.timeout_s, self.who = timeout_s, who
         self.until = time.monotonic() + timeout_s
         self.stop = threading.Event() if stop is None else stop
-
-    def naming(self, who: str) -> Deadline:
-        """Return the same moment and flag, for a wait for another party."""
-        made = copy.copy(self)
-        made.who = who
-        return made
 
     def again(self, who: str | None = None) -> Deadline:
         """Return a deadline of as many seconds that begins now, under the same flag: for the next wait of a step."""
@@ -107,48 +100,39 @@ class Deadline:
         ask: Callable[[], Found],
         what: str = "",
         *,
+        late: Callable[[], Exception] | None = None,
         shortest_s: float = _SHORTEST_S,
         longest_s: float = _LONGEST_S,
         **parts: str | None,
     ) -> Found:
         """Call ``ask`` until it returns something true, and return that.
 
+        Args:
+            ask: the question; any error that it raises ends the wait.
+            what: what did not happen, as in `error`.
+            late: makes the error in place of `error`, where it takes a last look to describe.
+            shortest_s, longest_s: as in `pauses`.
+            parts: as in `error`.
+
         Raises:
-            DeadlineError, TransportError: the `error` with ``what`` and ``parts``. What ``ask`` raises is raised.
+            DeadlineError, TransportError: the `error` with ``what`` and ``parts``, or the one that ``late`` makes.
         """
         for _ in self.pauses(shortest_s=shortest_s, longest_s=longest_s):
             found = ask()
             if found:
                 return found
-        raise self.error(what, **parts)
+        raise self.error(what, **parts) if late is None else late()
 
 
-def pauses(
-    timeout_s: float,
-    stop: threading.Event | None = None,
-    *,
-    shortest_s: float = _SHORTEST_S,
-    longest_s: float = _LONGEST_S,
-) -> Iterator[float]:
-    """Yield as `Deadline.pauses` of a deadline of ``timeout_s`` seconds from now."""
-    yield from Deadline(timeout_s, stop=stop).pauses(shortest_s=shortest_s, longest_s=longest_s)
-
-
-def wait_until(
-    ask: Callable[[], Found],
-    timeout_s: float,
-    late: Callable[[], Exception],
-    *,
-    stop: threading.Event | None = None,
-    shortest_s: float = _SHORTEST_S,
-    longest_s: float = _LONGEST_S,
-) -> Found:
-    """Call ``ask`` until it returns something true, as `Deadline.poll`, and raise what ``late`` makes otherwise."""
-    for _ in pauses(timeout_s, stop, shortest_s=shortest_s, longest_s=longest_s):
-        found = ask()
-        if found:
-            return found
-    raise late()
+@contextmanager
+def one_at_a_time(lock: threading.Lock, error: Exception) -> Iterator[None]:
+    """Hold ``lock`` during the block; raise ``error`` at once where another thread holds it."""
+    if not lock.acquire(blocking=False):
+        raise error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def in_thread(call: Callable[[], Found], name: str) -> Future[Found]:

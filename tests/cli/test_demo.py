@@ -241,13 +241,13 @@ def test_a_rank_of_the_trainer_that_fails_says_why(tmp_path):
     done = finished(
         "import sys\n"
         "from torchrl_ext.cli.demo.ranks import Seat, Team\n"
-        "from torchrl_ext.deadline import pauses\n"
+        "from torchrl_ext.deadline import Deadline\n"
         "missing = sys.argv[1] + '/missing'\n"
         "seat = Seat(ranks=2, folder=sys.argv[1], model_dir=missing, seed=0, transport='disk',\n"
         "            settings={'root': missing}, threads=1)\n"
         "with Team(seat) as team:\n"
         "    team.meet()\n"
-        "    for _ in pauses(60):\n"
+        "    for _ in Deadline(60).pauses():\n"
         "        team.tell('whole')\n",
         tmp_path,
     )

@@ -259,7 +259,7 @@ def test_a_step_that_goes_on_is_asked_after_until_its_deadline():
         assert said(server).count({"kind": "poll", "pull": False}) == 3
     with (
         running(NEW, post_weights_checker=plugin(working=True)) as server,
-        pytest.raises(DeadlineError, match=r"longer than 0\.5 s"),
+        pytest.raises(DeadlineError, match=r"did not .* within 0\.5 s"),
     ):
         SGLangEngine(server.url, load_timeout_s=0.5).connect(JOIN)
 

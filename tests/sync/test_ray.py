@@ -18,7 +18,7 @@ from tests.rpc.ray_cluster import two_nodes
 from tests.sync.vllm_objects import Alone, Replica, said, says
 from tests.sync.vllm_objects import net as talker
 from torchrl_ext.collectors.from_torchrl_ends import as_engine
-from torchrl_ext.deadline import wait_until
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
@@ -331,7 +331,7 @@ def test_the_replicas_of_asyncvllm_say_what_the_trainer_says_and_running_request
             running = [said(actor, version=str(version)) for actor in service.actors]
             for actor in service.actors:
                 begun = operator.attrgetter("engine.begun")
-                wait_until(lambda: ray.get(actor.__ray_call__.remote(begun)), WAIT_S, TimeoutError)  # noqa: B023
+                Deadline(WAIT_S).poll(lambda: ray.get(actor.__ray_call__.remote(begun)))  # noqa: B023
             report = sender.update_weights()
             assert [(row.state, row.version) for row in report.engines] == [("serving", version)] * 2
             assert report.verified

@@ -13,7 +13,7 @@ from torch import nn
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, greedy_over_kept_keys, tiny_checkpoint, tiny_model
 from tests.sync.vllm_objects import AsyncLLM, net
-from torchrl_ext.deadline import wait_until
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest
 from torchrl_ext.errors import (
@@ -63,7 +63,7 @@ def pausing_after(engine, counts):
         begun.append(None)
         if len(begun) in events:
             events[len(begun)].set()
-            wait_until(lambda: engine.scheduler.paused, 60, lambda: AssertionError("nobody paused"))
+            Deadline(60).poll(lambda: engine.scheduler.paused, "nobody paused")
 
     engine._model.register_forward_pre_hook(note)
     return list(events.values())

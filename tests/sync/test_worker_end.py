@@ -11,7 +11,7 @@ import torchrl_ext as tx
 from tests.processes import WAIT_S
 from tests.sync.by_hand import invitation, prepared
 from tests.transports.sharded_engine import Together as Agreeing
-from torchrl_ext.deadline import wait_until
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import EngineError, NotConnectedError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import (
@@ -70,7 +70,7 @@ def idle(handle, **of):
         answers = handle(Poll(**of))
         return None if {"working": True} in answers else answers
 
-    return wait_until(ask, WAIT_S, lambda: AssertionError("it never ends"))
+    return Deadline(WAIT_S).poll(ask)
 
 
 def test_workers_follow_a_trainer_step_by_step(engine):

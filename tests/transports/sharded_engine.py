@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from torchrl_ext.deadline import wait_until
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import EngineError, EngineUnreachableError
 from torchrl_ext.landing.loader import WeightLoader
 from torchrl_ext.landing.sliced import Sliced
@@ -177,7 +177,7 @@ class LineEngine(EngineClient):
     def connect(self, info, on_failure=lambda: None):
         with failing(on_failure):
             self._tell(Join.of({"rank_offset": 1, **info}))
-            wait_until(lambda: not any(self._tell(Poll())), WAIT_S, lambda: EngineError("it did not join"))
+            Deadline(WAIT_S).poll(lambda: not any(self._tell(Poll())), "it did not join")
 
     @property
     def takes_parts(self):
@@ -186,7 +186,7 @@ class LineEngine(EngineClient):
     def prefetch(self, version, part=None):
         if part is not None:
             self._tell(Prefetch(version=version, part=part))
-            wait_until(lambda: not any(self._tell(Poll())), WAIT_S, lambda: EngineError("it did not stage"))
+            Deadline(WAIT_S).poll(lambda: not any(self._tell(Poll())), "it did not stage")
 
     def begin(self, version):
         self._state, self._version, self._error = "paused", None, None

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrl_ext.deadline import pauses
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.launch.launchers import EngineLauncher, RunningEngine
 from torchrl_ext.launch.topology import EnginePlan
@@ -161,7 +161,7 @@ class Keeper:
         wait_s = first_wait_s
         while not self._over.is_set():
             ran = _runs(kept)  # one that could not be started waits for the next look
-            for _ in pauses(wait_s, self._over, shortest_s=_ALIVE_S, longest_s=_ALIVE_S):
+            for _ in Deadline(wait_s, stop=self._over).pauses(shortest_s=_ALIVE_S, longest_s=_ALIVE_S):
                 if ran and not _runs(kept):
                     break
             self._look(kept)

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchrl_ext.deadline import wait_until
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.launch.guard import descendants
 from torchrl_ext.rpc.http import HTTPSession
@@ -224,7 +224,7 @@ class ServerProcess(GuardedProcess):
             )
 
         server = HTTPSession(self.url, timeout_s=_ANSWER_S)
-        wait_until(healthy, timeout_s, late, stop=cancel, longest_s=_POLL_S)
+        Deadline(timeout_s, stop=cancel).poll(healthy, late=late, longest_s=_POLL_S)
 
 
 def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:

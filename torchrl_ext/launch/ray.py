@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchrl_ext.deadline import wait_until
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.launch.launchers import EngineLauncher, LocalLauncher, RunningEngine
 from torchrl_ext.launch.topology import EnginePlan
@@ -206,9 +206,8 @@ class _Engine:
 
         try:
             answer = getattr(self._actor, method).remote(*arguments)
-            wait_until(
-                lambda: self._ray.wait([answer], timeout=_POLL_S)[0], timeout_s, late, stop=cancel, longest_s=0.0
-            )
+            within = Deadline(timeout_s, stop=cancel)
+            within.poll(lambda: self._ray.wait([answer], timeout=_POLL_S)[0], late=late, longest_s=0.0)
             return self._ray.get(answer)
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, WeightSyncError) else EngineError(str(error)) from error

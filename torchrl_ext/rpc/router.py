@@ -25,8 +25,8 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from torchrl_ext.deadline import wait_until
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
 
 __all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "engine_key", "is_router", "refuse_router"]
@@ -174,12 +174,7 @@ class RouterClient:
 
     def _until(self, happened: Callable[[], _T], what: str) -> _T:
         """Wait until ``happened`` is true and return its value: routers may accept a change first and make it later."""
-        return wait_until(
-            happened,
-            self._timeout_s,
-            lambda: DeadlineError(f"{self.url} did not {what} within {self._timeout_s:g} s"),
-            longest_s=_LOOK_S,
-        )
+        return Deadline(self._timeout_s).poll(happened, f"{self.url} did not {what}", longest_s=_LOOK_S)
 
 
 def engine_key(url: str) -> tuple[str, str, int | None, str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import final
 
-from torchrl_ext.deadline import Deadline, beside
+from torchrl_ext.deadline import Deadline, beside, one_at_a_time
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, WeightSyncError
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.rpc.discovery import connect
@@ -91,14 +91,12 @@ class Connection:
         """
         with ExitStack() as held:
             for engine in {id(one): one for one in (self.engine, *self.engine.each())}.values():
-                lock = _turns.setdefault(engine, threading.Lock())
-                if not lock.acquire(blocking=False):
-                    raise ConcurrentUpdateError(
-                        f"another sender of this process is updating {engine.url}",
-                        state="that update goes on",
-                        hint="let one sender after the other send, or give each engines of its own",
-                    )
-                held.callback(lock.release)
+                refusal = ConcurrentUpdateError(
+                    f"another sender of this process is updating {engine.url}",
+                    state="that update goes on",
+                    hint="let one sender after the other send, or give each engines of its own",
+                )
+                held.enter_context(one_at_a_time(_turns.setdefault(engine, threading.Lock()), refusal))
             yield
 
     def ensure(self, params: tuple[ParamMeta, ...], spans: Spans) -> bool:

@@ -13,13 +13,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
-from torchrl_ext.deadline import Deadline
+from torchrl_ext.deadline import Deadline, one_at_a_time
 from torchrl_ext.errors import ConcurrentUpdateError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.transports.ranks import Steps, TrainerRanks
@@ -246,24 +246,14 @@ class WorkerEnd(ABC):
         """Leave the trainer, and end every wait in other threads. May be called twice."""
 
 
-@contextmanager
-def exclusive(transport: Transport, what: str) -> Iterator[None]:
-    """Hold a transport for one send; a second one meanwhile is refused.
-
-    Raises:
-        ConcurrentUpdateError: another one is running.
-    """
-    busy: threading.Lock = vars(transport).setdefault("_busy", threading.Lock())
-    if not busy.acquire(blocking=False):
-        raise ConcurrentUpdateError(
-            f"{what} was called while another send runs on this {transport.name} transport",
-            state="the running send goes on",
-            hint="send from one thread, or give each trainer a transport of its own",
-        )
-    try:
-        yield
-    finally:
-        busy.release()
+def exclusive(transport: Transport, what: str) -> AbstractContextManager[None]:
+    """Hold a transport for one send; a second one meanwhile is refused with a ConcurrentUpdateError."""
+    refusal = ConcurrentUpdateError(
+        f"{what} was called while another send runs on this {transport.name} transport",
+        state="the running send goes on",
+        hint="send from one thread, or give each trainer a transport of its own",
+    )
+    return one_at_a_time(vars(transport).setdefault("_busy", threading.Lock()), refusal)
 
 
 @contextmanager

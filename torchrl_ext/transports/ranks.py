@@ -20,7 +20,7 @@ import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias, TypeVar, final
 
@@ -28,7 +28,7 @@ import msgspec
 import torch
 
 from torchrl_ext import errors
-from torchrl_ext.deadline import Deadline, in_thread
+from torchrl_ext.deadline import Deadline, in_thread, one_at_a_time
 from torchrl_ext.errors import ConcurrentUpdateError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.types import Info
 
@@ -261,7 +261,7 @@ class Session:
         if silent := [str(rank) for rank in keys if rank not in found]:
             self._late = not within.stop.is_set()
             who = f"trainer rank{'s' * (len(silent) > 1)} {', '.join(silent)}"
-            raise within.naming(who).error(expected=_WHERE["expected"], hint=f"look at {who}")
+            raise within.error(f"{who} did not answer", expected=_WHERE["expected"], hint=f"look at {who}")
         return [answer.given for answer in found.values()]
 
     def ask(self, step: str, /, *, within: Deadline | None = None, **args: Any) -> list[Info]:
@@ -492,18 +492,13 @@ class TrainerRanks:
             self._last, self._before = "", None
         return self._notes if size > 1 else None
 
-    @contextmanager
-    def _one_at_a_time(self) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise ConcurrentUpdateError(
-                "another thread of this trainer rank is in an update of the same sender",
-                state="that update goes on",
-                hint="update from one thread, or make a sender for each",
-            )
-        try:
-            yield
-        finally:
-            self._busy.release()
+    def _one_at_a_time(self) -> AbstractContextManager[None]:
+        refusal = ConcurrentUpdateError(
+            "another thread of this trainer rank is in an update of the same sender",
+            state="that update goes on",
+            hint="update from one thread, or make a sender for each",
+        )
+        return one_at_a_time(self._busy, refusal)
 
 
 @final

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.codecs.slime.current import INDEX_NAME, parse_index
-from torchrl_ext.deadline import wait_until
-from torchrl_ext.errors import ConfigError, DeadlineError, IntegrityError, ManifestError, StoreError
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError
 from torchrl_ext.files import open_regular
 from torchrl_ext.stores import Chain, Manifest, Store, open_store, version_name
 from torchrl_ext.stores.manifest import MANIFEST
@@ -329,11 +329,7 @@ class LocalCheckpoint:
         except OSError as error:
             raise StoreError(f"{self.directory} cannot be used: {error}", state="nothing was changed") from error
         try:
-            wait_until(
-                partial(_taken, descriptor),
-                timeout_s,
-                lambda: DeadlineError(f"others have been changing {self.directory} for {timeout_s:g} s"),
-            )
+            Deadline(timeout_s).poll(partial(_taken, descriptor), f"others did not stop changing {self.directory}")
             yield
         finally:
             os.close(descriptor)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import distributed as dist
 
-from torchrl_ext.deadline import pauses, wait_until
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError, why
 from torchrl_ext.launch.processes import GuardedProcess
 
@@ -140,7 +140,7 @@ class Team:
             missing = [key.partition("/")[2] for key in keys if not store.check([key])]
             return DeadlineError(f"trainer rank(s) {', '.join(missing)} did not start within {_START_S:g} s")
 
-        wait_until(lambda: self._alive() and store.check(keys), _START_S, late, longest_s=_LONGEST_S)
+        Deadline(_START_S).poll(lambda: self._alive() and store.check(keys), late=late, longest_s=_LONGEST_S)
         return self.seat.meet(store, _ANSWER_S)
 
     def tell(self, order: str, rollouts: Any = None) -> None:
@@ -189,7 +189,7 @@ class Team:
 
     def _cause(self) -> str:
         """Return why a rank ended; empty where all run."""
-        for _ in pauses(_END_S):  # its connections break a moment before its guard has seen its end
+        for _ in Deadline(_END_S).pauses():  # its connections break a moment before its guard has seen its end
             for one in self._others:
                 if not one.alive():
                     return _end_of(one)
@@ -253,12 +253,8 @@ def main() -> int:
 def _order(number: int) -> str:
     """Return rank 0's order of this number, when it has given it."""
     store, key = _store(), f"order/{number}"
-    wait_until(
-        lambda: store.check([key]),
-        _IDLE_S,
-        lambda: DeadlineError(f"trainer rank 0 gave no order for {_IDLE_S:g} s"),
-        shortest_s=_SHORTEST_S,
-        longest_s=_LONGEST_S,
+    Deadline(_IDLE_S).poll(
+        lambda: store.check([key]), "trainer rank 0 gave no order", shortest_s=_SHORTEST_S, longest_s=_LONGEST_S
     )
     return str(store.get(key).decode())
 

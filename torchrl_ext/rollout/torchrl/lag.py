@@ -15,7 +15,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs import Transform
 
-from torchrl_ext.deadline import wait_until
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError
 
 __all__ = ["MaxLag", "Pacer"]
@@ -173,7 +173,7 @@ class Pacer:
                 hint="does the trainer still run? Raise max_lag or timeout_s if it is only slow",
             )
 
-        wait_until(lambda: self._started_now(count), self._timeout_s, late, longest_s=_LOOK_S)
+        Deadline(self._timeout_s).poll(lambda: self._started_now(count), late=late, longest_s=_LOOK_S)
         try:
             yield
         except BaseException:

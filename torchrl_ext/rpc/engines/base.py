@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from torchrl_ext.deadline import wait_until
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
@@ -162,12 +162,11 @@ class HTTPEngine(EngineClient):
 
         Raises:
             EngineRefusedError: the work failed.
-            DeadlineError: it takes too long to ``what``.
+            DeadlineError: they did not ``what`` in time.
         """
-        wait_until(
+        Deadline(self._load_timeout_s).poll(
             lambda: not any(answer.get("working") for answer in self.tell(Poll(connection=self._connection))),
-            self._load_timeout_s,
-            lambda: DeadlineError(f"to {what} takes {self.url} longer than {self._load_timeout_s:g} s"),
+            f"{self.url} did not {what}",
         )
 
     @abstractmethod

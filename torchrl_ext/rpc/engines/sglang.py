@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection
 from typing import Any, ClassVar
 
 from torchrl_ext import messages
-from torchrl_ext.deadline import pauses
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.messages import Message
 from torchrl_ext.routes import CHANNEL, Flush, ListAdapters, merged
@@ -360,7 +360,7 @@ class SGLangEngine(HTTPEngine):
 
     def _flush_own(self, frozen: bool) -> None:
         status, why = 0, ""
-        for _ in pauses(self._flush_timeout_s):
+        for _ in Deadline(self._flush_timeout_s).pauses():
             status, why = self._try_flush()
             if status == 200:
                 return

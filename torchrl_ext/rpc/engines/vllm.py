@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, final
 
-from torchrl_ext.deadline import wait_until
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
 from torchrl_ext.messages import Message
 from torchrl_ext.routes import ADAPTERS_ROUTE, ANSWERS, BACKEND, answers_in, unescaped
@@ -212,10 +212,9 @@ class VLLMRoutes(HTTPEngine):
         """Drop what was computed with the old weights; wait for a connector that still copies keys and values."""
         if self._keep_cache:
             return
-        wait_until(
+        Deadline(min(self._http.timeout_s, _COPYING_S)).poll(
             lambda: self._post("/reset_prefix_cache", query=_EVERYWHERE).get("success", True),
-            min(self._http.timeout_s, _COPYING_S),
-            lambda: EngineRefusedError(f"{self.url} could not drop cached keys and values of the old weights"),
+            late=lambda: EngineRefusedError(f"{self.url} could not drop cached keys and values of the old weights"),
         )
         if self._sees:
             self._post("/reset_encoder_cache")

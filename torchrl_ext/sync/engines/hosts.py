@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
-from torchrl_ext.deadline import wait_until
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.messages import Finish, Join, Leave, Load, Message, Poll, Prefetch, Pull, Seal, Start, Verify
 from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER, answers_in, merged, unescaped
@@ -219,10 +219,9 @@ class VLLMHost(Host):
             case Join() | Prefetch() | Pull():
                 self._ask(message)
                 ours = "" if isinstance(message, Pull) else message.connection
-                wait_until(
+                Deadline(self._timeout_s).poll(
                     lambda: not self._ask(Poll(connection=ours, pull=isinstance(message, Pull))).get("working"),
-                    self._timeout_s,
-                    lambda: DeadlineError(f"to {message.kind} takes vLLM longer than {self._timeout_s:g} s"),
+                    f"vLLM did not {message.kind}",
                 )
             case _:
                 return self._ask(message)

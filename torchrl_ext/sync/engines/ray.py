@@ -6,14 +6,13 @@ Ray moves the calls; weights go by the transport, from the trainer to the actor'
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from torchrl_ext.deadline import wait_until
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
@@ -192,13 +191,12 @@ class RayEngine(EngineClient):
         ray, actor = the_ray(), self._actor
         if self._pick is None:
             return ray.get(getattr(actor, method).remote(*args), timeout=timeout_s)
-        until, job = time.monotonic() + timeout_s, uuid.uuid4().hex
+        within, job = Deadline(timeout_s), uuid.uuid4().hex
         begun = actor.__ray_call__.remote(begin, self._pick, self._name, job, method, *args)
         told = answer, self._name, job
-        found = ray.get(begun, timeout=timeout_s) or wait_until(
-            lambda: ray.get(actor.__ray_call__.remote(*told), timeout=max(_POLL_S, until - time.monotonic())),
-            until - time.monotonic(),
-            _Late,
+        found = ray.get(begun, timeout=timeout_s) or within.poll(
+            lambda: ray.get(actor.__ray_call__.remote(*told), timeout=max(_POLL_S, within.left_s)),
+            late=_Late,
             longest_s=_POLL_S,
         )
         return found[0]

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from torchrl_ext.deadline import Deadline, pauses
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import TransportError
 from torchrl_ext.transports.group.backends import GLOO_DEVICES
 from torchrl_ext.transports.group.calls import brief, run_beside
@@ -136,7 +136,7 @@ class Broadcasts:
 
 def completed_within(work: Any, seconds: float) -> bool:
     """Return whether a work of NCCL's is done within ``seconds``."""
-    turns = pauses(seconds, shortest_s=_SHORTEST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+    turns = Deadline(seconds).pauses(shortest_s=_SHORTEST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
     return any(work.is_completed() for _ in turns)
 
 
