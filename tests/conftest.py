@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from hypothesis import settings
 
 from tests.forking import MODULES
 from tests.processes import WAIT_S, forking
@@ -52,7 +53,12 @@ def pytest_xdist_make_scheduler(config, log):
     return Groups(config, log) if config.option.dist == "loadgroup" else None
 
 
+settings.register_profile("default tier", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("exhaustive", settings.get_profile("default tier"), max_examples=1000)
+
+
 def pytest_configure(config):
+    settings.load_profile("exhaustive" if config.getoption("--exhaustive") else "default tier")
     if not config.getoption("--engines"):
         # no environment can be made, by this process or by a child: a test that needs one belongs to the other tier
         os.environ["TORCHRL_EXT_CACHE"] = str(Path(__file__) / "tests-without-engines-install-none")

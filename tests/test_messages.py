@@ -2,51 +2,80 @@
 
 import json
 import math
-import random
 import re
-from contextlib import suppress
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
+import msgspec
 import pytest
 import torch
+from hypothesis import given, reject
+from hypothesis import strategies as st
 
 import torchrl_ext
 from tests.hostile import HOSTILE, refused_or_right, worse_json
 from torchrl_ext import messages
 from torchrl_ext.collectors.worker_end import Keep
-from torchrl_ext.errors import ConfigError, WeightSyncError
-from torchrl_ext.messages import Connected, Join, Load, Message, Poll, Port, Prefetch, Seconds, Text, Verify, Wire, read
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.messages import Connected, Join, Load, Message, Poll, Port, Prefetch, Seconds, Text, Wire, read
 from torchrl_ext.plugins.sglang.adapters import CheckLoaded
 from torchrl_ext.plugins.sglang.routes import Land
 from torchrl_ext.routes import ANSWERS, Flush, ListAdapters, answers_in, escaped, merged, unescaped
-from torchrl_ext.types import ParamMeta, Part
+from torchrl_ext.types import Count, Info, ParamMeta, Part
+
+KINDS = [*{*Message.__subclasses__(), *Connected.__subclasses__()} - {Connected}]
+assert {Keep, CheckLoaded, Land, Flush, ListAdapters} < {*KINDS}  # of other modules, whose import makes them known
+
+WORDS, COUNTS = st.text(max_size=9), st.integers(0, 2**62 - 1)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=5,
+)
+OBJECTS = st.dictionaries(WORDS, JSON, max_size=3)
+SHAPES = st.lists(st.integers(0, 2**48 - 1), max_size=3).map(tuple)
+VALUES = {
+    bool: st.booleans(),
+    type(None): st.none(),
+    Text: WORDS,
+    Count: COUNTS,
+    Info: OBJECTS,
+    list[Any]: st.lists(JSON, max_size=2),
+    messages.Digests: st.dictionaries(WORDS, WORDS, max_size=3),
+    messages.Files: st.lists(WORDS, min_size=1, max_size=3),
+    messages.Params: st.lists(
+        st.builds(ParamMeta, WORDS, st.sampled_from([torch.bfloat16, torch.int8]), SHAPES), max_size=3
+    ).map(tuple),
+    Part: st.builds(Part, base=COUNTS, names=st.frozensets(WORDS, min_size=1, max_size=3)),
+    messages.RehearsePolicy: st.sampled_from(["once", "never", "always"]),
+    messages.WeightsLost: st.sampled_from(["gone", "reloaded"]),
+    messages.WorldSize: st.integers(1, 1 << 20),
+}
+"""Values of a field, by its type."""
+
+
+def values(kind):
+    if get_origin(kind) in (Union, UnionType):
+        return st.one_of(map(values, get_args(kind)))
+    return VALUES[kind]
+
+
+def made(kind, fields):
+    try:
+        return kind(**fields)
+    except ValueError:  # of two fields, only one may be given
+        reject()
+
+
+MESSAGES = st.sampled_from(KINDS).flatmap(
+    lambda kind: st.builds(
+        made,
+        st.just(kind),
+        st.fixed_dictionaries({field.name: values(field.type) for field in msgspec.structs.fields(kind)}),
+    )
+)
 
 PARAMS = (ParamMeta("w", torch.bfloat16, (2, 3)), ParamMeta("b", torch.float32, ()))
-EVERY = [
-    messages.Inspect(root={"root": "/x"}, dial=["host", 1], token="0" * 32),
-    Join(transport="disk", params=PARAMS, rank_offset=3, world_size=9, compares=False, offer={"root": "/x"}),
-    messages.Rehearse(how="always", ask=True),
-    Prefetch(version=7, part=Part(base=6, names=frozenset({"w", "b"}))),
-    Land(files=["a"], paused=True, label="7"),
-    messages.Pull(source="/x", directory="/y", version=7),
-    Poll(),
-    messages.Start(bracketed=True),
-    Load(version=7, handoff={"path": "/x/weight_v000007"}),
-    Verify(digests={"w": "0" * 32}),
-    messages.Seal(),
-    messages.Finish(version=7),
-    messages.Reset(weights="gone"),
-    messages.State(),
-    Flush(),
-    messages.CheckAdapter(params=PARAMS, root={"root": "/x"}),
-    CheckLoaded(label="a@7"),
-    ListAdapters(),
-    messages.StageAdapter(name="a", version=7, path="/x"),
-    messages.ServeAdapter(name="a", version=7),
-    messages.UnloadAdapter(name="a"),
-    Keep(),
-    messages.Leave(),
-]
-
 LOAD, JOIN = Load(version=7, handoff={}), Join(transport="disk", params=PARAMS, offer={})
 REHEARSE, PREFETCH = messages.Rehearse(), Prefetch(version=7)
 
@@ -65,12 +94,9 @@ def test_paths_in_the_words_of_a_worker_get_past_the_server_of_vllm():
     assert answers_in(escaped(words)) == [answer]
 
 
-def test_every_message_survives_json():
-    for message in EVERY:
-        assert read(json.loads(json.dumps(message.to_json()))) == message
-        assert read(message.to_json()) == message
-    classes = {*Message.__subclasses__(), *Connected.__subclasses__()} - {Connected}
-    assert {type(message) for message in EVERY} == classes
+@given(MESSAGES)
+def test_every_message_survives_json(message):
+    assert read(message.to_json()) == read(json.loads(json.dumps(message.to_json()))) == message
 
 
 def test_what_a_transport_tells_its_worker_ends_travels_as_it_is():
@@ -88,35 +114,16 @@ def test_what_a_transport_tells_its_worker_ends_travels_as_it_is():
 @pytest.mark.parametrize(
     ("message", "change", "words"),
     [
-        (LOAD, {"version": None}, r"a 'load' message .*Expected `int`, got `null` - at `\$.version`"),
-        (LOAD, {"version": True}, r"Expected `int`, got `bool` - at `\$.version`"),
-        (LOAD, {"version": 7.0}, r"Expected `int`, got `float` - at `\$.version`"),
-        (LOAD, {"version": -1}, r"Expected `int` >= 0 - at `\$.version`"),
-        (LOAD, {"version": 2**62}, r"Expected `int` <= 4611686018427387903 - at `\$.version`"),
+        (LOAD, {"version": True}, r"a 'load' message .*Expected `int`, got `bool` - at `\$.version`"),
         (LOAD, {"version": 10**400}, r"Expected `int` <= 4611686018427387903 - at `\$.version`"),
-        (LOAD, {"handoff": []}, r"Expected `object`, got `array` - at `\$.handoff`"),
-        (LOAD, {"connection": "x" * 5000}, r"Expected `str` of length <= 4096 - at `\$.connection`"),
         (LOAD, {"more": 1}, "a 'load' message is malformed: Object contains unknown field `more`"),
-        (LOAD, {"\ud800": 1}, "a 'load' message is malformed"),
         (LOAD, {"kind": "pigeon"}, "no message of kind 'pigeon'.*one of .*join.*load"),
-        (LOAD, {"kind": "\ud800"}, "no message of kind"),
-        (LOAD, {"kind": ["load"]}, "no message of kind"),
         (LOAD, {"kind": "connected"}, "no message of kind"),
         (JOIN, {"params": [["w", "float9", [1]]]}, r"'float9' is no dtype.* at `\$.params\[0\]\[1\]`"),
-        (JOIN, {"params": [["w", "float32"]]}, r"at least length 3, got 2 - at `\$.params\[0\]`"),
         (JOIN, {"params": [["w", "float32", [-1]]]}, r"Expected `int` >= 0 - at `\$.params\[0\]\[2\]\[0\]`"),
-        (JOIN, {"params": {}}, r"Expected `array`, got `object` - at `\$.params`"),
-        (JOIN, {"world_size": 0}, r"Expected `int` >= 1 - at `\$.world_size`"),
         (JOIN, {"compares": 1}, r"Expected `bool`, got `int` - at `\$.compares`"),
-        (REHEARSE, {"how": "once\n"}, r"a 'rehearse' message .* at `\$.how`"),
-        (REHEARSE, {"how": "twice"}, r"once\|never\|always.* at `\$.how`"),
-        (PREFETCH, {"part": []}, r"a 'prefetch' message .* at `\$.part`"),
-        (PREFETCH, {"part": {"base": 6}}, r"required field `names` - at `\$.part`"),
+        (REHEARSE, {"how": "once\n"}, r"once\|never\|always.* at `\$.how`"),
         (PREFETCH, {"part": {"base": 6, "names": []}}, r"length >= 1 - at `\$.part.names`"),
-        (PREFETCH, {"part": {"base": -1, "names": ["w"]}}, r">= 0 - at `\$.part.base`"),
-        (PREFETCH, {"part": {"base": 6, "names": [7]}}, r"Expected `str`, got `int` - at `\$.part.names"),
-        (PREFETCH, {"files": []}, r"length >= 1 - at `\$.files`"),
-        (PREFETCH, {"files": [7]}, r"Expected `str`, got `int` - at `\$.files\[0\]`"),
         (PREFETCH, {"files": ["x"], "part": {"base": 6, "names": ["w"]}}, "`files` or `part`, got both"),
     ],
 )  # fmt: skip
@@ -142,21 +149,26 @@ for _ in range(5000):  # deeper than Python and msgspec recurse
 BAD = [*HOSTILE, math.nan, -math.inf, "\ud800", {"\ud800": "\udfff"}, {3: 4}, NESTED, {"x": NESTED}]
 
 
-@pytest.mark.parametrize("message", EVERY, ids=lambda message: message.kind)
-def test_whatever_comes_is_a_message_or_an_error_that_says_what_is_wrong(message):
-    chance, info = random.Random(message.kind), json.loads(json.dumps(message.to_json()))
-    bad = [*BAD, *(info | {field: value} for field in info for value in BAD)]
-    bad += [info | {name: 1} for name in ("", "\ud800", "x" * 5000, 3)]
-    bad += [worse_json(worse_json(info, chance), chance) for _ in range(300)]
-    refused = 0
-    for value in bad:
-        with suppress(WeightSyncError):
-            assert read(value).kind == value["kind"]
-            continue
-        with pytest.raises(ConfigError) as error:
-            read(value)
-        refused += len(str(error.value).encode()) < 1000
-    assert refused > len(BAD)
+@st.composite
+def damaged(draw):
+    """JSON of a message with a field replaced or added, or with changes deeper down; or something else."""
+    info = json.loads(json.dumps(draw(MESSAGES).to_json()))
+    bad, chance = draw(JSON | st.sampled_from(BAD)), draw(st.randoms())
+    changes = {
+        "replaced": lambda: info | {draw(st.sampled_from([*info])): bad},
+        "added": lambda: info | {draw(st.sampled_from(["", "\ud800", "x" * 5000, 3])): bad},
+        "deeper": lambda: worse_json(worse_json(info, chance), chance),
+        "other": lambda: bad,
+    }
+    return changes[draw(st.sampled_from([*changes]))]()
+
+
+@given(damaged())
+def test_damaged_json_is_a_message_or_a_config_error_of_readable_length(value):
+    try:
+        assert read(value).kind == value["kind"]
+    except ConfigError as error:
+        assert error.state == "unchanged" and len(str(error).encode()) < 1000
 
 
 class Offer(Wire, frozen=True, kw_only=True):
@@ -179,12 +191,9 @@ def test_what_a_transport_sends_is_decoded_by_its_own_struct():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"timeout_s": 0}, r"> 0.0 - at `\$.timeout_s`"),
         ({"timeout_s": math.nan}, r"> 0.0 - at `\$.timeout_s`"),
         ({"timeout_s": math.inf}, r"<= 86400.0 - at `\$.timeout_s`"),
-        ({"port": 0}, r">= 1 - at `\$.port`"),
         ({"port": 65536}, r"<= 65535 - at `\$.port`"),
-        ({"root": "x" * 5000}, r"length <= 4096 - at `\$.root`"),
     ],
 )
 def test_a_field_of_an_offer_is_named_with_its_bound(change, words):
@@ -206,12 +215,6 @@ def test_a_message_of_another_release_names_both(info, words):
     with pytest.raises(ConfigError, match=words) as refused:
         read(info)
     assert f"release {torchrl_ext.__version__}" in refused.value.what and "one release" in refused.value.hint
-
-
-@pytest.mark.parametrize("info", [None, [], "poll", 7])
-def test_what_is_no_object_is_no_message(info):
-    with pytest.raises(ConfigError, match="a message is"):
-        read(info)
 
 
 def test_answers_of_several_workers_are_one_answer():
