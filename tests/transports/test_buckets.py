@@ -2,117 +2,87 @@
 
 from __future__ import annotations
 
-import itertools
-import random
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchrl_ext.testing import DTYPES, any_bits, same_bits
-from torchrl_ext.transports.buckets import Lander, Packer, Plan, layout
+from torchrl_ext.transports.buckets import Lander, Packer, layout
 from torchrl_ext.transports.collective.stream import DIRECT_BYTES, buckets_of
 from torchrl_ext.transports.copies import BufferPool, copy_each, plain
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.source import MappingSource, checked
 
 CPU = torch.device("cpu")
-BUCKET = 4096
-FILLED = BUCKET * 7 // 8
+MOST_ALIGNED = 16  # bytes of the largest element
+
+TENSORS = st.lists(
+    st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), max_size=4), st.booleans(), st.booleans()),
+    max_size=40,
+)
+"""Each has a dtype and a shape, may lie in memory transposed, and may have a target."""
 
 
-def random_params(seed, count=200):
-    choice = random.Random(seed)
-    shapes = [(), (0,), (3, 0), (1,), (7,), (5, 9), (64, 8), (700,), (40, 40), (3000,)]
-    return tuple(ParamMeta(f"p{i}", choice.choice(DTYPES), choice.choice(shapes)) for i in range(count))
+def made(tensors):
+    """Return parameters, their tensors and the targets of some."""
+    sent, into = {}, {}
+    for number, (dtype, shape, transposed, placed) in enumerate(tensors):
+        tensor = any_bits(dtype, *shape, seed=number)
+        sent[str(number)] = tensor.mT.contiguous().mT if transposed and len(shape) > 1 else tensor
+        if placed:
+            into[str(number)] = torch.zeros_like(tensor)
+    return tuple(ParamMeta.of(name, tensor) for name, tensor in sent.items()), sent, into
 
 
-def broadcast(params, bucket_bytes):
-    return buckets_of(Plan(), tuple(params), bucket_bytes)
-
-
-def indices(bucket):
-    return [index for span in bucket.spans for index in range(span.first, span.stop)]
-
-
-def test_every_parameter_is_in_one_bucket_and_in_order():
-    for seed, bucket_bytes in itertools.product(range(5), [0, 1, 16, BUCKET, 1 << 20]):
-        params = random_params(seed)
-        found = [index for bucket in broadcast(params, bucket_bytes) for index in indices(bucket)]
-        assert found == list(range(len(params))), (seed, bucket_bytes)
-
-
-def test_buckets_keep_to_their_size_and_large_tensors_travel_alone():
-    for seed in range(5):
-        params = random_params(seed)
-        for bucket in broadcast(params, BUCKET):
-            if bucket.direct:
-                (index,) = indices(bucket)
-                assert bucket.nbytes == params[index].nbytes >= FILLED, seed
-            else:
-                assert bucket.nbytes <= FILLED, seed
-                assert all(params[index].nbytes < FILLED for index in indices(bucket)), seed
-
-
-def test_small_tensors_share_a_bucket_until_it_is_full():
-    params = tuple(ParamMeta(f"p{i}", torch.float32, (224,)) for i in range(9))
-    assert [indices(bucket) for bucket in broadcast(params, BUCKET)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8]]
-
-
-def test_a_bucket_larger_than_the_direct_size_still_leaves_large_tensors_uncopied():
-    params = (ParamMeta("large", torch.uint8, (DIRECT_BYTES,)), ParamMeta("small", torch.uint8, (DIRECT_BYTES - 1,)))
-    assert [bucket.direct for bucket in broadcast(params, 8 * DIRECT_BYTES)] == [True, False]
-
-
-def test_without_buckets_every_tensor_that_has_bytes_travels_alone():
-    params = random_params(0)
-    direct = [indices(bucket) for bucket in broadcast(params, 0) if bucket.direct]
-    assert direct == [[index] for index, meta in enumerate(params) if meta.nbytes]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_what_is_copied_into_a_bucket_comes_out_bit_for_bit(seed):
-    params = random_params(seed)
-    tensors = [any_bits(meta.dtype, *meta.shape, seed=index) for index, meta in enumerate(params)]
-    packer, lander, found = Packer(params, zip(params, tensors, strict=True)), Lander(params, {}, CPU), []
-    for bucket in broadcast(params, BUCKET):
+def carry(buckets, params, sent, into, *, lasting):
+    """Pack all tensors, unpack them, and compare."""
+    packer, lander, found = Packer(params, zip(params, sent.values(), strict=True)), Lander(params, into, CPU), []
+    for bucket in buckets:
         if bucket.direct:
-            (index,) = indices(bucket)
-            lander.begin(index).copy_(packer.direct(CPU))
-            found.append(lander.end(index))
+            lander.begin(bucket.spans[0].first).copy_(packer.direct(CPU))
+            found.append(lander.end(bucket.spans[0].first))
             continue
-        buffer = torch.full((BUCKET,), 0xAA, dtype=torch.uint8)
+        buffer = torch.full((bucket.nbytes,), 0xAA, dtype=torch.uint8)
         packer.fill(bucket, [buffer])
-        found += lander.take(bucket, buffer, lasting=True)
-    packer.finish()
-    assert [name for name, _ in found] == [meta.name for meta in params]
-    assert all(same_bits(tensor, sent) for (_, tensor), sent in zip(found, tensors, strict=True))
-
-
-@pytest.mark.parametrize("capacity", [64, 192, 1024, 1 << 20])
-def test_whatever_the_size_of_a_staging_buffer_the_same_bytes_come_out(capacity):
-    dtypes = [torch.uint8, torch.bfloat16, torch.float64, torch.complex128, torch.int32]
-    sent = {f"{i:03d}": any_bits(dtypes[i % 5], (i * 37) % 301, seed=i) for i in range(60)}
-    sent["010"] = any_bits(torch.float32, 50, 40, seed=1).t()
-    params = MappingSource(sent).params()
-    packer = Packer(params, checked(MappingSource(sent), params))
-    into = {name: torch.zeros_like(tensor) for name, tensor in sent.items() if int(name) % 3}
-    lander = Lander(params, into, CPU)
-    slot, found = torch.zeros(capacity, dtype=torch.uint8), []
-    for bucket in layout(params, capacity):
-        packer.fill(bucket, [slot])
-        found += lander.take(bucket, slot)
-        slot.fill_(255)
+        found += lander.take(bucket, buffer, lasting=lasting)
+        if not lasting:
+            buffer.fill_(0xAA)
     packer.finish()
     assert [name for name, _ in found] == [meta.name for meta in params]
     for name, tensor in found:
         assert same_bits(tensor, sent[name]), name
-        assert name not in into or tensor.data_ptr() == into[name].data_ptr()
+        assert name not in into or tensor is into[name]
 
 
-def test_no_staged_bucket_but_the_last_is_much_less_than_full():
-    params = [ParamMeta(str(i), torch.bfloat16, (1000 + 7 * i, 64)) for i in range(50)]
-    buckets = layout(params, 1 << 20)
-    assert len(buckets) <= -(-sum(meta.nbytes for meta in params) // ((1 << 20) - (128 << 10)))
+@given(TENSORS, st.integers(0, 1 << 14))
+def test_what_is_broadcast_arrives_in_buckets_of_their_size_and_large_tensors_alone(tensors, bucket_bytes):
+    params, sent, into = made(tensors)
+    buckets, capacity = buckets_of(params, bucket_bytes), bucket_bytes - bucket_bytes // 8
+    for bucket in buckets:
+        held = [params[index] for span in bucket.spans for index in range(span.first, span.stop)]
+        assert bucket.nbytes <= capacity or bucket.direct
+        assert bucket.direct == any(meta.nbytes >= max(1, capacity) for meta in held)
+        assert len(held) == 1 or not bucket.direct
+    for one, following in pairwise(buckets):  # none is closed before it has to be
+        needed = params[following.spans[0].first].nbytes + MOST_ALIGNED
+        assert one.direct or following.direct or one.nbytes + needed > capacity
+    carry(buckets, params, sent, into, lasting=True)
+
+
+@given(TENSORS, st.integers(1, 1 << 8))
+def test_what_goes_through_a_staging_buffer_fills_it_and_arrives(tensors, size):
+    params, sent, into = made(tensors)
+    buckets, capacity = layout(params, 64 * size), 64 * size
+    assert all(bucket.nbytes <= capacity for bucket in buckets)
+    assert all(bucket.nbytes > capacity - capacity // 4 - MOST_ALIGNED for bucket in buckets[:-1])
+    carry(buckets, params, sent, into, lasting=False)
+
+
+def test_a_bucket_larger_than_the_direct_size_still_leaves_large_tensors_uncopied():
+    params = (ParamMeta("large", torch.uint8, (DIRECT_BYTES,)), ParamMeta("small", torch.uint8, (DIRECT_BYTES - 1,)))
+    assert [bucket.direct for bucket in buckets_of(params, 8 * DIRECT_BYTES)] == [True, False]
 
 
 @pytest.mark.parametrize("numel", [10, 100_000])
@@ -165,11 +135,3 @@ def test_a_buffer_is_used_again_only_when_no_view_of_it_is_left():
     del view
     again = [pool.take(1000) for _ in range(3)]
     assert where in [buffer.data_ptr() for buffer in again]
-
-
-def test_a_plan_follows_a_list_that_changes():
-    plan, before, after = Plan(), random_params(1), random_params(2)
-    for params in (before, after, before):
-        assert plan.buckets(params, BUCKET) == layout(params, BUCKET)
-        assert plan.buckets(params, BUCKET, 64) == layout(params, BUCKET, 64)
-        assert plan.metas([list(row) for row in plan.rows(params)]) == params

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from torchrl_ext.transports.copies import HOST, BufferPool, as_bytes, copy_each, copy_memory, is_plain, plain
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["Bucket", "Lander", "Packer", "Plan", "Span", "layout"]
+__all__ = ["Bucket", "Lander", "Packer", "Span", "layout"]
 
 _SPLIT_BYTES = 128 << 10
 """Bytes that a bucket must have left to take a part of a tensor; a smaller rest stays empty."""
@@ -70,8 +70,9 @@ class Bucket:
     direct: bool = False
 
 
-def layout(params: Sequence[ParamMeta], capacity: int, direct_bytes: int | None = None) -> tuple[Bucket, ...]:
-    """Lay ``params`` out in buckets; a function of its arguments alone, so that two processes agree.
+@lru_cache(maxsize=16)  # lists of parameters rarely change from one update to the next
+def layout(params: tuple[ParamMeta, ...], capacity: int, direct_bytes: int | None = None) -> tuple[Bucket, ...]:
+    """Lay ``params`` out in buckets; only the arguments decide, so two processes agree.
 
     Args:
         params: what travels.
@@ -116,44 +117,6 @@ def layout(params: Sequence[ParamMeta], capacity: int, direct_bytes: int | None 
         cursor = at + nbytes - done
     close()
     return tuple(buckets)
-
-
-class Plan:
-    """Keeps the layout and the JSON form of a parameter list from one update to the next, since lists rarely change."""
-
-    def __init__(self) -> None:
-        self._params: tuple[ParamMeta, ...] | None = None
-        self._rows: list[Any] = []
-        self._buckets: dict[tuple[int, int | None], tuple[Bucket, ...]] = {}
-
-    def _know(self, params: tuple[ParamMeta, ...], rows: list[Any]) -> None:
-        self._params, self._rows, self._buckets = params, rows, {}
-
-    def rows(self, params: tuple[ParamMeta, ...]) -> list[Any]:
-        """Return `ParamMeta.to_json` of each parameter."""
-        if params != self._params:
-            self._know(params, [meta.to_json() for meta in params])
-        return self._rows
-
-    def metas(self, rows: list[Any]) -> tuple[ParamMeta, ...]:
-        """Return the parameters that ``rows`` describe, the inverse of `rows`.
-
-        Raises:
-            ManifestError: a row is malformed.
-        """
-        if self._params is None or rows != self._rows:
-            self._know(tuple(ParamMeta.from_json(row) for row in rows), rows)
-        return self._params or ()
-
-    def buckets(
-        self, params: tuple[ParamMeta, ...], capacity: int, direct_bytes: int | None = None
-    ) -> tuple[Bucket, ...]:
-        """Return the `layout` of ``params``."""
-        self.rows(params)
-        key = (capacity, direct_bytes)
-        if key not in self._buckets:
-            self._buckets[key] = layout(params, *key)
-        return self._buckets[key]
 
 
 class Packer:

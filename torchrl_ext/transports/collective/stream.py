@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_ext.transports.buckets import Bucket, Lander, Packer, Plan
+from torchrl_ext.transports.buckets import Bucket, Lander, Packer, layout
 from torchrl_ext.transports.copies import BufferPool
 from torchrl_ext.transports.group.broadcasts import Broadcasts
 from torchrl_ext.types import ParamMeta
@@ -37,10 +37,10 @@ _FLYING_BUCKETS = 8
 in memory costs none, unless the source makes its tensors on the way (a gather, a cast)."""
 
 
-def buckets_of(plan: Plan, params: tuple[ParamMeta, ...], bucket_bytes: int) -> tuple[Bucket, ...]:
+def buckets_of(params: tuple[ParamMeta, ...], bucket_bytes: int) -> tuple[Bucket, ...]:
     """Return the buckets in which ``params`` are broadcast; a ``bucket_bytes`` of 0 gives each tensor its own."""
     capacity = bucket_bytes - bucket_bytes // _SPARE
-    return plan.buckets(params, capacity, min(DIRECT_BYTES, capacity) or 1)
+    return layout(params, capacity, min(DIRECT_BYTES, capacity) or 1)
 
 
 class _Window:

@@ -14,7 +14,7 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, TransportError, why
 from torchrl_ext.messages import Count
 from torchrl_ext.transports.base import Arrival, Handoff, TransferStats, Update, Worker
-from torchrl_ext.transports.buckets import Packer, Plan
+from torchrl_ext.transports.buckets import Packer
 from torchrl_ext.transports.collective import stream
 from torchrl_ext.transports.collective.stream import BUCKET_BYTES, Incoming
 from torchrl_ext.transports.group import handoffs
@@ -108,7 +108,6 @@ class VLLMCollectiveTransport(StandaloneTransport):
         self._worker = CollectiveWorker(self.member)
         self._agreed: dict[str, ParamMeta] = {}
         self._handoffs = 0
-        self._plan = Plan()
 
     # forming the group
 
@@ -212,7 +211,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
             self.member.under(within)
             try:
                 packer = Packer(params, checked(source, params))
-                buckets = stream.buckets_of(self._plan, params, self.bucket_bytes)
+                buckets = stream.buckets_of(params, self.bucket_bytes)
                 stream.send_buckets(group.broadcasts, buckets, packer, bucket_bytes=self.bucket_bytes)
                 answers = handoffs.await_workers(group, load.handoff)
             except BaseException as error:
@@ -260,10 +259,6 @@ class CollectiveWorker(GroupWorker):
 
     load: ClassVar[type[Load]] = Load
 
-    def __init__(self, member: Membership) -> None:
-        super().__init__(member)
-        self._plan = Plan()
-
     def incoming(self, group: Group, load: Load, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
-        buckets = stream.buckets_of(self._plan, arrival.params, load.bucket_bytes)
+        buckets = stream.buckets_of(arrival.params, load.bucket_bytes)
         return Incoming(group.broadcasts, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes)

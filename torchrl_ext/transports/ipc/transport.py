@@ -12,7 +12,7 @@ import torch
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError, why
 from torchrl_ext.transports.base import Arrival, Handoff, TransferStats, Update, Worker
-from torchrl_ext.transports.buckets import Packer, Plan
+from torchrl_ext.transports.buckets import Packer, layout
 from torchrl_ext.transports.ipc.host_memory import HOST, Segment, create, local_devices
 from torchrl_ext.transports.ipc.messages import Announce, Load, Offer
 from torchrl_ext.transports.ipc.worker import ALIGN_BYTES, SLOTS, IPCWorker, half
@@ -79,7 +79,7 @@ class IPCTransport(StandaloneTransport):
             raise ConfigError(f"workers={workers}, timeout_s={timeout_s}", expected="1 or more; more than 0")
         self._channel, self._count, self._bucket_bytes = channel or "default", workers, bucket_bytes
         self._on_host = device is not None and usable_device(device).type == "cpu"
-        self._plan, self._segments = Plan(), dict[str, Segment]()
+        self._segments = dict[str, Segment]()
         self._workers: ConnectedWorkers | None = None
         self._alone = True
         self._session, self._handoffs = uuid.uuid4().hex, 0
@@ -163,7 +163,7 @@ class IPCTransport(StandaloneTransport):
     def _send_staged(self, connected: ConnectedWorkers, source: WeightSource, within: Deadline) -> None:
         params, segments, number = source.params(), connected.segments, -1
         packer, capacity = Packer(params, checked(source, params)), self.staging_bytes // SLOTS
-        for number, bucket in enumerate(self._plan.buckets(params, capacity)):
+        for number, bucket in enumerate(layout(params, capacity)):
             connected.await_taken(number - SLOTS, within)
             packer.fill(bucket, [half(segment, number, capacity) for segment in segments])
             for segment in segments:

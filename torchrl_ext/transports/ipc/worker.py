@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError, NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.transports.base import Arrival, WorkerEnd
-from torchrl_ext.transports.buckets import Lander, Plan
+from torchrl_ext.transports.buckets import Lander, layout
 from torchrl_ext.transports.ipc import messages
 from torchrl_ext.transports.ipc.host_memory import Segment, attach
 from torchrl_ext.transports.ipc.messages import read, send
@@ -41,7 +41,7 @@ class IPCWorker(WorkerEnd):
     """
 
     def __init__(self, address: str, devices: Callable[[], list[str]], rank: int | None = None) -> None:
-        self._address, self._devices, self._rank, self._plan = address, devices, rank, Plan()
+        self._address, self._devices, self._rank = address, devices, rank
         self._link: Link | None = None
         self._welcome: messages.Welcome | None = None
 
@@ -106,7 +106,7 @@ class IPCWorker(WorkerEnd):
             segment = attach(welcome.segment)
             try:
                 capacity, lander = _capacity(segment), Lander(arrival.params, into, segment.flat.device)
-                buckets = self._plan.buckets(arrival.params, capacity)
+                buckets = layout(arrival.params, capacity)
                 for number, bucket in enumerate(buckets):
                     _await_filled(link, load.handoff, number, within.again(link.peer))
                     pairs = lander.take(bucket, half(segment, number, capacity))
