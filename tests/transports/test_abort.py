@@ -3,14 +3,16 @@
 import threading
 
 import pytest
+from torch.distributed import HashStore
 
 import torchrl_ext as tx
 from tests.processes import WAIT_S
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.deadline import Deadline, in_thread
+from torchrl_ext.errors import TransportError, WeightSyncError
 from torchrl_ext.messages import Join
 from torchrl_ext.transports import disk, shared_root
 from torchrl_ext.transports.delta import reader
+from torchrl_ext.transports.ranks import Group, TrainerRanks
 
 MODULES = {"delta": reader, "disk": disk}
 
@@ -53,3 +55,20 @@ def test_an_abort_ends_the_wait_of_its_time_and_a_later_wait_neither_ends_nor_sp
         words = ("weight_v000003", "version 3") if step == "a version" else ("the trainer's root was not found before",)
         assert len(said) == count and any(one in said[-1] for one in words)
     receiver.close()
+
+
+def test_an_abort_ends_the_wait_of_a_trainer_rank_for_rank_0():
+    transport, looked = tx.MemoryTransport(), threading.Event()
+
+    class Store(HashStore):
+        def check(self, keys):
+            looked.set()
+            return super().check(keys)
+
+    group = Group(1, 2, Store())
+    transport.ranks = TrainerRanks("abort", WAIT_S, group=lambda: group)
+    following = in_thread(lambda: transport.send_weights({"x": 1}), "rank 1")
+    assert looked.wait(WAIT_S)
+    transport.abort()
+    with pytest.raises(TransportError, match="trainer rank 0 began no update before the wait was ended"):
+        following.result(WAIT_S)

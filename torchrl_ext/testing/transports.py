@@ -38,7 +38,14 @@ from torch import Tensor, nn
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 import torchrl_ext as tx
-from torchrl_ext.errors import ConcurrentUpdateError, ManifestError, NotConnectedError, TransportError, WeightSyncError
+from torchrl_ext.errors import (
+    ConcurrentUpdateError,
+    ConfigError,
+    ManifestError,
+    NotConnectedError,
+    TransportError,
+    WeightSyncError,
+)
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.registry import transports
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
@@ -509,10 +516,11 @@ class StandaloneContract(TransportContract):
             assert held[key].data_ptr() == pointer
             assert same_bits(held[key], sent[key])
 
-    def test_a_model_takes_the_weights_in_place(self, ends: Ends) -> None:
+    @pytest.mark.parametrize("into", ["weights", "model"])
+    def test_a_module_takes_the_weights_in_place(self, ends: Ends, into: Any) -> None:
         sent, held = nn.Sequential(nn.Linear(3, 4)), nn.Sequential(nn.Linear(3, 4))
         parameter = held[0].weight
-        assert_arrived(ends.exchange("policy", sent, model=held), sent)
+        assert_arrived(ends.exchange("policy", sent, **{into: held}), sent)
         assert held[0].weight is parameter
         assert same_bits(held.get_parameter("0.weight").detach(), sent.get_parameter("0.weight").detach())
 
@@ -582,6 +590,11 @@ class StandaloneContract(TransportContract):
             with pytest.raises(ManifestError, match=named):
                 make(case).exchange("policy", {"a": torch.ones(3), "b": {"c": torch.ones(2)}}, **{into: target})
             assert all(not tensor.any() for tensor in held.values()), case
+
+    @pytest.mark.parametrize("into", ["weights", "model"])
+    def test_an_object_without_tensors_is_refused_at_once(self, ends: Ends, into: Any) -> None:
+        with pytest.raises(ConfigError, match="weights cannot land in a list"):
+            ends.worker.receive_weights(None, **{into: [torch.zeros(3)]})
 
     def test_a_bare_send_connects_until_the_shutdown(self, ends: Ends) -> None:
         assert not ends.trainer.check_connection()

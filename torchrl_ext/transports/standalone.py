@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.landing.loader import TensorsLoader, as_loader
+from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.transports.base import Arrival, Transport, Update, WorkerEnd, exclusive, passing, steps_of
 from torchrl_ext.transports.ranks import TrainerRanks, numbered
 from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.source import as_source, inner_model, is_mapping
+from torchrl_ext.weights.source import as_source, inner_model
 
 __all__ = ["Mailbox", "QueueMailbox", "StandaloneTransport"]
 
@@ -45,13 +44,13 @@ class QueueMailbox(Mailbox):
         self._arrivals.put(arrival)
 
     def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
-        found = None
         for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
+            newest = None
             while not self._arrivals.empty():
-                found = self._arrivals.get_nowait()
-            if found is not None:
-                break
-        return found
+                newest = self._arrivals.get_nowait()
+            if newest is not None:
+                return newest
+        return None
 
 
 class StandaloneTransport(Transport):
@@ -114,7 +113,8 @@ class StandaloneTransport(Transport):
         weights = model_id if weights is None else weights
         with exclusive(self, "send_weights"):
             if not self.own_ranks().drives:
-                ended = self.ranks.following(lambda: steps_of(self, as_source(weights)))
+                self._within = Deadline(float("inf"), "trainer rank 0")
+                ended = self.ranks.following(lambda: steps_of(self, as_source(weights)), self._within)
                 if ended.error is not None:
                     raise ended.error
                 return
@@ -155,19 +155,23 @@ class StandaloneTransport(Transport):
 
         Args:
             timeout: seconds to wait for one; None waits as long as this transport waits for anything, `timeout_s`.
-            weights: TensorDict or mapping to fill in place.
-            model: module (or TensorDict) to apply the weights to.
+            weights: TensorDict, mapping of tensors or module to fill in place, as the bytes arrive.
+            model: module (or TensorDict) to apply the weights to, once all of them have arrived.
             strategy: TorchRL `WeightStrategy` through which they are applied to ``model``.
 
         Returns:
             TensorDict with flat keys (``weights`` itself is only filled), or None when nothing new came.
 
         Raises:
-            ManifestError: ``weights`` or ``model`` has other parameters; nothing was changed.
+            ConfigError: ``weights`` or ``model`` is of another kind; nothing was received.
+            ManifestError: it has other parameters; nothing was changed.
             IntegrityError, TransportError: what arrived is damaged or incomplete.
         """
-        wait_s = self.timeout_s if timeout is None else timeout
-        within = self._within = Deadline(wait_s, f"the trainer of this {self.name} transport")
+        filled = None if weights is None else as_loader(weights)
+        applied = None if model is None or strategy is not None else as_loader(model)
+        loaders = [loader for loader in (filled, applied) if loader is not None]
+        who, wait_s = f"the trainer of this {self.name} transport", self.timeout_s if timeout is None else timeout
+        within = self._within = Deadline(wait_s, who)
         if self._end is None:
             self._end = self.attend(within)
         arrival = self.mailbox.get(within, self._received)
@@ -175,24 +179,19 @@ class StandaloneTransport(Transport):
             return None
         self._connected = True
         try:
-            target = None if weights is None else TensorsLoader(_mapping(weights))
-            loader = None if model is None or strategy is not None else as_loader(model)
-            for one in filter(None, (target, loader)):
-                one.check(arrival.params)
+            for loader in loaders:
+                loader.check(arrival.params)
         except Exception as error:
             self.mailbox.refuse(arrival, error)
             raise
-        into = {} if target is None else target.targets()
-        within = self._within = Deadline(self.timeout_s, within.who)
-        received = dict(self._end.receive(arrival, into, within))
-        if target is not None:
-            target.load(received.items())
-            into = target.targets()
-            received = {name: into[name] for name in received}
-        if loader is not None:
+        into = {} if filled is None else filled.targets()
+        received = dict(self._end.receive(arrival, into, Deadline(self.timeout_s, who, within.stop)))
+        for loader in loaders:
             loader.start()
             loader.load(received.items())
             loader.finish()
+        into = {} if filled is None else filled.targets()
+        received = {name: into.get(name, tensor) for name, tensor in received.items()}
         from tensordict import TensorDict  # only the standalone route needs it; engines have no tensordict
 
         result = TensorDict(received, batch_size=[])
@@ -223,9 +222,3 @@ def _is_flat(model: Any) -> bool:
     from tensordict import TensorDictBase
 
     return isinstance(model, TensorDictBase) and any("." in key for key in model.keys())  # noqa: SIM118 - a TensorDict iterates over its batch
-
-
-def _mapping(weights: Any) -> Any:
-    if not is_mapping(weights):
-        raise ManifestError(f"weights= is a {type(weights).__name__}", expected="a TensorDict or a mapping of tensors")
-    return weights
