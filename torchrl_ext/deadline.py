@@ -173,7 +173,6 @@ def beside(call: Callable[[Callable[[], None]], None], within: Deadline) -> Iter
         call: takes a callable for failures that it sees early.
         within: of the block's waits.
     """
-    failures: list[BaseException] = []
     foreseen = threading.Event()
 
     def early() -> None:
@@ -183,23 +182,21 @@ def beside(call: Callable[[Callable[[], None]], None], within: Deadline) -> Iter
     def run() -> None:
         try:
             call(early)
-        except BaseException as error:  # noqa: BLE001 - carried over to the waiting thread
-            failures.append(error)
-            within.stop.set()
+        except BaseException:
+            early()
+            raise
 
-    thread = threading.Thread(target=run, name="torchrl-ext-load", daemon=True)
-    thread.start()
+    job = in_thread(run, "torchrl-ext-load")
     try:
         yield
     except BaseException as error:
-        late = not failures and not foreseen.is_set()
+        first = foreseen.is_set()
         within.stop.set()
-        thread.join()
-        if failures and not late:
-            raise failures[0] from error
-        for other in failures:
-            _append(error, other)
+        other = job.exception()
+        if other is None:
+            raise
+        if first:
+            raise other from error
+        _append(error, other)
         raise
-    thread.join()
-    if failures:
-        raise failures[0]
+    job.result()
