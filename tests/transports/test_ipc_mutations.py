@@ -208,9 +208,9 @@ def test_a_worker_takes_any_invitation_to_a_shared_root(tmp_path, monkeypatch):
     (tmp_path / "secret").write_text("run")
     shared = SharedRoot(store, "run")
     info = shared.invite()
-    shared.find(Invitation.from_json(info), Deadline(1.0))
+    Invitation.from_json(info).find(store, Deadline(1.0))
     for _ in range(ROUNDS // 4):
         with suppress(WeightSyncError):
-            shared.find(Invitation.from_json(message_of(draw, info)), Deadline(0.0))
+            Invitation.from_json(message_of(draw, info)).find(store, Deadline(0.0))
     with pytest.raises(WeightSyncError, match="probe"):
-        shared.find(Invitation.from_json({**info, "probe": "secret"}), Deadline(0.0))
+        Invitation.from_json({**info, "probe": "secret"}).find(store, Deadline(0.0))

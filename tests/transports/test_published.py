@@ -70,7 +70,7 @@ def test_a_version_that_is_announced_in_several_calls_lands_when_the_last_one_ca
     with pytest.raises(StoreError, match="not rank9999_flush000000"):
         root.contents(2, [second, "rank9999_flush000000.safetensors"])
     for files in ("rank", [], [1], {"a": 1}):
-        with pytest.raises(ConfigError, match="a list of names"):
+        with pytest.raises(ConfigError, match="files is malformed"):
             root.contents(2, files)
 
 

@@ -6,7 +6,6 @@ Bodies and answers are those of slime's SGLang (``/pull_weights``, ``/update_wei
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -30,7 +29,7 @@ class Dialects:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._loads = DiskLoads(_Reloadable(engine), f"reader-{os.getpid()}")
+        self._loads = DiskLoads(_Reloadable(engine))
 
     def pull(self, body: Info) -> None:
         """Bring a checkpoint on this host to a version (`torchrl_ext.versions.local_checkpoint`).

@@ -87,8 +87,7 @@ def _look(invitation: Info) -> Info:
     try:
         admit(invitation.get("root"))
         store = open_store(invitation["root"])
-        shared = SharedRoot(store, str(invitation.get("run_id")))
-        shared.find(Invitation.from_json(invitation, "the root to look at"), Deadline(2.0))
+        Invitation.from_json(invitation, "the root to look at").find(store, Deadline(2.0))
         found["seen"] = True
         if "://" not in store.url:
             status = os.statvfs(store.url)
@@ -97,7 +96,7 @@ def _look(invitation: Info) -> Info:
         found["why"] = _short(error.what if isinstance(error, WeightSyncError) else error)
         return found
     try:
-        found["probe"] = shared.invite()["probe"]
+        found["probe"] = SharedRoot(store, invitation["run_id"]).invite()["probe"]
         _written.add((store.url, found["probe"]))
     except (StoreError, OSError) as error:  # readers need not be able to write
         found["why"] = _short(error)

@@ -24,7 +24,7 @@ from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.base import Handoff
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.transports.published import PublishedRoot
-from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation, SharedRoot
+from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.adapter import adapter_rank
 from torchrl_ext.weights.checkpoint import CheckpointSource
@@ -64,8 +64,8 @@ class PublishedFollower:
         """Put one published version in service.
 
         Args:
-            info: from `DiskTransport.poll` or `PublishedRoot.newest`. With a ``path``, engines compare digests of every
-                tensor there with what they hold.
+            info: from `DiskTransport.newest` or `PublishedRoot.newest`. With a ``path``, engines compare digests of all
+                tensors there with their own.
 
         Raises:
             UpdateError: an engine does not serve it; the same version can be taken again.
@@ -134,14 +134,13 @@ class DiskLoads:
 
     Args:
         engine: the engine that loads.
-        reader: a name for its workers.
 
     An engine that a failed load left paused resumes with the next good one. Until then no part of a version is taken:
     with more of it to come, nobody could tell that pause from one of the caller's own.
     """
 
-    def __init__(self, engine: ReloadableEngine, reader: str) -> None:
-        self._engine, self._reader = engine, reader
+    def __init__(self, engine: ReloadableEngine) -> None:
+        self._engine = engine
         self._one_at_a_time = threading.Lock()
         self._joined: tuple[str, Any] | None = None
         self._connection = ""
@@ -177,7 +176,7 @@ class DiskLoads:
     def _land(self, path: str, label: str | None, files: Any, serves: bool) -> str:
         engine, in_parts = self._engine, not serves and self._stuck is None
         base = engine.model if os.path.isdir(engine.model) else None
-        root, version = PublishedRoot.of_path(path, base, reader=self._reader)
+        root, version = PublishedRoot.of_path(path, base)
         try:
             params, own = root.contents(version, files, parts=in_parts)
         except ConfigError as error:
@@ -297,4 +296,4 @@ def check_adapter(message: CheckAdapter, *, enabled: bool, max_rank: int | None)
     if message.root is not None:
         admit(message.root.get("root"))
         offer = Invitation.from_json(message.root, "the root of an adapter")
-        SharedRoot(open_store(offer.root), "").find(offer, Deadline(VISIBLE_S))
+        offer.find(open_store(offer.root), Deadline(VISIBLE_S))

@@ -155,7 +155,7 @@ class DiskTransport(StandaloneTransport):
         return self._versions.newest()
 
     def _prune(self, oldest: int | None) -> None:
-        """Remove versions before ``oldest``; with None, where nobody says what is read, all but the newest two."""
+        """Remove versions before ``oldest``; None, where no control layer knows which are read, keeps two."""
         if self._keep_files:
             return
         if oldest is None:
@@ -176,7 +176,7 @@ class DiskTransport(StandaloneTransport):
 
     @cached_property
     def _reader(self) -> DiskReader:
-        return DiskReader(self._store, self._local, self.timeout_s)
+        return DiskReader(self._store, self._local)
 
     @property
     def mailbox(self) -> DiskReader:
@@ -206,9 +206,9 @@ class DiskTransport(StandaloneTransport):
     def join(cls, info: Info, here: Worker, within: Deadline) -> WorkerEnd:
         offer = Offer.from_json(info, "the offer of a disk transport")
         store = LocalStore(offer.root)
-        SharedRoot(store, "").find(offer, within)
+        offer.find(store, within)
         local = None if offer.local_dir is None else LocalCheckpoint(offer.local_dir)
-        return DiskReader(store, local, within.timeout_s)
+        return DiskReader(store, local)
 
 
 @final
@@ -218,11 +218,10 @@ class DiskReader(WorkerEnd, Mailbox):
     Args:
         store: the root.
         local: the copy on this host from which versions are loaded, if they are copied first.
-        timeout_s: deadline of every wait, in seconds.
     """
 
-    def __init__(self, store: LocalStore, local: LocalCheckpoint | None, timeout_s: float) -> None:
-        self._store, self._local, self._timeout_s = store, local, timeout_s
+    def __init__(self, store: LocalStore, local: LocalCheckpoint | None) -> None:
+        self._store, self._local = store, local
         self._versions = Chain(store)
         self._received: Held | None = None
         self._opened: PublishedVersion | None = None

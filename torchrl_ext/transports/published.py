@@ -11,12 +11,13 @@ from typing import Any, ClassVar, final
 
 from torchrl_ext.codecs.base import codec_from_json, needs_base
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
+from torchrl_ext.messages import Files
 from torchrl_ext.stores import Chain, open_store, version_name, version_number
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.stores.versions import read_version
 from torchrl_ext.transports.shared_root import SharedRoot
-from torchrl_ext.types import Info
+from torchrl_ext.types import Info, decoded
 from torchrl_ext.versions.foreign import ForeignVersions, is_flush
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
@@ -34,19 +35,18 @@ class PublishedRoot:
     Args:
         root: directory or URL, which engines reach under the same path.
         base: the checkpoint with which the engines were started; a directory here, or a name that only they know.
-        reader: a name for the workers that join.
     """
 
     name: ClassVar[str] = "delta"
     """The transport by which engines join it."""
 
-    def __init__(self, root: str | os.PathLike[str], base: str | None = None, *, reader: str = "reader") -> None:
+    def __init__(self, root: str | os.PathLike[str], base: str | None = None) -> None:
         self.root, self._base = os.fspath(root), base
         self._store = open_store(root)
-        self._shared = SharedRoot(self._store, reader)
+        self._shared = SharedRoot(self._store, uuid.uuid4().hex)
 
     @classmethod
-    def of_path(cls, path: str, base: str | None = None, *, reader: str = "reader") -> tuple[PublishedRoot, int]:
+    def of_path(cls, path: str, base: str | None = None) -> tuple[PublishedRoot, int]:
         """Return the root and the version that a call names: ``ROOT/weight_v000007``, or ``ROOT`` for its newest.
 
         Raises:
@@ -57,10 +57,10 @@ class PublishedRoot:
         given = Path(path).absolute()
         version = version_number(given.name)
         if version is not None:
-            return cls(given.parent, base, reader=reader), version
+            return cls(given.parent, base), version
         if not given.is_dir():
             raise StoreError(f"{path} is no directory", state=_UNCHANGED)
-        root = cls(given, base, reader=reader)
+        root = cls(given, base)
         return root, root._newest()
 
     def newest(self) -> Info:
@@ -98,7 +98,11 @@ class PublishedRoot:
             StoreError: there is no such version, or a file of it is missing.
             ConfigError: ``files`` is no list of names, or names only a part of the version where ``parts`` is false.
         """
-        own = self._flushes(version, files)
+        names, own = set(self._store.list(version_name(version))), None
+        if files is not None and all(map(is_flush, decoded(files, Files, "files"))) and MANIFEST not in names:
+            if lost := sorted({*files} - names):
+                raise self._absent(version, f", or not {lost[0]} of it")
+            own = sorted(files)
         if parts and own is not None and self._local_base is not None:
             # the versions before may be gone, and change no name or shape
             return [meta.to_json() for meta in CheckpointSource(self._local_base).params()], own
@@ -106,7 +110,6 @@ class PublishedRoot:
             params = self._chain().version(version).params
         except FileNotFoundError as error:
             raise self._absent(version) from error
-        names = set(self._store.list(version_name(version)))
         lost = sorted(name for name in names - {*(files or names)} if name.endswith((".safetensors", ".bin")))
         if lost and MANIFEST not in names and not (parts and own is not None):
             raise ConfigError(
@@ -152,25 +155,11 @@ class PublishedRoot:
             raise StoreError(f"{self.root} holds no version", state=_UNCHANGED)
         return version
 
-    def _flushes(self, version: int, files: Any) -> list[str] | None:
-        """Return the sorted ``files`` of a call where they are in slime's first format; see `contents`."""
-        if files is None:
-            return None
-        if not isinstance(files, list) or not files or not all(isinstance(name, str) for name in files):
-            raise ConfigError(f"files is {files!r:.80}", expected="a list of names", state=_UNCHANGED)
-        names = set(self._store.list(version_name(version)))
-        if not all(map(is_flush, files)) or MANIFEST in names:
-            return None
-        lost = min(set(files) - names, default=None)
-        if lost is not None:
-            raise self._absent(version, f", or not {lost} of it")
-        return sorted(files)
-
     def _absent(self, version: int, more: str = "") -> StoreError:
         return StoreError(
             f"{self.root} holds no version {version}{more}",
             state=_UNCHANGED,
-            hint="publish every file of a version before the engine is told of it",
+            hint="publish every file of a version before an engine is asked to load it",
         )
 
     def _needs_base(self) -> bool:
@@ -181,6 +170,6 @@ class PublishedRoot:
                 delta = chain.version(number).delta
                 if delta is None:
                     break
-                if any(needs_base(codec_from_json(told)) for told in delta.codecs):
+                if any(needs_base(codec_from_json(codec)) for codec in delta.codecs):
                     return True
         return False

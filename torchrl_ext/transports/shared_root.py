@@ -29,7 +29,7 @@ class Invitation(Wire, frozen=True, kw_only=True):
     Attributes:
         root: of the versions, as workers see it.
         probe: the key of the probe.
-        run_id: names the trainer's run; the probe holds it.
+        run_id: names the trainer's run; the content of the probe.
         host: of the trainer.
     """
 
@@ -38,13 +38,55 @@ class Invitation(Wire, frozen=True, kw_only=True):
     run_id: str
     host: str
 
+    def find(self, store: Store, within: Deadline) -> None:
+        """Look for the trainer's probe (worker end).
+
+        Args:
+            store: the root, as this process sees it.
+            within: ends the wait, which lasts `VISIBLE_S` at most.
+
+        Raises:
+            StoreError: it is not here, so the root is only visible to the trainer, or another directory.
+            TransportError: another thread ended the wait.
+            IntegrityError: the invitation names no probe.
+        """
+        if not _PROBE.fullmatch(self.probe):
+            raise IntegrityError(
+                f"the probe of a shared root is {self.probe!r}",
+                expected="a name as the trainer gives one",
+                state="nothing was read",
+            )
+        here, trainer = f"{store.url} on {socket.gethostname()}", f"{self.root} on {self.host}"
+        found = None
+        for _ in within.within(VISIBLE_S).pauses(shortest_s=_LOOK_S, longest_s=_LOOK_S):
+            with suppress(FileNotFoundError):
+                found = store.get(self.probe)
+            if found is not None or not store.available():
+                break
+        if found is None and within.stop.is_set():
+            raise within.error("the trainer's root was not found", state=_NOT_SENT)
+        if found is None:
+            raise StoreError(
+                f"{here} does not hold what the trainer wrote into {trainer}: this root is only visible to the trainer",
+                expected=f"the file {self.probe}",
+                state=_NOT_SENT,
+                hint=_SHARE,
+            )
+        if found != self.run_id.encode(errors="replace"):
+            raise StoreError(
+                f"{here} and {trainer} are different directories",
+                expected="one directory that both ends see",
+                state=_NOT_SENT,
+                hint=_SHARE,
+            )
+
 
 class SharedRoot:
-    """Writes the probe on the trainer's end, and looks for it on a worker's.
+    """Writes a probe, and invites workers to look for it (trainer end).
 
     Args:
         store: the directory (or bucket), as this process sees it.
-        token: what the probe holds; names the trainer's run.
+        token: the content of the probe; names the trainer's run.
 
     Attributes:
         probe: the key of the probe that lies there, if one does.
@@ -55,7 +97,7 @@ class SharedRoot:
         self.probe: str | None = None
 
     def invite(self) -> Info:
-        """Write a probe, and return the fields of an `Invitation` (trainer end)."""
+        """Write a probe, and return the fields of an `Invitation`."""
         self.clear()
         self.probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
         self._store.put(self.probe, self._token.encode())
@@ -63,46 +105,8 @@ class SharedRoot:
         return {"root": self._store.url, "probe": self.probe, "run_id": self._token, "host": host}
 
     def clear(self) -> None:
-        """Remove the probe, if there is one (trainer end)."""
+        """Remove the probe, if there is one."""
         if self.probe is not None:
             with suppress(StoreError):
                 self._store.delete(self.probe)
             self.probe = None
-
-    def find(self, offer: Invitation, within: Deadline) -> None:
-        """Look for the trainer's probe (worker end).
-
-        Raises:
-            StoreError: it is not here, so the root is only visible to the trainer, or another directory.
-            TransportError: another thread ended the wait.
-            IntegrityError: the offer names no probe.
-        """
-        if not _PROBE.fullmatch(offer.probe):
-            raise IntegrityError(
-                f"the probe of a shared root is {offer.probe!r}",
-                expected="a name as the trainer gives one",
-                state="nothing was read",
-            )
-        here, trainer = f"{self._store.url} on {socket.gethostname()}", f"{offer.root} on {offer.host}"
-        found = None
-        for _ in within.within(VISIBLE_S).pauses(shortest_s=_LOOK_S, longest_s=_LOOK_S):
-            with suppress(FileNotFoundError):
-                found = self._store.get(offer.probe)
-            if found is not None or not self._store.available():
-                break
-        if found is None and within.stop.is_set():
-            raise within.error("the trainer's root was not found", state=_NOT_SENT)
-        if found is None:
-            raise StoreError(
-                f"{here} does not hold what the trainer wrote into {trainer}: this root is only visible to the trainer",
-                expected=f"the file {offer.probe}",
-                state=_NOT_SENT,
-                hint=_SHARE,
-            )
-        if found != offer.run_id.encode(errors="replace"):
-            raise StoreError(
-                f"{here} and {trainer} are different directories",
-                expected="one directory that both ends see",
-                state=_NOT_SENT,
-                hint=_SHARE,
-            )

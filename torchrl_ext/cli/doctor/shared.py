@@ -179,10 +179,9 @@ class SharedChecks:
     def _comes_back(self, probe: str) -> bool:
         if self._store is None or not probe.startswith(".probe") or "/" in probe:
             return False
-        theirs = SharedRoot(self._store, self._token)
         offer = Invitation(root=str(self._root), probe=probe, run_id=self._token, host="the engine")
         try:
-            theirs.find(offer, Deadline(2.0))
+            offer.find(self._store, Deadline(2.0))
         except WeightSyncError:
             return False
         with suppress(StoreError):

@@ -59,7 +59,7 @@ class SGLangWorker:
     """
 
     def __init__(self, model: nn.Module, checkpoint: str, group: distributed.ProcessGroup, **settings: Any) -> None:
-        self._group, self._checkpoint = group, checkpoint
+        self._checkpoint = checkpoint
         self._loader = SGLangLoader(model, checkpoint, group, **settings)
         self._end = WorkerEnd(
             self._loader,
@@ -129,8 +129,7 @@ class SGLangWorker:
 
         def look() -> None:
             nonlocal root, version, params, own
-            reader = f"reader-{distributed.get_rank(self._group)}"
-            root, version = PublishedRoot.of_path(path, self._checkpoint, reader=reader)
+            root, version = PublishedRoot.of_path(path, self._checkpoint)
             params, own = root.contents(version, call.files, parts=call.paused)
 
         def join() -> None:

@@ -78,7 +78,7 @@ class UpdateFromDisk:
         served: dict[str, Any] = {"pause_mode": "keep", "loop": asyncio.get_running_loop()}
         self._files = _Files(engine_client, timeout_s=_FILES_S, **served)
         reloadable = _Reloadable(engine_client, timeout_s=_STEP_S, files=self._files, model=args.model, **served)
-        self._loads = DiskLoads(reloadable, f"reader-{os.getpid()}")
+        self._loads = DiskLoads(reloadable)
         self._keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]  # as vLLM finds them
 
     async def update(self, request: Request) -> JSONResponse:

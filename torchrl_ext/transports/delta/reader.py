@@ -20,7 +20,7 @@ from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.base import Arrival, Worker, WorkerEnd
 from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.transports.delta.broadcast import FORMAT, Broadcast
-from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation, SharedRoot
+from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation
 from torchrl_ext.transports.standalone import Mailbox
 from torchrl_ext.types import Info
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
@@ -109,7 +109,7 @@ class DeltaReader(WorkerEnd, Mailbox):
             root = offer.root or ""
             store = open_store(root)
             invitation = Invitation(root=root, probe=offer.probe, run_id=offer.run_id, host=offer.host)
-            SharedRoot(store, "").find(invitation, within)
+            invitation.find(store, within)
         else:
             Broadcast.require(offer.format)
             store = MemoryStore()
