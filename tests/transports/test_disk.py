@@ -22,12 +22,12 @@ from tests.processes import calling, python, running_python
 from tests.transports import disk_ends
 from tests.transports.disk_ends import everything, joined, publish, versions, weights
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, IntegrityError, StoreError
+from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, any_bits, same_bits
 from torchrl_ext.weights.derived import CastSource
 from torchrl_ext.weights.digests import tensor_digest
-from torchrl_ext.weights.source import MappingSource, as_source
+from torchrl_ext.weights.source import as_source
 
 IN_A_SMALL_FILESYSTEM = ("unshare", "--user", "--map-root-user", "--mount")
 
@@ -55,16 +55,14 @@ class TestFiles:
         assert AutoTokenizer.from_pretrained(folder).decode([5]) == AutoTokenizer.from_pretrained(base).decode([5])
         trainer.shutdown()
 
-    def test_a_model_brings_its_own_config(self, root, trainer):
-        trainer.send_weights("policy", tiny_model())
-        config = json.loads((root / "weight_v000001" / "config.json").read_bytes())
-        assert config["architectures"] == ["Qwen3ForCausalLM"]
-        assert config["dtype"] == "float32"
-        assert config["hidden_size"] == tiny_config().hidden_size
-
-    def test_a_cast_on_the_way_out_is_in_the_config_too(self, root, trainer):
-        trainer.send_weights("policy", CastSource(as_source(tiny_model()), torch.bfloat16))
-        assert json.loads((root / "weight_v000001" / "config.json").read_bytes())["dtype"] == "bfloat16"
+    def test_a_model_brings_its_own_config_with_the_dtype_that_is_sent(self, root, trainer):
+        for dtype in (torch.float32, torch.bfloat16):
+            trainer.send_weights("policy", CastSource(as_source(tiny_model()), dtype))
+        found = [json.loads((folder / "config.json").read_bytes()) for folder in sorted(root.glob("weight_v*"))]
+        assert [config["dtype"] for config in found] == ["float32", "bfloat16"]
+        for config in found:
+            assert config["architectures"] == ["Qwen3ForCausalLM"]
+            assert config["hidden_size"] == tiny_config().hidden_size
 
     def test_the_reference_library_reads_shards_of_mixed_dtypes(self, root, trainer):
         sent = {
@@ -226,19 +224,6 @@ class TestLifetime:
         assert worker.receive_weights(WAIT_S)["w00"][0] == 2
         trainer.shutdown()
 
-    def test_a_source_that_fails_leaves_nothing_and_the_next_version_is_fine(self, root, trainer, worker):
-        class Failing(MappingSource):
-            def __iter__(self):
-                yield from list(super().__iter__())[:10]
-                raise ValueError("out of memory, say")
-
-        trainer.send_weights("policy", weights(1))
-        with pytest.raises(ValueError, match="out of memory, say"):
-            trainer.send_weights("policy", Failing(weights(2)))
-        assert everything(root) == ["latest", "weight_v000001"]
-        trainer.send_weights("policy", weights(3))
-        assert worker.receive_weights(WAIT_S)["w00"][0] == 3
-
     def test_the_probe_goes_with_the_next_version_and_with_the_trainer(self, root, trainer):
         trainer.open(1, (), Deadline(WAIT_S))
         assert len(everything(root)) == 1
@@ -359,22 +344,3 @@ class TestCopiesOnTheHost:
         found = worker.receive_weights(WAIT_S)
         assert all(same_bits(found[name], tensor) for name, tensor in weights(1).items())
         assert list((tmp_path / "copy").glob("*.safetensors"))
-
-    def test_a_damaged_file_is_found_before_the_pause(self, tmp_path, root):
-        trainer, (worker,) = self.ends(root, tmp_path / "copy")
-        publish(trainer, weights(1), 1)
-        file = next((root / "weight_v000001").glob("*.safetensors"))
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
-        with pytest.raises(IntegrityError, match="is damaged"):
-            worker.stage(1, None, Deadline(WAIT_S))
-        assert not (tmp_path / "copy/.weight_sync/state.json").exists()
-
-    def test_a_directory_with_files_of_others_is_left_alone(self, tmp_path, root):
-        (tmp_path / "notes.txt").write_text("mine")
-        trainer, (worker,) = self.ends(root, tmp_path)
-        publish(trainer, weights(1), 1)
-        with pytest.raises(ConfigError, match=r"holds files|lies in"):
-            worker.stage(1, None, Deadline(WAIT_S))
-        assert (tmp_path / "notes.txt").read_text() == "mine"
