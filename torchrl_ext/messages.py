@@ -22,7 +22,7 @@ import msgspec
 
 import torchrl_ext
 from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.types import Count, Info, ParamMeta, Part, decoded, dtype_name
+from torchrl_ext.types import Count, Info, ParamMeta, Part, Wire
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -51,28 +51,6 @@ RehearsePolicy = Annotated[str, msgspec.Meta(pattern=r"^(once|never|always)\Z")]
 WeightsLost = Annotated[str, msgspec.Meta(pattern=r"^(gone|reloaded)\Z")]
 
 
-class Wire(msgspec.Struct, frozen=True, kw_only=True):
-    """The base of what one process sends to another as a JSON object; fields that it lacks are ignored."""
-
-    def to_json(self) -> Info:
-        """Return the struct as a JSON object."""
-        fields: Info = msgspec.to_builtins(self, order="deterministic", enc_hook=dtype_name)
-        return fields
-
-    @classmethod
-    def from_json(cls, info: Any, what: str = "") -> Self:
-        """Decode a JSON object; the inverse of `to_json`.
-
-        Args:
-            info: the object.
-            what: names it in errors, ``"the offer of transport 'disk'"``.
-
-        Raises:
-            ConfigError: a field is missing, of another type or out of bounds; it is named.
-        """
-        return decoded(info, cls, what or cls.__name__)
-
-
 def _kind_of(name: str) -> str:
     """Return the kind of a message in JSON by the name of its class: ``"check_adapter"`` for ``"CheckAdapter"``."""
     return re.sub("(?<!^)(?=[A-Z])", "_", name).lower()
@@ -99,15 +77,15 @@ class Message(Wire, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
         """
         if isinstance(info, Mapping):
             info = {name: value for name, value in info.items() if name not in ("format", "release")}
-        return super().from_json(info, what or f"a {_kind_of(cls.__name__)!r} message")
+        return super().from_json(info, what or f"a {cls.__struct_config__.tag!r} message")
 
 
 class Connected(Message, frozen=True, kw_only=True):
     """The part of a message that names the connection of its sender.
 
     Attributes:
-        connection: the id that its `Join` brought; empty for a caller that made none, and whose steps are not told
-            from those of the sender that joined last.
+        connection: the id that its `Join` brought; empty for a caller that made none, whose steps count as steps of the
+            sender that joined last.
     """
 
     connection: Text = ""
@@ -123,7 +101,7 @@ def read(info: Any) -> Message:
     """Return the message that a JSON object stands for.
 
     Raises:
-        ConfigError: it is none, one of another release, or one with a field that cannot be; the field is named.
+        ConfigError: it is no message, or one of another release, or has an invalid field, which is named.
     """
     if not isinstance(info, Mapping):
         raise ConfigError(f"a message is {reprlib.repr(info)}", expected="an object", state="unchanged")
@@ -198,16 +176,6 @@ class Join(Connected, frozen=True, kw_only=True):
         """
         own = {name: value for name, value in info.items() if name in cls.__struct_fields__}
         return cls.from_json({**own, "offer": {name: value for name, value in info.items() if name not in own}})
-
-    def info(self) -> Info:
-        """Return the info of which `of` made the message."""
-        return {
-            **self.offer,
-            "transport": self.transport,
-            "params": [meta.to_json() for meta in self.params],
-            "rank_offset": self.rank_offset,
-            **({} if self.world_size is None else {"world_size": self.world_size}),
-        }
 
 
 class Rehearse(Connected, frozen=True, kw_only=True):
@@ -313,10 +281,6 @@ class Load(Connected, frozen=True, kw_only=True):
         """
         handoff = {name: value for name, value in info.items() if name != "version"}
         return cls.from_json({"version": info.get("version"), "handoff": handoff})
-
-    def info(self) -> Info:
-        """Return the info that `Transport.receive` takes."""
-        return {**self.handoff, "version": self.version}
 
 
 class Verify(Connected, frozen=True, kw_only=True):

@@ -10,16 +10,19 @@ import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import torch
 
 from torchrl_ext.errors import ConfigError, ManifestError, WeightSyncError
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = [
-    "PROOFS", "EngineInfo", "EngineRow", "Info", "ParamMeta", "Part", "SyncReport", "dtype_from_name", "dtype_name",
-    "least",
+    "PROOFS", "EngineInfo", "EngineRow", "Info", "ParamMeta", "Part", "SyncReport", "Wire", "dtype_from_name",
+    "dtype_name", "least",
 ]  # fmt: skip
 
 Info = dict[str, Any]
@@ -84,6 +87,28 @@ def _decode_dtype(kind: type, value: Any) -> Any:
         raise ValueError(error.what) from None
 
 
+class Wire(msgspec.Struct, frozen=True, kw_only=True):
+    """The base of what one process sends to another as a JSON object; fields that it lacks are ignored."""
+
+    def to_json(self) -> Info:
+        """Return the struct as a JSON object."""
+        fields: Info = msgspec.to_builtins(self, order="deterministic", enc_hook=dtype_name)
+        return fields
+
+    @classmethod
+    def from_json(cls, info: Any, what: str = "") -> Self:
+        """Decode a JSON object; the inverse of `to_json`.
+
+        Args:
+            info: the object.
+            what: names it in errors, ``"the offer of transport 'disk'"``.
+
+        Raises:
+            ConfigError: a field is missing, of another type or out of bounds; it is named.
+        """
+        return decoded(info, cls, what or cls.__name__)
+
+
 @functools.lru_cache(maxsize=4096)
 def _sizes(shape: torch.Size) -> tuple[int, ...]:
     """Return a shape as a tuple, of which tensors of one shape share one: a model has thousands of few shapes."""
@@ -129,7 +154,7 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         return f"{self.name} {dtype_name(self.dtype)}{list(self.shape)}"
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class Part(Wire, frozen=True, kw_only=True):
     """Names the tensors of a partial update, and the version that holds the others.
 
     Attributes:
@@ -139,15 +164,6 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     base: Count
     names: Annotated[frozenset[str], msgspec.Meta(min_length=1)]
-
-    def to_json(self) -> Info:
-        """Return the part as a JSON object, its names sorted."""
-        return {"base": self.base, "names": sorted(self.names)}
-
-    @classmethod
-    def from_json(cls, info: Mapping[str, Any]) -> Part:
-        """Make a part from its JSON object; raise ManifestError where it is malformed, or names nothing."""
-        return decoded(info, cls, "a part of a model", ManifestError)
 
 
 STOCK = ("disk", "native")
@@ -194,7 +210,7 @@ class EngineInfo:
 
     @property
     def stock(self) -> bool:
-        """Whether the engine runs without our plugin, and still follows: what it loaded, outputs alone can show."""
+        """Whether the engine follows without our plugin; only its outputs can show which weights it loaded."""
         return self.kind != "embedded" and bool(self.transports) and {*self.transports} <= {*STOCK}
 
 
@@ -300,7 +316,7 @@ def _finite(fields: Iterable[tuple[str, Any]]) -> Info:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether this machine alone reaches ``host``: a loopback address, or ``localhost``."""
+    """Return whether only this machine reaches ``host``: a loopback address, or ``localhost``."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

@@ -50,7 +50,7 @@ class Update:
     """One version as a trainer sends it.
 
     Attributes:
-        source: what is sent. Its ``part`` (`torchrl_ext.types.Part`) says which version has all other tensors, where it
+        source: the weights. Its ``part`` (`torchrl_ext.types.Part`) says which version has all other tensors, where it
             yields some; of a transport whose `Transport.parts` is false, which of all may differ from that version.
         version: its number.
         anew: workers may hold another sender's weights, so this version must build on nothing of theirs.

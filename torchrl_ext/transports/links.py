@@ -97,7 +97,7 @@ class Link:
                     continue
                 self.close()
                 raise DeadlineError(
-                    f"{self.peer} did not read what it was told ({len(data):,} bytes) in time",
+                    f"{self.peer} did not read a message of {len(data):,} bytes in time",
                     expected="a process that runs; a message is read as soon as it comes",
                     state="it may have got a part of the message, so the connection was closed",
                     hint="look for what keeps it from running, or start it again",
@@ -125,7 +125,7 @@ class Link:
                     message = None
                 del self._received[: 4 + size]
                 if not isinstance(message, dict):
-                    raise self._foreign("sent what is no JSON object")
+                    raise self._foreign("sent something other than a JSON object")
                 return message
             if not self._ready(select.POLLIN | _HUNG_UP, until, stop):
                 return None
