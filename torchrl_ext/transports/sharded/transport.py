@@ -125,7 +125,8 @@ class ShardedTransport(StandaloneTransport):
             with self.ranks.leading():
                 self._trainer.host(STANDALONE_GROUP, self._standalone_workers(), params, within)
         else:
-            ended = self.ranks.following(lambda: self._trainer.steps(None))
+            forever = Deadline(float("inf"), stop=within.stop)
+            ended = self.ranks.following(lambda: self._trainer.steps(None), forever)
             if ended.error is not None:
                 raise ended.error
 
