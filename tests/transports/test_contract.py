@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -13,71 +15,58 @@ from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
 from torchrl_ext.weights.source import checked
 
 
-class TestMemory(StandaloneContract):
+class OnChannel(StandaloneContract):
+    """Ends that meet on a named channel of this machine."""
+
+    settings: ClassVar = {}
+
+    def make_ends(self, tmp_path):
+        return Ends(*(tx.make_transport(self.name, channel=str(tmp_path), **self.settings) for _ in range(2)))
+
+    def make_trainer(self, tmp_path):
+        return tx.make_transport(self.name, **self.settings)
+
+
+class TestMemory(OnChannel):
     name = "memory"
 
-    def make_ends(self, tmp_path):
-        return Ends(
-            tx.make_transport("memory", channel=str(tmp_path)), tx.make_transport("memory", channel=str(tmp_path))
-        )
 
-    def make_trainer(self, tmp_path):
-        return tx.make_transport("memory")
+class TestIPC(OnChannel):
+    name, settings = "ipc", {"bucket_bytes": SMALL_BYTES}
 
 
-class TestIPC(StandaloneContract):
-    name = "ipc"
+class UnderRoot(StandaloneContract):
+    """Ends that share a directory."""
+
+    settings: ClassVar = {}
 
     def make_ends(self, tmp_path):
-        return Ends(*(tx.make_transport("ipc", channel=str(tmp_path), bucket_bytes=SMALL_BYTES) for _ in range(2)))
+        return Ends(self.make_trainer(tmp_path / "root"), tx.make_transport(self.name, root=tmp_path / "root"))
 
     def make_trainer(self, tmp_path):
-        return tx.make_transport("ipc", bucket_bytes=SMALL_BYTES)
+        return tx.make_transport(self.name, root=tmp_path, shard_bytes=SMALL_BYTES, **self.settings)
 
 
-class TestDisk(StandaloneContract):
+class TestDisk(UnderRoot):
     name = "disk"
 
-    def make_ends(self, tmp_path):
-        return Ends(
-            tx.make_transport("disk", root=tmp_path / "root", shard_bytes=SMALL_BYTES),
-            tx.make_transport("disk", root=tmp_path / "root"),
-        )
 
-    def make_trainer(self, tmp_path):
-        return tx.make_transport("disk", root=tmp_path, shard_bytes=SMALL_BYTES)
+class TestDelta(UnderRoot):
+    name, settings = "delta", {"encoding": "auto", "keyframe_every": 2}
 
 
-class TestDelta(StandaloneContract):
-    name = "delta"
-    encoding = "auto"
-    keyframe_every = 2
-
-    def make_ends(self, tmp_path):
-        return Ends(self.make_trainer(tmp_path / "root"), tx.make_transport("delta", root=tmp_path / "root"))
-
-    def make_trainer(self, tmp_path):
-        return tx.make_transport(
-            "delta",
-            root=tmp_path,
-            encoding=self.encoding,
-            keyframe_every=self.keyframe_every,
-            shard_bytes=SMALL_BYTES,
-        )
+class TestDeltaInFlushFiles(UnderRoot):
+    name, settings = "delta", {"encoding": "deltas_zstd", "keyframe_every": 0}
 
 
-class TestDeltaInFlushFiles(TestDelta):
-    encoding = "deltas_zstd"
-    keyframe_every = 0
-
-
-class TestDeltaInWholeFiles(TestDelta):
-    encoding = "xor"
-    keyframe_every = 0
+class TestDeltaInWholeFiles(UnderRoot):
+    name, settings = "delta", {"encoding": "xor", "keyframe_every": 0}
 
 
 class InGroup(StandaloneContract):
-    """Ends that meet in a group of two."""
+    """Ends that meet in a group of two, of which member 0 is the trainer."""
+
+    settings: ClassVar = {}
 
     def make_ends(self, tmp_path):
         port = free_port()
@@ -86,70 +75,39 @@ class InGroup(StandaloneContract):
     def make_trainer(self, tmp_path):
         return self.make_member(0, free_port())
 
+    def make_member(self, rank, port):
+        settings = {**self.seat(rank), **self.settings, "timeout_s": WAIT_S}
+        return tx.make_transport(self.name, master_port=port, **settings)
+
+    def seat(self, rank):
+        return {"rank": rank, "world_size": 2}
+
 
 class TestCollective(InGroup):
-    name = "collective"
-
-    def make_member(self, rank, port):
-        return tx.make_transport(
-            "collective",
-            master_address="127.0.0.1",
-            master_port=port,
-            rank=rank,
-            world_size=2,
-            bucket_bytes=SMALL_BYTES,
-            timeout_s=WAIT_S,
-        )
+    name, settings = "collective", {"master_address": "127.0.0.1", "bucket_bytes": SMALL_BYTES}
 
 
 class TestNativeSGLang(InGroup):
-    name = "native"
-    speaks = "sglang"
-
-    def make_member(self, rank, port):
-        return tx.make_transport(
-            "native",
-            make=self.speaks,
-            backend="gloo",
-            master_port=port,
-            rank=rank,
-            world_size=2,
-            bucket_bytes=SMALL_BYTES,
-            timeout_s=WAIT_S,
-        )
+    name, settings = "native", {"make": "sglang", "backend": "gloo", "bucket_bytes": SMALL_BYTES}
 
 
-class TestNativeVLLM(TestNativeSGLang):
-    speaks = "vllm"
-
-
-class TestSharded(InGroup):
-    name = "sharded"
-
-    def make_member(self, rank, port):
-        return tx.make_transport(
-            "sharded",
-            master_address="127.0.0.1",
-            master_port=port,
-            worker=None if rank == 0 else 0,
-            workers=1,
-            bucket_bytes=SMALL_BYTES,
-            timeout_s=WAIT_S,
-        )
+class TestNativeVLLM(InGroup):
+    name, settings = "native", {"make": "vllm", "backend": "gloo", "bucket_bytes": SMALL_BYTES}
 
 
 class TestDeltaByBroadcast(InGroup):
-    name = "delta"
+    name, settings = "delta", {"carrier": "collective"}
 
-    def make_member(self, rank, port):
-        return tx.make_transport(
-            "delta", carrier="collective", master_port=port, rank=rank, world_size=2, timeout_s=WAIT_S
-        )
+
+class TestSharded(InGroup):
+    name, settings = "sharded", {"master_address": "127.0.0.1", "bucket_bytes": SMALL_BYTES}
+
+    def seat(self, rank):
+        return {"worker": None if rank == 0 else 0, "workers": 1}
 
 
 def test_every_registered_transport_is_under_the_contract():
-    suites = [*StandaloneContract.__subclasses__(), *InGroup.__subclasses__()]
-    covered = {suite.name for suite in suites if suite is not InGroup}
+    covered = {suite.name for kind in (OnChannel, UnderRoot, InGroup) for suite in kind.__subclasses__()}
     assert covered == set(tx.transports()) - {"shelf", "slot"}
 
 
