@@ -22,7 +22,7 @@ from torchrl_ext.cli.main import main
 from torchrl_ext.errors import UpdateError
 from torchrl_ext.launch.environments import SGLANG_CPU
 from torchrl_ext.testing import any_bits, same_bits
-from torchrl_ext.transports.native.wire import layout_of
+from torchrl_ext.transports.native.transport import layout_of
 from torchrl_ext.weights.source import MappingSource, as_source
 
 pytestmark = pytest.mark.engine
@@ -48,15 +48,15 @@ def tensors(params, seed=0):
 
 def as_sent(params, make, bucket_bytes):
     """Each call's parameters, and the broadcasts that it is carried by."""
-    found, layout = tensors(params), layout_of(params, make, bucket_bytes)
+    found, (buckets, calls) = tensors(params), layout_of(params, make, bucket_bytes)
     flat = [
         b"".join(found[m.name].view(-1).view(torch.uint8).numpy().tobytes() for m in params[a:b])
-        for a, b in ((bucket.spans[0].first, bucket.spans[-1].stop) for bucket in layout.buckets)
+        for a, b in ((bucket.spans[0].first, bucket.spans[-1].stop) for bucket in buckets)
     ]
-    for first, stop in layout.calls:
+    for first, stop in calls:
         carried = [
             torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            for bucket, data in zip(layout.buckets, flat, strict=True)
+            for bucket, data in zip(buckets, flat, strict=True)
             if first <= bucket.spans[0].first < stop and data
         ]
         yield [meta for meta in params[first:stop] if meta.nbytes], carried

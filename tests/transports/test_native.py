@@ -17,8 +17,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, Tr
 from torchrl_ext.testing import DTYPES, any_bits, free_port
 from torchrl_ext.transports.base import Arrival, Update, Worker
 from torchrl_ext.transports.native.meeting import Group, Meeting
-from torchrl_ext.transports.native.transport import NativeTransport
-from torchrl_ext.transports.native.wire import layout_of
+from torchrl_ext.transports.native.transport import NativeTransport, layout_of
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.source import MappingSource, as_source
@@ -50,20 +49,19 @@ def places(params, first, stop):
 @pytest.mark.parametrize("seed", range(6))
 def test_calls_and_broadcasts_cover_every_parameter_once_and_in_order(make, seed):
     params = some_params(seed)
-    layout = layout_of(params, make, 512)
-    named = [index for first, stop in layout.calls for index in range(first, stop)]
-    carried = [index for one in layout.buckets for span in one.spans for index in range(span.first, span.stop)]
+    buckets, calls = layout_of(params, make, 512)
+    named = [index for first, stop in calls for index in range(first, stop)]
+    carried = [index for one in buckets for span in one.spans for index in range(span.first, span.stop)]
     assert named == carried == list(range(len(params)))
-    assert sum(bucket.nbytes for bucket in layout.buckets) == sum(meta.nbytes for meta in params)
+    assert sum(bucket.nbytes for bucket in buckets) == sum(meta.nbytes for meta in params)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_call_to_sglang_is_one_broadcast_in_which_every_tensor_is_aligned(seed):
     params = some_params(seed)
-    layout = layout_of(params, "sglang", 512)
-    spans = [[bucket.spans[0].first, bucket.spans[-1].stop] for bucket in layout.buckets]
-    assert spans == layout.calls
-    for first, stop in layout.calls:
+    buckets, calls = layout_of(params, "sglang", 512)
+    assert calls == [(bucket.spans[0].first, bucket.spans[-1].stop) for bucket in buckets]
+    for first, stop in calls:
         found = list(places(params, first, stop))
         assert all(at % meta.dtype.itemsize == 0 for meta, at in found)
         assert sum(meta.nbytes for meta, _ in found) <= 512 or len(found) == 1
@@ -72,9 +70,9 @@ def test_a_call_to_sglang_is_one_broadcast_in_which_every_tensor_is_aligned(seed
 @pytest.mark.parametrize("seed", range(6))
 def test_a_call_to_vllm_is_cut_where_a_broadcast_grows_past_its_size(seed):
     params, size = some_params(seed), 512
-    layout = layout_of(params, "vllm", size)
+    buckets, calls = layout_of(params, "vllm", size)
     expected = []
-    for first, stop in layout.calls:
+    for first, stop in calls:
         filled = 0
         for meta in params[first:stop]:  # as vLLM's packer and its reader both count
             assert not meta.nbytes or filled % meta.dtype.itemsize == 0
@@ -83,7 +81,7 @@ def test_a_call_to_vllm_is_cut_where_a_broadcast_grows_past_its_size(seed):
                 expected.append(filled)
                 filled = 0
         expected += [filled] if filled else []
-    assert [bucket.nbytes for bucket in layout.buckets if bucket.nbytes] == expected
+    assert [bucket.nbytes for bucket in buckets if bucket.nbytes] == expected
 
 
 # the trainer's end, and workers of torch's calls alone
@@ -179,9 +177,10 @@ def test_a_trainer_that_gives_up_half_way_frees_all_workers_who_leave_and_the_ne
         told = [worker.answer() for _ in handoff.info["calls"]]
         assert any("error" in answer for answer in told)
         assert worker.answer() == {"ok": None}
-    name = connect(trainer, workers)
-    send(trainer, workers, name, 2)
-    leave(workers, name)
+    again = connect(trainer, workers)
+    assert (name, again) == ("torchrl_ext-1", "torchrl_ext-2")
+    send(trainer, workers, again, 2)
+    leave(workers, again)
 
 
 def test_a_rank_that_never_comes_ends_the_wait_of_the_others_at_the_trainers_deadline(workers):

@@ -12,7 +12,7 @@ import base64
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import msgspec
 import torch
@@ -28,7 +28,7 @@ from torchrl_ext.transports.group.broadcasts import Broadcasts
 from torchrl_ext.transports.group.calls import brief, in_time, made_in_time, run_beside, sever_at_exit
 from torchrl_ext.transports.group.sockets import dial, listen
 from torchrl_ext.transports.standalone import Mailbox
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.types import decoded, dtype_name
 
 __all__ = ["NAME", "Group", "Meeting"]
 
@@ -53,20 +53,11 @@ class Group(Wire, frozen=True, omit_defaults=True):
     nccl_unique_id_b64: str | None = None
 
 
-class _Word(Wire, frozen=True):
-    """An `Arrival` as it lies in the store."""
-
-    version: int
-    params: list[Any]
-    info: Info
-
-
-@final
 class Meeting(Mailbox):
     """One group at a store of its own, from its invitation to its end.
 
-    The trainer keeps the store until the end, by which workers see that it is gone. Without a control layer, word of a
-    version lies there, too, until the last worker has it.
+    The trainer keeps the store until the end, by which workers see that it is gone. Without a control layer, an
+    announced version lies there, too, until the last worker has it.
 
     Args:
         make: ``"sglang"`` or ``"vllm"``.
@@ -87,7 +78,7 @@ class Meeting(Mailbox):
         self._unformed: Any = None
         self._making: Future[Any] | None = None
         self._kept: Any = None
-        self._count = 0  # words that were left, or taken
+        self._count = 0  # versions that were announced, or heard of
         if make == "vllm" and self.backend == "nccl" and self.size > _MOST_RANKS:
             raise TransportError(
                 f"a group of {self.size} ranks", expected=f"{_MOST_RANKS} ranks or fewer, as vLLM has it"
@@ -103,9 +94,8 @@ class Meeting(Mailbox):
         name, kind = group.group_name, "cuda" if self.backend == "nccl" else "cpu"
         self._keys: Any = PrefixStore(f"{kind}/", PrefixStore(f"{name}/", PrefixStore(name, self._store)))
 
-    @property
-    def connected(self) -> bool:
-        """Whether the group is formed, and this end has not left it."""
+    def check_connection(self) -> bool:
+        """Return whether the group is formed, and this end has not left it."""
         return self._broadcasts is not None and self._broadcasts.alive
 
     def broadcasts(self, within: Deadline) -> Broadcasts:
@@ -147,20 +137,23 @@ class Meeting(Mailbox):
         where = f"{self._group.master_address}:{self._group.master_port}"
         try:
             pg = made_in_time(self._maker(within), within)
-            self._unformed, self._broadcasts = None, self._formed(pg, within)
+            self._unformed = None
+            self._broadcasts = Broadcasts(
+                pg, self.backend, device=self._device, timeout_s=within.timeout_s, stop=within.stop, lost=self._lost
+            )
+            sever_at_exit(self._broadcasts)
             if self._store is None:
                 raise TransportError("another thread ended the group")
-        except (DeadlineError, TransportError) as error:
+        except BaseException as error:
             self.close()
+            if not isinstance(error, (DeadlineError, TransportError)):
+                raise
             raise type(error)(
                 f"the {self.size} ranks of a group did not meet at {where}: {error.what}",
                 expected="every worker of every engine joins at the same time",
                 state="no group was formed",
                 hint="look at the engines' logs; they must reach this address (master_address) and port",
             ) from error
-        except BaseException:
-            self.close()
-            raise
 
     def _maker(self, within: Deadline) -> Callable[[], Any]:
         if self._making is not None:
@@ -179,18 +172,11 @@ class Meeting(Mailbox):
                 pg.allreduce([torch.zeros(1, device=self._device)]).wait()
         return pg
 
-    def _formed(self, pg: Any, within: Deadline) -> Broadcasts:
-        how: dict[str, Any] = {"timeout_s": within.timeout_s, "stop": within.stop, "lost": self._lost}
-        formed = Broadcasts(pg, self.backend, device=self._device, **how)
-        sever_at_exit(formed)
-        return formed
-
-    # word of a version, without a control layer
+    # versions, without a control layer
 
     def put(self, arrival: Arrival, within: Deadline) -> None:
-        word = _Word(version=arrival.version, params=[meta.to_json() for meta in arrival.params], info=arrival.info)
         self._count += 1
-        self._reached().set(f"word/{self._count}", msgspec.json.encode(word))
+        self._reached().set(f"version/{self._count}", msgspec.json.encode(arrival, enc_hook=dtype_name))
 
     def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
         """Return the next version: each is broadcast, so none may be left out.
@@ -198,19 +184,17 @@ class Meeting(Mailbox):
         Raises:
             NotConnectedError: the trainer ended the group, or is gone.
         """
-        key, store = f"word/{self._count + 1}", self._reached()
+        key, store = f"version/{self._count + 1}", self._reached()
         for _ in within.pauses(longest_s=_LONGEST_PAUSE_S):
             found = self._answer(lambda: store.get(key) if store.check([key]) else None, within)
             if found is not None:
                 self._count += 1
                 self._answer(partial(self._take_out, store, key), within)
-                word = _Word.from_json(msgspec.json.decode(found), "word of a version")
-                params = tuple(map(ParamMeta.from_json, word.params))
-                return Arrival(version=word.version, params=params, info=word.info)
+                return decoded(msgspec.json.decode(found), Arrival, "an announced version")
         return None
 
     def _take_out(self, store: Any, key: str) -> None:
-        """Remove a word that every worker has; a broadcast does not show the trainer who has it."""
+        """Remove a version that every worker has heard of; a broadcast does not show the trainer who has."""
         if store.add(f"{key}/had", 1) == self.size - 1:
             store.delete_key(key)
             store.delete_key(f"{key}/had")
