@@ -21,16 +21,14 @@ import torchrl_ext as tx
 from tests.processes import running_python
 from tests.transports import ipc_ends
 from tests.transports.ipc_ends import FATAL_TRAINER, FROZEN_WORKER, SMALL_BYTES, WORKER, everywhere, weights
-from torchrl_ext.errors import (
-    DeadlineError,
-    TransportError,
-    WeightSyncError,
-)
+from torchrl_ext.bench.runner import track_peak
+from torchrl_ext.errors import DeadlineError, TransportError, WeightSyncError
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.testing import WAIT_S
-from torchrl_ext.transports.ipc.host_memory import create
-from torchrl_ext.transports.ipc.messages import Announce, CudaHandle, Load, Welcome
+from torchrl_ext.testing import WAIT_S, any_bits, same_bits
+from torchrl_ext.transports.ipc.cuda_memory import CudaHandle
+from torchrl_ext.transports.ipc.memory import create
+from torchrl_ext.transports.ipc.messages import Announce, Load, Welcome
 from torchrl_ext.transports.links import shared_address
 
 channel, make = ipc_ends.channel, ipc_ends.make
@@ -167,9 +165,6 @@ def test_a_trainer_that_freezes_is_named_at_the_workers_deadline(make, channel):
 
 class TestFleet:
     def test_an_engine_that_fails_is_left_out_and_the_others_serve(self):
-        class Failing(tx.MemoryTransport):
-            pass
-
         policy = torch.nn.Linear(300, 200)
         good, bad = torch.nn.Linear(300, 200), torch.nn.Linear(300, 200)
         receivers = [tx.WeightReceiver(model) for model in (good, bad)]
@@ -186,6 +181,32 @@ class TestFleet:
         assert sender.update_weights(policy).verified
         assert torch.equal(bad.weight, policy.weight)
         sender.shutdown()
+
+
+class TestStaging:
+    @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells")
+    def test_a_send_adds_no_more_memory_than_the_staging_buffer(self, make, channel):
+        trainer = make(bucket_bytes=4 << 20)
+        sent = {f"{i}": torch.ones(8 << 20, dtype=torch.uint8) for i in range(8)}
+        with running_python(WORKER, channel):
+            trainer.send_weights(sent)
+            rounds = []
+            for _ in range(3):  # what else lives in this process only ever adds to a round
+                with track_peak() as extra:
+                    trainer.send_weights(sent)
+                rounds.append(extra[0])
+        assert min(rounds) <= 4 << 20
+
+    def test_an_update_much_larger_than_the_buffer_loses_nothing(self, make):
+        trainer, worker = make(bucket_bytes=4 << 20), make()
+        sent = {f"{i}": any_bits(torch.uint8, (16 << 20) + i, seed=i) for i in range(5)}
+        held = {name: torch.zeros_like(tensor) for name, tensor in sent.items()}
+        with ThreadPoolExecutor(1) as pool:
+            arriving = pool.submit(worker.receive_weights, WAIT_S, weights=held)
+            trainer.send_weights(sent)
+            arriving.result(WAIT_S)
+        for name, tensor in sent.items():
+            assert same_bits(held[name], tensor)
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ import torch
 import torchrl_ext as tx
 from tests.processes import python
 from tests.transports import ipc_ends
-from tests.transports.ipc_ends import join, joined, opened, prepared, weights
+from tests.transports.ipc_ends import SMALL_BYTES, join, joined, opened, prepared, weights
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     ConfigError,
@@ -27,14 +27,14 @@ from torchrl_ext.errors import (
     WeightSyncError,
 )
 from torchrl_ext.testing import WAIT_S
+from torchrl_ext.transports.base import Update
 from torchrl_ext.transports.ipc import cuda_memory as cuda_ipc
 from torchrl_ext.transports.ipc import transport as ipc
-from torchrl_ext.transports.ipc import worker as ipc_worker
-from torchrl_ext.transports.ipc.host_memory import attach, create
-from torchrl_ext.transports.ipc.messages import Announce, Handle, HostHandle, Load
+from torchrl_ext.transports.ipc.memory import HostHandle, create
+from torchrl_ext.transports.ipc.messages import Announce, Load, Welcome
 from torchrl_ext.transports.ipc.workers import ConnectedWorkers
-from torchrl_ext.transports.links import new_address, shared_address
-from torchrl_ext.types import decoded
+from torchrl_ext.transports.links import new_address
+from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import MappingSource
 
 channel, make = ipc_ends.channel, ipc_ends.make
@@ -151,7 +151,7 @@ class TestFailures:
         def unreachable(handle):
             raise TransportError("it lies in another pid namespace")
 
-        monkeypatch.setattr(ipc_worker, "attach", unreachable)
+        monkeypatch.setattr(HostHandle, "attach", unreachable)
         trainer, worker = make(timeout_s=0.5), make()
         with ThreadPoolExecutor(1) as pool:
             arriving = pool.submit(worker.receive_weights, WAIT_S)
@@ -160,20 +160,20 @@ class TestFailures:
             with pytest.raises(TransportError, match="another pid namespace"):
                 arriving.result(WAIT_S)
 
-    @pytest.mark.parametrize("moment", ["announce", "begin", "filled"])
+    @pytest.mark.parametrize("moment", ["begin", "tell", "await_taken"])
     def test_why_a_worker_leaves_is_known_whatever_the_trainer_does_next(self, moment):
-        segment = create("cpu", 8192)
-        workers = ConnectedWorkers(new_address(), "session", lambda devices: segment)
-        within, announced = Deadline(WAIT_S), Announce(version=1, params=(), load=Load(session="session", handoff=1))
-        steps = {"announce": (announced, within), "begin": (1,), "filled": (0, within), "await_taken": (0, within)}
+        segment, address, within = create("cpu", 8192), new_address(), Deadline(WAIT_S)
+        workers = ConnectedWorkers(address, "session", lambda devices: segment)
+        announce = Announce(version=1, params=(), load=Load(session="session", handoff=1))
+        steps = {"begin": (1,), "tell": (announce, within), "await_taken": (0, within)}
         with socket.socket(socket.AF_UNIX) as leaving, closing(segment), closing(workers):
-            leaving.connect("\0" + workers._listener.address)
+            leaving.connect("\0" + address)
             leaving.sendall(frame(b'{"kind": "hello", "rank": 1, "devices": ["cpu"]}'))
             workers.wait_for(1, within)
             with pytest.raises(TransportError, match=r"rank 1 .*: it lies in another pid namespace"):
                 for name, arguments in steps.items():
                     if name == moment:
-                        leaving.sendall(frame(b'{"kind": "leaving", "why": "it lies in another pid namespace"}'))
+                        leaving.sendall(frame(b'{"kind": "givenup", "why": "it lies in another pid namespace"}'))
                         leaving.close()
                     getattr(workers, name)(*arguments)
 
@@ -185,6 +185,25 @@ class TestFailures:
             with pytest.raises(DeadlineError, match=f"pid {os.getpid()}.* is malformed"):
                 wait()
 
+    def test_a_handoff_of_too_many_buckets_is_refused_before_anybody_waits(self, make):
+        trainer, within = make(), Deadline(10 * WAIT_S)
+        huge = (ParamMeta("huge", torch.uint8, ((SMALL_BYTES << 19) + 1,)),)
+
+        class Huge(MappingSource):
+            def params(self):
+                return huge
+
+        with joined(trainer) as worker:
+            with pytest.raises(ConfigError, match=r"1,048,577 buckets.* larger bucket_bytes"):
+                trainer.prepare(Update(source=Huge({}), version=1), within)
+            handoff, arrival = prepared(trainer, weights(), within)
+            with ThreadPoolExecutor(1) as pool:
+                sending = pool.submit(handoff.transfer, within)
+                with pytest.raises(ConfigError, match="1,048,577 buckets"):
+                    list(worker.receive(replace(arrival, params=huge), {}, within))
+                with pytest.raises(TransportError, match=r"rank 1 .*1,048,577 buckets"):
+                    sending.result(WAIT_S)
+
     @pytest.mark.parametrize("settings", [{"bucket_bytes": 100}, {"workers": 0}, {"timeout_s": 0}])
     def test_settings_that_cannot_work_are_refused(self, settings):
         with pytest.raises(ConfigError):
@@ -194,7 +213,7 @@ class TestFailures:
 class TestHandles:
     def test_a_segment_is_plain_json_and_shows_what_is_written(self):
         own = create("cpu", 8192)
-        other = attach(decoded(json.loads(json.dumps(own.handle.to_json())), Handle, "a handle"))
+        other = HostHandle.from_json(json.loads(json.dumps(own.handle.to_json()))).attach()
         own.flat[5000:5003] = torch.tensor([1, 2, 3], dtype=torch.uint8)
         assert other.flat[5000:5003].tolist() == [1, 2, 3]
         for segment in (own, other):
@@ -207,43 +226,29 @@ class TestHandles:
             os.truncate(f"/proc/self/fd/{own.handle.fd}", 0)
         own.close()
 
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {"inode": [0, 0]},
-            {"bytes": 4096},
-            {"bytes": 1 << 50},
-            {"bytes": -1},
-            {"bytes": True},
-            {"pid": "1/../self"},
-            {"fd": None},
-            {"kind": "pickle"},
-            {"kind": None},
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize("change", [{"inode": [0, 0]}, {"bytes": 4096}, {"bytes": 1 << 50}], ids=str)
     def test_a_handle_that_lies_is_refused(self, change):
         own = create("cpu", 8192)
         with pytest.raises(WeightSyncError):
-            attach(decoded({**own.handle.to_json(), **change}, Handle, "a handle"))
+            welcome = {"kind": "welcome", "session": "", "segment": own.handle.to_json() | change}
+            Welcome.from_json(welcome).segment.attach()
         own.close()
 
     def test_a_process_that_is_gone_is_named(self):
         child = subprocess.Popen([sys.executable, "-c", ""])
         child.wait()
         with pytest.raises(TransportError, match=f"no process {child.pid}.*pid namespace"):
-            attach(HostHandle(pid=child.pid, fd=3, inode=(1, 1), bytes=64))
+            HostHandle(pid=child.pid, fd=3, inode=(1, 1), bytes=128).attach()
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
     def test_another_user_is_refused_with_the_reason(self):
         own = create("cpu", 8192)
         code = """
 import json, os, sys
-from torchrl_ext.transports.ipc.host_memory import attach
-from torchrl_ext.transports.ipc.messages import HostHandle
+from torchrl_ext.transports.ipc.memory import HostHandle
 os.setuid(65534)
 try:
-    attach(HostHandle.from_json(json.loads(sys.argv[1])))
+    HostHandle.from_json(json.loads(sys.argv[1])).attach()
 except Exception as error:
     print(type(error).__name__, error)
 """
@@ -251,37 +256,19 @@ except Exception as error:
         own.close()
 
     def test_a_file_that_is_not_sealed_memory_is_refused(self, tmp_path):
-        (tmp_path / "file").write_bytes(bytes(64))
+        (tmp_path / "file").write_bytes(bytes(128))
         with open(tmp_path / "file", "rb+") as file:
             found = os.fstat(file.fileno())
             inode = (found.st_dev, found.st_ino)
             with pytest.raises(TransportError, match="cannot be mapped here"):
-                attach(HostHandle(pid=os.getpid(), fd=file.fileno(), inode=inode, bytes=64))
+                HostHandle(pid=os.getpid(), fd=file.fileno(), inode=inode, bytes=128).attach()
 
-    @pytest.mark.parametrize("address", [None, 7, "", "/tmp/socket", "torchrl_ext-ipc3-0-../x"])
-    def test_an_address_of_something_else_is_refused(self, address):
-        with pytest.raises(ConfigError, match="address"):
+    @pytest.mark.parametrize("address", ["/tmp/socket", "torchrl_ext-ipc4-0-../x", f"torchrl_ext-ipc3-0-{32 * '0'}"])
+    def test_an_address_of_something_else_or_of_another_release_is_refused(self, address):
+        with pytest.raises(ConfigError, match=r"no address of a trainer that speaks ipc4.*one release"):
             join({"address": address, "session": "x"})
 
-    @pytest.mark.parametrize(
-        "said",
-        [b"\xff", b"[1]", b"{}", b'{"kind": "welcome"}', b'{"kind": "welcome", "session": "y", "segment": {}}'],
-        ids=repr,
-    )
-    def test_what_is_no_trainer_is_refused_by_a_worker(self, said):
-        address = shared_address("stranger")
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind("\0" + address)
-            listener.listen()
-            with ThreadPoolExecutor(1) as pool:
-                joining = pool.submit(join, {"address": address, "session": "x"}, 0.5)
-                stranger = listener.accept()[0]
-                stranger.sendall(frame(said))
-                with pytest.raises(WeightSyncError):
-                    joining.result(WAIT_S)
-                stranger.close()
-
-    @pytest.mark.parametrize("said", [b"\xff", b"[]", b"{}", b'{"kind": "hello"}', b'{"kind": "leaving", "why": ""}'])
+    @pytest.mark.parametrize("said", [b"\xff", b'{"kind": "givenup", "why": ""}'])
     def test_what_is_no_worker_is_sent_away_by_a_trainer(self, make, said):
         info, wait = opened(make(timeout_s=WAIT_S))
         with socket.socket(socket.AF_UNIX) as stranger:

@@ -34,7 +34,8 @@ __all__ = [
 LONGEST_BYTES = 256 << 20
 """Bound on one message, in bytes: enough for a list of a million parameters."""
 
-_LOCAL_ADDRESS = re.compile(r"torchrl_ext-ipc3-[0-9]+-[0-9a-f]{32}")
+_PROTOCOL = "ipc4"
+_LOCAL_ADDRESS = re.compile(rf"torchrl_ext-{_PROTOCOL}-[0-9]+-[0-9a-f]{{32}}")
 _SLICE_S = 0.05
 _NO_ROOM_S = 0.05
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
@@ -204,12 +205,12 @@ def serve(listener: socket.socket, met: Callable[[socket.socket, Any], None], na
 
 def new_address() -> str:
     """Return an address that nobody else uses."""
-    return f"torchrl_ext-ipc3-{os.geteuid()}-{uuid.uuid4().hex}"
+    return f"torchrl_ext-{_PROTOCOL}-{os.geteuid()}-{uuid.uuid4().hex}"
 
 
 def shared_address(channel: str) -> str:
     """Return the address at which this user's ends with the same channel name meet."""
-    return f"torchrl_ext-ipc3-{os.geteuid()}-{hashlib.sha256(channel.encode()).hexdigest()[:32]}"
+    return f"torchrl_ext-{_PROTOCOL}-{os.geteuid()}-{hashlib.sha256(channel.encode()).hexdigest()[:32]}"
 
 
 class LocalListener:
@@ -256,7 +257,12 @@ def connect_locally(address: Any) -> Link | None:
         TransportError: who listens there is another user.
     """
     if not isinstance(address, str) or not _LOCAL_ADDRESS.fullmatch(address):
-        raise ConfigError(f"{address!r} is no address of a trainer", expected="the info of Transport.open")
+        raise ConfigError(
+            f"{address!r:.200} is no address of a trainer that speaks {_PROTOCOL}",
+            expected="the info of Transport.open",
+            state="nothing was received",
+            hint="use one release of torchrl_ext in trainer and engine",
+        )
     endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     endpoint.setblocking(False)
     try:

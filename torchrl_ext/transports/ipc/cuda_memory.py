@@ -12,16 +12,16 @@ import ctypes
 import os
 import uuid
 import weakref
-from typing import Any
+from typing import Annotated, Any, final
 
+import msgspec
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, IntegrityError, TransportError
-from torchrl_ext.transports.ipc.host_memory import Segment
-from torchrl_ext.transports.ipc.messages import CudaHandle
+from torchrl_ext.errors import ConfigError, TransportError
+from torchrl_ext.transports.ipc.memory import Handle, Segment
 
-__all__ = ["attach_cuda", "create_cuda", "visible"]
+__all__ = ["CudaHandle", "create_cuda", "visible"]
 
 _HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
@@ -33,6 +33,26 @@ class _Exported(ctypes.Structure):
 
 _OWN: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()
 """Segments of this process: the driver opens a handle only in another one."""
+
+
+@final
+class CudaHandle(Handle, frozen=True, kw_only=True, tag="cuda"):
+    """Names memory of the GPU with UUID ``device``: the driver's handle, and a key for the process that made it."""
+
+    device: str
+    key: str
+    handle: Annotated[str, msgspec.Meta(pattern=rf"^([0-9a-f]{{2}}){{{_HANDLE_BYTES}}}\Z")]
+
+    def attach(self) -> Segment:
+        own = _OWN.get(self.key)
+        if own is not None:
+            return Segment(own.flat, self)
+        index, pointer = _index(self.device), ctypes.c_uint64()
+        with torch.cuda.device(index):
+            _context(index)
+            opened, flags = _Exported.from_buffer_copy(bytes.fromhex(self.handle)), ctypes.c_uint(_LAZY_PEER_ACCESS)
+            _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), opened, flags)
+        return Segment(_flat(pointer, self.bytes, index, "cuIpcCloseMemHandle"), self)
 
 
 class _Memory:
@@ -73,31 +93,6 @@ def create_cuda(device: str, nbytes: int) -> Segment:
     handle = CudaHandle(device=device, key=uuid.uuid4().hex, handle=bytes(exported.reserved).hex(), bytes=nbytes)
     segment = _OWN[handle.key] = Segment(_flat(pointer, nbytes, index, "cuMemFree_v2"), handle)
     return segment
-
-
-def attach_cuda(handle: CudaHandle) -> Segment:
-    """Open a segment of another process, or find one of this process.
-
-    Raises:
-        IntegrityError: the handle is malformed.
-        ConfigError: this process does not see the GPU.
-        TransportError: the driver refuses.
-    """
-    own = _OWN.get(handle.key)
-    if own is not None:
-        return Segment(own.flat, handle)
-    try:
-        raw = bytes.fromhex(handle.handle)
-    except ValueError:
-        raw = b""
-    if len(raw) != _HANDLE_BYTES:
-        raise IntegrityError("the handle of a CUDA segment is malformed", expected=f"{_HANDLE_BYTES} bytes in hex")
-    index, pointer = _index(handle.device), ctypes.c_uint64()
-    with torch.cuda.device(index):
-        _context(index)
-        opened, flags = _Exported.from_buffer_copy(raw), ctypes.c_uint(_LAZY_PEER_ACCESS)
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), opened, flags)
-    return Segment(_flat(pointer, handle.bytes, index, "cuIpcCloseMemHandle"), handle)
 
 
 def _flat(pointer: ctypes.c_uint64, nbytes: int, index: int, free: str) -> Tensor:

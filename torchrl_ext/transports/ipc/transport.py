@@ -5,23 +5,23 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from typing import ClassVar, final
+from typing import ClassVar
 
 import torch
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError, why
-from torchrl_ext.transports.base import Arrival, Handoff, TransferStats, Update, Worker
-from torchrl_ext.transports.buckets import Packer, layout
-from torchrl_ext.transports.ipc.host_memory import HOST, Segment, create, local_devices
-from torchrl_ext.transports.ipc.messages import Announce, Load, Offer
-from torchrl_ext.transports.ipc.worker import ALIGN_BYTES, SLOTS, IPCWorker, half
+from torchrl_ext.transports.base import Handoff, TransferStats, Update, Worker
+from torchrl_ext.transports.buckets import Packer
+from torchrl_ext.transports.ipc.memory import HOST, SEGMENT_BYTES, SLOTS, Segment, create, local_devices
+from torchrl_ext.transports.ipc.messages import Announce, Done, GivenUp, Load, Offer
+from torchrl_ext.transports.ipc.worker import IPCWorker, buckets_of
 from torchrl_ext.transports.ipc.workers import ConnectedWorkers
 from torchrl_ext.transports.links import new_address, shared_address
-from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.devices import usable_device
-from torchrl_ext.weights.source import WeightSource, checked
+from torchrl_ext.weights.source import checked
 
 __all__ = ["IPCTransport"]
 
@@ -83,7 +83,7 @@ class IPCTransport(StandaloneTransport):
         self._workers: ConnectedWorkers | None = None
         self._alone = True
         self._session, self._handoffs = uuid.uuid4().hex, 0
-        self._mailbox = ChannelMailbox(IPCWorker(shared_address(self._channel), self._devices))
+        self._worker = IPCWorker(shared_address(self._channel), self._devices)
 
     @property
     def staging_bytes(self) -> int:
@@ -91,7 +91,7 @@ class IPCTransport(StandaloneTransport):
         if self._segments:
             return next(iter(self._segments.values())).flat.numel()
         nbytes = self._bucket_bytes or (_HOST_BYTES if self._devices() == [HOST] else _CUDA_BYTES)
-        return nbytes // SLOTS // ALIGN_BYTES * ALIGN_BYTES * SLOTS  # one size on every device, so one layout
+        return nbytes // SEGMENT_BYTES * SEGMENT_BYTES  # one size on every device, so one layout
 
     # trainer end
 
@@ -109,44 +109,52 @@ class IPCTransport(StandaloneTransport):
         )
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
-        if not self._alone and self._workers is None:
-            raise NotConnectedError("this transport was shut down", hint="connect again")
+        """As `Transport.prepare`.
+
+        Raises:
+            ConfigError: the staging buffer is too small for so many bytes.
+        """
+        if not self._alone:
+            self._joined()
+        params, stats = update.source.params(), TransferStats()
+        buckets_of(params, self.staging_bytes // SLOTS)
         self._handoffs += 1
-        load, stats = Load(session=self._session, handoff=self._handoffs), TransferStats()
+        load = Load(session=self._session, handoff=self._handoffs)
 
         def transfer(within: Deadline) -> None:
-            connected = self._announced(load, within) if self._alone else self._workers
-            if connected is None:
-                raise NotConnectedError("this transport was shut down", hint="connect again")
+            if self._alone:
+                connected = self._workers or self._listen_at(shared_address(self._channel))
+                connected.wait_for(self._count, within)
+                connected.begin(load.handoff)
+                connected.tell(Announce(version=update.version, params=params, load=load), within)
+            else:
+                connected = self._joined()
+                connected.begin(load.handoff)
             began = time.perf_counter()
-            self._transfer(connected, update, load, within)
+            self._transfer(connected, update, load.handoff, within)
             stats.spans["transfer"] = time.perf_counter() - began
 
         return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
 
-    def _announced(self, load: Load, within: Deadline) -> ConnectedWorkers:
-        """Return the workers of this channel, once the handoff was announced to them."""
-        connected = self._workers or self._listen_at(shared_address(self._channel))
+    def _joined(self) -> ConnectedWorkers:
+        if self._workers is None:
+            raise NotConnectedError("this transport was shut down", hint="connect again")
+        return self._workers
 
-        def announcement() -> Arrival | None:
-            arrival = self._mailbox.announced
-            return None if arrival is None or arrival.info.get("handoff") != load.handoff else arrival
-
-        hint = "call announce(handoff.info)"
-        arrival = within.poll(
-            announcement, "the handoff was not announced", shortest_s=0.002, longest_s=0.02, hint=hint
-        )
-        if arrival is not None:
-            connected.wait_for(self._count, within.again())
-            connected.announce(Announce(version=arrival.version, params=arrival.params, load=load), within)
-        return connected
-
-    def _transfer(self, connected: ConnectedWorkers, update: Update, load: Load, within: Deadline) -> None:
-        connected.begin(load.handoff)
+    def _transfer(self, connected: ConnectedWorkers, update: Update, handoff: int, within: Deadline) -> None:
+        params, segments, number = update.source.params(), connected.segments, -1
         try:
-            self._send_staged(connected, update.source, within)
+            packer = Packer(params, checked(update.source, params))
+            for number, bucket in enumerate(buckets_of(params, self.staging_bytes // SLOTS)):
+                connected.await_taken(number - SLOTS, within)
+                packer.fill(bucket, [segment.half(number) for segment in segments])
+                for segment in segments:
+                    segment.settle()
+                connected.tell(Done(handoff=handoff, bucket=number), within)
+            packer.finish()
+            connected.await_taken(number, within)
         except BaseException as error:
-            connected.stop(why(error), within)
+            connected.tell(GivenUp(why=why(error), handoff=handoff), within)
             if isinstance(error, TransportError):
                 raise TransportError(
                     f"weights version {update.version} did not arrive: {error.what}",
@@ -159,18 +167,6 @@ class IPCTransport(StandaloneTransport):
             raise TransportError(
                 f"weights version {update.version} was not taken by {troubles}", state="the other workers have it"
             )
-
-    def _send_staged(self, connected: ConnectedWorkers, source: WeightSource, within: Deadline) -> None:
-        params, segments, number = source.params(), connected.segments, -1
-        packer, capacity = Packer(params, checked(source, params)), self.staging_bytes // SLOTS
-        for number, bucket in enumerate(layout(params, capacity)):
-            connected.await_taken(number - SLOTS, within)
-            packer.fill(bucket, [half(segment, number, capacity) for segment in segments])
-            for segment in segments:
-                segment.settle()
-            connected.filled(number, within)
-        packer.finish()
-        connected.await_taken(number, within)
 
     def _listen_at(self, address: str) -> ConnectedWorkers:
         self._workers = ConnectedWorkers(address, self._session, self._segment_on)
@@ -201,11 +197,11 @@ class IPCTransport(StandaloneTransport):
     # worker end
 
     @property
-    def mailbox(self) -> ChannelMailbox:
-        return self._mailbox
+    def mailbox(self) -> IPCWorker:
+        return self._worker
 
     def attend(self, within: Deadline) -> IPCWorker:
-        return self._mailbox.worker
+        return self._worker
 
     @classmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> IPCWorker:
@@ -228,7 +224,7 @@ class IPCTransport(StandaloneTransport):
 
     def check_connection(self) -> bool:
         connected = self._workers
-        return self._mailbox.worker.check_connection() or (connected is not None and connected.alive)
+        return self._worker.check_connection() or (connected is not None and connected.alive)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -242,26 +238,3 @@ class IPCTransport(StandaloneTransport):
         if self._workers is not None:
             self._workers.close()
             self._workers = None
-
-
-@final
-class ChannelMailbox(Mailbox):
-    """Announces versions over the connections of a channel; a handoff's ``transfer`` sends the announcement.
-
-    Attributes:
-        worker: the worker end, which hears of them.
-        announced: the version that was put last.
-    """
-
-    def __init__(self, worker: IPCWorker) -> None:
-        self.worker = worker
-        self.announced: Arrival | None = None
-
-    def put(self, arrival: Arrival, within: Deadline) -> None:
-        self.announced = arrival
-
-    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
-        return self.worker.announced(within)
-
-    def refuse(self, arrival: Arrival, error: BaseException) -> None:
-        self.worker.refuse(arrival, error)

@@ -9,29 +9,42 @@ from typing import Any, final
 from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import IntegrityError, NotConnectedError, TransportError, WeightSyncError, why
+from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.transports.base import Arrival, WorkerEnd
-from torchrl_ext.transports.buckets import Lander, layout
-from torchrl_ext.transports.ipc import messages
-from torchrl_ext.transports.ipc.host_memory import Segment, attach
-from torchrl_ext.transports.ipc.messages import read, send
+from torchrl_ext.transports.buckets import Bucket, Lander, layout
+from torchrl_ext.transports.ipc.messages import Announce, Done, GivenUp, Hello, Load, Welcome, read, send
 from torchrl_ext.transports.links import Link, connect_locally
+from torchrl_ext.transports.standalone import Mailbox
+from torchrl_ext.types import ParamMeta
 
-__all__ = ["ALIGN_BYTES", "SLOTS", "IPCWorker", "half"]
+__all__ = ["IPCWorker", "buckets_of"]
 
 log = logging.getLogger("torchrl_ext")
 
-ALIGN_BYTES = 64
-SLOTS = 2
-"""Halves of the staging buffer: while workers copy out of one, the trainer fills the other."""
-
-_LARGEST_BYTES = 1 << 42  # more than any machine has memory for
+_MOST_BUCKETS = 1 << 20
 _PAUSES: Any = {"shortest_s": 0.005, "longest_s": 0.05}  # between attempts to connect
 _LAST_WORDS_S = 1.0
 
 
+def buckets_of(params: tuple[ParamMeta, ...], capacity: int) -> tuple[Bucket, ...]:
+    """Return the buckets of ``capacity`` bytes in which ``params`` travel.
+
+    Raises:
+        ConfigError: there would be so many that it takes too long, and too much memory, to lay them out.
+    """
+    count = -(-sum(meta.nbytes for meta in params) // capacity)
+    if count > _MOST_BUCKETS:
+        raise ConfigError(
+            f"a handoff takes {count:,} buckets of {capacity:,} bytes",
+            expected=f"{_MOST_BUCKETS:,} or fewer",
+            state="nothing was sent",
+            hint="give IPCTransport a larger bucket_bytes",
+        )
+    return layout(params, capacity)
+
+
 @final
-class IPCWorker(WorkerEnd):
+class IPCWorker(WorkerEnd, Mailbox):
     """A worker's end of the connection to its trainer, through which it receives handoffs.
 
     Args:
@@ -43,7 +56,7 @@ class IPCWorker(WorkerEnd):
     def __init__(self, address: str, devices: Callable[[], list[str]], rank: int | None = None) -> None:
         self._address, self._devices, self._rank = address, devices, rank
         self._link: Link | None = None
-        self._welcome: messages.Welcome | None = None
+        self._welcome: Welcome | None = None
 
     def check_connection(self) -> bool:
         """Return whether the trainer let this worker in and lives."""
@@ -59,8 +72,8 @@ class IPCWorker(WorkerEnd):
             IntegrityError: another trainer than that of ``session`` answers.
         """
 
-        def let_in() -> messages.Welcome | None:
-            while self._welcome is None and self._connect(within) and self._hear(within) is not None:
+        def let_in() -> Welcome | None:
+            while self._welcome is None and self._hear(within) is not None:
                 continue
             return self._welcome
 
@@ -74,12 +87,12 @@ class IPCWorker(WorkerEnd):
         if welcome is not None and welcome.session != session:
             raise IntegrityError("another trainer answers at the address of this one", state="nothing was received")
 
-    def announced(self, within: Deadline) -> Arrival | None:
-        """Return the next version that is announced, or None at the deadline; a trainer that is gone may come back."""
+    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        """As `Mailbox.get`; each version is announced once, and a trainer that is gone may come back."""
         for _ in within.pauses(**_PAUSES):
             try:
-                while self._connect(within) and (message := self._hear(within)) is not None:
-                    if isinstance(message, messages.Announce):
+                while (message := self._hear(within)) is not None:
+                    if isinstance(message, Announce):
                         info = message.load.to_json()
                         return Arrival(version=message.version, params=message.params, info=info)
             except NotConnectedError:
@@ -101,51 +114,36 @@ class IPCWorker(WorkerEnd):
             raise NotConnectedError("the handoff is of another trainer than this worker's", hint="connect again")
         name, complete = None, False
         try:
-            if sum(meta.nbytes for meta in arrival.params) > _LARGEST_BYTES:
-                raise IntegrityError(f"a handoff of more than {_LARGEST_BYTES:,} bytes", state="nothing was read")
-            segment = attach(welcome.segment)
+            segment = welcome.segment.attach()
             try:
-                capacity, lander = _capacity(segment), Lander(arrival.params, into, segment.flat.device)
-                buckets = layout(arrival.params, capacity)
+                lander = Lander(arrival.params, into, segment.flat.device)
+                buckets = buckets_of(arrival.params, segment.capacity)
                 for number, bucket in enumerate(buckets):
                     _await_filled(link, load.handoff, number, within.again(link.peer))
-                    pairs = lander.take(bucket, half(segment, number, capacity))
+                    pairs = lander.take(bucket, segment.half(number))
                     segment.settle()
                     complete = number + 1 == len(buckets)
-                    send(link, messages.Taken(handoff=load.handoff, bucket=number), within.again())
+                    send(link, Done(handoff=load.handoff, bucket=number), within.again())
                     for name, tensor in pairs:
                         yield name, tensor
             finally:
                 segment.close()
-        except GeneratorExit:
+        except (GeneratorExit, Exception) as error:
             if not complete:
-                self._say(messages.Refused(handoff=load.handoff, why=f"it stopped loading after {name!r}"))
-            raise
-        except Exception as error:
-            if not complete:
-                self.refuse(arrival, error)
+                stopped = type(error) is GeneratorExit
+                self._give_up(f"it stopped loading after {name!r}" if stopped else why(error), load.handoff)
             raise
 
     def refuse(self, arrival: Arrival, error: BaseException) -> None:
-        """Tell the trainer that a version cannot land here, because of ``error``."""
-        self._say(messages.Refused(handoff=_load(arrival).handoff, why=why(error)))
+        self._give_up(why(error), _load(arrival).handoff)
 
     def close(self) -> None:
         if self._link is not None:
             self._link.close()
         self._link, self._welcome = None, None
 
-    def _connect(self, within: Deadline) -> bool:
-        """Try to connect where this end is not connected, and return whether it is."""
-        if self._link is None:
-            self._link = connect_locally(self._address)
-            if self._link is None:
-                return False
-            send(self._link, messages.Hello(rank=self._rank, devices=self._devices()), within)
-        return True
-
     def _hear(self, within: Deadline) -> Any:
-        """Return the trainer's next message, None where none came; map the staging buffer where it is a `Welcome`.
+        """Return the trainer's next message, None where none came; connect where this end is not connected.
 
         Raises:
             NotConnectedError: the trainer is gone.
@@ -153,37 +151,40 @@ class IPCWorker(WorkerEnd):
         """
         link = self._link
         if link is None:
-            raise NotConnectedError("this worker is not connected to a trainer", hint="connect first")
-        message = read(link, messages.FromTrainer, within)
-        if isinstance(message, messages.TurnedAway):
+            link = self._link = connect_locally(self._address)
+            if link is None:
+                return None
+            send(link, Hello(rank=self._rank, devices=self._devices()), within)
+        message = read(link, within)
+        if isinstance(message, GivenUp) and message.handoff is None:
             self.close()
             raise TransportError(
                 f"{link.peer} refused this worker: {message.why}",
                 state="nothing was received",
                 hint="mend that in the trainer, and connect again",
             )
-        if isinstance(message, messages.Welcome):
+        if isinstance(message, Welcome):
             try:
-                attach(message.segment).close()
+                message.segment.attach().close()
             except WeightSyncError as error:
-                self._say(messages.Leaving(why=why(error)))
+                self._give_up(why(error))
                 self.close()  # without the buffer, no other message of it can be used
                 raise
             self._welcome = message
         return message
 
-    def _say(self, message: messages.Leaving | messages.Refused) -> None:
-        """Send a message that the trainer may not be there to read."""
+    def _give_up(self, reason: str, handoff: int | None = None) -> None:
+        """Tell the trainer, which may not be there to read it."""
         if self._link is not None:
             try:
-                send(self._link, message, Deadline(_LAST_WORDS_S))
+                send(self._link, GivenUp(why=reason, handoff=handoff), Deadline(_LAST_WORDS_S))
             except WeightSyncError as error:
                 log.info("while a handoff was given up: %s", error)
                 self.close()
 
 
-def _load(arrival: Arrival) -> messages.Load:
-    return messages.Load.from_json(arrival.info, "a handoff of an ipc transport")
+def _load(arrival: Arrival) -> Load:
+    return Load.from_json(arrival.info, "a handoff of an ipc transport")
 
 
 def _await_filled(link: Link, handoff: int, number: int, within: Deadline) -> None:
@@ -193,27 +194,12 @@ def _await_filled(link: Link, handoff: int, number: int, within: Deadline) -> No
         TransportError, DeadlineError: it stopped, or does not go on.
         IntegrityError: it filled another one.
     """
-    while (message := read(link, messages.FromTrainer, within)) is not None:
-        if not isinstance(message, messages.Filled | messages.Stopped) or message.handoff != handoff:
+    while (message := read(link, within)) is not None:
+        if not isinstance(message, Done | GivenUp) or message.handoff != handoff:
             continue  # of a handoff that this end did not take
-        if isinstance(message, messages.Stopped):
+        if isinstance(message, GivenUp):
             raise TransportError(f"{link.peer} stopped: {message.why}", state="a part of the version may have landed")
         if message.bucket != number:
             raise IntegrityError(f"{link.peer} filled bucket {message.bucket}", expected=f"bucket {number}")
         return
     raise within.error(f"{link.peer} did not fill bucket {number}", state="a part of the version may have landed")
-
-
-def half(segment: Segment, number: int, capacity: int) -> Tensor:
-    """Return the half of a staging buffer that bucket ``number`` lies in, of ``capacity`` bytes."""
-    begin = number % SLOTS * capacity
-    return segment.flat[begin : begin + capacity]
-
-
-def _capacity(segment: Segment) -> int:
-    capacity = segment.flat.numel() // SLOTS
-    if capacity < ALIGN_BYTES or capacity % ALIGN_BYTES:
-        raise IntegrityError(
-            f"a staging buffer of {segment.flat.numel()} bytes", expected="two halves, each n x 64 bytes"
-        )
-    return capacity

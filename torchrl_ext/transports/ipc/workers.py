@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import select
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import TransportError, WeightSyncError
-from torchrl_ext.transports.ipc import messages
-from torchrl_ext.transports.ipc.host_memory import Segment
-from torchrl_ext.transports.ipc.messages import read, send
+from torchrl_ext.transports.ipc.memory import Segment
+from torchrl_ext.transports.ipc.messages import Done, GivenUp, Hello, Message, Welcome, read, send
 from torchrl_ext.transports.links import Link, LocalListener, ranks_text
 
 __all__ = ["ConnectedWorkers"]
@@ -22,16 +22,49 @@ log = logging.getLogger("torchrl_ext")
 _HELLO_S = 2.0
 _GRACE_S = 2.0  # for workers that still copy, after another part of the update failed
 _LOOK_S = 0.1
-_NO_REASON = "it gave no reason"
 
 
 class _Worker:
-    """The connection to one worker, the last bucket that it has taken, and why it takes no more of this handoff."""
+    """The connection to one worker, the last bucket that it has taken, and why it takes no more of the handoff."""
 
     def __init__(self, link: Link, rank: int | None, segment: Segment) -> None:
         self.link, self.rank, self.segment = link, rank, segment
         self.name = link.peer if rank is None else link.peer.replace("a worker", f"rank {rank}", 1)
-        self.taken, self.trouble = -1, ""
+        self.handoff, self.taken, self.trouble = -1, -1, ""
+
+    def begin(self, handoff: int) -> None:
+        """Take part in a handoff, or say why not."""
+        self.handoff, self.taken = handoff, -1
+        if self.link.alive:
+            self.trouble = ""
+        else:
+            self.hear()
+
+    def tell(self, message: Message, within: Deadline) -> None:
+        """Send a message to the worker, which is lost where it does not take it."""
+        try:
+            send(self.link, message, within.again())
+        except WeightSyncError as error:
+            self.hear()  # a worker that left may have said why
+            self.lose(error.what)
+
+    def hear(self) -> None:
+        """Read all that the worker has sent."""
+        try:
+            while (message := read(self.link, Deadline(0.0))) is not None:
+                if isinstance(message, Done) and message.handoff == self.handoff:
+                    self.taken = max(self.taken, message.bucket)
+                elif isinstance(message, GivenUp) and message.handoff is None:
+                    self.lose(message.why)
+                elif isinstance(message, GivenUp) and message.handoff == self.handoff:
+                    self.trouble = message.why or "it gave no reason"
+        except WeightSyncError as error:
+            self.lose(error.what)
+
+    def lose(self, why: str) -> None:
+        """Disconnect the worker, unless it was lost before."""
+        self.trouble = self.trouble or why or "it gave no reason"
+        self.link.close()
 
 
 class ConnectedWorkers:
@@ -47,7 +80,6 @@ class ConnectedWorkers:
         self._listener = LocalListener(address)
         self._session, self._segment = session, segment
         self._workers: list[_Worker] = []
-        self._handoff = -1
 
     @property
     def alive(self) -> bool:
@@ -69,8 +101,9 @@ class ConnectedWorkers:
         away: dict[str, None] = {}
         while True:
             for worker in self._workers:
-                if not worker.link.alive and (reason := _farewell(worker.link)):
-                    away[f"{worker.name}: {reason}"] = None
+                if not worker.link.alive:
+                    worker.hear()
+                    away[f"{worker.name}: {worker.trouble}"] = None
             self._workers = [worker for worker in self._workers if worker.link.alive]
             absent = set(ranks) - {worker.rank for worker in self._workers}
             waiting = bool(absent) or len(self._workers) < count
@@ -90,34 +123,20 @@ class ConnectedWorkers:
                 who = ranks_text(absent) if absent else f"{count - len(self._workers)} of {count} workers"
                 raise within.error(
                     f"{who} did not connect" + (f" ({'; '.join(away)})" if away else ""),
-                    expected="workers on this machine, of this user",
+                    expected="workers on this machine, of this user and this release of torchrl_ext",
                     state="nothing was sent",
                     hint="call receive_weights there, or let the engine connect",
                 )
 
-    def announce(self, message: messages.Announce, within: Deadline) -> None:
-        """Tell every worker that a version comes."""
-        for worker in self._workers:
-            self._tell(worker, message, within)
-
     def begin(self, handoff: int) -> None:
         """Begin a handoff, in which every connected worker takes part."""
-        self._handoff = handoff
         for worker in self._workers:
-            if worker.link.alive:
-                worker.taken, worker.trouble = -1, ""
-            elif worker.link.fileno() >= 0:  # it left by itself, and may have said why
-                self._lose(worker, _farewell(worker.link) or "it is gone")
+            worker.begin(handoff)
 
-    def filled(self, bucket: int, within: Deadline) -> None:
-        """Tell every worker that ``bucket`` is in the staging buffer.
-
-        Raises:
-            TransportError: nobody is left who would take it.
-        """
+    def tell(self, message: Message, within: Deadline) -> None:
+        """Send a message to every worker that takes part in the handoff."""
         for worker in self._active():
-            self._tell(worker, messages.Filled(handoff=self._handoff, bucket=bucket), within)
-        self._require_somebody()
+            worker.tell(message, within)
 
     def await_taken(self, bucket: int, within: Deadline) -> None:
         """Wait until every worker that still takes part has copied ``bucket``.
@@ -134,18 +153,14 @@ class ConnectedWorkers:
                 left = left.within(_GRACE_S)
             if not left.left_s:
                 for worker in late:
-                    self._lose(worker, f"it did not take bucket {bucket} in time")
+                    worker.lose(f"it did not take bucket {bucket} in time")
                 break
             before = [worker.taken for worker in late]
-            self._listen(late, left.within(_LOOK_S))
+            _listen(late, left.within(_LOOK_S))
             if before != [worker.taken for worker in late]:
                 left = within.again()
-        self._require_somebody()
-
-    def stop(self, words: str, within: Deadline) -> None:
-        """Tell the workers that the rest of the handoff does not come."""
-        for worker in self._active():
-            self._tell(worker, messages.Stopped(handoff=self._handoff, why=words), within)
+        if not self._active():
+            raise TransportError(f"no worker is left: {self.troubles() or 'none was connected'}")
 
     def troubles(self) -> str:
         """Return which workers did not take the handoff, and why; empty when all did."""
@@ -161,88 +176,42 @@ class ConnectedWorkers:
     def _active(self) -> list[_Worker]:
         return [worker for worker in self._workers if not worker.trouble]
 
-    def _require_somebody(self) -> None:
-        if not self._active():
-            raise TransportError(f"no worker is left: {self.troubles() or 'none was connected'}")
-
-    def _let_in(self, link: Link, hello: messages.Hello) -> None:
-        """Let a worker in, unless it is gone by now.
+    def _let_in(self, link: Link, hello: Hello) -> None:
+        """Let a worker in.
 
         Raises:
             TransportError: there is no memory for the staging buffer; the worker hears of it.
         """
         try:
-            segment = self._segment(hello.devices)
+            worker = _Worker(link, hello.rank, self._segment(hello.devices))
         except WeightSyncError as error:
-            _greet(link, messages.TurnedAway(why=error.what))
+            with suppress(WeightSyncError):  # it may be gone by now
+                send(link, GivenUp(why=error.what), Deadline(_HELLO_S))
             link.close()
             raise
-        if _greet(link, messages.Welcome(session=self._session, segment=segment.handle)):
-            self._workers.append(_Worker(link, hello.rank, segment))
-
-    def _tell(self, worker: _Worker, message: messages.FromTrainer, within: Deadline) -> None:
-        try:
-            send(worker.link, message, within.again())
-        except WeightSyncError as error:
-            self._lose(worker, _farewell(worker.link) or error.what)  # who left may have said why
-
-    def _lose(self, worker: _Worker, reason: str) -> None:
-        worker.trouble = reason or _NO_REASON
-        worker.link.close()
-
-    def _listen(self, workers: list[_Worker], within: Deadline) -> None:
-        """Wait until one of these workers sends something, and read it."""
-        poll = select.poll()
-        for worker in workers:
-            poll.register(worker.link, select.POLLIN | select.POLLRDHUP)
-        ready = {number for number, _ in poll.poll(within.left_s * 1e3)}
-        for worker in workers:
-            if worker.link.fileno() in ready:
-                self._hear(worker)
-
-    def _hear(self, worker: _Worker) -> None:
-        try:
-            while (message := read(worker.link, messages.FromWorker, Deadline(0.0))) is not None:
-                if isinstance(message, messages.Leaving):
-                    return self._lose(worker, message.why)
-                if isinstance(message, messages.Taken) and message.handoff == self._handoff:
-                    worker.taken = max(worker.taken, message.bucket)
-                if isinstance(message, messages.Refused) and message.handoff == self._handoff:
-                    worker.trouble = message.why or _NO_REASON
-        except WeightSyncError as error:
-            return self._lose(worker, error.what)
+        worker.tell(Welcome(session=self._session, segment=worker.segment.handle), Deadline(_HELLO_S))
+        self._workers.append(worker)
 
 
-def _hello(link: Link) -> messages.Hello:
+def _listen(workers: list[_Worker], within: Deadline) -> None:
+    """Wait until one of these workers sends something, and read it."""
+    poll = select.poll()
+    for worker in workers:
+        poll.register(worker.link, select.POLLIN | select.POLLRDHUP)
+    ready = {number for number, _ in poll.poll(within.left_s * 1e3)}
+    for worker in workers:
+        if worker.link.fileno() in ready:
+            worker.hear()
+
+
+def _hello(link: Link) -> Hello:
     """Return the message of a worker that connected.
 
     Raises:
         TransportError: it does not say who it is.
         WeightSyncError: it is gone, or does not follow the protocol.
     """
-    hello = read(link, messages.FromWorker, Deadline(_HELLO_S))
-    if not isinstance(hello, messages.Hello):
+    hello = read(link, Deadline(_HELLO_S))
+    if not isinstance(hello, Hello):
         raise TransportError(f"{link.peer} does not say who it is", expected="a worker of torchrl_ext")
     return hello
-
-
-def _farewell(link: Link) -> str:
-    """Return why a worker that closed its connection could not take part; empty where it does not say."""
-    reason = ""
-    try:
-        while (message := read(link, messages.FromWorker, Deadline(0.0))) is not None:
-            reason = message.why if isinstance(message, messages.Leaving) else reason
-    except WeightSyncError:
-        return reason
-    return reason
-
-
-def _greet(link: Link, message: messages.Welcome | messages.TurnedAway) -> bool:
-    """Send to a worker that just connected, and return whether it is still there."""
-    try:
-        send(link, message, Deadline(_HELLO_S))
-        return True
-    except WeightSyncError as error:
-        log.info("not let in: %s", error)
-        link.close()
-        return False

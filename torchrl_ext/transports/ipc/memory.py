@@ -16,40 +16,72 @@ import stat
 import sys
 import weakref
 from collections.abc import Callable
-from typing import final
+from typing import Annotated, Any, final
 
+import msgspec
 import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, IntegrityError, TransportError
-from torchrl_ext.transports.ipc.messages import CudaHandle, Handle, HostHandle
+from torchrl_ext.messages import Wire
 from torchrl_ext.transports.links import close_in_children
+from torchrl_ext.types import Count
 
-__all__ = ["HOST", "Segment", "attach", "create", "local_devices"]
+__all__ = ["HOST", "SEGMENT_BYTES", "SLOTS", "Handle", "HostHandle", "Segment", "create", "local_devices"]
 
 HOST = "cpu"
 """The name of the host's memory among device UUIDs."""
+
+SLOTS = 2
+"""Halves of a segment: while workers copy out of one, the trainer fills the other."""
+
+SEGMENT_BYTES = SLOTS * 64
+"""The size of a segment is a multiple of it, so that a tensor of any dtype may begin where a half does."""
 
 _NAME = "torchrl_ext"  # what /proc/<pid>/maps shows
 _SAME = "trainer and worker as processes of one machine, one user and one pid namespace (one container, or --pid=host)"
 
 
+class Handle(Wire, frozen=True, kw_only=True, tag_field="kind"):
+    """Names a segment to other processes.
+
+    Attributes:
+        bytes: its size.
+    """
+
+    bytes: Annotated[int, msgspec.Meta(gt=0, multiple_of=SEGMENT_BYTES)]
+
+    def attach(self) -> Segment:
+        """Map the segment here.
+
+        Raises:
+            TransportError: it cannot be reached from here; says why.
+            IntegrityError: other memory is there than the handle says.
+        """
+        raise NotImplementedError
+
+
 @final
 class Segment:
-    """A piece of memory that several processes map.
+    """A piece of memory that several processes map, in halves that take turns.
 
     Args:
         flat: its bytes.
-        handle: by which other processes `attach` it.
+        handle: the `Handle` by which other processes attach it.
         release: called once, by `close` or with the last reference to this segment.
 
     Attributes:
         flat: the bytes, as a uint8 tensor; the memory lives as long as this tensor or a view of it.
+        capacity: bytes of a half.
     """
 
-    def __init__(self, flat: Tensor, handle: Handle, release: Callable[[], None] | None = None) -> None:
-        self.flat, self.handle = flat, handle
+    def __init__(self, flat: Tensor, handle: Any, release: Callable[[], None] | None = None) -> None:
+        self.flat, self.handle, self.capacity = flat, handle, flat.numel() // SLOTS
         self._release = None if release is None else weakref.finalize(self, release)
+
+    def half(self, number: int) -> Tensor:
+        """Return the half in which bucket ``number`` lies."""
+        return self.flat.split(self.capacity)[number % SLOTS]
 
     def settle(self) -> None:
         """Wait until copies into or out of the segment that this thread began are over."""
@@ -63,12 +95,54 @@ class Segment:
             self._release()
 
 
+@final
+class HostHandle(Handle, frozen=True, kw_only=True, tag="host"):
+    """Names memory of a process: its descriptor ``fd``, and the device and inode number of the file behind it."""
+
+    pid: Count
+    fd: Count
+    inode: tuple[int, int]
+
+    def attach(self) -> Segment:
+        path = f"/proc/{self.pid}/fd/{self.fd}"
+        try:
+            found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # which has no effects, whatever lies there
+            try:
+                about = os.fstat(found)
+                sound = stat.S_ISREG(about.st_mode) and (about.st_dev, about.st_ino) == self.inode
+                if not sound or about.st_size != self.bytes:
+                    raise IntegrityError(f"{path} is not the memory that the trainer made", expected=_SAME)
+                descriptor = os.open(f"/proc/self/fd/{found}", os.O_RDWR | os.O_CLOEXEC)
+            finally:
+                os.close(found)
+            try:
+                if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                    raise IntegrityError(f"{path} can be cut while it is mapped", expected="memory of a sealed size")
+                segment = Segment(_mapped(descriptor, self.bytes), self)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            reason = {
+                errno.ENOENT: f"no process {self.pid} of this pid namespace has it: the trainer is gone, or elsewhere",
+                errno.EACCES: f"process {self.pid} belongs to another user",
+                errno.EPERM: f"process {self.pid} belongs to another user",
+            }.get(error.errno or 0, str(error))
+            raise TransportError(
+                f"the trainer's shared memory, {path}, cannot be mapped here: {reason}",
+                expected=_SAME,
+                state="nothing was received",
+                hint="run both so, or use transport 'collective' or 'disk'",
+            ) from error
+        close_in_children(segment)
+        return segment
+
+
 def create(device: str, nbytes: int) -> Segment:
     """Create a segment of this process.
 
     Args:
         device: ``"cpu"``, or the UUID of a GPU that this process sees.
-        nbytes: its size.
+        nbytes: its size, a multiple of `SEGMENT_BYTES`.
 
     Raises:
         ConfigError: this system has no such memory.
@@ -94,50 +168,6 @@ def create(device: str, nbytes: int) -> Segment:
         ) from error
     handle = HostHandle(pid=os.getpid(), fd=descriptor, inode=(about.st_dev, about.st_ino), bytes=nbytes)
     segment = Segment(flat, handle, lambda: os.close(descriptor))
-    close_in_children(segment)
-    return segment
-
-
-def attach(handle: Handle) -> Segment:
-    """Map the segment of another process (or this one).
-
-    Raises:
-        TransportError: it cannot be reached from here; says why.
-        IntegrityError: other memory is there than the handle says.
-    """
-    if isinstance(handle, CudaHandle):
-        from torchrl_ext.transports.ipc.cuda_memory import attach_cuda
-
-        return attach_cuda(handle)
-    path = f"/proc/{handle.pid}/fd/{handle.fd}"
-    try:
-        found = os.open(path, os.O_PATH | os.O_CLOEXEC)  # which has no effects, whatever lies there
-        try:
-            about = os.fstat(found)
-            sound = stat.S_ISREG(about.st_mode) and (about.st_dev, about.st_ino) == handle.inode
-            if not sound or about.st_size != handle.bytes:
-                raise IntegrityError(f"{path} is not the memory that the trainer made", expected=_SAME)
-            descriptor = os.open(f"/proc/self/fd/{found}", os.O_RDWR | os.O_CLOEXEC)
-        finally:
-            os.close(found)
-        try:
-            if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise IntegrityError(f"{path} can be cut while it is mapped", expected="memory whose size is sealed")
-            segment = Segment(_mapped(descriptor, handle.bytes), handle)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        reason = {
-            errno.ENOENT: f"no process {handle.pid} of this pid namespace has it: the trainer is gone, or elsewhere",
-            errno.EACCES: f"process {handle.pid} belongs to another user",
-            errno.EPERM: f"process {handle.pid} belongs to another user",
-        }.get(error.errno or 0, str(error))
-        raise TransportError(
-            f"the trainer's shared memory, {path}, cannot be mapped here: {reason}",
-            expected=_SAME,
-            state="nothing was received",
-            hint="run both so, or use transport 'collective' or 'disk'",
-        ) from error
     close_in_children(segment)
     return segment
 
