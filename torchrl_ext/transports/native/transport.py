@@ -324,4 +324,4 @@ class NativeWorker(Meeting, WorkerEnd):
             self.close()
 
     def refuse(self, arrival: Arrival, error: BaseException) -> None:
-        self._drain(self._incoming(arrival, {}, self._within.again("the trainer")))
+        self._drain(self._incoming(arrival, {}, Deadline(self._within.timeout_s, "the trainer")))
