@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.processes import WAIT_S
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.messages import Join, Load
+from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.transports.base import Update
 from torchrl_ext.weights.source import as_source
 
@@ -24,3 +25,10 @@ def prepared(transport, weights, version):
     onto = {} if source.part is None else {"onto": source.part.base}
     rows = [meta.to_json() for meta in source.params()]
     return Load(version=version, handoff={**handoff.info, **onto, "transport": transport.name, "params": rows})
+
+
+def limited(source, part):
+    """A source of the tensors of ``part`` alone."""
+    found = UpdateSource(source)
+    found.limit(part)
+    return found

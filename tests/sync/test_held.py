@@ -11,11 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec import structs
 
 import torchrl_ext as tx
-from tests.sync.by_hand import invitation, prepared
+from tests.sync.by_hand import invitation, limited, prepared
 from torchrl_ext.errors import EngineRefusedError, IntegrityError, NotConnectedError, StaleBaseError, WeightSyncError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import Finish, Leave, Prefetch, Reset, Seal, Start, State, Verify, stamped
-from torchrl_ext.sync.only import PartSource
 from torchrl_ext.types import Part
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
@@ -130,7 +129,7 @@ class Messages(RuleBasedStateMachine):
             content = {**self.versions[part.base], **dict.fromkeys(names, float(self.count))}
         source = as_source(tensors(content))
         try:
-            load = prepared(self.transport, source if part is None else PartSource(source, part), self.count)
+            load = prepared(self.transport, source if part is None else limited(source, part), self.count)
         except StaleBaseError:
             assert part is not None
             return

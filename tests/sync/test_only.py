@@ -12,13 +12,13 @@ from torch import nn
 import torchrl_ext as tx
 from tests.models import tiny_model
 from tests.processes import WAIT_S
-from tests.sync.by_hand import invitation, prepared
+from tests.sync.by_hand import invitation, limited, prepared
 from torchrl_ext.errors import ConfigError, EngineUnreachableError, IntegrityError, ManifestError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader, WeightLoader
 from torchrl_ext.messages import Finish, Prefetch, Start
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.sync.only import PartSource, chosen, trainable
+from torchrl_ext.sync.only import chosen, trainable
 from torchrl_ext.types import Part
 from torchrl_ext.weights.derived import CastSource, Layered, RenamedSource
 from torchrl_ext.weights.shards.blocks import Block, Shard
@@ -97,10 +97,10 @@ class TestWhichTensors:
             chosen("trainable", as_source({"x": torch.zeros(1)}))
 
 
-class TestPartSource:
+class TestSourceOfAPart:
     def test_tensors_that_are_left_out_are_not_made(self):
         source = Counted(policy())
-        part = PartSource(
+        part = limited(
             RenamedSource(CastSource(source, torch.float64), lambda name: f"m.{name}"),
             Part(base=1, names=frozenset(["m.b.bias", "m.a.weight"])),
         )
@@ -110,7 +110,7 @@ class TestPartSource:
     def test_layers_above_are_taken_without_those_below(self):
         below = Counted(policy())
         layered = Layered(below, {"b.bias": torch.ones(2)})
-        part = PartSource(layered, Part(base=1, names=frozenset(["b.bias", "bb.bias"])))
+        part = limited(layered, Part(base=1, names=frozenset(["b.bias", "bb.bias"])))
         assert [(name, tensor.numel()) for name, tensor in part] == [("b.bias", 2), ("bb.bias", 1)]
         assert below.made == 1
 
@@ -124,7 +124,7 @@ class TestPartSource:
 
         source = Streamed()
         source.module = policy()
-        part = PartSource(source, Part(base=1, names=frozenset(["a.bias", "bb.weight"])))
+        part = limited(source, Part(base=1, names=frozenset(["a.bias", "bb.weight"])))
         listed = list(part.shards())
         assert [shard.meta.name for shard in listed] == ["a.bias", "bb.weight"]
         assert torch.equal(listed[0].take(), source.module["a"].bias)
@@ -144,7 +144,7 @@ class TestPartSource:
                 for meta in self.params():
                     yield Shard(meta, Block.whole(meta.shape), lambda name=meta.name: taken.append(name))
 
-        for shard in PartSource(Held(), Part(base=1, names=frozenset(["b.bias"]))).shards():
+        for shard in limited(Held(), Part(base=1, names=frozenset(["b.bias"]))).shards():
             shard.take()
         assert taken == ["b.bias"]
 
@@ -371,7 +371,7 @@ class TestReceiver:
         receiver.handle(invitation(transport, source))
 
         def send(version, part=None, *, told=True):
-            of = source if part is None else PartSource(source, part)
+            of = source if part is None else limited(source, part)
             load = prepared(transport, of, version)
             if told:
                 receiver.handle(Prefetch(version=version, part=part))

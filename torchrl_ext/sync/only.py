@@ -1,25 +1,21 @@
-"""Send only some tensors of a model: the ways to say ``only=``, and the source that yields them."""
+"""Which tensors of a model an update sends: the ways to say ``only=``."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any, final
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.types import ParamMeta, Part
 from torchrl_ext.weights.groups import groups_of
 from torchrl_ext.weights.peft import is_peft
-from torchrl_ext.weights.shards.blocks import Shard
 from torchrl_ext.weights.source import WeightSource, named_tensors
 
-__all__ = ["Only", "PartSource", "chosen", "trainable"]
+__all__ = ["Only", "chosen", "trainable"]
 
 Only = str | re.Pattern[str] | Callable[[str], bool] | Mapping[str, bool] | Sequence[Any] | frozenset[str]
 """Which tensors of a model: a name; the path of a module, which stands for all tensors in it; a pattern with ``*``,
@@ -27,55 +23,6 @@ Only = str | re.Pattern[str] | Callable[[str], bool] | Mapping[str, bool] | Sequ
 ``"trainable"``, for the parameters of the registered module that require a gradient; or several of these."""
 
 _HINT = "give names as they are sent, or a module's path, a pattern such as 'model.layers.3.*', or a function of names"
-
-
-@final
-class PartSource(WeightSource):
-    """Some tensors of another source, in its order.
-
-    Args:
-        source: of all of them.
-        part: which, and the version that has the others.
-    """
-
-    def __init__(self, source: WeightSource, part: Part) -> None:
-        self.whole, self.part, self._names = source, part, part.names
-
-    def params(self) -> tuple[ParamMeta, ...]:
-        return tuple(meta for meta in self.whole.params() if meta.name in self._names)
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self.whole.pairs(self._names)
-
-    def held(self) -> Mapping[str, Tensor]:
-        return {name: tensor for name, tensor in self.whole.held().items() if name in self._names}
-
-    def shards(self) -> Iterator[Shard]:
-        """Yield the blocks of these tensors that this rank holds.
-
-        Ranks gather in order, so a block that gathers first takes those that are left out before it, and drops them.
-        """
-        left_out: list[Callable[[], Tensor]] = []
-        for shard in self.whole.shards():
-            if shard.meta.name not in self._names:
-                left_out += [shard.take] if shard.gathers else []
-            elif shard.gathers and left_out:
-                yield replace(shard, take=partial(_last, left_out, shard.take))
-                left_out = []
-            else:
-                yield shard
-
-    def tied(self) -> Mapping[str, str]:
-        return self.whole.tied()
-
-    def files(self) -> Mapping[str, bytes]:
-        return self.whole.files()
-
-
-def _last(left_out: Sequence[Callable[[], Tensor]], take: Callable[[], Tensor]) -> Tensor:
-    for other in left_out:
-        other()
-    return take()
 
 
 def chosen(only: Only, source: WeightSource, trained: Callable[[], frozenset[str]] | None = None) -> frozenset[str]:

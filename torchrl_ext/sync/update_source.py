@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.sync.finite import FiniteCheck
-from torchrl_ext.sync.only import PartSource
 from torchrl_ext.transports.ranks import torch_group
 from torchrl_ext.types import ParamMeta, Part
 from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper
@@ -59,8 +58,9 @@ class UpdateSource(WeightSource):
     ) -> None:
         self.finite = FiniteCheck() if finite is None else finite
         source = source if mapper is None else RenamedSource(source, as_mapper(mapper))
-        self.whole = self._source = source if dtype is None else CastSource(source, dtype)
-        self._params = self._source.params()
+        self.whole = source if dtype is None else CastSource(source, dtype)
+        self._names: frozenset[str] | None = None  # of the tensors that a pass yields; None for all
+        self._params = self.whole.params()
         self._gathers = self.digesting = False
         self.version, self.digests = 0, dict[str, str]()
         self._stream: Iterator[tuple[str, Tensor]] | None = None
@@ -87,30 +87,30 @@ class UpdateSource(WeightSource):
             narrow: a pass yields only these; else it yields all, and `part` says which may differ from its base.
         """
         self.part, self._stream = part, None
-        self._source = PartSource(self.whole, part) if part is not None and narrow else self.whole
-        self._params = self._source.params()
+        self._names = part.names if part is not None and narrow else None
+        self._params = tuple(meta for meta in self.whole.params() if self._sends(meta.name))
+
+    def _sends(self, name: str) -> bool:
+        return self._names is None or name in self._names
 
     def params(self) -> tuple[ParamMeta, ...]:
         return self._params
 
     def held(self) -> Mapping[str, Tensor]:
-        return self._source.held()
+        return {name: tensor for name, tensor in self.whole.held().items() if self._sends(name)}
 
     def files(self) -> Mapping[str, bytes]:
-        return self._source.files()
+        return self.whole.files()
 
     def tied(self) -> Mapping[str, str]:
-        return self._source.tied()
+        return self.whole.tied()
 
     def pairs(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield as `WeightSource.pairs`, and count; all tensors without ``names``."""
-        if names is None:
-            stream, params = iter(self._source), self._params
-        else:
-            stream, params = self._source.pairs(names), tuple(meta for meta in self._params if meta.name in names)
+        names = self._names if names is None else names
+        stream = self._stream = iter(self.whole) if names is None else self.whole.pairs(names)
         self.digests, self.count, self.bytes = {}, 0, 0
-        self._stream = stream
-        for meta, tensor in checked(stream, params):
+        for meta, tensor in checked(stream, (meta for meta in self._params if names is None or meta.name in names)):
             self.finite.look(meta.name, tensor)
             if self.digesting:
                 self.digests[meta.name] = tensor_digest(tensor)
@@ -120,16 +120,31 @@ class UpdateSource(WeightSource):
     __iter__ = pairs
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the blocks that this rank holds, once they are found to be sound, and count what they are parts of.
+        """Yield the blocks that this rank holds, once they are found to be sound, and count their parameters.
 
         Raises:
             ManifestError: as `checked_shards`.
         """
         self.digests, self.count, self.bytes = {}, 0, 0
-        for meta, held in checked_shards(self._source.shards(), self._params):
+        for meta, held in checked_shards(self._sent(), self._params):
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes  # other ranks have the rest of it
             for shard in held:
                 yield replace(shard, take=partial(self._looked, shard))
+
+    def _sent(self) -> Iterator[Shard]:
+        """Yield the shards of the tensors that are sent.
+
+        Ranks gather in order, so a shard that gathers first takes and drops the ones before it that are left out.
+        """
+        left_out: list[Shard] = []
+        for shard in self.whole.shards():
+            if not self._sends(shard.meta.name):
+                left_out += [shard] if shard.gathers else []
+            elif shard.gathers and left_out:
+                yield replace(shard, take=partial(_last, [*left_out, shard]))
+                left_out = []
+            else:
+                yield shard
 
     def _looked(self, shard: Shard) -> Tensor:
         tensor = shard.take()
@@ -137,7 +152,7 @@ class UpdateSource(WeightSource):
         return tensor
 
     def _begin(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._source) if self.part is None else self._source.pairs(self.part.names)
+        return iter(self.whole) if self.part is None else self.whole.pairs(self.part.names)
 
     def replay(self) -> None:
         for _ in self._begin() if self._gathers else ():
@@ -155,6 +170,14 @@ class UpdateSource(WeightSource):
                 pass
         except Exception:
             log.warning("other trainer ranks may wait for this one, which cannot finish its pass", exc_info=True)
+
+
+def _last(shards: Sequence[Shard]) -> Tensor:
+    """Take each shard in turn, and return the tensor of the last one."""
+    *before, last = shards
+    for shard in before:
+        shard.take()
+    return last.take()
 
 
 def bump(collectors: Iterable[Callable[[], Any]]) -> None:
