@@ -61,8 +61,7 @@ class Connection:
 
     Attributes:
         newest: the greatest version that an engine said it serves when it joined.
-        delivered: the version that all of them have put in service since they joined, which a part can build on; None
-            before the first.
+        delivered: the version that all of them hold, which a part can build on; None where this is not known.
     """
 
     def __init__(
@@ -150,7 +149,9 @@ class Connection:
         return any((row.state, row.version) == ("serving", version) for row in self.engine.rows())
 
     def _join(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
-        engine, self.delivered = self.engine.info(), None
+        engine = self.engine.info()
+        if self._joined is not None:  # with other members, or for other parameters
+            self.delivered = None
         if engine.weight_version.isdecimal():
             self.newest = max(self.newest, int(engine.weight_version))
         within = Deadline(self._timeout_s, f"the workers of {self.engine.url}")

@@ -128,7 +128,6 @@ class WeightSender:
         self._collectors: list[weakref.ref[Any]] = []
         self._spans, self._stats = Spans(), TransferStats()
         self._attempted = 0
-        self._assumed: int | None = None
         self._refused: frozenset[str] | None = None  # the names of a part that these engines did not take
         self._rows: tuple[tuple[ParamMeta, ...], list[Any]] = (), []
         self._connect_to(engine)
@@ -235,7 +234,7 @@ class WeightSender:
         Args:
             version: 0: the weights that they were started with, which the caller knows.
         """
-        self._assumed = version
+        self._connection.delivered = version
 
     def _lead(self, weights: Any, only: Only | None) -> tuple[SyncReport, int]:
         """Drive an update on rank 0, and return its report, and that one more was accepted."""
@@ -326,7 +325,7 @@ class WeightSender:
         while True:
             source.limit(None)
             anew = self._connection.ensure(source.params(), self._spans) or anew
-            base = None if names is None or anew or names == self._refused else self._base()
+            base = None if names is None or anew or names == self._refused else self._connection.delivered
             self._ranks.session.order("limit", always=True, base=base)
             if names is not None and base is not None:
                 source.limit(Part(base=base, names=names), narrow=self._transport.parts)
@@ -348,13 +347,6 @@ class WeightSender:
             if lost is not None:
                 raise lost
             return
-
-    def _base(self) -> int | None:
-        """Return the version on which a part can build: the last one, if all engines have put it in service."""
-        if self._assumed is not None and self.version == self._attempted == self._connection.newest == self._assumed:
-            self._connection.delivered = self._assumed
-        self._assumed = None
-        return self.version if self._connection.delivered == self.version == self._attempted else None
 
     def _builds_on_what_is_not_there(self, source: UpdateSource, error: WeightSyncError) -> bool:
         """Return whether engines refused what the version builds on, and changed nothing, so that all of it can go."""
