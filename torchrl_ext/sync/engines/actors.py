@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,14 +18,17 @@ from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
+from torchrl_ext.types import EngineRow
 
-__all__ = ["EngineActor", "Served", "answer", "as_remote", "begin", "the_ray"]
+__all__ = ["Answer", "EngineActor", "Served", "answer", "as_remote", "begin", "the_ray"]
 
 log = logging.getLogger("torchrl_ext")
 
+Answer = tuple[Any, EngineRow, bool]
+"""What a client's method returned, the engine's row after it, and whether the engine compares digests."""
+
 _hosted: dict[str, EngineActor] = {}
-_jobs: dict[str, dict[str, Future[Any]]] = {}  # by client, and by name
+_jobs: dict[str, dict[str, Future[Answer]]] = {}  # by client, and by name
 
 
 def the_ray() -> Any:
@@ -89,8 +92,7 @@ class EngineActor:
         make: called in the actor; returns what takes the weights (a module, a TensorDict, a `WeightReceiver` or an
             `EngineClient`). `Served` makes a server.
 
-    ``EngineActor.as_remote({"resources": {"engine": 1}}).remote(make)`` places one; `RayEngine` drives it. The methods
-    are those of `EngineClient`, without callbacks.
+    ``EngineActor.as_remote({"resources": {"engine": 1}}).remote(make)`` places one; `RayEngine` drives it.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -103,62 +105,11 @@ class EngineActor:
         """Return this class as a Ray actor class with room for two calls: one waits for weights, one asks or closes."""
         return as_remote(cls, {"max_concurrency": 2, **(remote_config or {})})
 
-    def info(self) -> EngineInfo:
-        """Return what the engine says of itself; ``url`` is where a server answers requests."""
-        return self._client.info()
-
-    def connect(self, info: Info) -> bool:
-        """Join the transport; return whether the engine can compare what it holds with the trainer's digests."""
-        self._client.connect(info)
-        return self._client.verifies
-
-    def replaced(self, connection: str) -> str:
-        """Return `EngineClient.replaced`."""
-        return self._client.replaced(connection)
-
-    def rehearse(self, how: str) -> str:
-        """Rehearse an update, as `EngineClient.rehearse`; return `EngineClient.proof`."""
-        self._client.rehearse(how)
-        return self._client.proof
-
-    def prefetch(self, version: int, part: Part | None = None) -> None:
-        self._client.prefetch(version, part)
-
-    def begin(self, version: int) -> None:
-        self._client.begin(version)
-
-    def load(self, info: Info) -> None:
-        self._client.load(info)
-
-    def verify(self, digests: Mapping[str, str]) -> None:
-        self._client.verify(digests)
-
-    def commit(self, version: int) -> None:
-        self._client.commit(version)
-
-    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._client.logprobs(prompts)
-
-    def pause(self) -> bool:
-        return self._client.pause()
-
-    def resume(self) -> None:
-        self._client.resume()
-
-    def sleep(self, level: int, tags: Collection[str] | None) -> None:
-        self._client.sleep(level, tags)
-
-    def wake_up(self, tags: Collection[str] | None) -> None:
-        self._client.wake_up(tags)
-
-    def row(self) -> EngineRow:
-        """Return the engine's row, which says how the last update went."""
+    def call(self, name: str, *args: Any) -> Answer:
+        """Call a method of the engine's `EngineClient`, without callbacks."""
+        found = getattr(self._client, name)(*args)
         (row,) = self._client.rows()
-        return row
-
-    def close(self) -> None:
-        """Leave the transport; the engine goes on."""
-        self._client.close()
+        return found, row, self._client.verifies
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(target, *args)``, where the target is what ``make`` returned."""
@@ -170,8 +121,8 @@ class EngineActor:
             self._server.stop()
 
 
-def begin(held: Any, pick: Callable[[Any], Any], client: str, job: str, method: str, *args: Any) -> tuple[Any] | None:
-    """Call a method of an `EngineActor` over what ``pick`` finds in ``held``; to be run in the actor of ``held``.
+def begin(held: Any, pick: Callable[[Any], Any], client: str, job: str, name: str, *args: Any) -> Answer | None:
+    """Run `EngineActor.call` over what ``pick`` finds in ``held``; to be run in the actor of ``held``.
 
     Ray starts no other call of the actor before this one returns. An actor with coroutines goes on meanwhile, so a
     thread does the job there. Any other actor does one thing at a time, and this is it.
@@ -179,25 +130,25 @@ def begin(held: Any, pick: Callable[[Any], Any], client: str, job: str, method: 
     Args:
         held: the actor's object.
         pick: takes it; returns what takes the weights, as ``make`` of `EngineActor` does.
-        client: name of the client, which has an `EngineActor` of its own.
-        job: name of this call, by which `answer` is asked.
-        method, args: of `EngineActor`.
+        client: names the client, which has an `EngineActor` of its own.
+        job: names this call, for `answer`.
+        name, args: of `EngineActor.call`.
 
     Returns:
-        None where the job has begun; or the answer, in a tuple.
+        None where the job has begun; or the answer.
     """
     if client not in _hosted:
         _hosted[client] = EngineActor(partial(pick, held))
-    call = partial(getattr(_hosted[client], method), *args)
-    if method == "connect":
+    call = partial(_hosted[client].call, name, *args)
+    if name == "connect":
         call = partial(_in_place_of, _end_others(client), call)
-    if method == "close":
+    if name == "close":
         del _hosted[client]
-        running = {name: one for name, one in _jobs.pop(client, {}).items() if not one.done()}
+        running = {key: one for key, one in _jobs.pop(client, {}).items() if not one.done()}
         _jobs.update({client: running} if running else {})  # of calls that were given up nobody asks any more
     if not inspect.getmembers(type(held), inspect.iscoroutinefunction):
-        return (call(),)
-    _jobs.setdefault(client, {})[job] = in_thread(call, f"torchrl-ext-{method}")
+        return call()
+    _jobs.setdefault(client, {})[job] = in_thread(call, f"torchrl-ext-{name}")
     return None
 
 
@@ -214,17 +165,17 @@ def _end_others(client: str) -> list[EngineActor]:
     return [_hosted.pop(name) for name in idle]
 
 
-def _in_place_of(others: Sequence[EngineActor], connect: Callable[[], Any]) -> Any:
+def _in_place_of(others: Sequence[EngineActor], connect: Callable[[], Answer]) -> Answer:
     for other in others:
         try:
-            other.close()
+            other.call("close")
         except Exception:
             log.warning("a client that another one replaces did not leave its transport", exc_info=True)
     return connect()
 
 
-def answer(held: Any, client: str, job: str) -> tuple[Any] | None:
-    """Return the answer of a client's job in a tuple, or None while it runs; raise what it raised.
+def answer(held: Any, client: str, job: str) -> Answer | None:
+    """Return the answer of a client's job, or None while it runs; raise what it raised.
 
     Raises:
         NotConnectedError: the client was closed before it asked.
@@ -238,4 +189,4 @@ def answer(held: Any, client: str, job: str) -> tuple[Any] | None:
     found = jobs.pop(job)
     if not jobs:
         del _jobs[client]
-    return (found.result(),)
+    return found.result()
