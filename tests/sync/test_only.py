@@ -381,13 +381,6 @@ class TestReceiver:
 
         return receiver, served, send
 
-    def test_a_part_lands_beside_the_version_that_it_names(self, joined):
-        receiver, _, send = joined
-        send(1)
-        send(2, Part(base=1, names=frozenset(["a.bias"])))
-        assert receiver.version == 2
-        send(3)
-
     @pytest.mark.parametrize("base", [0, 2])
     def test_another_base_is_refused_before_anything_changes(self, joined, base):
         receiver, _, send = joined

@@ -12,7 +12,7 @@ from tests.models import tiny_model, tiny_tokenizer
 from tests.sync.by_hand import invitation, prepared
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, NotConnectedError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import Join
+from torchrl_ext.messages import Join, Prefetch
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.digests import tensor_digest
@@ -28,7 +28,7 @@ def test_it_follows_whatever_transport_it_is_told_to_join(tmp_path):
             policy.weight.add_(1)
         version = transport.latest_version() + 1
         load = prepared(transport, policy, version)
-        receiver.prefetch(version)
+        receiver.prefetch(Prefetch(version=version))
         receiver.start()
         receiver.load(load)
         receiver.verify({name: tensor_digest(tensor) for name, tensor in as_source(policy)})
@@ -52,7 +52,7 @@ def test_parameters_that_cannot_land_are_refused_before_the_transport_is_joined(
     with pytest.raises(ManifestError, match="weight"):
         receiver.connect(invitation(transport, nn.Linear(2, 2)))
     with pytest.raises(NotConnectedError, match="connect first"):
-        receiver.prefetch(1)
+        receiver.prefetch(Prefetch(version=1))
 
 
 def test_a_transport_that_nobody_knows_is_refused_with_the_names():

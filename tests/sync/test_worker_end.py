@@ -91,8 +91,8 @@ def test_workers_follow_a_trainer_step_by_step(engine):
 def test_a_question_whether_staging_is_over_is_answered_at_once(engine):
     ends, _, handle = engine
     going = threading.Event()
-    ends[1].receiver.prefetch = lambda version, *_, **__: going.wait(WAIT_S)  # one of them takes its time
-    ends[0].receiver.prefetch = lambda version, *_, **__: None
+    ends[1].receiver.prefetch = lambda told: going.wait(WAIT_S)  # one of them takes its time
+    ends[0].receiver.prefetch = lambda told: None
     assert handle(Prefetch(version=1)) == [{}, {}]
     assert handle(Poll()) == [{"working": True}] * 2
     going.set()
@@ -110,8 +110,8 @@ def test_a_failure_of_one_is_heard_by_all_in_its_words(engine):
 
 def test_a_failure_beside_the_engines_work_is_heard_at_the_next_question(engine):
     ends, _, handle = engine
-    ends[0].receiver.prefetch = lambda version, *_, **__: 1 / 0
-    ends[1].receiver.prefetch = lambda version, *_, **__: None
+    ends[0].receiver.prefetch = lambda told: 1 / 0
+    ends[1].receiver.prefetch = lambda told: None
     assert handle(Prefetch(version=1)) == [{}, {}]
     errors = idle(handle)
     assert all("worker 0: ZeroDivisionError" in str(error) for error in errors)
@@ -137,7 +137,7 @@ def test_a_prefetch_that_is_begun_anew_ends_the_one_before(engine):
     ends, _, handle = engine
     begun, aborted = [], threading.Event()
     for end in ends:
-        end.receiver.prefetch = lambda version, *_, **__: (begun.append(version), version > 1 or aborted.wait(WAIT_S))
+        end.receiver.prefetch = lambda told: (begun.append(told.version), told.version > 1 or aborted.wait(WAIT_S))
         end.receiver.abort = aborted.set
     assert handle(Prefetch(version=1)) == [{}, {}]
     assert handle(Prefetch(version=2)) == [{}, {}]
@@ -204,14 +204,14 @@ def test_a_pull_goes_on_beside_staging_and_loading_and_each_is_asked_after_by_it
     ends, _, handle = engine
     (begun, going), staged = pulls, []
     for end in ends:
-        end.receiver.prefetch = lambda version, *_, **__: staged.append(version)
+        end.receiver.prefetch = lambda told: staged.append(told.version)
     message = Pull(source="/root", directory="/local", version=1)
     assert handle(message) == [{}, {}]
     assert handle(Prefetch(version=7)) == [{}, {}] and idle(handle) == [{}, {}] and staged == [7, 7]
     assert handle(Reset(weights="reloaded")) == [{}, {}]
     assert handle(Poll(pull=True)) == [{"working": True}] * 2
     for end in ends:
-        end.receiver.prefetch = lambda version, *_, **__: 1 / 0
+        end.receiver.prefetch = lambda told: 1 / 0
     assert handle(Prefetch(version=8)) == [{}, {}]
     assert all("ZeroDivision" in str(error) for error in idle(handle))
     going.set()
@@ -240,7 +240,7 @@ def test_a_worker_that_closes_waits_for_no_pull(engine, pulls):
     for end in ends:
         end.close()
         with pytest.raises(NotConnectedError):
-            end.receiver.prefetch(1)
+            end.receiver.prefetch(Prefetch(version=1))
     transport.shutdown()
 
 

@@ -9,7 +9,7 @@ import torchrl_ext as tx
 from tests.processes import WAIT_S
 from torchrl_ext.deadline import Deadline, in_thread
 from torchrl_ext.errors import TransportError, WeightSyncError
-from torchrl_ext.messages import Join
+from torchrl_ext.messages import Join, Prefetch
 from torchrl_ext.transports import disk, shared_root
 from torchrl_ext.transports.delta import reader
 from torchrl_ext.transports.ranks import Group, TrainerRanks
@@ -30,7 +30,7 @@ def test_an_abort_ends_the_wait_of_its_time_and_a_later_wait_neither_ends_nor_sp
 
     def wait():
         try:
-            receiver.prefetch(3) if step == "a version" else receiver.connect(join)
+            receiver.prefetch(Prefetch(version=3)) if step == "a version" else receiver.connect(join)
         except WeightSyncError as error:
             said.append(str(error))
 

@@ -12,7 +12,7 @@ import torchrl_ext as tx
 from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, IntegrityError, StoreError, UpdateError
-from torchrl_ext.messages import Join, Load
+from torchrl_ext.messages import Join, Load, Prefetch
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
@@ -238,14 +238,14 @@ class TestFleet:
         offer = trainer.open(1, (), Deadline(WAIT_S)).info
         receiver = tx.WeightReceiver(second)
         receiver.connect(Join(transport="delta", params=as_source(own).params(), offer=offer))
-        receiver.prefetch(1)
+        receiver.prefetch(Prefetch(version=1))
         receiver.start()
         receiver.load(Load(version=1, handoff={"params": []}))
         receiver.finish(1)
         for version in range(2, 6):
             step(own, version)
             sender.update_weights(own)
-        receiver.prefetch(5)
+        receiver.prefetch(Prefetch(version=5))
         assert receiver._staged is not None
         receiver.start()
         receiver.load(Load(version=5, handoff={"params": []}))

@@ -146,7 +146,7 @@ def _trainer(root: str) -> None:
 
 def _engine(info: Mapping[str, Any]) -> None:
     from torchrl_ext.codecs.base import codec_from_json
-    from torchrl_ext.messages import Join, Load
+    from torchrl_ext.messages import Join, Load, Prefetch
     from torchrl_ext.sync.receiver import WeightReceiver
     from torchrl_ext.versions.warm import Warming
     from torchrl_ext.weights.source import MappingSource
@@ -161,7 +161,7 @@ def _engine(info: Mapping[str, Any]) -> None:
     clock.compiled()
     for version, step in _VERSIONS.items():
         clock.lap("between")
-        receiver.prefetch(version)
+        receiver.prefetch(Prefetch(version=version))
         clock.lap(step)
         receiver.start()
         receiver.load(Load(version=version, handoff={"params": info["params"]}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -130,7 +130,7 @@ class WeightReceiver:
             case Rehearse():
                 return self.rehearse(message)
             case Prefetch():
-                self.prefetch(message.version, message.part, files=message.files, label=message.label)
+                self.prefetch(message)
                 self.confirm()
             case Start():
                 self.start()
@@ -216,10 +216,7 @@ class WeightReceiver:
             whole=loader.whole(),
             copies=lambda name: not loader.patchable(name),
         )
-        try:
-            self._end = kind.join(message.offer, here, self._deadline())
-        except KeyError as error:
-            raise _incomplete(f"the offer of transport {message.transport!r}", error) from error
+        self._end = kind.join(message.offer, here, self._deadline())
         if self.held.base:  # of a version of another sender, or of this one before
             self.held = replace(self.held, base=None)
         self._staged = None
@@ -245,26 +242,16 @@ class WeightReceiver:
             needed = False
         return {"needed": needed, "proof": loader.proof(), **loader.rehearsal()}
 
-    def prefetch(
-        self,
-        version: int,
-        part: Part | None = None,
-        *,
-        files: Sequence[str] | None = None,
-        label: str | None = None,
-    ) -> None:
-        """Fetch, check, decode and stage ``version``, as far as that can be done while the engine serves.
-
-        Args:
-            version: the version that comes.
-            part: which tensors it brings, where these are not all, and the version that has the others.
-            files, label: as in `Prefetch`.
+    def prefetch(self, message: Prefetch) -> None:
+        """Fetch, check, decode and stage a version, as far as that can be done while the engine serves.
 
         Raises:
-            StaleBaseError: the model does not hold what the part builds on, or another origin's by now.
+            StaleBaseError: the model does not hold the version that the part builds on, or the engine loaded other
+                weights meanwhile.
             ManifestError: some tensors of the part land only together with others.
             WeightSyncError: the version cannot be had. In all cases the engine goes on with what it serves.
         """
+        version, part = message.version, message.part
         end, loader, before, self._staged = self._require_end(), self._require_loader(), self.held, None
         if part is not None and (before.empty or before.base != part.base):
             raise StaleBaseError(
@@ -277,8 +264,8 @@ class WeightReceiver:
         if part is not None or self._part is not None:
             self._expect(part)
         held = loader.position_digests if before.intact else None
-        label = label if before.intact else None  # weights that the engine loaded by itself have labels too
-        changes = end.stage(version, held, self._deadline(), files=files, label=label)
+        label = message.label if before.intact else None  # weights that the engine loaded by itself have labels too
+        changes = end.stage(version, held, self._deadline(), files=message.files, label=label)
         if changes is not None:
             try:
                 loader.stage(changes)
@@ -480,12 +467,4 @@ class WeightReceiver:
 
 def _passed_on(pairs: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
     """Yield the same pairs; closing this drops the transport's iterator, which an error's traceback could keep open."""
-    try:
-        yield from pairs
-    except KeyError as error:
-        raise _incomplete("the handoff", error) from error
-
-
-def _incomplete(what: str, error: KeyError) -> ConfigError:
-    """Return the error for a field that the transport's other end should have sent."""
-    return ConfigError(f"{what} has no {error}", state="unchanged", hint="use one release of torchrl_ext on both ends")
+    yield from pairs

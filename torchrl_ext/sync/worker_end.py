@@ -37,10 +37,9 @@ _SETTLE_TIMEOUT_S = 120.0
 
 @dataclass(kw_only=True)
 class _Begun:
-    """What goes on beside the engine's work, and what follows it on all workers together."""
+    """What goes on beside the engine's work."""
 
     job: Future[None] | None = None
-    after: Callable[[], None] = lambda: None
     settled: bool = False  # what was begun last came to a good end
 
 
@@ -94,12 +93,7 @@ class WorkerEnd:
                 self._staging = self._begin(lambda: self.receiver.connect(message))
             case Prefetch():
                 self.settle()
-                self._staging = self._begin(
-                    lambda: self.receiver.prefetch(
-                        message.version, message.part, files=message.files, label=message.label
-                    ),
-                    after=self.receiver.confirm,
-                )
+                self._staging = self._begin(lambda: self.receiver.prefetch(message))
             case Pull():
                 self._pull(message)
             case Poll():
@@ -195,8 +189,8 @@ class WorkerEnd:
                 hint="ask again when it is over",
             )
 
-    def _begin(self, work: Callable[[], None], after: Callable[[], None] = lambda: None) -> _Begun:
-        """Start ``work`` in a thread of its own; ``after`` follows in this one, on all workers together."""
+    def _begin(self, work: Callable[[], None]) -> _Begun:
+        """Start ``work`` in a thread of its own."""
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
         def aside() -> None:
@@ -205,7 +199,7 @@ class WorkerEnd:
             with self._mode():
                 work()
 
-        return _Begun(job=in_thread(aside, "torchrl_ext"), after=after)
+        return _Begun(job=in_thread(aside, "torchrl_ext"))
 
     def _is_working(self, begun: _Begun) -> bool:
         """Return whether any worker is still at what was begun.
@@ -233,7 +227,8 @@ class WorkerEnd:
         if any(told):
             return True
         begun.job = None
-        self.together(begun.after)
+        if begun is self._staging:
+            self.together(self.receiver.confirm)
         begun.settled = True
         return False
 

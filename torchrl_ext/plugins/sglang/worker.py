@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed, nn
 
-from torchrl_ext.messages import Finish, Join, Load, Message, Start, State, partial_version
+from torchrl_ext.messages import Finish, Join, Load, Message, Prefetch, Start, State, partial_version
 from torchrl_ext.plugins.sglang.loader import SGLangLoader
 from torchrl_ext.plugins.sglang.routes import Land
 from torchrl_ext.plugins.workers import agree
@@ -148,7 +148,7 @@ class SGLangWorker:
             if self._joined != (root.root, params):
                 together(join)
                 self._joined = (root.root, params)
-            together(lambda: receiver.prefetch(version, files=own, label=call.label))
+            together(lambda: receiver.prefetch(Prefetch(version=version, files=own, label=call.label)))
             together(receiver.confirm)
             together(commit)
         except Exception as error:  # noqa: BLE001 - as for `answer`
