@@ -377,7 +377,7 @@ class UnloadAdapter(Message, frozen=True, kw_only=True):
 def replaced_by(words: str) -> str:
     """Return, from a worker's refusal, who has joined in a sender's place; "" where it refused for another reason."""
     _, _, rest = words.partition(f"{REPLACED}: ")
-    return rest.partition(". Expected:")[0]
+    return rest.partition(". Expected:")[0].partition("; ")[0]
 
 
 def partial_version(engine: str) -> EngineRefusedError:

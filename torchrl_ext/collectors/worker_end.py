@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torchrl_ext import errors
-from torchrl_ext.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError, TransportError
+from torchrl_ext.errors import (
+    DeadlineError,
+    EngineError,
+    EngineRefusedError,
+    EngineUnreachableError,
+    TransportError,
+    why,
+)
 from torchrl_ext.messages import (
     Finish,
     Join,
@@ -152,15 +159,16 @@ class WorkerEngine(EngineClient):
                 answer = self.link.read(until)
         except TransportError as error:
             raise EngineUnreachableError(
-                f"{self.url} ended during {message.kind!r}", state=f"its last weights version was {self._version}"
+                f"{why(error)}; {self.url} ended during {message.kind!r}",
+                state=f"its last weights version was {self._version}",
             ) from error
         if answer is None:
-            raise DeadlineError(f"{self.url} did not answer {message.kind!r} within {self._timeout_s:g} s")
+            raise DeadlineError(f"no answer to {message.kind!r} within {self._timeout_s:g} s from {self.url}")
         refusal = answer.get("error")
         if refusal is not None:
             parts = refusal if isinstance(refusal, dict) else {"what": refusal}
             raise EngineRefusedError(
-                f"{self.url}: {parts.get('what')}",
+                f"{parts.get('what')}; {self.url} refused {message.kind!r}",
                 expected=parts.get("expected"),
                 state=parts.get("state"),
                 hint=parts.get("hint"),

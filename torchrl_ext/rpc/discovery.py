@@ -16,6 +16,7 @@ from torchrl_ext.errors import (
     EngineRefusedError,
     EngineUnreachableError,
     WeightSyncError,
+    why,
 )
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.engines.base import HTTPEngine
@@ -72,7 +73,7 @@ def _answers(
     for url, job in jobs.items():
         if not wait([job], max(0.0, until - time.monotonic())).done:
             found[url] = DeadlineError(
-                f"{url} did not say within {timeout_s:g} s what it is",
+                f"no answer within {timeout_s:g} s from {url} to what it is",
                 hint="look at the engine's log, or raise timeout_s",
             )
             continue
@@ -89,8 +90,8 @@ def _raise(answers: Mapping[str, EngineInfo | WeightSyncError]) -> None:
     if len(failed) > 1:
         kinds = {type(error) for error in failed}
         first, kind = failed[0], kinds.pop() if len(kinds) == 1 else EngineError
-        what = f"{len(failed)} of {len(answers)} engines do not say what they are: "
-        what += "; ".join(error.what.rstrip(".") for error in failed)
+        causes = "; ".join(map(why, failed))
+        what = f"{causes}; {len(failed)} of {len(answers)} engines do not say what they are"
         raise kind(what, expected=first.expected, hint=first.hint)
     if failed:
         raise failed[0]
@@ -164,7 +165,7 @@ def _describe(session: HTTPSession, api_key: str | tuple[str, ...] | None, until
         except (EngineUnreachableError, DeadlineError):
             raise
         except EngineRefusedError as error:
-            answers.append(error.what.rstrip("."))
+            answers.append(why(error))
             statuses.add(error.status)
     if statuses & _WANTS_KEY:
         what, hint = "wants a key before it says what it is", "give its key as api_key"
@@ -176,7 +177,7 @@ def _describe(session: HTTPSession, api_key: str | tuple[str, ...] | None, until
         what = "does not say what engine it is"
         hint = "give the engine's own address, not a router's; vLLM answers only with VLLM_SERVER_DEV_MODE=1"
     raise EngineRefusedError(
-        f"{session.url} {what}: {'; '.join(answers)}",
+        f"{'; '.join(answers)}; {session.url} {what}",
         expected="an answer to GET /server_info or GET /get_server_info",
         hint=hint,
         status=next(iter(statuses)) if len(statuses) == 1 else None,

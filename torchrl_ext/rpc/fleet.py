@@ -321,22 +321,26 @@ class Fleet(EngineClient):
         """Return the error to raise where a call failed on some members; of a single engine, its own error."""
         if len(self.engines) == 1:
             return next(iter(self._failed.values()))
-        lines = "; ".join(f"{engine.url}: {why(error)}" for engine, error in self._failed.items())
-        return EngineError(f"{what}: {lines}", rows=self.rows(), state=state)
+        return EngineError(f"{_causes(self._failed)}; {what}", rows=self.rows(), state=state)
 
     def _raise(self, what: str) -> None:
         missed = {**self._lost, **self._failed}
         self._told.update(missed)
         if len(self.engines) == 1:
             raise missed[self.engines[0]]
-        lines = "; ".join(f"{engine.url}: {why(error)}" for engine, error in missed.items())
         raise EngineError(
-            f"{what}: {lines}",
+            f"{_causes(missed)}; {what}",
             rows=self.rows(),
             state="the rows say whether these engines serve an older version, are paused, or do not answer"
             + ("; the others serve the new one" if len(missed) < len(self.engines) else ""),
             hint="mend the cause and call update_weights again: engines that answer then take part",
         )
+
+
+def _causes(errors: Mapping[EngineClient, Exception]) -> str:
+    """Return the words of each error, and of which engine it is where these do not say so."""
+    words = {engine.url: why(error) for engine, error in errors.items()}
+    return "; ".join(cause if url in cause else f"{cause} ({url})" for url, cause in words.items())
 
 
 def _number(weight_version: str) -> int:

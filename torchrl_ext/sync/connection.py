@@ -28,6 +28,7 @@ log = logging.getLogger("torchrl_ext")
 
 _turns: weakref.WeakKeyDictionary[EngineClient, threading.Lock] = weakref.WeakKeyDictionary()
 """A client speaks for the sender that joined last through it, so one sender at a time updates by it."""
+_speaks_for: weakref.WeakKeyDictionary[EngineClient, weakref.ref[Connection]] = weakref.WeakKeyDictionary()
 
 
 @final
@@ -112,13 +113,10 @@ class Connection:
             WeightSyncError: an engine did not join, and no engine left the fleet meanwhile.
         """
         members = self.engine.members()
-        if self._joined == (params, members):
-            why = self.engine.replaced(self._id)
-            if why:
-                log.warning("engines join once more: %s", why)
-                self.drop()
-        else:
-            why = ""
+        why = self.engine.replaced(self._id) if self._joined == (params, members) else ""
+        if why:
+            log.warning("engines join once more: %s", why)
+            self.drop()
         while self._joined != (params, members):
             try:
                 self._join(params, spans)
@@ -133,6 +131,14 @@ class Connection:
     def drop(self) -> None:
         """Forget which engines joined, so that all join anew before the next version: a group may be left half-made."""
         self._joined = self.delivered = None
+
+    def close(self) -> None:
+        """Leave the engines, but for those that another sender has joined through the same client since."""
+        self.drop()
+        engines = self.engine.each()
+        own = [one for one in engines if _speaks_for.get(one, lambda: None)() in (None, self)]
+        for client in own if len(own) < len(engines) else (self.engine,):
+            client.close()
 
     def shrank(self) -> bool:
         """Return whether engines have left the fleet since they joined; the remaining ones join anew."""
@@ -171,6 +177,8 @@ class Connection:
             }
             with beside(lambda early: self.engine.connect(info, early), within):
                 handoff.transfer(within)
+        for client in self.engine.each():
+            _speaks_for[client] = weakref.ref(self)
         with spans.of("rehearse"):
             self.engine.rehearse(self._rehearse)
 

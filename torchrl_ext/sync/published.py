@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 from msgspec import structs
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, UpdateError
+from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, UpdateError, WeightSyncError, why
 from torchrl_ext.messages import CheckAdapter, Finish, Join, Load, Message, Prefetch, Start
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.opening import admit
@@ -53,9 +53,10 @@ class PublishedFollower:
     """
 
     def __init__(self, root: DiskTransport | PublishedRoot, engine: EngineClient) -> None:
-        from torchrl_ext.sync.connection import Connection, Spans  # bring HTTP clients, which an engine may lack
+        # here, since they bring HTTP clients, which an engine may lack
+        from torchrl_ext.sync.connection import Connection, Spans, parts_of
 
-        self._root, self._engine, self._spans = root, engine, Spans()
+        self._root, self._engine, self._spans, self._parts_of = root, engine, Spans(), parts_of
         self._connection = Connection(
             engine, lambda workers, params, within: Handoff(info=root.invite()), transport=root.name
         )
@@ -83,14 +84,16 @@ class PublishedFollower:
                     self._engine.verify(digests)
         except Exception as error:
             self._connection.drop()  # a half-made update is not built upon
+            rows = self._engine.rows()
             raise UpdateError(
-                f"weights version {version} of {self._root.root} did not reach every engine: {error}",
-                rows=self._engine.rows(),
+                f"{why(error)}; weights version {version} of {self._root.root} did not reach every engine",
+                rows=rows,
+                **self._parts_of(error, rows),
             ) from error
 
     def close(self) -> None:
         """Close the engine's client; the engine keeps serving what it has."""
-        self._engine.close()
+        self._connection.close()
 
 
 class ReloadableEngine(Protocol):
@@ -240,7 +243,7 @@ class DiskLoads:
             self._engine.pause()
             begin()
         except Exception as error:
-            raise StoreError(f"{what} was not begun: {error}", state=self._undone(serves)) from error
+            raise _failed(f"{what} was not begun", error, self._undone(serves)) from error
         try:
             land()
         except Exception as error:
@@ -250,7 +253,7 @@ class DiskLoads:
                 state, hint = "the engine serves what it served", None
             elif serves:
                 self._left_paused()
-            raise StoreError(f"{what} did not land: {error}", state=state, hint=hint) from error
+            raise _failed(f"{what} did not land", error, state, hint) from error
         if serves or self._stuck is not None:
             self._stuck = (self._engine.label(),)
             self._engine.resume()
@@ -276,6 +279,12 @@ class DiskLoads:
         self._stuck = (None,)
         with suppress(Exception):  # an engine that no longer answers
             self._stuck = (self._engine.label(),)
+
+
+def _failed(what: str, error: Exception, state: str, hint: str | None = None) -> StoreError:
+    """Return the error of a load, which begins with its cause."""
+    expected = error.expected if isinstance(error, WeightSyncError) else None
+    return StoreError(f"{why(error)}; {what}", expected=expected, state=state, hint=hint)
 
 
 def check_adapter(message: CheckAdapter, *, enabled: bool, max_rank: int | None) -> None:

@@ -222,9 +222,8 @@ class WeightSender:
 
     def shutdown(self) -> None:
         """Leave the engines and release the transport; engines keep serving what they have."""
-        self._connection.drop()
         try:
-            self.engine.close()
+            self._connection.close()
         finally:
             self._transport.shutdown()
 
@@ -290,7 +289,7 @@ class WeightSender:
 
     def _drive(self, source: UpdateSource, names: frozenset[str] | None, weights: Any, started: float) -> SyncReport:
         compared: AbstractContextManager[None] = nullcontext()
-        self._spans, self._stats, source.version = Spans(), TransferStats(), max(self.version, self._attempted) + 1
+        self._spans, self._stats, source.version = Spans(), TransferStats(), self._attempted + 1
         try:
             source.version = self._next_version()
             if self._outputs is not None:
@@ -423,7 +422,7 @@ class WeightSender:
 
     def _next_version(self) -> int:
         """Return the next version number, which neither a failed attempt nor another sender has used."""
-        return max(self.version, self._attempted, self._connection.newest, self._transport.latest_version()) + 1
+        return max(self._attempted, self._connection.newest, self._transport.latest_version()) + 1
 
     def _connect_to(self, engine: EngineClient) -> None:
         """Drive ``engine`` from now on; its workers join before the next version."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, ClassVar, TypeVar
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, why
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.connections import each
 from torchrl_ext.rpc.fleet import Fleet
@@ -266,8 +266,9 @@ class EngineControl(ABC):
                 alone = len(fleet.engines) == 1
                 errors = [str(error)] if alone else [row.error for row in fleet.rows()]
                 rows = [replace(row, error=one) for row, one in zip(fleet.look(), errors, strict=True)]
-                told = f"1 of 1 engines did not {what}: {error}" if alone else error.what
-                raise EngineError(told, state=error.state, rows=tuple(rows)) from error
+                words = f"{why(error)}; 1 of 1 engines did not {what}" if alone else error.what
+                more = {"expected": error.expected, "hint": error.hint} if alone else {}
+                raise EngineError(words, state=error.state, rows=tuple(rows), **more) from error
             finally:
                 fleet.close()
 
