@@ -31,7 +31,7 @@ __all__ = [
     "FORMAT", "REPLACED", "CheckAdapter", "Connected", "Count", "Digests", "Finish", "Inspect", "Join", "Leave", "Load",
     "Message", "Params", "Poll", "Port", "Prefetch", "Pull", "Rehearse", "RehearsePolicy", "Reset", "Seal", "Seconds",
     "ServeAdapter", "StageAdapter", "Start", "State", "Text", "UnloadAdapter", "Verify", "WeightsLost", "Wire",
-    "WorldSize", "partial_version", "read", "replaced_by", "stamped",
+    "WorldSize", "partial_version", "read", "replaced", "replaced_by", "stamped",
 ]  # fmt: skip
 
 FORMAT = 3
@@ -378,6 +378,16 @@ def replaced_by(words: str) -> str:
     """Return, from a worker's refusal, who has joined in a sender's place; "" where it refused for another reason."""
     _, _, rest = words.partition(f"{REPLACED}: ")
     return rest.partition(". Expected:")[0].partition("; ")[0]
+
+
+def replaced(since: str) -> EngineRefusedError:
+    """Return the error for a step of a sender that has to join again; ``since`` says who joined, if anyone."""
+    return EngineRefusedError(
+        f"{REPLACED}: {since} this engine since",
+        expected="steps of the sender that joined last",
+        state="nothing was touched",
+        hint="one sender at a time: the next update of this one joins again, and replaces the other",
+    )
 
 
 def partial_version(engine: str) -> EngineRefusedError:

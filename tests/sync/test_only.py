@@ -314,19 +314,6 @@ class TestSender:
         assert torch.equal(other["a"].weight, trained["a"].weight)
         assert sender.update_weights(only="b").part
 
-    def test_one_of_two_engines_that_left_the_fleet_and_came_back_gets_everything(self, made):
-        _, trained, _ = made
-        served = [policy(), policy()]
-        fleet = Fleet([tx.make_engine("inprocess", engine=one, url=f"engine-{n}") for n, one in enumerate(served)])
-        sender = tx.WeightSender(tx.MemoryTransport(), fleet)
-        sender.register_model(trained)
-        sender.update_weights()
-        change(trained)
-        assert sender.update_weights(only="b").part
-        for one in served:
-            assert torch.equal(one["b"].weight, trained["b"].weight)
-            assert not torch.equal(one["a"].weight, trained["a"].weight)
-
     def test_an_engine_that_is_lost_and_was_told_of_does_not_keep_the_others_from_parts(self, made):
         class Losing(InProcessEngine):
             lost = False

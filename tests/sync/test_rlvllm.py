@@ -108,7 +108,7 @@ def test_what_a_client_gave_up_asking_for_is_dropped_when_it_closes_and_what_oth
     held = Serving()
 
     def begun(client, job, method):
-        assert actors.begin(held, lambda held: held.model, client, job, method) is None
+        assert actors.begin(held, lambda held: held.model, client, job, "", method) is None
         Deadline(60).poll(actors._jobs[client][job].done)
 
     begun("left", "late", "info")
@@ -137,7 +137,7 @@ def test_a_client_that_joins_ends_those_of_trainers_that_died_without_a_close(ki
     params = as_source(held.model).params()
 
     def called(client, method, *args):
-        found = actors.begin(held, lambda held: held.model, client, method, method, *args)
+        found = actors.begin(held, lambda held: held.model, client, method, client, method, *args)
         if found is None:
             Deadline(60).poll(actors._jobs[client][method].done)
             found = actors.answer(held, client, method)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, EngineRefusedError, IntegrityError, NotConnectedError, StaleBaseError
+from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError, StaleBaseError
 from torchrl_ext.landing.loader import Changes, WeightLoader, as_loader
 from torchrl_ext.messages import (
-    REPLACED,
     Connected,
     Finish,
     Join,
@@ -29,6 +28,7 @@ from torchrl_ext.messages import (
     Start,
     State,
     Verify,
+    replaced,
 )
 from torchrl_ext.registry import transports
 from torchrl_ext.stores.opening import admit
@@ -167,13 +167,7 @@ class WeightReceiver:
             return
         if message.connection in ("", self.connection):  # one that bears none is of whoever had the worker join
             return
-        since = "no sender has joined" if self._end is None else f"{self._sender or 'another one'} has joined"
-        raise EngineRefusedError(
-            f"{REPLACED}: {since} this engine since",
-            expected="steps of the sender that joined last",
-            state="nothing was touched",
-            hint="one sender at a time: the next update of this one joins again, and replaces the other",
-        )
+        raise replaced("no sender has joined" if self._end is None else f"{self._sender or 'another one'} has joined")
 
     def state(self) -> Info:
         """Return the answer to a `State` that asks how the weights are."""

@@ -16,6 +16,7 @@ from typing import Any
 from torchrl_ext import registry
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, NotConnectedError
+from torchrl_ext.messages import replaced
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import EngineRow
@@ -27,6 +28,7 @@ log = logging.getLogger("torchrl_ext")
 Answer = tuple[Any, EngineRow, bool]
 """What a client's method returned, the engine's row after it, and whether the engine compares digests."""
 
+_STEPS = {"rehearse", "prefetch", "begin", "load", "verify", "commit", "close"}
 _hosted: dict[str, EngineActor] = {}
 _jobs: dict[str, dict[str, Future[Answer]]] = {}  # by client, and by name
 
@@ -98,6 +100,7 @@ class EngineActor:
     def __init__(self, make: Callable[[], Any]) -> None:
         made = make()
         self.target, self._server = made if isinstance(made, tuple) else (made, None)
+        self._connection = ""  # of the sender that joined last
         self._client = self.target if isinstance(self.target, EngineClient) else InProcessEngine(self.target)
 
     @classmethod
@@ -105,8 +108,16 @@ class EngineActor:
         """Return this class as a Ray actor class with room for two calls: one waits for weights, one asks or closes."""
         return as_remote(cls, {"max_concurrency": 2, **(remote_config or {})})
 
-    def call(self, name: str, *args: Any) -> Answer:
-        """Call a method of the engine's `EngineClient`, without callbacks."""
+    def call(self, connection: str, name: str, *args: Any) -> Answer:
+        """Call a method of the engine's client, without callbacks, for the sender that joined as ``connection``.
+
+        Raises:
+            EngineRefusedError: a step of an update, and another sender has joined since; nothing is touched.
+        """
+        if name == "connect":
+            self._connection = connection
+        elif name in _STEPS and self._connection not in ("", connection):
+            raise replaced("another one has joined")
         found = getattr(self._client, name)(*args)
         (row,) = self._client.rows()
         return found, row, self._client.verifies
@@ -121,7 +132,9 @@ class EngineActor:
             self._server.stop()
 
 
-def begin(held: Any, pick: Callable[[Any], Any], client: str, job: str, name: str, *args: Any) -> Answer | None:
+def begin(
+    held: Any, pick: Callable[[Any], Any], client: str, job: str, connection: str, name: str, *args: Any
+) -> Answer | None:
     """Run `EngineActor.call` over what ``pick`` finds in ``held``; to be run in the actor of ``held``.
 
     Ray starts no other call of the actor before this one returns. An actor with coroutines goes on meanwhile, so a
@@ -132,14 +145,14 @@ def begin(held: Any, pick: Callable[[Any], Any], client: str, job: str, name: st
         pick: takes it; returns what takes the weights, as ``make`` of `EngineActor` does.
         client: names the client, which has an `EngineActor` of its own.
         job: names this call, for `answer`.
-        name, args: of `EngineActor.call`.
+        connection, name, args: of `EngineActor.call`.
 
     Returns:
         None where the job has begun; or the answer.
     """
     if client not in _hosted:
         _hosted[client] = EngineActor(partial(pick, held))
-    call = partial(_hosted[client].call, name, *args)
+    call = partial(_hosted[client].call, connection, name, *args)
     if name == "connect":
         call = partial(_in_place_of, _end_others(client), call)
     if name == "close":
@@ -168,7 +181,7 @@ def _end_others(client: str) -> list[EngineActor]:
 def _in_place_of(others: Sequence[EngineActor], connect: Callable[[], Answer]) -> Answer:
     for other in others:
         try:
-            other.call("close")
+            other.call(other._connection, "close")
         except Exception:
             log.warning("a client that another one replaces did not leave its transport", exc_info=True)
     return connect()

@@ -151,9 +151,7 @@ class RayEngine(EngineClient):
         return (self._row,)
 
     def close(self) -> None:
-        if self._pick is None and self.replaced(self._connection):
-            return  # the client in an `EngineActor` is that of whoever joined last
-        with suppress(EngineUnreachableError):
+        with suppress(EngineUnreachableError, EngineRefusedError):  # it is gone, or another sender's
             self._ask("close")
 
     def _ask(self, name: str, *args: Any) -> Any:
@@ -197,9 +195,9 @@ class RayEngine(EngineClient):
         """Return the actor's answer; errors of Ray, and errors that Ray carries, come through."""
         ray, actor = the_ray(), self._actor
         if self._pick is None:
-            return ray.get(actor.call.remote(name, *args), timeout=timeout_s)
+            return ray.get(actor.call.remote(self._connection, name, *args), timeout=timeout_s)
         within, job = Deadline(timeout_s), uuid.uuid4().hex
-        begun = actor.__ray_call__.remote(begin, self._pick, self._name, job, name, *args)
+        begun = actor.__ray_call__.remote(begin, self._pick, self._name, job, self._connection, name, *args)
         return ray.get(begun, timeout=timeout_s) or within.poll(
             lambda: ray.get(actor.__ray_call__.remote(answer, self._name, job), timeout=max(_POLL_S, within.left_s)),
             late=_Late,
