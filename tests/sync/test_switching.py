@@ -20,6 +20,7 @@ from torchrl_ext.errors import (
     ConfigError,
     EngineError,
     EngineRefusedError,
+    EngineUnreachableError,
     ManifestError,
     NotConnectedError,
     UpdateError,
@@ -391,7 +392,7 @@ class TestVLLM:
 
             failing.__name__ = step
             monkeypatch.setattr(llm, step, failing)
-            with pytest.raises(EngineRefusedError, match=f"vLLM refused {step}: it broke half-way"):
+            with pytest.raises(EngineRefusedError, match=f"it broke half-way; vLLM refused {step}"):
                 await asyncio.to_thread(engine.begin, 1)
             assert llm.runs.is_set() and not llm.freed and engine.rows()[0].state == "serving"
 
@@ -423,3 +424,26 @@ class TestVLLM:
                 await asyncio.to_thread(sender.shutdown)
 
         run(main())
+
+    def test_calls_fail_at_once_when_the_loop_of_the_engine_ends_before_or_during_them(self, folders):
+        async def main():
+            return self.served(folders)
+
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        llm, engine = asyncio.run_coroutine_threadsafe(main(), loop).result(60)
+        assert not asyncio.run_coroutine_threadsafe(llm.is_sleeping(), loop).result(60)
+
+        async def ending(**_):
+            loop.stop()
+            await asyncio.sleep(600)
+
+        llm.pause_generation = ending
+        for _ in range(2):
+            with pytest.raises(EngineUnreachableError, match=r"^the event loop of this AsyncLLM has ended"):
+                engine.pause()
+        with pytest.raises(EngineUnreachableError):
+            engine.info()  # so that a fleet goes on without it
+        thread.join(60)
+        loop.close()

@@ -6,14 +6,21 @@ import asyncio
 import importlib
 import inspect
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, wait
 from typing import Any, ClassVar, Final
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
-from torchrl_ext.messages import Finish, Join, Leave, Load, Message, Poll, Prefetch, Pull, Seal, Start, Verify
+from torchrl_ext.errors import (
+    ConfigError,
+    EngineError,
+    EngineRefusedError,
+    EngineUnreachableError,
+    WeightSyncError,
+    parsed,
+)
+from torchrl_ext.messages import Finish, Join, Load, Message, Poll, Prefetch, Pull, Seal, Start, Verify
 from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER, answers_in, merged, unescaped
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import EngineInfo, Info
@@ -25,8 +32,9 @@ __all__ = ["EmbeddedHost", "Host", "ModuleHost", "VLLMHost", "host_of"]
 
 _VLLM: Final = {("vllm.entrypoints.llm", "LLM"), ("vllm.v1.engine.async_llm", "AsyncLLM")}
 _EMBEDDED: Final = {("torchrl_ext.embedded.engine", "Engine")}
-_POLL_S: Final = 0.05
+_PLUGIN: Final = "install this package beside vLLM, and let VLLM_PLUGINS, where it is set, name torchrl_ext"
 _COPYING_S: Final = 10.0
+_LOOK_S: Final = 1.0  # how often a wait looks whether the engine's loop still runs
 
 
 class Host(ABC):
@@ -57,10 +65,6 @@ class Host(ABC):
 
     def regain(self) -> None:  # noqa: B027
         """Take back the memory that `free` gave up, before `resume`."""
-
-    def leave(self) -> None:
-        """Have whatever joined a transport leave it, where it can be told."""
-        self.handle(Leave())
 
     @abstractmethod
     def check(self) -> None:
@@ -221,7 +225,7 @@ class VLLMHost(Host):
                 ours = "" if isinstance(message, Pull) else message.connection
                 Deadline(self._timeout_s).poll(
                     lambda: not self._ask(Poll(connection=ours, pull=isinstance(message, Pull))).get("working"),
-                    f"vLLM did not {message.kind}",
+                    f"vLLM's workers did not {message.kind}",
                 )
             case _:
                 return self._ask(message)
@@ -232,13 +236,14 @@ class VLLMHost(Host):
         try:
             self._workers("init_weight_transfer_engine", init_info=message.to_json())
         except EngineRefusedError as error:
-            if ANSWERS not in error.what:
+            if ANSWERS not in error.reason:
                 raise
-            return merged(answers_in(error.what))
+            return merged(answers_in(error.reason))
         return {}
 
     def info(self, url: str) -> EngineInfo:
-        self._refuse_own_loop()
+        if self._asynchronous and (self._loop is not None or _running_here() is not None):
+            self._home()
         parallel = self._config.parallel_config
         return EngineInfo(
             url=url,
@@ -269,16 +274,14 @@ class VLLMHost(Host):
         if self._asynchronous and self._config.model_config.enable_sleep_mode:
             self._do(self._llm.wake_up, ["kv_cache"])
 
-    def leave(self) -> None:
-        if self._loop is None or (self._loop.is_running() and self._loop is not _running_here()):
-            super().leave()
-
     def check(self) -> None:
         if self._asynchronous:
             try:
                 self._done(self._llm.check_health())
+            except WeightSyncError:
+                raise
             except Exception as error:
-                raise EngineError(f"vLLM is not healthy: {error}", hint="make a new engine") from error
+                raise EngineError(f"{error}; vLLM is not healthy", hint="make a new engine") from error
             if self._do(self._llm.is_sleeping):
                 raise EngineError("vLLM is asleep", expected="one that is awake", hint="await engine.wake_up() first")
 
@@ -293,23 +296,8 @@ class VLLMHost(Host):
         return self._done(scorer.VLLMScorer(self._llm, self._asynchronous).ask(prompts))
 
     def _workers(self, method: str, **arguments: Any) -> None:
-        """Call a method of every worker.
-
-        Raises:
-            EngineRefusedError: a worker refused; the message has its own words.
-        """
-        try:
-            self._done(self._llm.collective_rpc(method, kwargs=arguments))
-        except DeadlineError:
-            raise
-        except Exception as error:
-            hint = (
-                "install this package beside vLLM, and let VLLM_PLUGINS, where it is set, name torchrl_ext"
-                if TAKE_OVER in str(error)
-                else None
-            )
-            words = unescaped(str(error))
-            raise EngineRefusedError(f"vLLM's workers refused {method}: {words}", hint=hint) from error
+        """Call a method of every worker; raises as `_do`, in the words of a worker."""
+        self._do(self._llm.collective_rpc, method, kwargs=arguments)
 
     def _label(self, version: str) -> None:
         """Label the weights in service with a version, and drop what was cached of older ones."""
@@ -326,11 +314,10 @@ class VLLMHost(Host):
         Raises:
             EngineRefusedError: it could not be dropped.
         """
-        until = time.monotonic() + min(self._timeout_s, _COPYING_S)
-        while not self._do(self._llm.reset_prefix_cache, self._asynchronous, reset_connector=True):
-            if time.monotonic() >= until:  # a connector holds keys and values for a moment while it copies them
-                raise EngineRefusedError("vLLM could not drop cached keys and values of the old weights")
-            threading.Event().wait(_POLL_S)
+        Deadline(min(self._timeout_s, _COPYING_S)).poll(  # a connector holds them for a moment while it copies them
+            lambda: self._do(self._llm.reset_prefix_cache, self._asynchronous, reset_connector=True),
+            late=lambda: EngineRefusedError("vLLM could not drop cached keys and values of the old weights"),
+        )
         if self._config.model_config.multimodal_config is not None:  # embeddings of images come from the old weights
             self._do((self._llm if self._asynchronous else self._llm.llm_engine).reset_encoder_cache)
 
@@ -346,19 +333,50 @@ class VLLMHost(Host):
         except WeightSyncError:
             raise
         except Exception as error:
-            raise EngineRefusedError(f"vLLM refused {call.__name__}: {unescaped(str(error))}") from error
+            words = unescaped(str(error))
+            what, rest = parsed(words)
+            more: dict[str, Any] = {**rest, "reason": words}
+            if TAKE_OVER in words:
+                more["hint"] = _PLUGIN
+            name = args[0] if call.__name__ == "collective_rpc" else call.__name__
+            raise EngineRefusedError(f"{what}; vLLM refused {name}", **more) from error
 
     def _done(self, value: Any) -> Any:
+        """Return the value, or what the engine's loop returns for it.
+
+        Raises:
+            ConfigError: as `_home`.
+            EngineUnreachableError: the loop has ended.
+            DeadlineError: no answer in time.
+        """
         if not inspect.isawaitable(value):
             return value
-        future = asyncio.run_coroutine_threadsafe(_awaited(value), self._home())
         try:
-            return future.result(self._timeout_s)
-        except TimeoutError:
-            future.cancel()
-            raise DeadlineError(f"vLLM did not answer within {self._timeout_s:g} s") from None
+            home = self._home()
+        except WeightSyncError:
+            if inspect.iscoroutine(value):
+                value.close()  # it never runs, of which Python would warn
+            raise
+        future = asyncio.run_coroutine_threadsafe(_awaited(value), home)
+        within = Deadline(self._timeout_s, "vLLM")
+        while not wait([future], min(_LOOK_S, within.left_s)).done:
+            if not home.is_running():
+                raise _ended()
+            if within.over:
+                future.cancel()
+                raise within.error()
+        try:
+            return future.result()
+        except CancelledError:  # as the loop does with all that it still has when it ends
+            raise _ended() from None
 
     def _home(self) -> asyncio.AbstractEventLoop:
+        """Return the loop that `AsyncLLM` runs on.
+
+        Raises:
+            ConfigError: nobody knows it, or it is the one of this thread, which the call would block.
+            EngineUnreachableError: it has ended.
+        """
         if self._loop is None:
             handler = self._llm.output_handler
             if handler is None:
@@ -367,15 +385,14 @@ class VLLMHost(Host):
                     hint='give it: tx.make_engine("inprocess", engine=llm, loop=asyncio.get_running_loop())',
                 )
             self._loop = handler.get_loop()
-        return self._loop
-
-    def _refuse_own_loop(self) -> None:
-        here = _running_here()
-        if self._asynchronous and here is not None and here is self._home():
+        if self._loop is _running_here():
             raise ConfigError(
                 "this call would block the event loop that the engine runs on",
                 expected="await engine.update_model_weights(...), or await asyncio.to_thread(sender.update_weights)",
             )
+        if not self._loop.is_running():
+            raise _ended()
+        return self._loop
 
     def at_home(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take ``loop`` for the one that `AsyncLLM` runs on, unless that is known already."""
@@ -389,6 +406,15 @@ def _running_here() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+def _ended() -> EngineUnreachableError:
+    return EngineUnreachableError(
+        "the event loop of this AsyncLLM has ended",
+        expected="a loop that runs as long as its engine is updated",
+        state="the engine serves nobody",
+        hint="make a new engine on a loop that goes on",
+    )
 
 
 async def _awaited(value: Any) -> Any:

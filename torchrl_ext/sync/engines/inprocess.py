@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -18,6 +18,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSy
 from torchrl_ext.messages import (
     Finish,
     Join,
+    Leave,
     Load,
     Message,
     Prefetch,
@@ -29,12 +30,11 @@ from torchrl_ext.messages import (
     replaced_by,
     stamped,
 )
-from torchrl_ext.rpc.client import EngineClient, _nothing
+from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.sync.engines.hosts import Host, ModuleHost, VLLMHost, host_of
 from torchrl_ext.sync.engines.switching import Switch
 from torchrl_ext.sync.only import Only
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
-from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["InProcessEngine"]
 
@@ -88,9 +88,8 @@ class InProcessEngine(EngineClient):
         self._host: Host = host_of(engine, pause_mode=pause_mode, keep_cache=keep_cache, loop=loop, timeout_s=timeout_s)
         self.url, self._transport = url, transport or self._host.transport
         self._free_cache, self._freed = free_cache, False
-        self._joined, self._connection = False, ""
-        self._paused_at: float | None = None  # seconds of `time.perf_counter`; None while it serves
-        self._pause_s = 0.0
+        self._connection: str | None = None  # of the sender that joined last through this client
+        self._state, self._watch = "serving", Stopwatch()
         self._version: int | None = None
         self._proof = "sent"
         self._rehearsed: tuple[Info, ...] = ()
@@ -107,11 +106,10 @@ class InProcessEngine(EngineClient):
         return self._host.serving
 
     def info(self) -> EngineInfo:
-        described = self._host.info(self.url)
-        return EngineInfo(**{**vars(described), "kind": self.kind, "weight_version": str(self._version or "")})
+        return replace(self._host.info(self.url), kind=self.kind, weight_version=str(self._version or ""))
 
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self._joined, message = True, Join.of(info)
+        message = Join.of(info)
         self._connection = message.connection
         self._host.handle(message)
 
@@ -123,7 +121,7 @@ class InProcessEngine(EngineClient):
         return ""
 
     def _handle(self, message: Message) -> Info:
-        return self._host.handle(stamped(message, self._connection))
+        return self._host.handle(stamped(message, self._connection or ""))
 
     @property
     def proof(self) -> str:
@@ -186,16 +184,14 @@ class InProcessEngine(EngineClient):
         return self._host.logprobs(prompts)
 
     def pause(self) -> bool:
-        served = self._paused_at is None
+        served, self._state = self._state == "serving", "paused"
         try:
             self._host.pause()
         except BaseException:
             if served:  # one that was to wait for requests may hold new ones back already
-                self._paused_at = time.perf_counter()
                 self.resume()
             raise
-        if served:
-            self._paused_at = time.perf_counter()
+        self._watch.start()
         return served
 
     def resume(self) -> None:
@@ -210,27 +206,27 @@ class InProcessEngine(EngineClient):
             self._host.regain()
         self._freed = False
         self._host.resume()
-        if self._paused_at is not None:
-            self._pause_s, self._paused_at = time.perf_counter() - self._paused_at, None
+        self._watch.stop()
+        self._state = "serving"
 
     def rows(self) -> tuple[EngineRow, ...]:
         return (
             EngineRow(
                 engine=self.url,
                 kind=self.kind,
-                state="serving" if self._paused_at is None else "paused",
+                state=self._state,
                 version=self._version,
-                pause_s=self._pause_s,
+                pause_s=self._watch.seconds,
                 proof=self._proof,
             ),
         )
 
     def close(self) -> None:
-        """See `EngineClient.close`. An `AsyncLLM` is told from outside of its event loop alone, while that runs."""
-        joined, self._joined = self._joined, False
-        if joined:
-            with suppress(EngineError, DeadlineError):  # it may be gone
-                self._host.leave()
+        """See `EngineClient.close`. An `AsyncLLM` cannot be told on its own event loop, nor once that has ended."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(ConfigError, EngineError, DeadlineError):  # it may be gone
+                self._host.handle(Leave(connection=connection))
 
     # online switching
 
@@ -271,14 +267,6 @@ class InProcessEngine(EngineClient):
         """
         return await self._switched(lambda switch: switch.to_state_dict(state_dict, mapper))
 
-    def check(self) -> None:
-        """Raise EngineError where no update could land: the engine is dead, or asleep."""
-        self._host.check()
-
-    def start_weights(self) -> WeightSource:
-        """Return the weights that the engine holds before the first update."""
-        return self._host.start_weights()
-
     async def _switched(self, how: Callable[[Switch], Any]) -> Any:
         if isinstance(self._host, VLLMHost):
             self._host.at_home(asyncio.get_running_loop())
@@ -286,4 +274,4 @@ class InProcessEngine(EngineClient):
 
     @cached_property
     def _switch(self) -> Switch:
-        return Switch(self, transport=self._transport)
+        return Switch(self, self._host, transport=self._transport)

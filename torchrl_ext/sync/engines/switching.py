@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from torchrl_ext.errors import UpdateError, WeightSyncError
+from torchrl_ext.errors import UpdateError, WeightSyncError, why
 from torchrl_ext.registry import transports
 from torchrl_ext.sync.only import Only, chosen
 from torchrl_ext.sync.sender import WeightSender
@@ -20,6 +20,7 @@ from torchrl_ext.weights.derived import Layered
 from torchrl_ext.weights.source import WeightSource, as_source
 
 if TYPE_CHECKING:
+    from torchrl_ext.sync.engines.hosts import Host
     from torchrl_ext.sync.engines.inprocess import InProcessEngine
 
 __all__ = ["Switch"]
@@ -32,11 +33,12 @@ class Switch:
 
     Args:
         engine: takes the weights.
+        host: of the same engine.
         transport: name of the transport.
     """
 
-    def __init__(self, engine: InProcessEngine, *, transport: str) -> None:
-        self._engine = engine
+    def __init__(self, engine: InProcessEngine, host: Host, *, transport: str) -> None:
+        self._engine, self._host = engine, host
         self._sender = WeightSender(transports.make(transport), engine)
         self._sender.holds(0)
         self._turn = threading.Lock()
@@ -71,15 +73,15 @@ class Switch:
 
     def _last_good(self) -> WeightSource:
         if self._held is None:
-            self._held = self._engine.start_weights()
+            self._held = self._host.start_weights()
         return self._held
 
     def _to(self, source: WeightSource, names: frozenset[str] | None = None) -> SyncReport:
-        self._engine.check()
+        self._host.check()
         good = self._last_good()
         try:
             report = self._sender.update_weights(source, only=names)
-            self._engine.check()
+            self._host.check()
         except WeightSyncError as error:
             if self._engine.rows()[0].state == "serving":
                 raise
@@ -87,10 +89,15 @@ class Switch:
                 self._sender.update_weights(good)
             except WeightSyncError as second:
                 raise UpdateError(
-                    f"{error}; and the weights before it could not be put back: {second}", rows=self._engine.rows()
+                    f"{why(error)}; and the weights before it could not be put back: {why(second)}",
+                    state=second.state,
+                    hint=second.hint,
+                    rows=self._engine.rows(),
                 ) from error
             raise UpdateError(
-                f"{error}; the weights that were served before were put back, and serve", rows=self._engine.rows()
+                f"{why(error)}; the weights that were served before were put back, and serve",
+                expected=error.expected,
+                rows=self._engine.rows(),
             ) from error
         self._held = source
         return report
