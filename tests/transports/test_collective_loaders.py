@@ -12,7 +12,6 @@ from tests.transports.members import BUCKET, member
 from torchrl_ext.errors import TransportError
 from torchrl_ext.launch.processes import free_port
 from torchrl_ext.testing import any_bits
-from torchrl_ext.transports.buckets import Plan
 from torchrl_ext.transports.collective.stream import buckets_of
 from torchrl_ext.weights.source import as_source
 
@@ -59,7 +58,7 @@ def test_wherever_a_loader_fails_its_process_lives_and_the_trainer_names_it_and_
         trainer.init_all_workers_group({})
         for number in range(200):
             sent = packed(choice)
-            assert sum(not bucket.direct for bucket in buckets_of(Plan(), as_source(sent).params(), BUCKET)) > 2
+            assert sum(not bucket.direct for bucket in buckets_of(as_source(sent).params(), BUCKET)) > 2
             stop_at = number % len(sent)
             ask(stop_at)
             with pytest.raises(TransportError, match=rf"was not taken by rank 1 \(pid {child.pid}"):

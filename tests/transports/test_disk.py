@@ -27,7 +27,7 @@ from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, any_bits, same_bits
 from torchrl_ext.weights.derived import CastSource
 from torchrl_ext.weights.digests import tensor_digest
-from torchrl_ext.weights.source import as_source
+from torchrl_ext.weights.source import MappingSource, as_source
 
 IN_A_SMALL_FILESYSTEM = ("unshare", "--user", "--map-root-user", "--mount")
 
