@@ -98,6 +98,19 @@ class TestBeside:
             raise OSError("disk full")
         assert "the load did not end" in str(met.value.__cause__)
 
+    def test_an_error_of_the_block_is_the_cause_even_if_the_call_heard_of_it_first(self):
+        heard = threading.Event()
+
+        def call(early):
+            heard.set()
+            raise TransportError("a peer closed its connection")
+
+        within = Deadline(LONG_S)
+        with pytest.raises(OSError, match="disk full") as met, beside(call, within):
+            assert heard.wait(WAIT_S) and within.stop.wait(WAIT_S)
+            raise OSError("disk full")
+        assert "a peer closed its connection" in str(met.value.__cause__)
+
     def test_a_failure_that_is_seen_early_frees_the_block_at_once(self):
         go_on = threading.Event()
 

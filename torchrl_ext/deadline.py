@@ -167,7 +167,8 @@ def beside(call: Callable[[Callable[[], None]], None], within: Deadline) -> Iter
     """Run ``call`` in a thread beside the block, whose waits are under the same deadline.
 
     Whichever side fails first sets ``within.stop``, so that neither waits for a party that has given up. The first
-    cause is raised, the other one chained to it. ``call`` must have a deadline of its own.
+    cause is raised, the other one chained to it: an error of the block that is none of a wait is a cause in any case.
+    ``call`` must have a deadline of its own.
 
     Args:
         call: takes a callable for failures that it sees early.
@@ -190,7 +191,7 @@ def beside(call: Callable[[Callable[[], None]], None], within: Deadline) -> Iter
     try:
         yield
     except BaseException as error:
-        first = foreseen.is_set()
+        first = foreseen.is_set() and isinstance(error, (TransportError, DeadlineError))
         within.stop.set()
         other = job.exception()
         if other is None:

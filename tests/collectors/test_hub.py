@@ -12,10 +12,10 @@ import pytest
 
 from torchrl_ext.collectors.hub import Hub, dial
 from torchrl_ext.collectors.worker_end import SchemeWorkerEnd, WorkerEngine
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, EngineUnreachableError, NotConnectedError, WeightSyncError
 from torchrl_ext.messages import Finish, Join, Rehearse
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.links import Link
 
 WAIT_S = 20.0
@@ -73,11 +73,11 @@ class TestDeadlines:
 
     def test_a_message_of_any_size_reaches_one_who_reads(self, ends):
         sender, reader = Link(ends[0], "a"), Link(ends[1], "b")
-        thread = threading.Thread(target=sender.send, args=(LARGE, deadline(WAIT_S)), daemon=True)
+        thread = threading.Thread(target=sender.send, args=(LARGE, Deadline(WAIT_S).until), daemon=True)
         thread.start()
-        assert reader.read(deadline(WAIT_S)) == LARGE
+        assert reader.read(Deadline(WAIT_S).until) == LARGE
         thread.join(WAIT_S)
-        assert not thread.is_alive() and reader.read(deadline(0.01)) is None
+        assert not thread.is_alive() and reader.read(Deadline(0.01).until) is None
 
     def test_a_worker_that_dials_and_does_not_read_keeps_nobody_out(self, monkeypatch):
         monkeypatch.setattr("torchrl_ext.collectors.hub._HELLO_S", 0.3)
@@ -141,8 +141,8 @@ class TestWhatOthersSay:
         link, _ = dial(hub.address, "policy", 0, hub.token, WAIT_S)
         answer = {"params": "x" * 8192}
         hub.wait(WAIT_S)
-        link.send(answer, deadline(WAIT_S))
-        assert hub.links[0].read(deadline(WAIT_S)) == answer
+        link.send(answer, Deadline(WAIT_S).until)
+        assert hub.links[0].read(Deadline(WAIT_S).until) == answer
         hub.close()
 
     def test_a_trainer_takes_any_answer(self):

@@ -17,8 +17,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, NotConnectedError, WeightSyncError
-from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.links import LONGEST_BYTES, Link, serve
 from torchrl_ext.types import Info
 
@@ -70,7 +70,7 @@ class Hub:
         Raises:
             DeadlineError: names the workers that are missing.
         """
-        until = deadline(timeout_s)
+        until = Deadline(timeout_s).until
         with self._changed:
             while len(self.links) < self._workers:
                 gone = [idx for idx in ended() if idx not in self.links]
@@ -95,10 +95,10 @@ class Hub:
     def welcome(self, link: Link) -> None:
         """Accept a worker that dialled, or answer why it is refused."""
         try:
-            hello = link.read(deadline(_HELLO_S)) or {}
+            hello = link.read(Deadline(_HELLO_S).until) or {}
             refusal = self._refusal(hello, link)
             if refusal is not None:
-                link.send({"refused": refusal}, deadline(_HELLO_S))
+                link.send({"refused": refusal}, Deadline(_HELLO_S).until)
                 link.close()
         except WeightSyncError:  # it is gone, does not read, or sends no message of ours
             link.close()
@@ -123,7 +123,7 @@ class Hub:
                 return f"all {self._workers} workers of model {self._model_id!r} are connected already"
             link.peer = f"worker {idx} of model {self._model_id!r} (pid {pid})"
             link.longest_bytes = LONGEST_BYTES
-            link.send({"welcome": self._welcome(idx)}, deadline(_HELLO_S))
+            link.send({"welcome": self._welcome(idx)}, Deadline(_HELLO_S).until)
             self.links[idx], self.pids[idx] = link, pid
             self._changed.notify_all()
         return None
@@ -159,7 +159,7 @@ def dial(address: tuple[str, int], model_id: str, worker: int, token: str, timeo
             f"{who} cannot reach {trainer}: {error}",
             hint="the trainer must call init_on_sender before its workers start",
         ) from error
-    link, until = Link(connection, trainer), deadline(timeout_s)
+    link, until = Link(connection, trainer), Deadline(timeout_s).until
     link.send({"token": token, "model_id": model_id, "worker": worker, "pid": os.getpid()}, until)
     answer: Any = link.read(until)
     if answer is None or "welcome" not in answer:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torchrl_ext import errors
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     DeadlineError,
     EngineError,
@@ -34,7 +35,6 @@ from torchrl_ext.messages import (
 )
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.transports.base import deadline
 from torchrl_ext.transports.links import Link
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
 
@@ -152,8 +152,8 @@ class WorkerEngine(EngineClient):
         number = next(self._numbers)
         try:
             request = {"number": number, "message": stamped(message, self._connection).to_json()}
-            self.link.send(request, deadline(self._timeout_s))
-            until = deadline(self._timeout_s)
+            self.link.send(request, Deadline(self._timeout_s).until)
+            until = Deadline(self._timeout_s).until
             answer = self.link.read(until)
             while answer is not None and answer.get("number") != number:  # an answer that came too late
                 answer = self.link.read(until)
@@ -201,7 +201,7 @@ class SchemeWorkerEnd:
             WeightSyncError: what came cannot land here.
         """
         while True:
-            request = self._link.read(deadline(timeout_s))
+            request = self._link.read(Deadline(timeout_s).until)
             if request is None:
                 raise DeadlineError(f"no weights came from {self._link.peer} within {timeout_s:g} s")
             message = self._answer(request)
@@ -253,9 +253,9 @@ class SchemeWorkerEnd:
             if isinstance(message, Finish):
                 self._landed(message.version)
         except Exception as error:  # noqa: BLE001 - the trainer learns of it, whatever it is
-            self._link.send({"number": number, "error": _described(error)}, deadline(_ANSWER_S))
+            self._link.send({"number": number, "error": _described(error)}, Deadline(_ANSWER_S).until)
             return error
-        self._link.send({"number": number, "told": answer}, deadline(_ANSWER_S))
+        self._link.send({"number": number, "told": answer}, Deadline(_ANSWER_S).until)
         if isinstance(message, Finish):
             with self._news:  # now that it is answered: whoever waited may close the link
                 self.version = message.version

@@ -10,7 +10,6 @@ layer, too), name the class in the entry-point group ``torchrl_ext.transports``,
 from __future__ import annotations
 
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -272,8 +271,3 @@ def passing(transport: Transport, source: WeightSource) -> Iterator[None]:
 def steps_of(transport: Transport, source: WeightSource) -> Steps:
     """Return what a trainer rank other than 0 does for each order of an update of ``source``."""
     return {"gather": lambda order: source.replay(), **transport.rank_steps(source)}
-
-
-def deadline(timeout_s: float) -> float:
-    """Return the monotonic time at which a wait of ``timeout_s`` seconds that begins now ends."""
-    return time.monotonic() + timeout_s
