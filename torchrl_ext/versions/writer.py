@@ -6,7 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
-from typing import ClassVar, Protocol, final
+from typing import Protocol, final
 
 import torch
 import xxhash
@@ -128,15 +128,15 @@ class ChainWriter:
         self._since_keyframe = 0 if keyframe else self._since_keyframe + 1
         return manifest
 
-    def builds_on(self, version: int) -> bool:
-        """Return whether the next version may be a delta on this one in which some tensors alone are looked at."""
-        baseline = self._baseline
-        return baseline is not None and baseline.looks_at_parts and baseline.version == (self._run_id, version)
-
     @property
     def baseline_bytes(self) -> int:
         """Bytes of the copies that this process keeps, against which the next delta is taken."""
         return 0 if self._baseline is None else sum(map(attrgetter("nbytes"), self._baseline.tensors.values()))
+
+    @property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """Bytes that each trainer rank wrote of the last delta, in order of rank; empty where one rank writes all."""
+        return () if self._baseline is None else self._baseline.rank_bytes
 
     def restart(self) -> None:
         """Forget what was published, so that the next version is a full one, or a delta on the base checkpoint."""
@@ -187,16 +187,15 @@ class Baseline(WeightSource):
         tensors: copies of them by name, as far as this process has them.
         digests: their position digests.
         version: run id and number of the version that they are.
+        rank_bytes: bytes that each trainer rank wrote of the last delta, in order of rank, where several ranks write.
     """
-
-    looks_at_parts: ClassVar[bool] = False
-    """`write` leaves out tensors that `WeightSource.part` does not name."""
 
     def __init__(self) -> None:
         self.metas: tuple[ParamMeta, ...] = ()
         self.tensors: dict[str, Tensor] = {}
         self.digests: dict[str, PositionDigest] = {}
         self.version: Held | None = None
+        self.rank_bytes: tuple[int, ...] = ()
         self._files: Mapping[str, bytes] = {}
 
     def params(self) -> tuple[ParamMeta, ...]:
@@ -240,8 +239,6 @@ class Copies(Baseline):
     Args:
         device: where the copies are; by default on the host, pinned where the source's tensors are on a GPU.
     """
-
-    looks_at_parts: ClassVar[bool] = True
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()

@@ -22,7 +22,6 @@ from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.base import Handoff, TransferStats, Update, Worker
 from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.transports.delta.broadcast import KeptTensors, announce
-from torchrl_ext.transports.delta.by_shard import ByShard, of_blocks, refuse
 from torchrl_ext.transports.delta.reader import DeltaReader, Offer
 from torchrl_ext.transports.ranks import Steps
 from torchrl_ext.transports.shared_root import SharedRoot
@@ -31,6 +30,8 @@ from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.foreign import ForeignVersions
 from torchrl_ext.versions.hooks import hook_at
+from torchrl_ext.versions.shards.copies import RankCopies, steps
+from torchrl_ext.versions.shards.own import OwnBlocks
 from torchrl_ext.versions.warm import Warming
 from torchrl_ext.versions.writer import ChainWriter, Copies, WritesFull
 from torchrl_ext.weights.checkpoint import local_checkpoint
@@ -38,6 +39,8 @@ from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["DeltaTransport"]
+
+_OF_BLOCKS = ("ulp", "context", "dense", "auto")  # can code blocks of tensors; the others are files of other libraries
 
 
 class DeltaTransport(StandaloneTransport):
@@ -132,12 +135,18 @@ class DeltaTransport(StandaloneTransport):
             raise ConfigError("hooks are for files that both sides see", hint="leave them out, or take carrier='disk'")
         if keyframe_every < 0:
             raise ConfigError(f"keyframe_every is {keyframe_every}", expected="a number of versions, 0 for no more")
+        if by_shard and (carrier != "disk" or encoding not in _OF_BLOCKS):
+            raise ConfigError(
+                f"by_shard with carrier {carrier!r} and encoding {encoding!r}",
+                expected=f"carrier 'disk', where every trainer rank writes files; one of {', '.join(_OF_BLOCKS)}",
+                hint="transport 'sharded' moves blocks without files",
+            )
+        settings = dict(settings or {})
         if encoding == "auto":  # engines keep no copy of the base unless the caller asks for the tightest encoding
-            settings = {"whole_base": False, "threads": worker_threads(), **(settings or {})}
-        self._codec = make_codec(encoding, **(settings or {}))
-        if by_shard:
-            refuse(carrier, encoding)
-            self._codec = of_blocks(self._codec)
+            settings = {"whole_base": False, "threads": worker_threads(), **settings}
+            if by_shard and not settings["whole_base"]:
+                settings["dense"] = False  # without the base, all blocks of a tensor have to be steps
+        self._codec = make_codec(encoding, **settings)
         run_id = uuid.uuid4().hex
         self._store: Store
         self._full: WritesFull
@@ -157,7 +166,7 @@ class DeltaTransport(StandaloneTransport):
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
         self._chain = Chain(self._store, foreign=ForeignVersions(self._store, self._base, settles=True))
         where = None if baseline_device is None else usable_device(baseline_device)
-        self._by_shard = ByShard(self._store, self._base, where, lambda: self.ranks.session) if by_shard else None
+        self._own = OwnBlocks(where) if by_shard else None
         self._writer = ChainWriter(
             self._store,
             self._chain,
@@ -168,7 +177,7 @@ class DeltaTransport(StandaloneTransport):
             base=self._base,
             keep_files=keep_files,
             checksum=checksum,
-            baseline=partial(Copies, where) if self._by_shard is None else self._by_shard.baseline,
+            baseline=lambda: Copies(where) if self._own is None else RankCopies(lambda: self.ranks.session, self._own),
         )
         self._warming: Warming | None = None  # until the first update has waited for it
 
@@ -179,12 +188,12 @@ class DeltaTransport(StandaloneTransport):
 
     @property
     def gathers(self) -> bool:  # type: ignore[override]  # by shard, the writer orders the gathers of a keyframe
-        return self._by_shard is None
+        return self._own is None
 
     @property
     def baseline_bytes(self) -> int:
         """Bytes of what this trainer process keeps of the newest version, to take deltas against."""
-        return self._writer.baseline_bytes if self._by_shard is None else self._by_shard.own.nbytes
+        return self._writer.baseline_bytes if self._own is None else self._own.nbytes
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
         self._begin(tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items()))
@@ -242,7 +251,7 @@ class DeltaTransport(StandaloneTransport):
             elements = sum(map(math.prod, map(attrgetter("shape"), update.source.params())))
             stats.bytes = sum(delta.files.values())
             stats.density = sum(map(attrgetter("changed"), delta.params)) / max(1, elements)
-            stats.rank_bytes = () if self._by_shard is None else self._by_shard.rank_bytes
+            stats.rank_bytes = self._writer.rank_bytes
         stats.spans["publish"] = time.perf_counter() - began
         ahead: Callable[[Deadline], None] = lambda within: None  # noqa: E731
         if self._group is not None:
@@ -251,7 +260,7 @@ class DeltaTransport(StandaloneTransport):
         return Handoff(ahead=ahead, served=self._writer.acknowledge, stats=stats)
 
     def rank_steps(self, source: WeightSource) -> Steps:
-        return {} if self._by_shard is None else self._by_shard.steps(source, self.ranks.rank)
+        return {} if self._own is None else steps(self._own, source, self._store, self.ranks.rank, self._base)
 
     def latest_version(self) -> int:
         return self._chain.newest()

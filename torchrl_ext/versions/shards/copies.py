@@ -93,7 +93,6 @@ class RankCopies(Baseline):
         self._agreed: list[str] = []
         self._source: WeightSource | None = None
         self._stream: Iterator[tuple[str, Tensor]] | None = None
-        self.rank_bytes: tuple[int, ...] = ()
 
     def fits(self, source: WeightSource) -> bool:
         """Return whether the copies are of the blocks that ranks hold now; else share the blocks out anew.
