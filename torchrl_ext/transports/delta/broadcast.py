@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StaleBaseError
+from torchrl_ext.errors import IntegrityError, ManifestError, StaleBaseError
 from torchrl_ext.messages import Count, Wire
 from torchrl_ext.stores import Chain, Manifest, Placed, Store, version_name
 from torchrl_ext.stores.base import Draft
@@ -73,60 +73,46 @@ class KeptTensors:
         self.tensors = tensors
         return manifest
 
-    def open(self, number: int, manifest: Manifest) -> _KeptVersion:
-        """Open a keyframe for reading.
+    def open(self, number: int, manifest: Manifest) -> _Keyframe:
+        """Verify a keyframe, and open it for reading.
 
         Raises:
-            IntegrityError: its tensors are not here (any more).
+            IntegrityError: a tensor is damaged, or not here (any more); names it.
         """
-        lost = next((one.meta for one in manifest.params if one.meta.name not in self.tensors), None)
-        if lost is not None:
-            raise IntegrityError(
-                f"version {number} came over the group, and {lost.name!r} of it is not in memory any more",
-                expected="the worker to hold what it read",
-                state="nothing was read",
-                hint="send again: after an update that failed, the next version is sent in full",
-            )
-        return _KeptVersion(manifest, self.tensors)
+        for one in manifest.params:
+            tensor = self.tensors.get(one.meta.name)
+            if (
+                tensor is None
+                or ParamMeta.of(one.meta.name, tensor) != one.meta
+                or tensor_digest(tensor) != one.checksum
+            ):
+                fault = "is not in memory any more" if tensor is None else "came damaged over the group"
+                raise IntegrityError(
+                    f"tensor {one.meta.name!r} of version {number} {fault}",
+                    expected=f"{one.meta} with xxh3-128 {one.checksum}",
+                    state="nothing of the version was used",
+                    hint="send again: after an update that failed, the next version is sent in full",
+                )
+        return _Keyframe(tuple(one.meta for one in manifest.params), self.tensors)
 
 
-class _KeptVersion:
+class _Keyframe:
     """A keyframe in memory, open for reading; as `torchrl_ext.versions.open_route.FullVersion`."""
 
-    def __init__(self, manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
-        self._manifest, self._tensors = manifest, tensors
-        self._verified: set[str] = set()
+    def __init__(self, params: tuple[ParamMeta, ...], tensors: Mapping[str, Tensor]) -> None:
+        self._params, self._tensors = params, tensors
 
     def params(self) -> tuple[ParamMeta, ...]:
-        return tuple(one.meta for one in self._manifest.params)
+        return self._params
 
     def pairs(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for one in self._manifest.params if into else ():  # everything first, so that damage changes none of them
-            self._verify(one)
-        for one in self._manifest.params:
-            self._verify(one)
-            tensor, target = self._tensors[one.meta.name], into.get(one.meta.name)
-            if target is not None and ParamMeta.of(one.meta.name, target) == one.meta:
-                yield one.meta.name, target.copy_(tensor)
-            else:
-                yield one.meta.name, tensor.clone()
+        for meta in self._params:
+            tensor, target = self._tensors[meta.name], into.get(meta.name)
+            fits = target is not None and ParamMeta.of(meta.name, target) == meta
+            yield meta.name, target.copy_(tensor) if target is not None and fits else tensor.clone()
 
     def close(self) -> None:
         self._tensors = {}
-
-    def _verify(self, one: Placed) -> None:
-        """Compare a tensor with its checksum when it is read for the first time."""
-        if one.meta.name in self._verified:
-            return
-        tensor, version = self._tensors[one.meta.name], self._manifest.version
-        if ParamMeta.of(one.meta.name, tensor) != one.meta or tensor_digest(tensor) != one.checksum:
-            raise IntegrityError(
-                f"tensor {one.meta.name!r} of version {version} came damaged over the group",
-                expected=f"{one.meta} with xxh3-128 {one.checksum}",
-                state=f"nothing of version {version} was used beyond the tensors before it",
-                hint="send the weights again",
-            )
-        self._verified.add(one.meta.name)
 
 
 class Coming(Wire, frozen=True, kw_only=True):
@@ -178,17 +164,6 @@ class Broadcast:
     def __init__(self, worker: CollectiveWorker, store: Store, versions: Chain) -> None:
         self._worker, self._store, self._versions, self.full = worker, store, versions, KeptTensors()
 
-    @staticmethod
-    def require(format: int) -> None:
-        """Raise a ConfigError where the trainer is of a release that broadcasts something else."""
-        if format != FORMAT:
-            raise ConfigError(
-                f"the trainer broadcasts versions in format {format}",
-                expected=f"format {FORMAT}",
-                state="this worker joined nothing",
-                hint="use one release of torchrl_ext on both ends",
-            )
-
     def fetch(self, within: Deadline) -> bool:
         """Receive the next version, and return whether one was announced by the deadline.
 
@@ -218,27 +193,25 @@ class Broadcast:
             self._worker.refuse(arrival, lacking)
             raise lacking
         tensors = {name: tensor.cpu() for name, tensor in self._worker.receive(arrival, {}, within)}
-        self._keep(version, tensors.pop(FILES, None), coming.files)
-        self.full.tensors = tensors
-        return True
-
-    def _keep(self, version: int, packed: Tensor | None, sizes: Mapping[str, int]) -> None:
-        if packed is None or ParamMeta.of(FILES, packed) != ParamMeta(FILES, torch.uint8, (sum(sizes.values()),)):
+        packed, count = tensors.pop(FILES, None), sum(coming.files.values())
+        if packed is None or ParamMeta.of(FILES, packed) != ParamMeta(FILES, torch.uint8, (count,)):
             raise IntegrityError(
                 f"weights version {version} came with other files than the trainer announced",
-                expected=f"a tensor of {sum(sizes.values())} bytes",
+                expected=f"a tensor of {count} bytes",
                 state="nothing was read",
                 hint="use one release of torchrl_ext on both ends",
             )
         content, folder = packed.numpy().tobytes(), version_name(version)
         self._store.delete(folder)  # a trainer that started over counts anew
         with self._store.draft(folder) as draft:
-            for name, size in sorted(sizes.items()):
+            for name, size in sorted(coming.files.items()):
                 draft.write(name, content[:size])
                 content = content[size:]
         if version < self._versions.latest():
             self._store.delete("latest")
         self._versions.advance(version)
+        self.full.tensors = tensors
+        return True
 
     def landed(self) -> None:
         """Drop tensors and older files: what the next delta builds on is in the model or in host copies."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, final
+from functools import partial
+from typing import Any, TypeVar, final
 
 from torch import Tensor
 
 from torchrl_ext.codecs.base import codec_from_json
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import StoreError, WeightSyncError
+from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.messages import Wire
 from torchrl_ext.stores import Store, open_store, version_name
@@ -34,6 +35,7 @@ from torchrl_ext.weights.shards.blocks import Block
 __all__ = ["DeltaReader", "Offer"]
 
 _SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at a version
+_Taken = TypeVar("_Taken")
 
 
 class Offer(Wire, frozen=True, kw_only=True):
@@ -111,7 +113,13 @@ class DeltaReader(WorkerEnd, Mailbox):
             invitation = Invitation(root=root, probe=offer.probe, run_id=offer.run_id, host=offer.host)
             invitation.find(store, within)
         else:
-            Broadcast.require(offer.format)
+            if offer.format != FORMAT:
+                raise ConfigError(
+                    f"the trainer broadcasts versions in format {offer.format}",
+                    expected=f"format {FORMAT}",
+                    state="this worker joined nothing",
+                    hint="use one release of torchrl_ext on both ends",
+                )
             store = MemoryStore()
             group = VLLMCollectiveTransport.join(offer.group, here, within)
         made = cls(
@@ -137,7 +145,10 @@ class DeltaReader(WorkerEnd, Mailbox):
         label: str | None = None,
     ) -> Changes | None:
         self._reader.expect(version, files, label, self._foreign)
-        self._await(version, within)
+        return self._reach(version, partial(self._changes, version, held, within), within)
+
+    def _changes(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:
+        """Return the changes that lead to a version; None where it has to be read in full, which is open then."""
         if held is not None:
             if self._warming is not None:
                 self._warming.wait(within.timeout_s)
@@ -147,7 +158,7 @@ class DeltaReader(WorkerEnd, Mailbox):
             changes = self._reader.changes(version)
             if changes is not None:
                 return changes
-        self._pin(self._open(version))
+        self._pin(self._reader.open(version))
         return None
 
     def landed(self, staged: Changes) -> None:
@@ -157,16 +168,13 @@ class DeltaReader(WorkerEnd, Mailbox):
     def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
         route, self._opened = self._opened, None
         if route is None or route.reached[1] != arrival.version:
-            self._await(arrival.version, within)
-            route = self._open(arrival.version)
+            route = self._reach(arrival.version, partial(self._reader.open, arrival.version), within)
         yield from self._reader.tensors(route, into)
         self._forget()
 
     def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
         before = 0 if received is None else received.version
-        for _ in self._looks(within):
-            if self._hook is not None:
-                self._hook(self._store.url, before + 1)
+        for _ in self._looks(before + 1, within):
             version = self._reader.unseen(before)
             if version:
                 with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
@@ -175,47 +183,46 @@ class DeltaReader(WorkerEnd, Mailbox):
                     return Arrival(version=version, params=route.params)
         return None
 
-    def _await(self, version: int, within: Deadline) -> None:
-        """Wait until a version is here: a shared filesystem may show it late, and a broadcast takes a while."""
+    def _reach(self, version: int, take: Callable[[], _Taken], within: Deadline) -> _Taken:
+        """Return what ``take`` finds of a version, once that is here.
+
+        A shared filesystem may show a version late, and a broadcast takes a while.
+
+        Raises:
+            StoreError, DeadlineError, TransportError: the version did not come.
+        """
         missing: FileNotFoundError | None = None
         within = within.within(VISIBLE_S) if self._broadcast is None else within.again()
         self._chain.known.clear()
         self._reader.remember(version)
-        for _ in self._looks(within):
-            if self._hook is not None:
-                self._hook(self._store.url, version)
+        for _ in self._looks(version, within):
             try:
                 self._chain.version(version)
-                return
+                return take()
             except FileNotFoundError as error:
                 missing = error
-        raise self._lost(version, within) from missing
-
-    def _looks(self, within: Deadline) -> Iterator[float]:
-        """Yield whenever the store may have another version, until the deadline."""
-        if self._broadcast is None:
-            yield from within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S)
-            return
-        yield within.left_s
-        while self._broadcast.fetch(within):
-            yield within.left_s
-
-    def _open(self, version: int) -> OpenRoute:
-        try:
-            return self._reader.open(version)
-        except FileNotFoundError as error:
-            raise self._lost(version, Deadline(0)) from error
-
-    def _lost(self, version: int, within: Deadline) -> WeightSyncError:
         if self._broadcast is not None:
             what = f"weights version {version} did not come from the trainer"
-            return within.error(what, state="nothing was changed", hint="check that the trainer lives, and send again")
-        return StoreError(
+            hint = "check that the trainer lives, and send again"
+            raise within.error(what, state="nothing was changed", hint=hint) from missing
+        raise StoreError(
             f"{self._store.url} holds no version {version}, and none came within {within.timeout_s:g} s",
             expected=f"{version_name(version)}; the newest here is {self._chain.latest()}",
             state="nothing was read",
             hint="send the weights again",
-        )
+        ) from missing
+
+    def _looks(self, version: int, within: Deadline) -> Iterator[None]:
+        """Yield whenever the store may have another version, until the deadline; the hook hears of ``version``."""
+        if self._broadcast is None:
+            for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
+                if self._hook is not None:
+                    self._hook(self._store.url, version)
+                yield
+            return
+        yield
+        while self._broadcast.fetch(within):
+            yield
 
     def _pin(self, route: OpenRoute | None) -> None:
         if self._opened is not None:
