@@ -10,6 +10,7 @@ from tests.landing.changes import Listed
 from torchrl_ext.codecs.base import encodings, make_codec
 from torchrl_ext.codecs.patch import fold
 from torchrl_ext.codecs.pipeline import encode_tensors
+from torchrl_ext.codecs.units import units
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.kernels.base import kernels
 from torchrl_ext.landing.patcher import Patcher, identity
@@ -29,11 +30,14 @@ def published(codec, model, own, device):
     """Both ways over the same pairs; old tensors follow."""
     expected = list(encode_tensors(model, codec, threads=1))
     moved = [(name, old.clone().to(device), new.to(device)) for name, old, new in model]
-    found = list(encode_tensors(iter(moved), codec, threads=1, follow=True, kernels=own))
+    found = list(encode_tensors(iter(moved), codec, threads=1, follow=True, kernels=own, look=True))
     for (name, old, new), (_, followed, _), one in zip(model, moved, found, strict=True):
         assert bytes_of(followed.cpu()) == bytes_of(new), name
         if one.digest is not None:
             assert position_digest(old).plus(one.digest) == position_digest(new), name
+        if new.is_floating_point():
+            finite = new.double().isfinite().view(-1).numpy()
+            assert finite.all() <= one.finite <= finite[units(old) != units(new)].all(), name
         told_by_lists = one.codec.reads in ("changed", "all") or (one.codec.reads == "either" and not own.on_host)
         assert (one.digest is not None) == (told_by_lists or not old.numel()), name
     return told(found), told(expected)

@@ -6,13 +6,16 @@ import logging
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import torchrl_ext as tx
 from torchrl_ext.errors import ConfigError, ManifestError, UpdateError
+from torchrl_ext.sync import finite
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.finite import FiniteCheck
 from torchrl_ext.sync.update_source import UpdateSource
+from torchrl_ext.weights.finite import nought_of
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import MappingSource, ModuleSource, WeightSource, checked
 
@@ -143,6 +146,40 @@ def test_a_cast_that_overflows_is_seen():
 def test_another_value_is_a_mistake():
     with pytest.raises(ConfigError, match="there is no finite='raise'"):
         tx.WeightSender(tx.MemoryTransport(), finite="raise")
+
+
+@pytest.mark.parametrize("settings", [{"encoding": "dense"}, {"encoding": "xor"}, {"by_shard": True}, {}], ids=str)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_delta_is_looked_at_where_it_changed_until_something_is_not_finite(tmp_path, settings, gathered, monkeypatch):
+    policy, whole = spoilt(0.0), []
+    monkeypatch.setattr(finite, "nought_of", lambda tensor: whole.append(tensor.numel()) or nought_of(tensor))
+    transport = tx.DeltaTransport(tmp_path / "root", **settings)
+    sender = tx.WeightSender(transport, InProcessEngine(spoilt(0.0)))
+
+    def updated(*values):
+        whole.clear()
+        with torch.no_grad():
+            for value in values:
+                policy[1].weight[0, 0] = value
+        return sender.update_weights(Gathered(policy) if gathered else policy).finite, sum(whole)
+
+    assert updated() == (True, 59)
+    assert updated(2.0) == (True, 0)
+    assert updated(float("inf")) == (False, 20)
+    assert updated() == (False, 20)  # as it was
+    assert updated(3.0) == (True, 20)
+    assert updated(4.0) == (True, 0)
+    transport.shutdown()
+
+
+def test_what_a_base_checkpoint_holds_and_who_looks_after_one_who_did_not(tmp_path):
+    policy = spoilt()
+    save_file({name: tensor.clone() for name, tensor in ModuleSource(policy)}, tmp_path / "model.safetensors")
+    transport = tx.DeltaTransport(tmp_path / "root", base=tmp_path)
+    for policy_of_one, expected in (("warn", False), ("send", None), ("warn", False)):
+        report = tx.WeightSender(transport, InProcessEngine(policy), finite=policy_of_one).update_weights(policy)
+        assert report.finite is expected and report.density == 0.0
+    transport.shutdown()
 
 
 class Halves(MappingSource):

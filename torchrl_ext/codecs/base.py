@@ -65,6 +65,7 @@ class Encoded:
         changed: units (elements; two per complex128) that changed.
         digest: what the change adds to the tensor's position digest, two words modulo 2^64; None where the codec read
             whole tensors, so that nobody looked at what changed.
+        finite: whether the new elements that differ from the old ones are known to be finite.
     """
 
     meta: ParamMeta
@@ -72,6 +73,7 @@ class Encoded:
     payload: bytes
     changed: int
     digest: Words | None
+    finite: bool = False
 
     @property
     def density(self) -> float:

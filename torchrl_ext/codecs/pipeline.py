@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import Block, Codec, Encoded
 from torchrl_ext.codecs.patch import check_same
-from torchrl_ext.codecs.units import Unit, unit_of
+from torchrl_ext.codecs.units import Unit, unit_of, units
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.kernels.base import Kernels, Words, flat_bits, kernels_on, unsigned
 from torchrl_ext.kernels.host import Part, Search
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.finite import nought_of
 
 __all__ = ["decode_tensors", "Where", "encode_tensor", "encode_tensors", "worker_threads"]
 
@@ -29,7 +30,9 @@ _RANGE = 1 << 26  # units: bounds what a list, and the part of a tensor that has
 _Result = TypeVar("_Result")
 _AHEAD = 1 << 30  # bytes of new tensors that may wait to be coded, beside the two that are due next
 _Row = tuple[ParamMeta, Tensor, Tensor, "Where"]  # a parameter, its old and its new tensor, and where they lie
-_Coded = tuple[bytes, int, Words | None]  # of a block: payload, units that changed, what they add to the digest
+_Coded = tuple[bytes, int, Words | None, bool]
+"""Of a block: payload, units that changed, what they add to the digest, whether they are known to be finite."""
+_IsFinite = Callable[[np.ndarray], bool]
 _Map = Callable[..., Iterator[_Coded]]
 """`map`, or that of a pool, which begins at once."""
 
@@ -70,6 +73,7 @@ def encode_tensors(
     follow: bool = False,
     kernels: Kernels | None = None,
     where: Callable[[], Where] = int,
+    look: bool = False,
 ) -> Iterator[Encoded]:
     """Code the change of many tensors, on the host or on an accelerator.
 
@@ -84,6 +88,7 @@ def encode_tensors(
             the host this is done as soon as a block was coded, while it is in the processor's cache.
         kernels: find what changed; by default those of each tensor's device.
         where: says of the pair that was taken last where its units lie in the tensor whose digest changes.
+        look: look for NaN and infinity in new elements that differ from the old ones (`Encoded.finite`).
 
     Yields:
         One result per pair, in order; an empty payload where nothing changed.
@@ -94,7 +99,7 @@ def encode_tensors(
     threads = max(1, worker_threads() if threads is None else threads)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="codec")
     waiting, sizes = deque[Callable[[], list[Encoded]]](), deque[int]()
-    begin, small, held = partial(_begin, codec, follow, kernels), list[_Row](), 0
+    begin, small, held = partial(_begin, codec, follow, kernels, look), list[_Row](), 0
     try:
         for name, old, new in pairs:
             row = ParamMeta.of(name, new), old, new, where()
@@ -127,10 +132,10 @@ def encode_tensor(codec: Codec, meta: ParamMeta, old: Tensor, new: Tensor) -> En
     Raises:
         ManifestError: the tensors do not have ``meta``'s dtype and shape.
     """
-    return _finished([_begin(codec, False, None, map, (meta, old, new, 0))])[0]
+    return _finished([_begin(codec, False, None, False, map, (meta, old, new, 0))])[0]
 
 
-def _begin(codec: Codec, follow: bool, kernels: Kernels | None, each: _Map, row: _Row) -> _Begun:
+def _begin(codec: Codec, follow: bool, kernels: Kernels | None, look: bool, each: _Map, row: _Row) -> _Begun:
     """Cut one tensor into blocks, and begin to find and code what changed in each.
 
     On the host both are done by ``each``. On an accelerator what changed is found here, and only that comes to the host
@@ -140,6 +145,7 @@ def _begin(codec: Codec, follow: bool, kernels: Kernels | None, each: _Map, row:
         codec: the encoding; it may choose another one.
         follow: make the old tensor, which is contiguous, what the new one is, at the latest when all blocks are coded.
         kernels: find what changed; by default those of the accelerator that either tensor is on, else the host's.
+        look: look whether what changed is finite.
         each: maps a function over blocks.
         row: parameter, old and new tensor, on any device; on the host, both must stay as they are until it is finished;
             and where they lie.
@@ -156,6 +162,7 @@ def _begin(codec: Codec, follow: bool, kernels: Kernels | None, each: _Map, row:
     kernels = kernels or kernels_on(device)
     before, after = flat_bits(old), flat_bits(new)
     codec, count = codec.choose(unit, before, after), after.numel()
+    finite = partial(_are_finite, meta.dtype) if look and meta.dtype.is_floating_point else None
     on_host, size = kernels.on_host, codec.block_units(unit, count)
     if codec.reads in ("all", "new") and not on_host:
         on_host, before, after = True, before.cpu(), after.cpu()
@@ -164,10 +171,10 @@ def _begin(codec: Codec, follow: bool, kernels: Kernels | None, each: _Map, row:
             follow = False
     if on_host:
         olds, news = before.numpy().view(unit.dtype), after.numpy().view(unit.dtype)
-        blocks = each(partial(_block, codec, unit, olds, news, size, follow, where), range(0, count, size))
+        blocks = each(partial(_block, codec, unit, finite, olds, news, size, follow, where), range(0, count, size))
     else:
         blocks = each(
-            partial(_coded, codec, unit), _listed(unit, kernels, device, (before, after), size, follow, where)
+            partial(_coded, codec, unit, finite), _listed(unit, kernels, device, (before, after), size, follow, where)
         )
     return _Begun(meta, codec, count, blocks)
 
@@ -176,46 +183,72 @@ def _finished(rows: Iterable[_Begun]) -> list[Encoded]:
     """Wait for the blocks of tensors, and join them."""
     found = []
     for meta, codec, count, blocks in rows:
-        payloads, changed, first, second, seen = list[bytes](), 0, 0, 0, True
-        for payload, more, words in blocks:
+        payloads, changed, first, second, seen, finite = list[bytes](), 0, 0, 0, True, True
+        for payload, more, words, good in blocks:
             payloads.append(payload)
             changed += more
+            finite &= good
             if words is None:
                 seen = False
             else:
                 first, second = first + words[0], second + words[1]
         joined = codec.join(count, payloads) if changed else b""
         digest = (first % 2**64, second % 2**64) if seen else None
-        found.append(Encoded(meta=meta, codec=codec, payload=joined, changed=changed, digest=digest))
+        found.append(Encoded(meta=meta, codec=codec, payload=joined, changed=changed, digest=digest, finite=finite))
     return found
 
 
 def _block(
-    codec: Codec, unit: Unit, olds: np.ndarray, news: np.ndarray, size: int, follow: bool, where: Where, start: int
+    codec: Codec,
+    unit: Unit,
+    finite: _IsFinite | None,
+    olds: np.ndarray,
+    news: np.ndarray,
+    size: int,
+    follow: bool,
+    where: Where,
+    start: int,
 ) -> _Coded:
     """Find and code what changed in one block on the host."""
     old, new = olds[start : start + size], news[start : start + size]
     first, positions = (start + where, None) if isinstance(where, int) else (start, where)
-    search = Search(old=old, new=new, start=first, positions=positions)
+    search = Search(old=old, new=new, start=first, positions=positions, good=finite)
     whole = codec.reads in ("either", "new")
     if whole:
         from torchrl_ext.kernels.host_loops import count_changed
 
         search.changed = int(count_changed(old, new))
         if codec.reads == "either" and not search.changed:
-            return b"", 0, None
+            return b"", 0, None, True
     payload = codec.encode_block(unit, Block(start=start, size=new.size, parts=search, old=old, new=new))
     if follow and search.only is not None and search.changed < new.size // 32:
         old[search.only.places] = search.only.after
     elif follow and search.changed:
         old[:] = new
-    return payload, search.changed, None if whole else search.words
+    if whole and search.changed:
+        search.sound = finite is not None and finite(new)
+    return payload, search.changed, None if whole else search.words, search.sound
 
 
-def _coded(codec: Codec, unit: Unit, listed: tuple[Block, int, Words]) -> _Coded:
+def _are_finite(dtype: torch.dtype, bits: np.ndarray) -> bool:
+    if bits.itemsize == 1:  # dtypes without an infinity, too
+        return nought_of(torch.from_numpy(bits).view(dtype)).item() == 0.0
+    infinity, but_sign = _infinity(dtype)
+    return bool((bits & but_sign).max() < infinity)
+
+
+@cache
+def _infinity(dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the bits of an infinity, above which are those of every NaN, and all bits but the sign."""
+    bits = units(torch.tensor(torch.inf, dtype=dtype))[0]
+    return bits, bits | (bits - 1)
+
+
+def _coded(codec: Codec, unit: Unit, finite: _IsFinite | None, listed: tuple[Block, int, Words]) -> _Coded:
     """Code what was found in one block on an accelerator."""
     block, changed, words = listed
-    return codec.encode_block(unit, block) if changed else b"", changed, words
+    good = all(finite is not None and finite(part.after) for part in block.parts)
+    return codec.encode_block(unit, block) if changed else b"", changed, words, good
 
 
 def _listed(

@@ -43,7 +43,9 @@ class Search:
         old, new: unsigned, contiguous, shape (n,).
         start: position of element 0 in its tensor, for the digest.
         positions: gives the positions of elements counted like ``start``, where these are not those of the tensor.
-        changed: how many elements differ; this and the next two are set by an iteration that went to the end.
+        good: says of new bits whether they are as they should be; None where nobody wants to know.
+        changed: how many elements differ; this and the next three are set by an iteration that went to the end.
+        sound: whether what differs is known to be good in the new array.
         words: what they add to the position digest of the tensor.
         only: the part, where one held all of them and the thread has not searched again.
     """
@@ -52,7 +54,9 @@ class Search:
     new: np.ndarray
     start: int = 0
     positions: Callable[[np.ndarray], np.ndarray] | None = None
+    good: Callable[[np.ndarray], bool] | None = None
     changed: int = 0
+    sound: bool = True
     words: Words = (0, 0)
     only: Part | None = None
 
@@ -67,18 +71,19 @@ class Search:
             lists = np.empty(_ROOM, index), np.empty(_ROOM, dtype), np.empty(_ROOM, dtype)
             vars(_lists)[key] = lists
         places, before, after = lists
-        changed, digest, end, part = 0, np.zeros(2, np.uint64), 0, None
+        changed, sound, digest, end, part = 0, True, np.zeros(2, np.uint64), 0, None
         moved = np.zeros(2, np.uint64)
         while end < size:
             found, end = diff(self.old, self.new, end, self.start, places, before, after, digest)
             if found:
                 part = Part(places[:found], before[:found], after[:found])
                 changed += found
+                sound = sound and self.good is not None and self.good(part.after)
                 if self.positions is not None:
                     digest_change(self.positions(part.places.astype(np.int64) + self.start), *part[1:], moved)
                 yield part
         digest = digest if self.positions is None else moved
-        self.changed, self.words = changed, (int(digest[0]), int(digest[1]))
+        self.changed, self.sound, self.words = changed, sound, (int(digest[0]), int(digest[1]))
         self.only = part if part is not None and part.places.size == changed else None
 
 

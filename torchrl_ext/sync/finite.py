@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Hashable, Mapping
 from typing import final
 
@@ -11,19 +10,11 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.weights.finite import nought_of
 
-__all__ = ["POLICIES", "FiniteCheck", "check_policy"]
+__all__ = ["FiniteCheck"]
 
 log = logging.getLogger("torchrl_ext")
-
-POLICIES = ("warn", "refuse", "send")
-_CHUNK = 1 << 20  # elements of a dtype without comparisons, which are cast at a time
-
-
-def check_policy(policy: str) -> None:
-    """Raise ConfigError unless ``policy`` is one of `POLICIES`."""
-    if policy not in POLICIES:
-        raise ConfigError(f"there is no finite={policy!r}", expected="'warn', 'refuse' or 'send'")
 
 
 @final
@@ -32,25 +23,42 @@ class FiniteCheck:
 
     Args:
         policy: ``"warn"`` collects what it finds for `warn`; ``"refuse"`` raises at once; ``"send"`` does not look.
+        left: whether passes over the weights leave the look to the transport (`Transport.looks`).
+
+    Attributes:
+        left: whether they do; not where nobody looks.
+
+    Raises:
+        ConfigError: there is no such policy.
     """
 
-    def __init__(self, policy: str = "send") -> None:
-        self._policy = policy
+    def __init__(self, policy: str = "send", *, left: bool = False) -> None:
+        if policy not in ("warn", "refuse", "send"):
+            raise ConfigError(f"there is no finite={policy!r}", expected="'warn', 'refuse' or 'send'")
+        self._policy, self.left = policy, left and policy != "send"
         self._sums: dict[Hashable, tuple[str, Tensor]] = {}  # 0, or NaN where something is not finite
 
-    def look(self, name: str, tensor: Tensor, block: Hashable = None) -> None:
+    def look(self, name: str, tensor: Tensor, block: Hashable = None) -> Tensor | None:
         """Look at a tensor, or at a ``block`` of it.
+
+        Returns:
+            A scalar on the tensor's device: 0 where it is finite, else NaN; None where there is nothing to look at.
 
         Raises:
             ManifestError: it has a NaN or an infinity, which are refused.
         """
         key = (name, block)
         if self._policy == "send" or not tensor.is_floating_point() or not tensor.numel():
-            return
+            return None
         if key not in self._sums:
-            self._sums[key] = name, _nought(tensor.detach())
+            self._sums[key] = name, nought_of(tensor.detach())
         if self._policy == "refuse" and self._sums[key][1].item() != 0.0:
-            raise self._refusal()
+            raise ManifestError(
+                _words(self._found()),
+                expected="finite weights, since finite='refuse'",
+                hint="look for what spoils the weights in training, or send them all the same with finite='warn'",
+            )
+        return self._sums[key][1]
 
     def look_ahead(self, held: Mapping[str, Tensor]) -> None:
         """Look at tensors before the update begins, where a NaN or an infinity is refused.
@@ -72,13 +80,6 @@ class FiniteCheck:
         if self._policy == "warn" and (found := self._found()):
             log.warning("weights version %d: %s", version, _words(found))
 
-    def _refusal(self) -> ManifestError:
-        return ManifestError(
-            _words(self._found()),
-            expected="finite weights, since finite='refuse'",
-            hint="look for what spoils the weights in training, or send them all the same with finite='warn'",
-        )
-
     def _found(self) -> list[str]:
         """Return the names of tensors that are not finite, in order; one wait per device."""
         rows = [*self._sums.values()]
@@ -88,19 +89,6 @@ class FiniteCheck:
             values = torch.stack([rows[place][1] for place in places]).tolist()
             bad.update(place for place, value in zip(places, values, strict=True) if value != 0.0)
         return list(dict.fromkeys(rows[place][0] for place in sorted(bad)))
-
-
-def _nought(tensor: Tensor) -> Tensor:
-    """Return a float32 scalar on the tensor's device: 0 where all elements are finite, else NaN."""
-    summed = tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16, torch.float64)
-    if summed and math.isfinite(tensor.sum().item()):  # much faster than aminmax; a sum of finite numbers may overflow
-        return torch.zeros(())
-    if tensor.element_size() > 1:
-        low, high = torch.aminmax(tensor)
-        return low.float() * 0 + high.float() * 0
-    if "float4" in str(tensor.dtype):  # has neither
-        return torch.zeros((), device=tensor.device)
-    return torch.stack([chunk.float().mul_(0).sum() for chunk in tensor.reshape(-1).split(_CHUNK)]).sum()
 
 
 def _words(found: list[str]) -> str:

@@ -29,7 +29,7 @@ from torchrl_ext.messages import REPLACED
 from torchrl_ext.proof.outputs import Compute, Outputs, Probe
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.connection import Connection, Spans, client_of, parts_of
-from torchrl_ext.sync.finite import FiniteCheck, check_policy
+from torchrl_ext.sync.finite import FiniteCheck
 from torchrl_ext.sync.only import Only, chosen, trainable
 from torchrl_ext.sync.update_source import UpdateSource, bump
 from torchrl_ext.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
@@ -70,8 +70,8 @@ class WeightSender:
             connection before which nothing was loaded.
         finite: a NaN or an infinity in floating-point weights: ``"warn"`` logs one warning per update, ``"refuse"``
             lets the update fail, before any engine is paused where this process holds the tensor or the transport
-            reads all of them before the pause, and ``"send"`` does not look. On a trainer that sends from every rank,
-            each looks at its own blocks.
+            reads all of them before the pause, and ``"send"`` does not look. A transport of deltas looks where tensors
+            changed. On a trainer that sends from every rank, each looks at its own blocks.
         rank: this trainer process's rank; None takes that of torch, or 0. Only rank 0 talks to engines
             and moves bytes; other ranks call `update_weights` too, replay the same gathers, and learn from rank 0 which
             version is in service.
@@ -115,7 +115,7 @@ class WeightSender:
     ) -> None:
         if rehearse not in ("once", "never", "always"):
             raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once', 'never' or 'always'")
-        check_policy(finite)
+        FiniteCheck(finite)  # raises here, and not in the first update
         self._wanted, self._rehearse, self._finite = bool(verify), rehearse, finite
         self._verify = self._wanted and engine is not None
         engine = client_of(transport, engine, rank)
@@ -418,7 +418,8 @@ class WeightSender:
         source = self._read(registered) if weights is None else as_source(weights)
         if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
             source = converted(source, registered)  # a module's own names become those of its checkpoint
-        return UpdateSource(source, mapper=self._mapper, dtype=self._dtype, finite=FiniteCheck(self._finite))
+        finite = FiniteCheck(self._finite, left=self._transport.looks)
+        return UpdateSource(source, mapper=self._mapper, dtype=self._dtype, finite=finite)
 
     def _next_version(self) -> int:
         """Return the next version number, which neither a failed attempt nor another sender has used."""

@@ -32,7 +32,7 @@ class UpdateSource(WeightSource):
         source: what is sent.
         mapper: trainer name -> checkpoint name.
         dtype: cast of floating-point tensors.
-        finite: looks for NaN and infinity in tensors as they pass; None for nobody.
+        finite: looks for NaN and infinity in tensors as they pass, or lets the transport look; None for nobody.
 
     Attributes:
         version: the version as which it is sent.
@@ -57,6 +57,7 @@ class UpdateSource(WeightSource):
         finite: FiniteCheck | None = None,
     ) -> None:
         self.finite = FiniteCheck() if finite is None else finite
+        self.look = self.finite.look if self.finite.left else None
         source = source if mapper is None else RenamedSource(source, as_mapper(mapper))
         self.whole = source if dtype is None else CastSource(source, dtype)
         self._names: frozenset[str] | None = None  # of the tensors that a pass yields; None for all
@@ -111,7 +112,8 @@ class UpdateSource(WeightSource):
         stream = self._stream = iter(self.whole) if names is None else self.whole.pairs(names)
         self.digests, self.count, self.bytes = {}, 0, 0
         for meta, tensor in checked(stream, (meta for meta in self._params if names is None or meta.name in names)):
-            self.finite.look(meta.name, tensor)
+            if self.look is None:
+                self.finite.look(meta.name, tensor)
             if self.digesting:
                 self.digests[meta.name] = tensor_digest(tensor)
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes
@@ -148,7 +150,8 @@ class UpdateSource(WeightSource):
 
     def _looked(self, shard: Shard) -> Tensor:
         tensor = shard.take()
-        self.finite.look(shard.meta.name, tensor, shard.block)
+        if self.look is None:
+            self.finite.look(shard.meta.name, tensor, shard.block)
         return tensor
 
     def _begin(self) -> Iterator[tuple[str, Tensor]]:

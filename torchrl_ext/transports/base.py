@@ -147,6 +147,8 @@ class Transport(ABC):
     """Workers receive only the blocks that they need (`Worker.slices`), as `torchrl_ext.landing.sliced.Sliced`."""
     parts: ClassVar[bool] = True
     """An update of some tensors carries only these; where this is false, the transport finds itself what changed."""
+    looks: ClassVar[bool] = False
+    """`prepare` calls `WeightSource.look` for what is not known to be finite, so that no pass has to."""
     gathers: ClassVar[bool] = True
     """`prepare` or ``transfer`` passes over the source, in which the other trainer ranks take part."""
     timeout_s: float = 60.0

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Codec
+from torchrl_ext.codecs.base import Codec, Encoded
 from torchrl_ext.codecs.pipeline import encode_tensors
 from torchrl_ext.codecs.slime.current import CHECKSUMS
 from torchrl_ext.errors import ConfigError, StoreError
@@ -243,13 +243,14 @@ class Copies(Baseline):
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
         self._device = device
+        self._finite: set[str] = set()  # copies that are known to be
         self._taken: WeightSource | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every copy; after `take` each is made as it is yielded, so that nothing waits for all of them."""
         taken, self._taken = self._taken, None
         if taken is not None:
-            yield from self._copy(checked(taken, self.metas))
+            yield from self._copy(checked(taken, self.metas), taken)
         else:
             yield from ((meta.name, self.tensors[meta.name]) for meta in self.metas)
 
@@ -268,7 +269,8 @@ class Copies(Baseline):
                 )
         self.metas, self._files = params, checkpoint.files()
         wanted = {meta.name for meta in params}
-        for _ in self._copy((meta, tensor) for meta, tensor in checked(checkpoint) if meta.name in wanted):
+        pairs = ((meta, tensor) for meta, tensor in checked(checkpoint) if meta.name in wanted)
+        for _ in self._copy(pairs, checkpoint):
             pass
 
     def take(self, source: WeightSource) -> None:
@@ -277,7 +279,22 @@ class Copies(Baseline):
 
     def write(self, delta: NewDelta, source: WeightSource, draft: Draft, prefix: str) -> DeltaManifest:
         self.version = None
-        return delta.write(encode_tensors(self._beside(source), delta.codec, follow=True), draft, prefix)
+        return delta.write(self._changes(source, delta.codec), draft, prefix)
+
+    def _changes(self, source: WeightSource, codec: Codec) -> Iterator[Encoded]:
+        looks = source.look is not None
+        for change in encode_tensors(self._beside(source), codec, follow=True, look=looks):
+            name = change.meta.name
+            if not change.finite or name not in self._finite:
+                self._look(source, name, self.tensors[name])
+            yield change
+
+    def _look(self, source: WeightSource, name: str, tensor: Tensor) -> None:
+        """Look for NaN and infinity in all of a tensor, where somebody wants to know of them."""
+        self._finite.discard(name)
+        found = None if source.look is None else source.look(name, tensor, None)
+        if found is not None and found.item() == 0.0:
+            self._finite.add(name)
 
     def _beside(self, source: WeightSource) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield each name with its copy and the new tensor; the caller has to make the copy equal to it."""
@@ -288,7 +305,7 @@ class Copies(Baseline):
         for meta, tensor in checked(source, self.metas):
             yield meta.name, self.tensors[meta.name], tensor
 
-    def _copy(self, pairs: Iterable[tuple[ParamMeta, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _copy(self, pairs: Iterable[tuple[ParamMeta, Tensor]], source: WeightSource) -> Iterator[tuple[str, Tensor]]:
         known, self.tensors, self.digests = self.tensors, {}, {}
         for meta, tensor in pairs:
             copy = known.pop(meta.name, None)
@@ -296,6 +313,7 @@ class Copies(Baseline):
                 pinned = self._device is None and tensor.is_cuda
                 copy = torch.empty(meta.shape, dtype=meta.dtype, device=self._device or "cpu", pin_memory=pinned)
             copy.copy_(tensor)
+            self._look(source, meta.name, tensor)
             self.tensors[meta.name] = copy
             self.digests[meta.name] = position_digest(tensor if tensor.is_cuda else copy)
             yield meta.name, copy

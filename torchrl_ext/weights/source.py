@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -42,9 +42,12 @@ class WeightSource(ABC):
     Attributes:
         part: says of a source of some tensors what the others are; of a source of all, which of them may have changed
             since that version; None where any may.
+        look: looks for NaN and infinity in a tensor or a block of it (`torchrl_ext.sync.finite.FiniteCheck.look`), for
+            a transport that reads tensors only where they changed (`Transport.looks`); None where nobody wants to know.
     """
 
     part: Part | None = None
+    look: Callable[[str, Tensor, Hashable], Tensor | None] | None = None
 
     @abstractmethod
     def params(self) -> tuple[ParamMeta, ...]:

@@ -95,6 +95,7 @@ class DeltaTransport(StandaloneTransport):
 
     name: ClassVar[str] = "delta"
     proves: ClassVar[bool] = True
+    looks: ClassVar[bool] = True
     parts: ClassVar[bool] = False  # changes are of whole versions; what did not change costs nothing
 
     def __init__(
@@ -253,10 +254,10 @@ class DeltaTransport(StandaloneTransport):
             stats.density = sum(map(attrgetter("changed"), delta.params)) / max(1, elements)
             stats.rank_bytes = self._writer.rank_bytes
         stats.spans["publish"] = time.perf_counter() - began
-        ahead: Callable[[Deadline], None] = lambda within: None  # noqa: E731
-        if self._group is not None:
-            base = None if delta is None else delta.base_version
-            ahead = partial(announce, self._group, self._store, self._kept, update.version, base)
+        if self._group is None:
+            return Handoff(served=self._writer.acknowledge, stats=stats)
+        base = None if delta is None else delta.base_version
+        ahead = partial(announce, self._group, self._store, self._kept, update.version, base)
         return Handoff(ahead=ahead, served=self._writer.acknowledge, stats=stats)
 
     def rank_steps(self, source: WeightSource) -> Steps:

@@ -40,6 +40,7 @@ class _Kept:
         block: which of its elements.
         copy: they are, as the newest version has them; None before the first one.
         words: what they add to the parameter's digest.
+        finite: whether the copy is known to be.
     """
 
     index: int
@@ -47,6 +48,12 @@ class _Kept:
     block: Block
     copy: Tensor | None = None
     words: Words = (0, 0)
+    finite: bool = False
+
+    def look(self, source: WeightSource, tensor: Tensor) -> None:
+        """Look for NaN and infinity in all of its elements, where somebody wants to know of them."""
+        found = None if source.look is None else source.look(self.meta.name, tensor, self.block)
+        self.finite = found is not None and found.item() == 0.0
 
 
 class OwnBlocks:
@@ -107,6 +114,7 @@ class OwnBlocks:
         with closing(self._taken(source)) as taken:
             for kept, tensor in taken:
                 self._copy(kept, tensor)
+                kept.look(source, tensor)
         return self._words()
 
     def start(self, base: str) -> Info:
@@ -152,9 +160,18 @@ class OwnBlocks:
                 yield kept.meta.name, kept.copy, tensor
 
         def changes(taken: Iterator[tuple[_Kept, Tensor]]) -> Iterator[Encoded]:
-            encoded = encode_tensors(pairs(taken), codec, threads=_threads(), follow=True, where=lambda: taken_last[0])
+            encoded = encode_tensors(
+                pairs(taken),
+                codec,
+                threads=_threads(),
+                follow=True,
+                where=lambda: taken_last[0],
+                look=source.look is not None,
+            )
             for change in encoded:
                 kept, tensor = waiting.popleft()
+                if not change.finite or not kept.finite:
+                    kept.look(source, tensor)
                 if not change.changed:
                     continue
                 words = change.digest
