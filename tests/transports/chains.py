@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import torch
 import zstandard
@@ -45,6 +46,19 @@ def published(root, count, **settings):
         history[version] = {name: tensor.clone() for name, tensor in own.items()}
         step(own, version)
     return trainer, own, history
+
+
+class Spoiled(tx.DeltaTransport):
+    """A trainer some of whose versions are damaged as soon as they are published: ``spoils[version](folder)``."""
+
+    def __init__(self, root, **settings):
+        super().__init__(root, **settings)
+        self.spoils = {}
+
+    def prepare(self, update, within):
+        made = super().prepare(update, within)
+        self.spoils.get(update.version, lambda place: None)(folder(Path(self.root), update.version))
+        return made
 
 
 def folder(root, version):

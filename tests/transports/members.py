@@ -33,9 +33,9 @@ def enter(*members, metadata=()):
 
 
 @contextmanager
-def group(size, **settings):
+def group(size, make=member, **settings):
     port = free_port()
-    members = [member(port, rank, size, **settings) for rank in range(size)]
+    members = [make(port, rank, size, **settings) for rank in range(size)]
     try:
         assert enter(*members) == [None] * size
         yield members

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 import torchrl_ext as tx
+from tests.transports import shard_ranks
 from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
+from tests.transports.shard_ranks import cut
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, IntegrityError, StoreError, UpdateError
 from torchrl_ext.messages import Join, Load, Prefetch
@@ -20,34 +22,31 @@ from torchrl_ext.testing import WAIT_S
 from torchrl_ext.weights.source import MappingSource, as_source
 
 ENCODINGS = list(tx.DeltaTransport.encodings())
-
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "root"
+LAYOUTS = [*((name, False) for name in ENCODINGS), *((name, True) for name in ("auto", "ulp", "dense", "context"))]
 
 
 class TestVersions:
-    @pytest.mark.parametrize("encoding", ENCODINGS)
+    @pytest.mark.parametrize(("encoding", "by_shard"), LAYOUTS)
     @pytest.mark.parametrize("keyframe_every", [0, 3])
-    def test_every_encoding_follows_joins_and_keeps_an_engine(self, root, encoding, keyframe_every):
-        policy, served = (nn.Sequential(nn.Linear(30, 40), nn.BatchNorm1d(40)).bfloat16() for _ in range(2))
-        sender = tx.WeightSender(
-            trainer_at(root, encoding=encoding, keyframe_every=keyframe_every), InProcessEngine(served)
-        )
+    def test_every_encoding_follows_joins_and_keeps_an_engine(self, root, encoding, by_shard, keyframe_every):
+        own = shard_ranks.weights()
+        served = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+        how = {"encoding": encoding, "by_shard": by_shard, "keyframe_every": keyframe_every, "keep_files": True}
+        sender = tx.WeightSender(trainer_at(root, **how), InProcessEngine(served))
         follower = trainer_at(root)
-        for version in range(1, 7):
-            report = sender.update_weights(policy)
+        for version in range(1, 8):
+            report = sender.update_weights(cut(own))
             assert report.verified and report.version == version
-            expected = dict(as_source(policy))
-            assert same(dict(as_source(served)), expected)
-            if version != 3:  # and catches up with two at once
-                assert same(follower.receive_weights(WAIT_S), expected)
-            assert same(trainer_at(root).receive_weights(WAIT_S), expected)
-            with torch.no_grad():
-                for parameter in policy.parameters():
-                    parameter[torch.rand_like(parameter.float()) < 0.1] *= 1.01
-        assert report.density < 0.5
+            assert version == 1 or report.density < 0.9
+            assert same(served, own)
+            if version not in (3, 5):  # and catches up with several at once
+                assert same(follower.receive_weights(WAIT_S), own)
+            assert same(trainer_at(root).receive_weights(WAIT_S), own)
+            shard_ranks.step(own, version, share=0.4 if version == 4 else 0.02)
+        delta = Chain(LocalStore(root)).version(7).delta
+        assert (delta.container == "shards") == by_shard
+        if by_shard:
+            assert len({row.meta.name: row for row in delta.params}["corner"].parts) == 2 * shard_ranks.PARTS
         sender.shutdown()
 
     @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -96,13 +95,20 @@ class TestVersions:
         assert reader.received_version == 4
         assert Chain(LocalStore(root)).version(4).full is not None
 
-    def test_a_failed_publication_leaves_nothing_and_makes_the_next_one_a_keyframe(self, root):
+    @pytest.mark.parametrize("by_shard", [False, True])
+    def test_a_failed_publication_leaves_nothing_and_makes_the_next_one_a_keyframe(self, root, by_shard):
         class Failing(MappingSource):
             def __iter__(self):
                 yield next(super().__iter__())
+                self._fail()
+
+            def shards(self):
+                return (replace(shard, take=self._fail) for shard in super().shards())
+
+            def _fail(self):
                 raise ValueError("gathering failed")
 
-        trainer, own, _ = published(root, 2, keyframe_every=0)
+        trainer, own, _ = published(root, 2, keyframe_every=0, by_shard=by_shard)
         before = sorted(path.name for path in root.rglob("*"))
         with pytest.raises(ValueError, match="gathering failed"):
             trainer.send_weights("policy", Failing(own))
@@ -165,12 +171,12 @@ def reads(root):
 
 
 class TestBase:
-    @pytest.mark.parametrize("encoding", ["auto", "xor"])
-    def test_the_first_version_is_a_delta_for_whoever_holds_the_checkpoint(self, tmp_path, root, encoding):
+    @pytest.mark.parametrize("how", [{"encoding": "auto"}, {"encoding": "xor"}, {"by_shard": True}], ids=str)
+    def test_the_first_version_is_a_delta_for_whoever_holds_the_checkpoint(self, tmp_path, root, how):
         own = weights()
         base = checkpoint(tmp_path / "base", own)
         served = {name: tensor.clone() for name, tensor in own.items()}
-        sender = tx.WeightSender(trainer_at(root, base=base, encoding=encoding), InProcessEngine(served))
+        sender = tx.WeightSender(trainer_at(root, base=base, **how), InProcessEngine(served))
         reader = trainer_at(root, base=base)
         for version in (1, 2, 3):
             step(own, version)

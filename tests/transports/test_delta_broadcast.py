@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.processes import python
-from tests.transports.members import beside, same
+from tests.transports.members import beside, enter, group, same
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     ConfigError,
@@ -21,7 +20,6 @@ from torchrl_ext.errors import (
     TransportError,
     WeightSyncError,
 )
-from torchrl_ext.launch.processes import free_port
 from torchrl_ext.stores import Chain, version_name
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.testing import WAIT_S
@@ -34,21 +32,9 @@ def weights(value=0.0):
     return {"a": torch.full((300,), value), "b": torch.arange(600.0).reshape(20, 30), "empty": torch.empty(0)}
 
 
-def member(port, rank, size=2, **settings):
+def member(port, rank, size, **settings):
     settings = {"encoding": "xor", "timeout_s": WAIT_S, **settings}
     return tx.DeltaTransport(carrier="collective", master_port=port, rank=rank, world_size=size, **settings)
-
-
-@contextmanager
-def group(size=2, **settings):
-    port = free_port()
-    members = [member(port, rank, size, **settings) for rank in range(size)]
-    try:
-        assert beside(*(lambda one=one: one.init_all_workers_group({}) for one in members)) == [None] * size
-        yield members
-    finally:
-        for one in members:
-            one.shutdown()
 
 
 def exchange(trainer, *workers, value):
@@ -81,7 +67,7 @@ sender.shutdown()
 
 
 def test_ends_that_left_keep_no_weights():
-    with group() as (trainer, worker):
+    with group(2, member) as (trainer, worker):
         for step in range(3):
             received, error = exchange(trainer, worker, value=float(step))
             assert error is None and same(received[0], weights(float(step)))
@@ -91,12 +77,12 @@ def test_ends_that_left_keep_no_weights():
 
 
 def test_a_worker_that_was_started_again_gets_the_next_version_in_full():
-    with group() as (trainer, worker):
+    with group(2, member) as (trainer, worker):
         exchange(trainer, worker, value=1.0)
         exchange(trainer, worker, value=2.0)
         worker.shutdown()
-        again = member(trainer._group.master_port, 1)
-        assert beside(*(lambda one=one: one.init_all_workers_group({}) for one in (trainer, again))) == [None, None]
+        again = member(trainer._group.master_port, 1, 2)
+        assert enter(trainer, again) == [None, None]
         for value in (3.0, 4.0, 5.0):
             (received,), error = exchange(trainer, again, value=value)
             assert error is None and same(received, weights(value))
@@ -104,7 +90,7 @@ def test_a_worker_that_was_started_again_gets_the_next_version_in_full():
 
 
 def test_a_worker_that_lacks_the_base_is_named_and_the_version_after_is_a_full_one():
-    with group(3) as (trainer, whole, lacking):
+    with group(3, member) as (trainer, whole, lacking):
         exchange(trainer, whole, lacking, value=1.0)
         lacking._store.delete(version_name(1))
         received, error = exchange(trainer, whole, lacking, value=2.0)
@@ -130,14 +116,14 @@ def test_what_a_group_leaves_on_a_device_lands_on_the_host(monkeypatch):
         return ((name, tensor.as_subclass(OnDevice)) for name, tensor in receive(self, arrival, into, within))
 
     monkeypatch.setattr(CollectiveWorker, "receive", on_device)
-    with group() as (trainer, worker):
+    with group(2, member) as (trainer, worker):
         for value in (1.0, 2.0):
             (received,), error = exchange(trainer, worker, value=value)
             assert error is None and same(received, weights(value))
 
 
 def test_a_parameter_with_the_name_of_the_files_is_refused_before_anything_is_sent():
-    with group() as (trainer, worker):
+    with group(2, member) as (trainer, worker):
         with pytest.raises(ManifestError, match="called '/files'"):
             trainer.send_weights("policy", {"/files": torch.zeros(3)})
         exchange(trainer, worker, value=1.0)
@@ -153,7 +139,7 @@ def test_damage_on_the_way_is_found_by_name_and_changes_no_model(monkeypatch):
         return ((name, tensor + 1 if name == "weight" else tensor) for name, tensor in pairs)
 
     monkeypatch.setattr(CollectiveWorker, "receive", damaged)
-    with group() as (trainer, worker):
+    with group(2, member) as (trainer, worker):
         error, _ = beside(
             lambda: worker.receive_weights(WAIT_S, model=served), lambda: trainer.send_weights("policy", policy)
         )
@@ -168,7 +154,10 @@ def test_a_trainer_of_another_release_is_refused_before_anything_is_joined():
 
 
 def test_a_version_that_does_not_come_ends_in_a_deadline_that_names_the_trainer():
-    with group(timeout_s=1.0) as (_, worker), pytest.raises(DeadlineError, match="did not come from the trainer"):
+    with (
+        group(2, member, timeout_s=1.0) as (_, worker),
+        pytest.raises(DeadlineError, match="did not come from the trainer"),
+    ):
         worker.attend(Deadline(1.0)).stage(1, None, Deadline(1.0))
 
 

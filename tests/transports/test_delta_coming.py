@@ -17,11 +17,6 @@ from torchrl_ext.transports.base import Arrival
 from torchrl_ext.versions import foreign
 
 
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "root"
-
-
 class TestFilesThatCome:
     """The first format has no last file: what says that a version is complete is the next one, a file `DONE`, or quiet.
 

@@ -9,18 +9,12 @@ import torch
 
 import torchrl_ext as tx
 from tests.processes import python
-from tests.transports.chains import flip, folder, published, rewrite, same, step, trainer_at, weights
+from tests.transports.chains import Spoiled, flip, folder, published, rewrite, same, step, trainer_at, weights
 from torchrl_ext.errors import IntegrityError, ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
-
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "root"
-
 
 DAMAGES = {
     "a flipped bit": (lambda d: flip(d / "delta-00001.bin", 20), r"'a.weight' in .*weight_v000003/delta-00001.bin"),
@@ -57,11 +51,18 @@ DAMAGES = {
         lambda d: rewrite(d / "manifest.json", lambda m: m["params"][1].__setitem__(3, "0" * 32)),
         r"'b.weight'",
     ),
+    "a manifest of another version": (
+        lambda d: shutil.copy(folder(d.parent, 2) / "manifest.json", d),
+        r"says that it is version 2",
+    ),
     "another base": (
         lambda d: rewrite(d / "manifest.json", lambda m: m.update(base_run_id="somebody")),
         r"version 3 .* of run 'somebody'",
     ),
 }
+
+
+OTHER_LAYOUTS = [{"encoding": "deltas"}, {"encoding": "deltas_zstd"}, {"encoding": "xor"}, {"by_shard": True}]
 
 
 class TestDamage:
@@ -75,14 +76,9 @@ class TestDamage:
                 pauses.append(1)
                 super().pause()
 
-        class Spoiled(tx.DeltaTransport):
-            def prepare(self, update, within):
-                made = super().prepare(update, within)
-                if update.version == 3:
-                    spoil(folder(root, 3))
-                return made
-
-        sender = tx.WeightSender(Spoiled(root, keyframe_every=0, encoding="ulp"), Watched(served))
+        trainer = Spoiled(root, keyframe_every=0, encoding="ulp")
+        trainer.spoils[3] = spoil
+        sender = tx.WeightSender(trainer, Watched(served))
         alone = trainer_at(root)
         for version in (1, 2):
             sender.update_weights(own)
@@ -107,11 +103,17 @@ class TestDamage:
         assert same(trainer_at(root).receive_weights(WAIT_S), own)
         sender.shutdown()
 
-    @pytest.mark.parametrize("encoding", ["deltas", "deltas_zstd", "xor"])
-    def test_is_found_in_the_files_of_others_too(self, root, encoding):
-        published(root, 3, encoding=encoding, keyframe_every=0)
-        file = next(folder(root, 3).glob("*0000*.safetensors"))
-        flip(file, file.stat().st_size - 5)
+    @pytest.mark.parametrize("damage", ["a flipped bit", "no bytes", "no file"])
+    @pytest.mark.parametrize("how", OTHER_LAYOUTS, ids=str)
+    def test_is_found_in_the_files_of_other_layouts_too(self, root, how, damage):
+        published(root, 3, keyframe_every=0, **how)
+        file = max(folder(root, 3).glob("*0000*"), key=lambda path: path.stat().st_size)
+        if damage == "a flipped bit":
+            flip(file, file.stat().st_size - 5)
+        elif damage == "no bytes":
+            file.write_bytes(b"")
+        else:
+            file.unlink()
         with pytest.raises(IntegrityError, match=file.name):
             trainer_at(root).receive_weights(WAIT_S)
 
@@ -128,15 +130,9 @@ class TestDamage:
 
     def test_a_damaged_keyframe_is_found_before_the_pause(self, root):
         own, served = weights(), {k: torch.zeros_like(v) for k, v in weights().items()}
-
-        class Spoiled(tx.DeltaTransport):
-            def prepare(self, update, within):
-                made = super().prepare(update, within)
-                if update.version == 1:
-                    flip(folder(root, 1) / "model.safetensors", -9)
-                return made
-
-        sender = tx.WeightSender(Spoiled(root), InProcessEngine(served))
+        trainer = Spoiled(root)
+        trainer.spoils[1] = lambda d: flip(d / "model.safetensors", -9)
+        sender = tx.WeightSender(trainer, InProcessEngine(served))
         with pytest.raises(UpdateError, match=r"model.safetensors is damaged"):
             sender.update_weights(own)
         assert not any(tensor.view(torch.uint8).any() for tensor in served.values())
@@ -148,14 +144,6 @@ class TestDamage:
         keep.send_weights("policy", weights())
         with pytest.raises(AssertionError, match="another trainer publishes into"):
             python("import sys, torchrl_ext as tx; tx.DeltaTransport(sys.argv[1]).send_weights({})", root)
-
-
-def test_a_manifest_of_another_version_is_refused(root):
-    published(root, 3, keyframe_every=0)
-    shutil.rmtree(folder(root, 3))
-    shutil.copytree(folder(root, 2), folder(root, 3))
-    with pytest.raises(IntegrityError, match="says that it is version 2"):
-        trainer_at(root).receive_weights(WAIT_S)
 
 
 def test_a_delta_of_another_model_is_refused_by_name(tmp_path, root):

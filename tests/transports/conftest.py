@@ -1,0 +1,11 @@
+"""Fixtures of the tests of transports."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A directory that trainer and workers share; it does not exist yet."""
+    return tmp_path / "root"
