@@ -8,13 +8,13 @@ import pytest
 import torch
 import zstandard
 
-from tests.transports.chains import checkpoint, flip, folder, same, trainer_at
+from tests.transports.chains import folder, same, trainer_at
 from tests.transports.chains import step as plain_step
 from tests.transports.chains import weights as plain_weights
-from tests.transports.shard_ranks import PARTS, Blocks, chunk, cut, in_parts, step, weights
+from tests.transports.shard_ranks import Blocks, chunk, cut, in_parts, step, weights
 from torchrl_ext.cli.main import main
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.kernels.base import Piece
 from torchrl_ext.landing.loader import WeightLoader
 from torchrl_ext.landing.patcher import Patcher
@@ -29,38 +29,8 @@ from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import PositionDigest
 from torchrl_ext.weights.shards.blocks import Block
 
-ENCODINGS = ["auto", "ulp", "dense", "context"]
-
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "root"
-
-
-def published(root, count, **settings):
-    trainer, own, history = trainer_at(root, by_shard=True, **settings), weights(), {}
-    for version in range(1, count + 1):
-        trainer.send_weights("policy", cut(own))
-        history[version] = {name: tensor.clone() for name, tensor in own.items()}
-        step(own, version)
-    return trainer, own, history
-
 
 class TestOneRank:
-    @pytest.mark.parametrize("encoding", ENCODINGS)
-    def test_every_encoding_follows_and_joins(self, root, encoding):
-        trainer, own = trainer_at(root, by_shard=True, encoding=encoding, keyframe_every=3, keep_files=True), weights()
-        follower = trainer_at(root)
-        for version in range(1, 8):
-            trainer.send_weights("policy", cut(own))
-            if version not in (3, 5):  # and catches up with several at once
-                assert same(follower.receive_weights(WAIT_S), own)
-            assert same(trainer_at(root).receive_weights(WAIT_S), own)
-            step(own, version, share=0.4 if version == 4 else 0.02)
-        delta = Chain(LocalStore(root)).version(6).delta
-        assert delta.container == "shards"
-        assert len({row.meta.name: row for row in delta.params}["corner"].parts) == 2 * PARTS
-
     def test_a_chain_that_was_written_whole_goes_on_by_shard_and_back(self, root):
         own, reader = weights(), trainer_at(root)
         for version in range(1, 7):
@@ -92,7 +62,11 @@ class TestOneRank:
         assert [len(row) for row in parted["params"]] == [5, 5, 4]
 
     def test_tools_read_it(self, root, tmp_path, capsys):
-        _, _, history = published(root, 5, keyframe_every=3, keep_files=True)
+        trainer, own = trainer_at(root, by_shard=True, keyframe_every=3, keep_files=True), weights()
+        for version in range(1, 6):
+            trainer.send_weights("policy", cut(own))
+            sent = {name: tensor.clone() for name, tensor in own.items()}
+            step(own, version)
         assert main(["chain", "verify", str(root), "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["damaged"] == []
         assert main(["chain", "show", str(root), "5", "--json"]) == 0
@@ -100,35 +74,7 @@ class TestOneRank:
         assert shown["corner"]["file"] == "rank00000-00001.bin" and shown["corner"]["encoding"] == "ulp"
         assert shown["still"]["changed"] == 0
         assert main(["chain", "materialize", str(root), "5", str(tmp_path / "out"), "--json"]) == 0
-        assert same(dict(CheckpointSource(str(tmp_path / "out"))), history[5])
-
-    def test_a_part_that_is_damaged_is_refused_and_named(self, root):
-        published(root, 2, keyframe_every=0)
-        delta = Chain(LocalStore(root)).version(2).delta
-        part = next(row for row in delta.params if row.meta.name == "columns").parts[2]
-        reader = trainer_at(root)
-        flip(folder(root, 2) / part.file, part.offset + part.nbytes // 2)
-        with pytest.raises(IntegrityError, match=r"'columns' in .*rank00000-00001.bin is damaged"):
-            reader.receive_weights(WAIT_S)
-        (folder(root, 2) / part.file).write_bytes(b"")
-        with pytest.raises(
-            IntegrityError, match=r"rank00000-00001.bin has 0 bytes, so that tensor '\w+' cannot be read"
-        ):
-            reader.receive_weights(WAIT_S)
-        (folder(root, 2) / part.file).unlink()
-        with pytest.raises(IntegrityError, match=r"rank00000-00001.bin is missing, which holds tensor"):
-            reader.receive_weights(WAIT_S)
-
-    def test_a_failed_publication_leaves_nothing_and_the_next_is_a_keyframe(self, root, monkeypatch):
-        trainer, own, _ = published(root, 2, keyframe_every=0)
-        with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="lost"):
-            broken.setattr(Blocks, "_take", lambda self, name, block: (_ for _ in ()).throw(RuntimeError("lost")))
-            trainer.send_weights("policy", cut(own))
-        assert sorted(path.name for path in root.glob("weight_v*")) == ["weight_v000001", "weight_v000002"]
-        assert not [path for path in root.iterdir() if ".tmp-" in path.name]
-        trainer.send_weights("policy", cut(own))
-        assert Chain(LocalStore(root)).version(3).full is not None
-        assert same(trainer_at(root).receive_weights(WAIT_S), own)
+        assert same(dict(CheckpointSource(str(tmp_path / "out"))), sent)
 
     def test_shards_that_are_not_what_the_source_yields_are_refused(self, root):
         class Lying(Blocks):
@@ -146,16 +92,6 @@ class TestOneRank:
 
         with pytest.raises(ManifestError, match=r"no trainer rank holds elements \[0, 20\] to \[40, 50\] of 'columns'"):
             trainer_at(root, by_shard=True).send_weights("policy", Blocks(weights(), of=holed))
-
-    def test_the_first_version_may_be_a_delta_on_a_checkpoint(self, root, tmp_path):
-        own = weights()
-        base = checkpoint(tmp_path / "base", own)
-        step(own, 1)
-        trainer = trainer_at(root, by_shard=True, base=base)
-        trainer.send_weights("policy", cut(own))
-        version = Chain(LocalStore(root)).version(1)
-        assert version.full is None and version.delta.base_version == 0
-        assert same(trainer_at(root, base=base).receive_weights(WAIT_S), own)
 
     def test_through_an_object_store(self):
         url, own = f"memory://by-shard-{torch.randint(1 << 60, ()).item()}", weights()

@@ -9,6 +9,7 @@ import torch
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from tests.transports.chains import Spoiled, flip
 from torchrl_ext.errors import UpdateError
 from torchrl_ext.rollout.client import InferenceClient
 
@@ -20,24 +21,13 @@ def server(tmp_path_factory):
 
 
 def test_a_damaged_delta_is_refused_and_the_old_version_serves_until_the_next_one_lands(server, tmp_path):
-    damaged = set()
-
-    class Spoiled(tx.DeltaTransport):
-        def prepare(self, update, within):
-            made = super().prepare(update, within)
-            if update.version in damaged:
-                file = tmp_path / f"weight_v{update.version:06d}" / "delta-00001.bin"
-                data = bytearray(file.read_bytes())
-                data[len(data) // 2] ^= 1
-                file.write_bytes(data)
-            return made
-
     def served():
         (found,) = client.generate([PROMPT], max_tokens=12, temperature=0.0, ignore_eos=True)
         return list(found.token_ids)
 
     client, policy = InferenceClient(server.url, timeout_s=120), tiny_model(seed=1)
-    sender = tx.WeightSender(Spoiled(tmp_path, keyframe_every=0), tx.make_engine("embedded", url=server.url))
+    trainer = Spoiled(tmp_path, keyframe_every=0)
+    sender = tx.WeightSender(trainer, tx.make_engine("embedded", url=server.url))
 
     def train():
         with torch.no_grad():
@@ -49,7 +39,7 @@ def test_a_damaged_delta_is_refused_and_the_old_version_serves_until_the_next_on
         train()
     assert 0 < report.bytes < report.model_bytes
     before, version = served(), sender.version
-    damaged.add(version + 1)
+    trainer.spoils[version + 1] = lambda place: flip(place / "delta-00001.bin", 200)
     with pytest.raises(UpdateError, match=r"tensor '.*' in .*/delta-00001.bin is damaged") as refused:
         sender.update_weights(policy)
     assert refused.value.rows[0].state == "serving"
