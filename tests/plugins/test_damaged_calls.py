@@ -14,12 +14,42 @@ import torch
 from tests.hostile import HOSTILE, worse_json
 from tests.plugins.test_other_releases import REGISTER, stand_in
 from tests.processes import python
-from tests.test_messages import EVERY
+from torchrl_ext import messages
+from torchrl_ext.collectors.worker_end import Keep
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.plugins.sglang import register, routes
+from torchrl_ext.plugins.sglang.adapters import CheckLoaded
 from torchrl_ext.plugins.sglang.routes import Land
-from torchrl_ext.routes import CHANNEL
+from torchrl_ext.routes import CHANNEL, Flush, ListAdapters
 from torchrl_ext.sync.worker_end import WorkerEnd
+from torchrl_ext.types import ParamMeta, Part
+
+PARAMS = (ParamMeta("w", torch.bfloat16, (2, 3)), ParamMeta("b", torch.float32, ()))
+EVERY = [
+    messages.Inspect(root={"root": "/x"}, dial=["host", 1], token="0" * 32),
+    messages.Join(transport="disk", params=PARAMS, rank_offset=3, world_size=9, compares=False, offer={"root": "/x"}),
+    messages.Rehearse(how="always", ask=True),
+    messages.Prefetch(version=7, part=Part(base=6, names=frozenset({"w", "b"}))),
+    Land(files=["a"], paused=True, label="7"),
+    messages.Pull(source="/x", directory="/y", version=7),
+    messages.Poll(),
+    messages.Start(bracketed=True),
+    messages.Load(version=7, handoff={"path": "/x/weight_v000007"}),
+    messages.Verify(digests={"w": "0" * 32}),
+    messages.Seal(),
+    messages.Finish(version=7),
+    messages.Reset(weights="gone"),
+    messages.State(),
+    Flush(),
+    messages.CheckAdapter(params=PARAMS, root={"root": "/x"}),
+    CheckLoaded(label="a@7"),
+    ListAdapters(),
+    messages.StageAdapter(name="a", version=7, path="/x"),
+    messages.ServeAdapter(name="a", version=7),
+    messages.UnloadAdapter(name="a"),
+    Keep(),
+    messages.Leave(),
+]
 
 MANIFESTS = [
     *HOSTILE, *({"torchrl_ext": value} for value in HOSTILE), {"w": {"dtype": "float32"}},

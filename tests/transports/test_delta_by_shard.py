@@ -18,7 +18,7 @@ from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.kernels.base import Piece
 from torchrl_ext.landing.loader import WeightLoader
 from torchrl_ext.landing.patcher import Patcher
-from torchrl_ext.messages import Join, Load
+from torchrl_ext.messages import Join, Load, Prefetch
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.sync.receiver import WeightReceiver
@@ -171,7 +171,7 @@ class TestSlices:
             handoff = trainer.prepare(Update(source=cut(own), version=version), Deadline(WAIT_S))
             handoff.ahead(Deadline(WAIT_S))
             for worker in workers:
-                worker.prefetch(version)
+                worker.prefetch(Prefetch(version=version))
                 worker.start()
                 worker.load(Load(version=version, handoff=dict(handoff.info)))
                 worker.seal()

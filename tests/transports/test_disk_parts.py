@@ -147,14 +147,14 @@ def test_workers_check_what_is_new_and_not_the_rest_which_they_have(published, m
     root, *_, sender, model = published
     prefetch = tx.WeightReceiver.prefetch
 
-    def damaged(receiver, version, *args, **how):
-        before, now = (inodes(root / version_name(version - age)) for age in (1, 0))
+    def damaged(receiver, message):
+        before, now = (inodes(root / version_name(message.version - age)) for age in (1, 0))
         for number, path in now.items():
             if (number not in before) == new:
                 data = path.read_bytes()
                 path.unlink()  # other versions have links to it
                 path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-        prefetch(receiver, version, *args, **how)
+        prefetch(receiver, message)
 
     change(model)
     monkeypatch.setattr(tx.WeightReceiver, "prefetch", damaged)
