@@ -19,8 +19,10 @@ from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.messages import Inspect, Join, Load, Rehearse, Verify
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.routes import bears_key
+from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.opening import ROOTS_VARIABLE, admit
 from torchrl_ext.sync.inspection import inspect
+from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import API_KEY_VARIABLE, ParamMeta
 from torchrl_ext.weights.source import as_source
 
@@ -146,6 +148,15 @@ def test_a_stranger_cannot_have_a_probe_of_somebody_else_removed(http, tmp_path)
     other.write_bytes(b"of a trainer that is starting")
     asked(http, clear={"root": str(tmp_path), "probe": other.name})
     assert other.exists()
+
+
+def test_a_root_without_the_probe_of_the_asker_is_not_seen(tmp_path):
+    shared = SharedRoot(LocalStore(tmp_path), "run")
+    invitation = shared.invite()
+    assert inspect(Inspect(root=invitation))["root"]["seen"]
+    (tmp_path / invitation["probe"]).unlink()
+    answer = inspect(Inspect(root=invitation))["root"]
+    assert not answer["seen"] and answer["why"]
 
 
 def test_an_open_port_looks_as_a_closed_one_and_takes_as_long(monkeypatch):

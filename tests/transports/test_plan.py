@@ -162,6 +162,8 @@ def test_what_is_no_part_of_a_parameter_is_refused_by_name():
         plan_of(FSDP_4, needed)
     with pytest.raises(ManifestError, match="trainer rank 3 has a share of 34 parameters"):
         plan_of([*FSDP_4[:3], FSDP_4[3][:-1]], TP_2)
+    with pytest.raises(ManifestError, match="worker 1 has a share of 34 parameters"):
+        plan_of(FSDP_4, [TP_2[0], TP_2[1][:-1]])
     with pytest.raises(ConfigError, match="bucket_bytes is 1"):
         plan_of(FSDP_4, TP_2, 1)
     with pytest.raises(ConfigError, match="needs trainer ranks and workers"):

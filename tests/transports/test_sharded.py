@@ -15,7 +15,7 @@ import torch
 import torchrl_ext as tx
 from tests.processes import WAIT_S, running_python
 from tests.transports.members import beside
-from torchrl_ext.errors import IntegrityError
+from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.testing import free_port
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.sharded import trainer as trainer_module
@@ -341,3 +341,18 @@ def test_what_an_end_moves_in_a_round_begins_in_one_call(ends, monkeypatch):
     outcome, received = sent(ends, {name: torch.ones(700) for name in "abcd"})  # of which a bucket holds one
     assert outcome is None, (outcome, received)
     assert begun == {0: [[2800]] * 4 + [[64]], 1: [[2800]] * 4 + [[64]]}
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"carrier": "post"}, "there is no carrier 'post'"),
+        ({"carrier": "nixl", "backend": "gloo"}, "takes no backend 'gloo'"),
+        ({"backend": "nixl"}, "takes no backend 'nixl'"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0"),
+        ({"worker": 2, "workers": 2}, "worker 2 does not exist among 2"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        tx.ShardedTransport(**settings)
