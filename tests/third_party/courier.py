@@ -26,37 +26,29 @@ _OPENER = build_opener(ProxyHandler({}))  # the trainer is asked itself, whateve
 
 
 class CourierTransport(StandaloneTransport):
-    """Serves versions from the trainer's memory, to which workers come for them.
-
-    Args:
-        host, port: of the trainer, as workers reach it; port 0 picks a free one, which engines hear of.
-        token: what workers show to be let in; by default one of which only engines hear.
-        timeout_s: deadline of every wait, in seconds.
-    """
+    """Serves versions from the trainer's memory at ``host:port``, below ``token``, which only workers know."""
 
     name = "courier"
 
-    def __init__(
-        self, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None, timeout_s: float = 60.0
-    ) -> None:
+    def __init__(self, host="127.0.0.1", port: int = 0, *, token: str | None = None, timeout_s: float = 60.0) -> None:
         super().__init__(timeout_s=timeout_s)
-        self._host, self._port, self._token = host, port, token or secrets.token_hex(16)
-        self._server: _Server | None = None
+        self._at, self._token, self._server = (host, port), token or secrets.token_hex(16), None
+        self._pages: dict[str, bytes] = {}
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
-        return Handoff(info={"url": f"http://{self._host}:{self._serve().server_port}/{self._token}"})
+        return Handoff(info={"url": self._url(self._serve())})
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
+        self._serve()
         tensors = {meta.name: tensor.cpu().contiguous().clone() for meta, tensor in checked(update.source)}
         rows = [meta.to_json() for meta in update.source.params()]
-        pages = self._serve().pages
-        pages[str(update.version)] = save(tensors)
-        pages["newest"] = json.dumps({"version": update.version, "params": rows}).encode()
+        self._pages[f"/{self._token}/{update.version}"] = save(tensors)
+        self._pages[f"/{self._token}/newest"] = json.dumps({"version": update.version, "params": rows}).encode()
 
         def served(oldest: int | None) -> None:
             oldest = update.version - 1 if oldest is None else oldest
-            for name in [name for name in pages if name != "newest" and int(name) < oldest]:
-                del pages[name]
+            for page in [page for page in self._pages if page[-1].isdigit() and int(page.split("/")[-1]) < oldest]:
+                del self._pages[page]
 
         return Handoff(served=served)
 
@@ -76,16 +68,19 @@ class CourierTransport(StandaloneTransport):
             self._server.server_close()
             self._server = None
 
-    def _serve(self) -> _Server:
+    def _serve(self) -> int:
         if self._server is None:
-            self._server = _Server((self._host, self._port), _Handler)
-            self._server.pages, self._server.token = {"newest": b""}, self._token
+            self._pages[f"/{self._token}/newest"] = b""
+            self._server = ThreadingHTTPServer(self._at, type("Pages", (_Handler,), {"pages": self._pages}))
             threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-        return self._server
+        return self._server.server_port
+
+    def _url(self, port: int) -> str:
+        return f"http://{self._at[0]}:{port}/{self._token}"
 
     @cached_property
     def mailbox(self) -> CourierWorker:
-        return CourierWorker(f"http://{self._host}:{self._port}/{self._token}")
+        return CourierWorker(self._url(self._at[1]))
 
     def attend(self, within: Deadline) -> CourierWorker:
         return self.mailbox
@@ -100,10 +95,9 @@ class CourierWorker(WorkerEnd, Mailbox):
     def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
         try:
             tensors = load(self.fetch(str(arrival.version), within))
-            pairs = [(meta.name, tensors[meta.name]) for meta in arrival.params]
+            yield from [(meta.name, tensors[meta.name]) for meta in arrival.params]
         except (SafetensorError, KeyError) as error:
             raise IntegrityError(f"version {arrival.version} is damaged: {error!r}") from error
-        yield from pairs
 
     def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
         for _ in within.pauses():
@@ -112,8 +106,7 @@ class CourierWorker(WorkerEnd, Mailbox):
             except NotConnectedError:
                 continue  # the trainer has not begun yet, or is gone: nothing new came
             if newest is not None and (received is None or newest["version"] != received.version):
-                params = tuple(map(ParamMeta.from_json, newest["params"]))
-                return Arrival(version=newest["version"], params=params)
+                return Arrival(version=newest["version"], params=tuple(map(ParamMeta.from_json, newest["params"])))
         return None
 
     def fetch(self, what: str, within: Deadline) -> bytes:
@@ -128,20 +121,11 @@ class CourierWorker(WorkerEnd, Mailbox):
         """Leave nothing behind: every request is a connection of its own."""
 
 
-class _Server(ThreadingHTTPServer):
-    """Hands out the bytes of pages to whoever knows the token."""
-
-    pages: dict[str, bytes]
-    token: str
-
-
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    pages: Mapping[str, bytes]
 
     def do_GET(self) -> None:
-        token, _, what = self.path[1:].partition("/")
-        known = secrets.compare_digest(token.encode(), self.server.token.encode())
-        body = self.server.pages.get(what) if known else None
+        body = self.pages.get(self.path)
         self.send_response(404 if body is None else 200)
         self.send_header("Content-Length", str(len(body or b"")))
         self.end_headers()
