@@ -30,7 +30,7 @@ class CourierTransport(StandaloneTransport):
 
     name = "courier"
 
-    def __init__(self, host="127.0.0.1", port: int = 0, *, token: str | None = None, timeout_s: float = 60.0) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, token: str | None = None, timeout_s: float = 60):
         super().__init__(timeout_s=timeout_s)
         self._at, self._token, self._server = (host, port), token or secrets.token_hex(16), None
         self._pages: dict[str, bytes] = {}

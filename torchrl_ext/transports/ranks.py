@@ -218,10 +218,10 @@ class Session:
 
     def __init__(self, notes: _Notes | None, size: int, timeout_s: float) -> None:
         self.id, self._notes, self._others, self._timeout_s = uuid.uuid4().hex, notes, range(1, size), timeout_s
-        self._orders, self._began, self._late, self._failed = 0, time.monotonic(), False, False
+        self._orders, self._began, self._late = 0, time.monotonic(), False
         self._keys: list[str] = []
         self._ended: tuple[int | None, bool] = None, False
-        self._missed: tuple[int, ...] = ()  # ranks for which this one waited in vain: they answered nothing
+        self._leaving: list[str] = []  # keys by which others sign that they have left it, where it failed
 
     def order(self, step: str, /, *, always: bool = False, **args: Any) -> None:
         """Let every other rank run ``step``.
@@ -274,27 +274,28 @@ class Session:
         self._ended = version, accepted
 
     def _over(self, version: int, accepted: int, error: BaseException | None) -> None:
-        """Post how it ended."""
+        """Post how it ended, with the ranks for which this one waited in vain: they answered nothing."""
         if self._notes is None:
             return
-        self._failed = error is not None
+        missed: tuple[int, ...] = ()
         if self._orders and (self._late or (error is not None and time.monotonic() - self._began >= self._timeout_s)):
-            unanswered = (rank for rank in self._others if not self._notes.there(f"{self.id}/answer/1/{rank}"))
-            self._missed = tuple(unanswered)
-        over = _Over(version, accepted, None if error is None else _Failure.of(error), self._missed)
+            answers = {rank: f"{self.id}/answer/1/{rank}" for rank in self._others}
+            missed = tuple(rank for rank, key in answers.items() if not self._notes.there(key))
+        if error is not None:
+            self._leaving = [f"{self.id}/left/{rank}" for rank in self._others if rank not in missed]
+        over = _Over(version, accepted, None if error is None else _Failure.of(error), missed)
         self._keys += self._notes.put(f"{self.id}/over", over)
         self._keys += self._notes.put(f"{self.id}/order/{self._orders + 1}", _Order())
 
     def _await_left(self) -> None:
-        """Wait until the other ranks have left this session, if it failed, and they may still be on their way to it.
+        """Wait until the other ranks have left this session, if it failed: some may still be on their way to it.
 
         One that came when the next session has begun would follow that one with what it had for this one.
         """
-        left = [f"{self.id}/left/{rank}" for rank in self._others if rank not in self._missed]
-        self._keys += left
-        if self._notes is not None and self._failed and left:
-            for _ in self._notes.looks(Deadline(self._timeout_s), *left):
-                if self._notes.there(*left):
+        self._keys += self._leaving
+        if self._notes is not None and self._leaving:
+            for _ in self._notes.looks(Deadline(self._timeout_s), *self._leaving):
+                if self._notes.there(*self._leaving):
                     break
 
 
