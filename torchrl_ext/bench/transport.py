@@ -171,9 +171,10 @@ def _collective(shapes: Mapping[str, Shapes], args: argparse.Namespace, say: Cal
         handoff.transfer(within)
 
         def send(weights: Mapping[str, Tensor], bucket_bytes: int) -> None:
-            transport.bucket_bytes, source, within = bucket_bytes, MappingSource(weights), Deadline(TIMEOUT_S)
-            handoff = transport.prepare(Update(source=source, version=1), within)
-            transport.mailbox.put(Arrival(version=1, params=source.params(), info=handoff.info), within)
+            transport.bucket_bytes, within = bucket_bytes, Deadline(TIMEOUT_S)
+            update = Update(source=MappingSource(weights), version=1)
+            handoff = transport.prepare(update, within)
+            transport.mailbox.put(Arrival(version=1, params=update.params, info=handoff.info), within)
             handoff.transfer(within)
 
         end = _End(0, info, send)

@@ -384,7 +384,7 @@ class WeightSender:
     def _load(self, update: Update, handoff: Handoff) -> Callable[[Callable[[], None]], None]:
         part = self._onto(update)
         onto = {} if part is None else {"onto": part.base}
-        if (params := update.source.params()) != self._rows[0]:
+        if (params := update.params) != self._rows[0]:
             self._rows = params, [meta.to_json() for meta in params]
         own = {"transport": self._transport.name, "version": update.version, "params": self._rows[1]}
         info = {**own, **handoff.info, **onto}

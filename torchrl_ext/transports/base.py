@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
@@ -58,6 +59,11 @@ class Update:
     source: WeightSource
     version: int
     anew: bool = False
+
+    @cached_property
+    def params(self) -> tuple[ParamMeta, ...]:
+        """The parameters that the source yields, in order; asked for once."""
+        return self.source.params()
 
 
 @dataclass

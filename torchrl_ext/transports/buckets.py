@@ -145,7 +145,8 @@ class Packer:
         Raises:
             ManifestError: the stream is not what was declared.
         """
-        hosts = [slot.data_ptr() for slot in slots if slot.device == HOST]
+        hosts = [slot.data_ptr() for slot in slots if slot.is_cpu]
+        in_memory = len(hosts) == len(slots)
         for span in bucket.spans:
             if span.part:
                 self._fill_part(span, slots)
@@ -156,7 +157,7 @@ class Packer:
             for _ in range(span.first, span.stop):
                 tensor = next(self._stream)[1]
                 nbytes = tensor.nbytes
-                if len(hosts) == len(slots) and is_plain(tensor, HOST):
+                if in_memory and is_plain(tensor, HOST):
                     address = tensor.data_ptr()
                     for host in hosts:
                         copy_memory(host + at, address, nbytes)
@@ -235,13 +236,13 @@ class Lander:
             metas = self._params[span.first : span.stop]
             given = [self._alike(meta) for meta in metas]
             ready = [target for target in given if target is not None and is_plain(target, HOST)]
-            if slot.device == HOST and len(ready) == len(metas):
+            if slot.is_cpu and len(ready) == len(metas):
                 address = slot.data_ptr() + span.at
-                for meta, own in zip(metas, ready, strict=True):
+                for own in ready:
                     nbytes = own.nbytes
                     copy_memory(own.data_ptr(), address, nbytes)
                     address += nbytes
-                    pairs.append((meta.name, own))
+                pairs += zip([meta.name for meta in metas], ready, strict=True)
                 continue
             if kept is None and any(target is None for target in given):
                 kept, last = self._pool.take(slot.numel()), bucket.spans[-1]
@@ -264,5 +265,5 @@ class Lander:
 
     def _alike(self, meta: ParamMeta) -> Tensor | None:
         target = self._into.get(meta.name)
-        alike = target is not None and target.dtype == meta.dtype and target.shape == meta.shape
+        alike = target is not None and target.dtype is meta.dtype and target.shape == meta.shape
         return target if alike else None

@@ -23,7 +23,7 @@ _LARGE_ELEMENTS = 32768
 def plain(tensor: Tensor, device: torch.device) -> Tensor:
     """Return ``tensor`` on ``device``, contiguous, not lazily conjugated or negated; itself where it is so already."""
     tensor = tensor.detach()
-    if _lazy(tensor):
+    if tensor.is_conj() or tensor.is_neg():  # pending, so that memory does not hold the values
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.device != device:
         tensor = tensor.to(device)
@@ -61,12 +61,8 @@ def copy_each(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 
 def is_plain(tensor: Tensor, device: torch.device) -> bool:
     """Return whether memory of ``device`` holds the values of a tensor, one after the other."""
-    return tensor.device == device and tensor.is_contiguous() and not _lazy(tensor)
-
-
-def _lazy(tensor: Tensor) -> bool:
-    """Return whether a conjugation or negation is pending, so that memory does not hold the values."""
-    return tensor.is_conj() or tensor.is_neg()
+    there = tensor.is_cpu if device is HOST else tensor.device == device  # small tensors come by the ten thousand
+    return there and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 class BufferPool:

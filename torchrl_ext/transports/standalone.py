@@ -129,7 +129,7 @@ class StandaloneTransport(Transport):
         with passing(self, update.source):
             handoff = self.prepare(update, within)
             handoff.ahead(within)
-            arrival = Arrival(version=update.version, params=update.source.params(), info=handoff.info)
+            arrival = Arrival(version=update.version, params=update.params, info=handoff.info)
             self.mailbox.put(arrival, within)
             handoff.transfer(within)
         self._connected = True

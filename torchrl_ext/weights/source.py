@@ -293,7 +293,7 @@ def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
     for key, value in weights.items():
         name = prefix + (".".join(key) if isinstance(key, tuple) else str(key))
         if isinstance(value, Tensor):
-            if "_fsdp_wrapped_module" in name or name.rpartition(".")[2] == "_flat_param":
+            if "_fsdp_wrapped_module" in name or f".{name}".endswith("._flat_param"):
                 raise ManifestError(
                     f"{name!r} is a flat piece of this rank, as FullyShardedDataParallel (FSDP1) holds parameters",
                     expected="whole tensors, or DTensors",

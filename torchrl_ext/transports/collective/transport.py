@@ -193,7 +193,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         self._require_trainer("send_weights")
-        group, source, params = self.member.group(), update.source, update.source.params()
+        group, source, params = self.member.group(), update.source, update.params
         for meta in params if self._agreed else ():
             if self._agreed.get(meta.name) != meta:
                 raise ManifestError(

@@ -249,7 +249,7 @@ class DeltaTransport(StandaloneTransport):
             self._wrote(self.root, version_name(update.version))
         self._connected = True
         if delta is not None:
-            elements = sum(map(math.prod, map(attrgetter("shape"), update.source.params())))
+            elements = sum(map(math.prod, map(attrgetter("shape"), update.params)))
             stats.bytes = sum(delta.files.values())
             stats.density = sum(map(attrgetter("changed"), delta.params)) / max(1, elements)
             stats.rank_bytes = self._writer.rank_bytes

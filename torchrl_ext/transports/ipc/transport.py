@@ -116,7 +116,7 @@ class IPCTransport(StandaloneTransport):
         """
         if not self._alone:
             self._joined()
-        params, stats = update.source.params(), TransferStats()
+        params, stats = update.params, TransferStats()
         buckets_of(params, self.staging_bytes // SLOTS)
         self._handoffs += 1
         load = Load(session=self._session, handoff=self._handoffs)
@@ -142,7 +142,7 @@ class IPCTransport(StandaloneTransport):
         return self._workers
 
     def _transfer(self, connected: ConnectedWorkers, update: Update, handoff: int, within: Deadline) -> None:
-        params, segments, number = update.source.params(), connected.segments, -1
+        params, segments, number = update.params, connected.segments, -1
         try:
             packer = Packer(params, checked(update.source, params))
             for number, bucket in enumerate(buckets_of(params, self.staging_bytes // SLOTS)):

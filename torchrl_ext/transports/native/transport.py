@@ -203,7 +203,7 @@ class NativeTransport(StandaloneTransport):
             meeting.close()
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
-        source, params, stats = update.source, update.source.params(), TransferStats()
+        source, params, stats = update.source, update.params, TransferStats()
         buckets, calls = layout_of(params, self.make, self.bucket_bytes)
 
         def transfer(within: Deadline) -> None:
