@@ -17,7 +17,7 @@ from torchrl_ext.proof.outputs import Probe, bound_of, gaps, random_prompts
 from torchrl_ext.rpc.engines.vllm import EmbeddedEngine
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.types import PROOFS, ParamMeta, least
 from torchrl_ext.weights.scoring import score
 
 
@@ -347,3 +347,9 @@ class TestEmbedded:
         with pytest.raises(tx.WeightSyncError, match=said):
             engine.logprobs(prompts)
         engine.close()
+
+
+def test_the_least_of_several_proofs_is_sent_where_one_is_unknown():
+    for at, proof in enumerate(PROOFS):
+        assert least(PROOFS[at:]) == least(reversed(PROOFS[at:])) == proof
+    assert least(()) == least((PROOFS[-1], "of another release")) == "sent"
