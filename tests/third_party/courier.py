@@ -41,7 +41,7 @@ class CourierTransport(StandaloneTransport):
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         self._serve()
         tensors = {meta.name: tensor.cpu().contiguous().clone() for meta, tensor in checked(update.source)}
-        rows = [meta.to_json() for meta in update.source.params()]
+        rows = [meta.to_json() for meta in update.params]
         self._pages[f"/{self._token}/{update.version}"] = save(tensors)
         self._pages[f"/{self._token}/newest"] = json.dumps({"version": update.version, "params": rows}).encode()
 
