@@ -29,13 +29,13 @@ from torchrl_ext.messages import REPLACED
 from torchrl_ext.proof.outputs import Compute, Outputs, Probe
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.sync.connection import Connection, Spans, client_of, parts_of
-from torchrl_ext.sync.finite import FiniteCheck
 from torchrl_ext.sync.only import Only, chosen, trainable
 from torchrl_ext.sync.update_source import UpdateSource, bump
 from torchrl_ext.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
 from torchrl_ext.transports.ranks import Steps, TrainerRanks, numbered
 from torchrl_ext.types import PROOFS, Info, ParamMeta, Part, SyncReport, least
 from torchrl_ext.weights.derived import as_mapper, converted
+from torchrl_ext.weights.finite import FiniteCheck
 from torchrl_ext.weights.source import (
     MappingSource,
     WeightSource,

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.sync.finite import FiniteCheck
 from torchrl_ext.transports.ranks import torch_group
 from torchrl_ext.types import ParamMeta, Part
 from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper
 from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.weights.finite import FiniteCheck
 from torchrl_ext.weights.shards.blocks import Shard, checked_shards
 from torchrl_ext.weights.source import WeightSource, checked
 
@@ -130,8 +130,7 @@ class UpdateSource(WeightSource):
         self.digests, self.count, self.bytes = {}, 0, 0
         for meta, held in checked_shards(self._sent(), self._params):
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes  # other ranks have the rest of it
-            for shard in held:
-                yield replace(shard, take=partial(self._looked, shard))
+            yield from held
 
     def _sent(self) -> Iterator[Shard]:
         """Yield the shards of the tensors that are sent.
@@ -140,15 +139,15 @@ class UpdateSource(WeightSource):
         """
         left_out: list[Shard] = []
         for shard in self.whole.shards():
-            if not self._sends(shard.meta.name):
-                left_out += [shard] if shard.gathers else []
-            elif shard.gathers and left_out:
-                yield replace(shard, take=partial(_last, [*left_out, shard]))
-                left_out = []
-            else:
-                yield shard
+            if self._sends(shard.meta.name):
+                yield replace(shard, take=partial(self._take, shard, left_out if shard.gathers else []))
+                left_out = [] if shard.gathers else left_out
+            elif shard.gathers:
+                left_out.append(shard)
 
-    def _looked(self, shard: Shard) -> Tensor:
+    def _take(self, shard: Shard, before: Sequence[Shard]) -> Tensor:
+        for one in before:
+            one.take()
         tensor = shard.take()
         if self.look is None:
             self.finite.look(shard.meta.name, tensor, shard.block)
@@ -175,21 +174,13 @@ class UpdateSource(WeightSource):
             log.warning("other trainer ranks may wait for this one, which cannot finish its pass", exc_info=True)
 
 
-def _last(shards: Sequence[Shard]) -> Tensor:
-    """Take each shard in turn, and return the tensor of the last one."""
-    *before, last = shards
-    for shard in before:
-        shard.take()
-    return last.take()
-
-
 def bump(collectors: Iterable[Callable[[], Any]]) -> None:
     """Increment the policy version of each collector once.
 
     Args:
         collectors: references that return a collector, or None where it is gone.
 
-    The engines have the weights by then, so a collector that raises is logged, and the others are told all the same.
+    The engines have the weights by then, so a collector that raises is logged, and the others are bumped all the same.
     """
     seen: set[int] = set()
     for known in collectors:

@@ -1,15 +1,96 @@
-"""A look for NaN and infinity in a tensor, without a wait for its device."""
+"""`FiniteCheck` looks for NaN and infinity in the weights of one update; `nought_of` in one tensor."""
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Hashable, Mapping
+from typing import final
 
 import torch
 from torch import Tensor
 
-__all__ = ["nought_of"]
+from torchrl_ext.errors import ConfigError, ManifestError
+
+__all__ = ["FiniteCheck", "nought_of"]
+
+log = logging.getLogger("torchrl_ext")
 
 _CHUNK = 1 << 20  # elements of a dtype without comparisons, which are cast at a time
+
+
+@final
+class FiniteCheck:
+    """Looks at each floating-point tensor of an update once, however often it passes.
+
+    Args:
+        policy: ``"warn"`` collects what it finds for `warn`; ``"refuse"`` raises at once; ``"send"`` does not look.
+        left: whether passes over the weights leave the look to the transport (`Transport.looks`).
+
+    Attributes:
+        left: whether they do; not where nobody looks.
+
+    Raises:
+        ConfigError: there is no such policy.
+    """
+
+    def __init__(self, policy: str = "send", *, left: bool = False) -> None:
+        if policy not in ("warn", "refuse", "send"):
+            raise ConfigError(f"there is no finite={policy!r}", expected="'warn', 'refuse' or 'send'")
+        self._policy, self.left = policy, left and policy != "send"
+        self._noughts: dict[tuple[str, Hashable], Tensor] = {}  # by name and block: see `nought_of`
+
+    def look(self, name: str, tensor: Tensor, block: Hashable = None) -> Tensor | None:
+        """Look at a tensor, or at a ``block`` of it.
+
+        Returns:
+            A scalar on the tensor's device: 0 where it is finite, else NaN; None where there is nothing to look at.
+
+        Raises:
+            ManifestError: it has a NaN or an infinity, which are refused.
+        """
+        if self._policy == "send" or not tensor.is_floating_point() or not tensor.numel():
+            return None
+        if (name, block) not in self._noughts:
+            self._noughts[name, block] = nought_of(tensor.detach())
+        nought = self._noughts[name, block]
+        if self._policy == "refuse" and nought.item() != 0.0:
+            raise ManifestError(
+                f"there is a NaN or an infinity in {name!r}",
+                expected="finite weights, since finite='refuse'",
+                hint="look for what spoils the weights in training, or send them all the same with finite='warn'",
+            )
+        return nought
+
+    def look_ahead(self, held: Mapping[str, Tensor]) -> None:
+        """Look at tensors before the update begins, where a NaN or an infinity is refused.
+
+        Raises:
+            ManifestError: one of them has some.
+        """
+        if self._policy == "refuse":
+            for name, tensor in held.items():
+                self.look(name, tensor)
+
+    @property
+    def finite(self) -> bool | None:
+        """Whether everything was finite at which it looked; None where it does not look."""
+        return None if self._policy == "send" else not self._found()
+
+    def warn(self, version: int) -> None:
+        """Log one warning if something is not finite; where that is refused, an error says it."""
+        if self._policy == "warn" and (found := self._found()):
+            others = f", the first of {len(found)} such tensors" if len(found) > 1 else ""
+            log.warning("weights version %d: there is a NaN or an infinity in %r%s", version, found[0], others)
+
+    def _found(self) -> list[str]:
+        """Return the names of tensors that are not finite, in order; one wait per device."""
+        bad: set[tuple[str, Hashable]] = set()
+        for device in {nought.device for nought in self._noughts.values()}:
+            here = {key: nought for key, nought in self._noughts.items() if nought.device == device}
+            values = torch.stack([*here.values()]).tolist()
+            bad.update(key for key, value in zip(here, values, strict=True) if value != 0.0)
+        return list(dict.fromkeys(key[0] for key in self._noughts if key in bad))
 
 
 def nought_of(tensor: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class WeightSource(ABC):
     Attributes:
         part: says of a source of some tensors what the others are; of a source of all, which of them may have changed
             since that version; None where any may.
-        look: looks for NaN and infinity in a tensor or a block of it (`torchrl_ext.sync.finite.FiniteCheck.look`), for
+        look: looks for NaN and infinity in a tensor or a block of it (`FiniteCheck.look`), for
             a transport that reads tensors only where they changed (`Transport.looks`); None where nobody wants to know.
     """
 

@@ -11,11 +11,10 @@ from torch import nn
 
 import torchrl_ext as tx
 from torchrl_ext.errors import ConfigError, ManifestError, UpdateError
-from torchrl_ext.sync import finite
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.sync.finite import FiniteCheck
 from torchrl_ext.sync.update_source import UpdateSource
-from torchrl_ext.weights.finite import nought_of
+from torchrl_ext.weights import finite
+from torchrl_ext.weights.finite import FiniteCheck, nought_of
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import MappingSource, ModuleSource, WeightSource, checked
 
