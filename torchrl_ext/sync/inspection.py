@@ -3,16 +3,13 @@
 The question is an `Inspect` message, and the answer one JSON object:
 
 =================  ==========================================================================================
-field              in the answer
-=================  ==========================================================================================
-(any question)     ``torchrl_ext``, ``python``, ``torch`` (versions), ``host``, ``pid``, ``time`` (seconds since
+(always)           ``torchrl_ext``, ``python``, ``torch`` (versions), ``host``, ``pid``, ``time`` (seconds since
                    1970), ``transports`` (names that this environment knows, and can import), ``devices``
                    (accelerators)
-``root``           ``root``: ``{"seen", "why", "free_bytes", "probe"}``; the question's is `SharedRoot.invite`'s
-                   info, and ``probe`` names a file that was written for `doctor` to find, or is null
-``clear``          removes the probe that an earlier answer of this process named, and nothing else
-``dial``           ``dial``: ``{"reached", "why"}``: whether ``[host, port]`` can be reached, and sends ``token`` there
-``token``          what the listener at ``dial`` sends: 32 hexadecimal digits
+``root``           of a question with one: ``{"seen", "why", "free_bytes", "probe"}``; ``probe`` names a file that
+                   was written for `doctor` to find, or is null
+``dial``           of a question with one: ``{"reached", "why"}``; whether the listener there sends its ``token``, 32
+                   hexadecimal digits
 =================  ==========================================================================================
 
 It runs in the thread that generates. Only where something is wrong does it take longer than a moment, at most a few
@@ -39,7 +36,7 @@ import torch
 import torchrl_ext
 from torchrl_ext import registry
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
+from torchrl_ext.errors import ConfigError, WeightSyncError, why
 from torchrl_ext.messages import Inspect
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.opening import admit
@@ -49,15 +46,19 @@ from torchrl_ext.types import Info
 __all__ = ["followed", "inspect"]
 
 _DIAL_S = 2.0
-_WORDS = 400
 _TOKEN = re.compile("[0-9a-f]{32}")
-_written: set[tuple[str, str]] = set()
-"""The root and the name of each probe that this process has written and not removed."""
+_written: dict[str, SharedRoot] = {}
+"""The probes that this process has written and not removed, by their names."""
 
 
 def followed() -> list[str]:
     """Return the names of the transports that an engine here can follow: all that can be imported but ``memory``."""
-    return [name for name in registry.transports.names() if name != "memory" and _importable(name)]
+    found = []
+    for name in registry.transports.names():
+        with suppress(ConfigError):
+            registry.transports.load(name)
+            found.append(name)
+    return [name for name in found if name != "memory"]
 
 
 def inspect(question: Inspect) -> Info:
@@ -74,8 +75,9 @@ def inspect(question: Inspect) -> Info:
     }
     if question.root is not None:
         answer["root"] = _look(question.root)
-    if question.clear is not None:
-        _clear(question.clear)
+    if question.clear is not None and (written := _written.pop(str(question.clear.get("probe")), None)):
+        with suppress(OSError):  # a later sweep of `doctor` removes it
+            written.clear()
     if question.dial is not None:
         answer["dial"] = _dial(question.dial, question.token)
     return answer
@@ -92,23 +94,12 @@ def _look(invitation: Info) -> Info:
         if "://" not in store.url:
             status = os.statvfs(store.url)
             found["free_bytes"] = status.f_bavail * status.f_frsize
+        shared = SharedRoot(store, invitation["run_id"])  # readers need not be able to write
+        found["probe"] = shared.invite()["probe"]
+        _written[found["probe"]] = shared
     except (WeightSyncError, OSError) as error:
-        found["why"] = _short(error.what if isinstance(error, WeightSyncError) else error)
-        return found
-    try:
-        found["probe"] = SharedRoot(store, invitation["run_id"]).invite()["probe"]
-        _written.add((store.url, found["probe"]))
-    except (StoreError, OSError) as error:  # readers need not be able to write
-        found["why"] = _short(error)
+        found["why"] = f"{why(error):.400}"
     return found
-
-
-def _clear(named: Info) -> None:
-    """Remove the probe that ``named`` names, if this process has written it."""
-    for root, probe in [written for written in _written if written[1] == named.get("probe")]:
-        with suppress(WeightSyncError, OSError):  # a later sweep of `doctor` removes it
-            open_store(root).delete(probe)
-        _written.discard((root, probe))
 
 
 def _dial(address: list[Any], token: str | None) -> Info:
@@ -122,24 +113,10 @@ def _dial(address: list[Any], token: str | None) -> Info:
             sent = b""
             while len(sent) < len(token):
                 connection.settimeout(max(0.01, within.left_s))
-                chunk = connection.recv(len(token) - len(sent))
-                if not chunk:
+                if not (chunk := connection.recv(len(token) - len(sent))):
                     break
                 sent += chunk
         if hmac.compare_digest(sent, token.encode()):
             return {"reached": True, "why": ""}
     within.stop.wait(within.left_s)
     return {"reached": False, "why": f"no answer of the trainer within {_DIAL_S:g} s"}
-
-
-def _importable(transport: str) -> bool:
-    try:
-        registry.transports.load(transport)
-    except ConfigError:
-        return False
-    return True
-
-
-def _short(error: Any) -> str:
-    text = str(error)
-    return text if len(text) <= _WORDS else text[:_WORDS] + "..."

@@ -46,8 +46,20 @@ def _chosen(only: Any, sent: Mapping[str, str], trained: Callable[[], frozenset[
     names: Iterable[str]
     found: set[str] = set()
     match only:
+        case str() if only in sent:
+            names = [only]
+        case "trainable":
+            if trained is None:
+                raise ConfigError(
+                    "only='trainable' needs a module that knows which of its parameters require a gradient",
+                    state="nothing was sent",
+                    hint="call register_model(policy) with the module, or name the tensors",
+                )
+            names = filter(sent.__contains__, trained())
+        case str() if any(mark in only for mark in "*?["):
+            names = [name for name in sent if fnmatchcase(name, only)]
         case str():
-            names = _named(only, sent, trained)
+            names = [name for name in sent if name.startswith(f"{only}.")] or [only]
         case re.Pattern():
             names = filter(only.fullmatch, sent)
         case Mapping():
@@ -77,22 +89,6 @@ def _chosen(only: Any, sent: Mapping[str, str], trained: Callable[[], frozenset[
     return found
 
 
-def _named(text: str, sent: Mapping[str, str], trained: Callable[[], frozenset[str]] | None) -> list[str]:
-    if text in sent:
-        return [text]
-    if text == "trainable":
-        if trained is None:
-            raise ConfigError(
-                "only='trainable' needs a module that knows which of its parameters require a gradient",
-                state="nothing was sent",
-                hint="call register_model(policy) with the module, or name the tensors",
-            )
-        return [name for name in trained() if name in sent]
-    if any(mark in text for mark in "*?["):
-        return [name for name in sent if fnmatchcase(name, text)]
-    return [name for name in sent if name.startswith(f"{text}.")] or [text]
-
-
 def trainable(module: nn.Module) -> frozenset[str]:
     """Return the checkpoint names of the parameters of a module that require a gradient.
 
@@ -106,8 +102,5 @@ def trainable(module: nn.Module) -> frozenset[str]:
             hint="name the tensors, or send only the adapter",
         )
     own = {name for name, tensor in named_tensors(module) if tensor.requires_grad}
-    found = set(own)
-    for group in groups_of(module):
-        if not own.isdisjoint(group.sources):
-            found |= group.results.keys()
-    return frozenset(found)
+    groups = (group for group in groups_of(module) if not own.isdisjoint(group.sources))
+    return frozenset(own.union(*(group.results for group in groups)))

@@ -20,7 +20,6 @@ VISIBLE_S = 2.0  # seconds that a shared filesystem may take to show a new name
 _LOOK_S = 0.1
 _PROBE = re.compile(re.escape(f".probe{TEMPORARY}") + "[0-9a-f]{32}")
 _NOT_SENT = "no weights were sent; this engine serves what it has"
-_SHARE = "pick a root on a filesystem that is mounted on both hosts under the same path"
 
 
 class Invitation(Wire, frozen=True, kw_only=True):
@@ -65,19 +64,14 @@ class Invitation(Wire, frozen=True, kw_only=True):
                 break
         if found is None and within.stop.is_set():
             raise within.error("the trainer's root was not found", state=_NOT_SENT)
-        if found is None:
-            raise StoreError(
-                f"{here} does not hold what the trainer wrote into {trainer}: this root is only visible to the trainer",
-                expected=f"the file {self.probe}",
-                state=_NOT_SENT,
-                hint=_SHARE,
-            )
         if found != self.run_id.encode(errors="replace"):
             raise StoreError(
-                f"{here} and {trainer} are different directories",
-                expected="one directory that both ends see",
+                f"{here} does not hold what the trainer wrote into {trainer}: this root is only visible to the trainer"
+                if found is None
+                else f"{here} and {trainer} are different directories",
+                expected=f"the file {self.probe} in one directory that both ends see",
                 state=_NOT_SENT,
-                hint=_SHARE,
+                hint="pick a root on a filesystem that is mounted on both hosts under the same path",
             )
 
 
@@ -87,26 +81,23 @@ class SharedRoot:
     Args:
         store: the directory (or bucket), as this process sees it.
         token: the content of the probe; names the trainer's run.
-
-    Attributes:
-        probe: the key of the probe that lies there, if one does.
     """
 
     def __init__(self, store: Store, token: str) -> None:
         self._store, self._token = store, token
-        self.probe: str | None = None
+        self._probe: str | None = None  # the key of the one that lies there
 
     def invite(self) -> Info:
         """Write a probe, and return the fields of an `Invitation`."""
         self.clear()
-        self.probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
-        self._store.put(self.probe, self._token.encode())
+        self._probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
+        self._store.put(self._probe, self._token.encode())
         host = socket.gethostname()
-        return {"root": self._store.url, "probe": self.probe, "run_id": self._token, "host": host}
+        return {"root": self._store.url, "probe": self._probe, "run_id": self._token, "host": host}
 
     def clear(self) -> None:
         """Remove the probe, if there is one."""
-        if self.probe is not None:
+        if self._probe is not None:
             with suppress(StoreError):
-                self._store.delete(self.probe)
-            self.probe = None
+                self._store.delete(self._probe)
+            self._probe = None
