@@ -11,7 +11,7 @@ from tests.versions.test_slime_chains import renumber
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import CheckAdapter, Finish, Join, Load, Prefetch, Reset, Start, stamped
-from torchrl_ext.sync.published import check_adapter
+from torchrl_ext.plugins.refusals import check_adapter
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.published import PublishedRoot
 

@@ -108,26 +108,23 @@ def _hand_on(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         args.transport = "delta" if all("delta" in info.transports for info in found) else "disk"
         _check_engines(args, found)
-        transport: Any
-        if args.transport == "delta":
-            served = sorted({info.model for info in found})
-            transport = PublishedRoot(args.published, args.base or (served[0] if len(served) == 1 else None))
-            stack.callback(transport.close)
-            info = transport.newest()
-        else:  # full versions of ours, as any engine can load them
-            transport = tx.make_transport("disk", root=args.published, timeout_s=args.timeout_s)
-            stack.callback(transport.shutdown)
-            info = transport.newest()
-            if info is None:
-                raise ConfigError(
-                    f"{args.published} holds no full version", expected="one, as some engines lack our plugin"
-                )
+        served = sorted({info.model for info in found})
+        base = args.base or (served[0] if len(served) == 1 else None)
+        root = PublishedRoot(args.published, base, transport=args.transport)
+        stack.callback(root.close)
+        info = root.newest()
+        if info is None:
+            raise ConfigError(f"{args.published} holds no version")
+        if args.transport == "disk" and "path" not in info:
+            raise ConfigError(
+                f"{args.published} holds no full version", expected="one, as some engines lack our plugin"
+            )
         fleet = tx.connect(*args.engines, api_key=args.api_key, load_timeout_s=args.timeout_s)
         stack.callback(fleet.close)
         params = [ParamMeta.from_json(row) for row in info["params"]]
         size, began, error = sum(meta.nbytes for meta in params), time.perf_counter(), None
         try:
-            PublishedFollower(transport, fleet).take(info)
+            PublishedFollower(root, fleet).take(info)
         except UpdateError as failure:
             error = failure
         report = SyncReport(

@@ -22,6 +22,7 @@ from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
+from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.types import Info, SyncReport
 from torchrl_ext.weights.source import is_torchrl
 
@@ -251,7 +252,8 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
         self._transport = DiskTransport(scheme.local_addr)
         self._taken: Info | None = None
         driven = None if self._local is not None else as_engine(vllm_engine)
-        self._follower = None if driven is None else PublishedFollower(self._transport, driven)
+        self._root = PublishedRoot(scheme.local_addr, transport="disk")
+        self._follower = None if driven is None else PublishedFollower(self._root, driven)
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
         """Return whether a newer version was published within ``timeout`` seconds and is in service.
@@ -262,7 +264,7 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
         """
         if self._follower is None:
             return self._transport.receive_weights(timeout, model=self._engine) is not None
-        info = self._transport.newest(timeout, self._taken)
+        info = self._root.newest(timeout, self._taken)
         if info is None:
             return False
         self._follower.take(info)
@@ -275,6 +277,7 @@ class VLLMDoubleBufferWeightReceiver(_Receiver):
             if self._follower is not None:
                 self._follower.close()
         finally:
+            self._root.close()
             self._transport.shutdown()
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from torchrl_ext.embedded.engine import Engine
-from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.messages import Finish, Message, Pull
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.messages import Finish, Message, Pull, State
 from torchrl_ext.sync.published import DiskLoads
 from torchrl_ext.sync.worker_end import pull
 from torchrl_ext.types import Info
@@ -86,7 +86,7 @@ class _Reloadable:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.model, self.resume, self.undo = engine.model_dir, engine.resume, lambda: None
+        self.model, self.resume = engine.model_dir, engine.resume
 
     def paused(self) -> bool:
         return self._engine.scheduler.paused
@@ -108,9 +108,5 @@ class _Reloadable:
         self._engine.reload(path, label)
         self._engine.scheduler.forget()
 
-    def recover(self) -> bool:
-        try:
-            self._engine.resume()
-        except EngineRefusedError:
-            return False
-        return True
+    def undo(self, landing: bool) -> bool:
+        return not landing or bool(self._engine.handle(State())["whole"])

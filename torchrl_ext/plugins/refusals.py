@@ -6,10 +6,27 @@ from collections.abc import Sequence
 
 import torch
 
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.messages import CheckAdapter
+from torchrl_ext.stores import open_store
+from torchrl_ext.stores.opening import admit
+from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation
 from torchrl_ext.types import ParamMeta, cast_hint, dtype_name
+from torchrl_ext.weights.adapter import adapter_rank
 
-__all__ = ["UNCHANGED", "absent", "guest", "incomplete", "misshapen", "rebalanced", "rounded", "together", "unknown"]
+__all__ = [
+    "UNCHANGED",
+    "absent",
+    "check_adapter",
+    "guest",
+    "incomplete",
+    "misshapen",
+    "rebalanced",
+    "rounded",
+    "together",
+    "unknown",
+]
 
 UNCHANGED = "nothing was changed; the engine serves what it served"
 _EVERY = "every parameter of the checkpoint that the engine was started with"
@@ -100,3 +117,24 @@ def rebalanced() -> ConfigError:
         state=UNCHANGED,
         hint="where an expert's weights lie changes from step to step, so that no update could be proved",
     )
+
+
+def check_adapter(message: CheckAdapter, *, enabled: bool, max_rank: int | None) -> None:
+    """Refuse a LoRA adapter that an engine of these settings cannot take.
+
+    Raises:
+        ConfigError: the server was started without LoRA, or for smaller ranks, or may not open the adapters' root.
+        StoreError: the root cannot be seen from here.
+    """
+    if not enabled:
+        raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
+    rank = adapter_rank(message.params)
+    if max_rank is not None and rank > max_rank:
+        raise ConfigError(
+            f"LoRA rank {rank} is greater than max_lora_rank {max_rank}",
+            hint=f"start the server with --max-lora-rank {rank} or more",
+        )
+    if message.root is not None:
+        admit(message.root.get("root"))
+        offer = Invitation.from_json(message.root, "the root of an adapter")
+        offer.find(open_store(offer.root), Deadline(VISIBLE_S))

@@ -14,20 +14,19 @@ from contextlib import ExitStack, contextmanager
 from typing import final
 
 from torchrl_ext.deadline import Deadline, beside, one_at_a_time
-from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, WeightSyncError
+from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, UpdateError, WeightSyncError, why
 from torchrl_ext.rpc.client import EngineClient, NullEngine
-from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.transports.base import Handoff, Transport
 from torchrl_ext.transports.ranks import drives
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import EngineRow, ParamMeta
+from torchrl_ext.types import EngineRow, ParamMeta, SyncReport
 
-__all__ = ["Connection", "Spans", "client_of", "parts_of"]
+__all__ = ["Connection", "Spans", "client_of", "update_error"]
 
 log = logging.getLogger("torchrl_ext")
 
+# a client speaks for the sender that joined last through it, so one sender at a time updates by it
 _turns: weakref.WeakKeyDictionary[EngineClient, threading.Lock] = weakref.WeakKeyDictionary()
-"""A client speaks for the sender that joined last through it, so one sender at a time updates by it."""
 _speaks_for: weakref.WeakKeyDictionary[EngineClient, weakref.ref[Connection]] = weakref.WeakKeyDictionary()
 
 
@@ -90,7 +89,7 @@ class Connection:
             ConcurrentUpdateError: another sender of this process is in an update by one of them.
         """
         with ExitStack() as held:
-            for engine in {id(one): one for one in (self.engine, *self.engine.each())}.values():
+            for engine in dict.fromkeys((self.engine, *self.engine.each())):
                 refusal = ConcurrentUpdateError(
                     f"another sender of this process is updating {engine.url}",
                     state="that update goes on",
@@ -113,9 +112,9 @@ class Connection:
             WeightSyncError: an engine did not join, and no engine left the fleet meanwhile.
         """
         members = self.engine.members()
-        why = self.engine.replaced(self._id) if self._joined == (params, members) else ""
-        if why:
-            log.warning("engines join once more: %s", why)
+        replaced = self.engine.replaced(self._id) if self._joined == (params, members) else ""
+        if replaced:
+            log.warning("engines join once more: %s", replaced)
             self.drop()
         while self._joined != (params, members):
             try:
@@ -126,7 +125,7 @@ class Connection:
                     raise
             else:
                 self._joined = params, members
-        return bool(why)
+        return bool(replaced)
 
     def drop(self) -> None:
         """Forget which engines joined, so that all join anew before the next version: a group may be left half-made."""
@@ -145,14 +144,10 @@ class Connection:
         joined, self._joined, self.delivered = self._joined, None, None
         return joined is not None and len(self.engine.members()) < len(joined[1])
 
-    def all_serve(self, version: int) -> bool:
-        """Return whether ``version`` is what all engines serve that take part now."""
+    def in_service(self) -> set[int | None]:
+        """Return the versions that the engines serve which take part now: None where one serves nothing."""
         rows = [row for engine in self.engine.each() for row in engine.rows()]
-        return bool(rows) and all((row.state, row.version or 0) == ("serving", version) for row in rows)
-
-    def reached(self, version: int) -> bool:
-        """Return whether ``version`` is in service somewhere."""
-        return any((row.state, row.version) == ("serving", version) for row in self.engine.rows())
+        return {(row.version or 0) if row.state == "serving" else None for row in rows}
 
     def _join(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
         engine = self.engine.info()
@@ -193,38 +188,45 @@ def client_of(transport: Transport, engine: EngineClient | str | None, rank: int
         ConfigError: they are something else, or workers of ``transport`` need an engine.
         EngineError, DeadlineError: no engine answers at the address.
     """
-    if not isinstance(transport, Transport):
+    from torchrl_ext.rpc.discovery import connect  # brings an HTTP client, which an engine may lack
+
+    known = isinstance(engine, EngineClient | str | None)
+    if not known or not isinstance(transport, Transport):
         swapped = isinstance(engine, Transport)
         raise ConfigError(
-            f"transport is a {type(transport).__name__}" + (", and engine is a transport" if swapped else ""),
+            f"engine is a {'transport' if swapped else type(engine).__name__}"
+            if not known
+            else f"transport is a {type(transport).__name__}",
             expected="WeightSender(transport, engine)",
-            hint="swap them" if swapped else "make the transport with make_transport",
+            hint="swap them" if swapped else "make them with make_transport, and with make_engine or connect",
         )
     if isinstance(engine, EngineClient):
         return engine
     if isinstance(engine, str):
         return connect(engine) if drives(rank) else NullEngine()
-    if engine is not None:
-        raise ConfigError(
-            f"engine is a {type(engine).__name__}",
-            expected="an engine client, an address, or None",
-            hint="make a client with make_engine or connect",
-        )
     if not isinstance(transport, StandaloneTransport):
         raise ConfigError(
-            f"workers of a {transport.name} transport hear of a version from an engine alone",
+            f"workers of a {transport.name} transport learn of a version only through an engine",
             expected="an engine",
             hint="give an engine, or derive the transport from StandaloneTransport",
         )
     return NullEngine(on_load=transport.announce)
 
 
-def parts_of(error: Exception, rows: Sequence[EngineRow]) -> dict[str, str | None]:
-    """Return the further parts of the message of an update that failed with ``error``; ``rows`` have the state."""
+def update_error(
+    error: Exception, version: str, rows: Sequence[EngineRow], report: SyncReport | None = None
+) -> UpdateError:
+    """Return the error of an update to ``version`` that failed with ``error``; ``rows`` have the state."""
     known = error if isinstance(error, WeightSyncError) else WeightSyncError("")
     state = known.state if len(rows) < 2 else "the rows say which engines serve which version"
     if len(rows) == 1 and rows[0].engine not in (state or ""):  # else its client says more
         serves = rows[0].state == "serving" and rows[0].version is not None  # else it may hold a part of another one
-        version = f", at version {rows[0].version}" if serves else ""
-        state = f"the engine is {rows[0].state}{version}"
-    return {"expected": known.expected, "state": state, "hint": known.hint}
+        state = f"the engine is {rows[0].state}{f', at version {rows[0].version}' if serves else ''}"
+    return UpdateError(
+        f"{why(error)}; {version} did not reach every engine",
+        report=report,
+        rows=tuple(rows),
+        expected=known.expected,
+        state=state,
+        hint=known.hint,
+    )

@@ -7,33 +7,26 @@ A `PublishedFollower` drives engines through a root by their clients. `DiskLoads
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import Any, Protocol, final
 
 from msgspec import structs
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, UpdateError, WeightSyncError, why
-from torchrl_ext.messages import CheckAdapter, Finish, Join, Load, Message, Prefetch, Start
-from torchrl_ext.stores import open_store
+from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, WeightSyncError, why
+from torchrl_ext.messages import Finish, Join, Load, Message, Prefetch, Start
+from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.stores.opening import admit
+from torchrl_ext.sync.connection import Connection, Spans, update_error
 from torchrl_ext.transports.base import Handoff
-from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.transports.published import PublishedRoot
-from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation
 from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.adapter import adapter_rank
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import tensor_digest
 
-if TYPE_CHECKING:
-    from torchrl_ext.rpc.client import EngineClient
-
-__all__ = ["DiskLoads", "PublishedFollower", "ReloadableEngine", "check_adapter"]
+__all__ = ["DiskLoads", "PublishedFollower", "ReloadableEngine"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -52,21 +45,16 @@ class PublishedFollower:
         engine: a client, or a fleet.
     """
 
-    def __init__(self, root: DiskTransport | PublishedRoot, engine: EngineClient) -> None:
-        # here, since they bring HTTP clients, which an engine may lack
-        from torchrl_ext.sync.connection import Connection, Spans, parts_of
-
-        self._root, self._engine, self._spans, self._parts_of = root, engine, Spans(), parts_of
-        self._connection = Connection(
-            engine, lambda workers, params, within: Handoff(info=root.invite()), transport=root.name
-        )
+    def __init__(self, root: PublishedRoot, engine: EngineClient) -> None:
+        self._root, self._engine = root, engine
+        self._connection = Connection(engine, lambda *_: Handoff(info=root.invite()), transport=root.transport)
 
     def take(self, info: Info) -> None:
         """Put one published version in service.
 
         Args:
-            info: from `DiskTransport.newest` or `PublishedRoot.newest`. With a ``path``, engines compare digests of all
-                tensors there with their own.
+            info: from `PublishedRoot.newest`. With a ``path``, engines compare digests of all tensors there with their
+                own.
 
         Raises:
             UpdateError: an engine does not serve it; the same version can be taken again.
@@ -75,7 +63,7 @@ class PublishedFollower:
         try:
             params = tuple(ParamMeta.from_json(row) for row in info["params"])
             with self._connection.turn():
-                self._connection.ensure(params, self._spans)
+                self._connection.ensure(params, Spans())
                 self._engine.prefetch(version)
                 source = CheckpointSource(Path(info["path"])) if "path" in info and self._engine.verifies else ()
                 digests = {name: tensor_digest(tensor) for name, tensor in source}
@@ -84,12 +72,7 @@ class PublishedFollower:
                     self._engine.verify(digests)
         except Exception as error:
             self._connection.drop()  # a half-made update is not built upon
-            rows = self._engine.rows()
-            raise UpdateError(
-                f"{why(error)}; weights version {version} of {self._root.root} did not reach every engine",
-                rows=rows,
-                **self._parts_of(error, rows),
-            ) from error
+            raise update_error(error, f"weights version {version} of {self._root.root}", self._engine.rows()) from error
 
     def close(self) -> None:
         """Close the engine's client; the engine keeps serving what it has."""
@@ -121,14 +104,15 @@ class ReloadableEngine(Protocol):
     def finish(self, message: Finish, label: str | None) -> None:
         """End an update that arrived, drop what was cached of older weights, and label it, if there is a label."""
 
-    def undo(self) -> None:
-        """End an update that changed no weight."""
-
     def reload(self, path: str, label: str | None) -> None:
         """Load a checkpoint directory; the rest as for `finish`."""
 
-    def recover(self) -> bool:
-        """Serve again after a load that failed, where that changed no weight; return whether it does."""
+    def undo(self, landing: bool) -> bool:
+        """End an update that failed, and return whether the weights are what they were.
+
+        Args:
+            landing: weights had begun to land, or a checkpoint to load.
+        """
 
 
 @final
@@ -138,16 +122,15 @@ class DiskLoads:
     Args:
         engine: the engine that loads.
 
-    An engine that a failed load left paused resumes with the next good one. Until then no part of a version is taken:
-    with more of it to come, nobody could tell that pause from one of the caller's own.
+    An engine that a failed load left paused resumes with the next good one. Until then it takes no part of a version:
+    with more to come, nobody could tell that pause from one of the caller's own.
     """
 
     def __init__(self, engine: ReloadableEngine) -> None:
         self._engine = engine
         self._one_at_a_time = threading.Lock()
-        self._joined: tuple[str, Any] | None = None
-        self._connection = ""
-        self._stuck: tuple[str | None] | None = None  # a failed load left it paused, with weights of this label
+        self._joined: tuple[str, Any, str] | None = None  # the root, its parameters, and the connection
+        self._labels: set[str | None] = set()  # the one of the weights, while a pause of ours lasts
 
     def load(self, path: Any, load_format: Any, label: str | None, files: Any) -> str:
         """Load a checkpoint directory, or with load format ``"delta"`` land a version, or the part that ``files`` name.
@@ -169,67 +152,51 @@ class DiskLoads:
             raise DeadlineError(f"another load has been under way for {_BUSY_S:g} s", hint="wait for its answer")
         try:
             serves = not self._engine.paused()
-            if serves or (self._stuck is not None and self._stuck[0] != self._engine.label()):
-                self._stuck = None  # somebody let it serve, or loaded other weights
-            what = (self._land if load_format == "delta" else self._reload)(path, label, files, serves)
-            return f"{what} is in service"
+            if self._labels and (serves or self._engine.label() not in self._labels):
+                self._labels = set()  # somebody let it serve, or loaded other weights
+            if load_format == "delta":
+                return f"{self._land(path, label, files, serves)} is in service"
+            admit(path)
+            folder = Path(path).absolute()
+            if not folder.is_dir() or not any(folder.glob("*.safetensors")):
+                raise StoreError(f"{path} is no checkpoint directory", state="nothing was loaded")
+            self._joined = None
+            self._replace(path, serves, lambda: self._engine.reload(str(folder), label))
+            return f"{path} is in service"
         finally:
             self._one_at_a_time.release()
 
     def _land(self, path: str, label: str | None, files: Any, serves: bool) -> str:
-        engine, in_parts = self._engine, not serves and self._stuck is None
-        base = engine.model if os.path.isdir(engine.model) else None
-        root, version = PublishedRoot.of_path(path, base)
-        try:
-            params, own = root.contents(version, files, parts=in_parts)
-        except ConfigError as error:
-            if serves or in_parts:
-                raise
-            expected = "all of its files in one call, since a load failed before"
-            raise ConfigError(error.what, expected=expected, state="the engine is still paused") from error
-        prefetch = Prefetch(version=version, files=own, label=engine.label())
-        self._stage(root, params, prefetch, again=in_parts and own is not None)
+        """Stage a version while the engine serves, put it in service, and return its name."""
+        engine, in_parts = self._engine, not serves and not self._labels
+        root, version = PublishedRoot.of_path(path, engine.model)
+        params, own = root.contents(version, files, parts=in_parts)
+        connection = self._stage(root, params, Prefetch(version=version, files=own, label=engine.label()), in_parts)
 
         def land() -> None:
-            engine.handle(Load(connection=self._connection, version=version, handoff={"params": params}))
-            engine.finish(Finish(connection=self._connection, version=version), label)
+            engine.handle(Load(connection=connection, version=version, handoff={"params": params}))
+            engine.finish(Finish(connection=connection, version=version), label)
 
-        begin = Start(connection=self._connection)
-        self._replace(f"version {version} of {root.root}", serves, land, lambda: engine.handle(begin))
-        self._joined = root.root, params
-        return f"version {version} of {root.root}"
+        name = f"version {version} of {root.root}"
+        self._replace(name, serves, land, lambda: engine.handle(Start(connection=connection)))
+        self._joined = root.root, params, connection
+        return name
 
-    def _stage(self, root: PublishedRoot, params: list[Any], prefetch: Prefetch, *, again: bool) -> None:
-        """Have the workers stage a version; they join its root first, unless they did so for the last one.
-
-        Args:
-            root, params: of the version.
-            prefetch: names it; its connection is filled in here.
-            again: the version came in part before, and a worker that joins anew would not know of that.
-        """
-        engine, known, self._joined = self._engine, self._joined == (root.root, params), None
-        if known:
+    def _stage(self, root: PublishedRoot, params: list[Any], prefetch: Prefetch, in_parts: bool) -> str:
+        """Have the workers stage a version, and return the connection by which they joined its root, now or before."""
+        joined, self._joined = self._joined, None
+        if joined is not None and joined[:2] == (root.root, params):
             try:
-                engine.handle(structs.replace(prefetch, connection=self._connection))
-                return
-            except Exception:
-                if again:
-                    raise
-                log.debug("the workers join anew", exc_info=True)  # they may have joined another trainer
+                self._engine.handle(structs.replace(prefetch, connection=joined[2]))
+                return joined[2]
+            except Exception:  # they may have joined another trainer
+                if in_parts and prefetch.files is not None:
+                    raise  # workers that join anew would not know of the parts that came before
+                log.debug("the workers join anew", exc_info=True)
         with root.invited(params) as info:
-            self._connection = info["connection"]
-            engine.handle(Join.of(info))
-        engine.handle(structs.replace(prefetch, connection=self._connection))
-
-    def _reload(self, path: str, label: str | None, files: Any, serves: bool) -> str:
-        admit(path)
-        folder = Path(path).absolute()
-        if not folder.is_dir() or not any(folder.glob("*.safetensors")):
-            state = "the engine serves what it served" if serves else "the engine is as it was"
-            raise StoreError(f"{path} is no checkpoint directory", state=state)
-        self._joined = None
-        self._replace(path, serves, lambda: self._engine.reload(str(folder), label))
-        return path
+            self._engine.handle(Join.of(info))
+        self._engine.handle(structs.replace(prefetch, connection=info["connection"]))
+        return str(info["connection"])
 
     def _replace(
         self, what: str, serves: bool, land: Callable[[], None], begin: Callable[[], Any] = lambda: None
@@ -239,70 +206,32 @@ class DiskLoads:
         Raises:
             StoreError: a step failed; the state says whether the engine serves.
         """
+        if serves:
+            self._labels = {self._engine.label()}
+        landing = False
         try:
             self._engine.pause()
             begin()
-        except Exception as error:
-            raise _failed(f"{what} was not begun", error, self._undone(serves)) from error
-        try:
+            landing = True
             land()
         except Exception as error:
-            state = "the engine is paused, and holds part of an update, or what was cached of older weights"
-            hint: str | None = "send it again, as a full version; the next good update resumes the engine"
-            if serves and self._engine.recover():
-                state, hint = "the engine serves what it served", None
+            if self._labels:
+                with suppress(Exception):  # it no longer answers
+                    self._labels = {self._engine.label()}
+            state, hint = "the engine is paused, and holds what it held before", None
+            if not self._engine.undo(landing):
+                state = "the engine is paused, and holds part of an update, or what was cached of older weights"
+                hint = "send it again, as a full version: a good one resumes an engine that served"
             elif serves:
-                self._left_paused()
-            raise _failed(f"{what} did not land", error, state, hint) from error
-        if serves or self._stuck is not None:
-            self._stuck = (self._engine.label(),)
+                with suppress(Exception):  # it stays paused
+                    self._engine.resume()
+                    self._labels, state = set(), "the engine serves what it served"
+            raise StoreError(
+                f"{why(error)}; {what} {'did not land' if landing else 'was not begun'}",
+                expected=error.expected if isinstance(error, WeightSyncError) else None,
+                state=state,
+                hint=hint,
+            ) from error
+        if self._labels:
             self._engine.resume()
-        self._stuck = None
-
-    def _undone(self, serves: bool) -> str:
-        """End an update that changed no weight, let an engine that served before serve again, and return its state."""
-        try:
-            self._engine.undo()  # on workers that had begun
-        except Exception:  # the others have nothing to end, and raise
-            log.debug("an update that was not begun everywhere is ended", exc_info=True)
-        if not serves:
-            return "the engine is paused, and holds what it held before"
-        self._left_paused()
-        with suppress(Exception):
-            self._engine.resume()
-            if not self._engine.paused():
-                self._stuck = None
-                return "the engine serves what it served"
-        return "the engine is paused: it did not resume"
-
-    def _left_paused(self) -> None:
-        self._stuck = (None,)
-        with suppress(Exception):  # an engine that no longer answers
-            self._stuck = (self._engine.label(),)
-
-
-def _failed(what: str, error: Exception, state: str, hint: str | None = None) -> StoreError:
-    """Return the error of a load, which begins with its cause."""
-    expected = error.expected if isinstance(error, WeightSyncError) else None
-    return StoreError(f"{why(error)}; {what}", expected=expected, state=state, hint=hint)
-
-
-def check_adapter(message: CheckAdapter, *, enabled: bool, max_rank: int | None) -> None:
-    """Refuse a LoRA adapter that an engine of these settings cannot take.
-
-    Raises:
-        ConfigError: the server was started without LoRA, or for smaller ranks, or may not open the adapters' root.
-        StoreError: the root cannot be seen from here.
-    """
-    if not enabled:
-        raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
-    rank = adapter_rank(message.params)
-    if max_rank is not None and rank > max_rank:
-        raise ConfigError(
-            f"LoRA rank {rank} is greater than max_lora_rank {max_rank}",
-            hint=f"start the server with --max-lora-rank {rank} or more",
-        )
-    if message.root is not None:
-        admit(message.root.get("root"))
-        offer = Invitation.from_json(message.root, "the root of an adapter")
-        offer.find(open_store(offer.root), Deadline(VISIBLE_S))
+            self._labels = set()

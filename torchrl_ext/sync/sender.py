@@ -21,14 +21,12 @@ from torchrl_ext.errors import (
     NotConnectedError,
     StaleBaseError,
     TransportError,
-    UpdateError,
     WeightSyncError,
-    why,
 )
 from torchrl_ext.messages import REPLACED
 from torchrl_ext.proof.outputs import Compute, Outputs, Probe
 from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.sync.connection import Connection, Spans, client_of, parts_of
+from torchrl_ext.sync.connection import Connection, Spans, client_of, update_error
 from torchrl_ext.sync.only import Only, chosen, trainable
 from torchrl_ext.sync.update_source import UpdateSource, bump
 from torchrl_ext.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
@@ -303,12 +301,8 @@ class WeightSender:
                 raise
         except Exception as error:
             report = self._report(source.version, source, started, failed=True)
-            raise UpdateError(  # whatever it is, the caller learns which engine serves what
-                f"{why(error)}; weights version {source.version} did not reach every engine",
-                report=report,
-                rows=report.engines,
-                **parts_of(error, report.engines),
-            ) from error
+            # whatever it is, the caller learns which engine serves what
+            raise update_error(error, f"weights version {source.version}", report.engines, report) from error
         self.version = self._connection.delivered = source.version
         return self._report(self.version, source, started)
 
@@ -337,7 +331,7 @@ class WeightSender:
                     log.warning("weights version %d is sent again, whole: %s", source.version, error)
                     self._connection.drop()
                     anew = True
-                elif self._connection.reached(source.version) or not self._connection.shrank():
+                elif source.version in self._connection.in_service() or not self._connection.shrank():
                     raise
                 else:
                     log.warning("weights version %d is sent to the engines that are left: %s", source.version, error)
@@ -354,7 +348,7 @@ class WeightSender:
             return True
         if source.part is None or isinstance(error, (DeadlineError, TransportError)):
             return False
-        if not self._connection.all_serve(self.version):
+        if self._connection.in_service() != {self.version}:
             return False
         self._refused = source.part.names  # engines without our plugin, for example, or tensors of one fused layer
         return True

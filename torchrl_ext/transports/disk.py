@@ -102,19 +102,14 @@ class DiskTransport(StandaloneTransport):
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         self._store.own()
         self._connected = True
-        return Handoff(info=self.invite())
-
-    def invite(self) -> Info:
-        """Write a probe, and return the offer by which workers join; a process that only reads may call this too."""
         local = None if self._local is None else str(self._local.directory)
-        return {**self._shared.invite(), "root": str(self._seen_at), "local_dir": local}
+        return Handoff(info={**self._shared.invite(), "root": str(self._seen_at), "local_dir": local})
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         source, version, stats, began = update.source, update.version, TransferStats(), time.perf_counter()
         if not self._store.owned:
             self._store.own()
-        if self._shared.probe is not None:  # workers that joined have found it
-            self._shared.clear()
+        self._shared.clear()  # workers that joined have found the probe
         if source.part is None:
             needed = self._full.needed_bytes(source)
             with self._store.draft(version_name(version), needed_bytes=needed) as draft:
@@ -184,23 +179,6 @@ class DiskTransport(StandaloneTransport):
 
     def attend(self, within: Deadline) -> DiskReader:
         return self._reader
-
-    def newest(self, timeout_s: float = 0.0, before: Info | None = None) -> Info | None:
-        """Describe the newest version to engines (`torchrl_ext.sync.published.PublishedFollower`).
-
-        Args:
-            timeout_s: seconds to wait for one.
-            before: what this returned for the version that they serve; None for any version.
-
-        Returns:
-            ``{"version", "params", "path", "run_id"}``; None when nothing newer came.
-        """
-        served = None if before is None else Arrival(version=before["version"], params=(), info=before)
-        found = self._reader.get(Deadline(timeout_s), served)
-        if found is None:
-            return None
-        rows = [meta.to_json() for meta in found.params]
-        return {"transport": self.name, "version": found.version, "params": rows, **found.info}
 
     @classmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> WorkerEnd:

@@ -7,15 +7,15 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 from torchrl_ext.codecs.base import codec_from_json, needs_base
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.messages import Files
 from torchrl_ext.stores import Chain, open_store, version_name, version_number
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.stores.versions import read_version
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import Info, decoded
 from torchrl_ext.versions.foreign import ForeignVersions, is_flush
@@ -23,31 +23,34 @@ from torchrl_ext.weights.checkpoint import CheckpointSource
 
 __all__ = ["PublishedRoot"]
 
-_UNCHANGED = "the engine serves what it served"
+_UNCHANGED = "nothing was loaded"
+_SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
 
 
 @final
 class PublishedRoot:
     """A root into which another process publishes, ours or one whose versions `open_store` can show.
 
-    Engines that run our plugin join it as they join a `DeltaTransport`.
-
     Args:
         root: directory or URL, which engines reach under the same path.
         base: the checkpoint with which the engines were started; a directory here, or a name that only they know.
+        transport: the one as whose workers engines read it: ``"delta"``, or ``"disk"`` of full versions of ours, which
+            engines without our plugin can load too.
     """
 
-    name: ClassVar[str] = "delta"
-    """The transport by which engines join it."""
-
-    def __init__(self, root: str | os.PathLike[str], base: str | None = None) -> None:
-        self.root, self._base = os.fspath(root), base
+    def __init__(self, root: str | os.PathLike[str], base: str | None = None, *, transport: str = "delta") -> None:
+        self.root, self._base, self.transport = os.fspath(root), base, transport
         self._store = open_store(root)
         self._shared = SharedRoot(self._store, uuid.uuid4().hex)
+        self._base_here = base if base is not None and os.path.isdir(base) else None
 
     @classmethod
     def of_path(cls, path: str, base: str | None = None) -> tuple[PublishedRoot, int]:
         """Return the root and the version that a call names: ``ROOT/weight_v000007``, or ``ROOT`` for its newest.
+
+        Args:
+            path: of the call.
+            base: the checkpoint with which this engine was started; a name that is no directory counts as None.
 
         Raises:
             ConfigError: this engine may not open the path.
@@ -56,31 +59,42 @@ class PublishedRoot:
         admit(path)
         given = Path(path).absolute()
         version = version_number(given.name)
-        if version is not None:
-            return cls(given.parent, base), version
-        if not given.is_dir():
+        if version is None and not given.is_dir():
             raise StoreError(f"{path} is no directory", state=_UNCHANGED)
-        root = cls(given, base)
-        return root, root._newest()
+        root = cls(given if version is None else given.parent, base if base and os.path.isdir(base) else None)
+        version = root._chain().latest() if version is None else version
+        if not version:
+            raise StoreError(f"{path} holds no version", state=_UNCHANGED)
+        return root, version
 
-    def newest(self) -> Info:
+    def newest(self, timeout_s: float = 0.0, before: Info | None = None) -> Info | None:
         """Describe the newest complete version to engines.
 
+        Args:
+            timeout_s: seconds to wait for one.
+            before: what this returned for the version that they serve; None for any version.
+
         Returns:
-            ``{"version", "params"}``, and ``path`` where it is a full one in a directory, with a manifest of ours.
+            ``{"transport", "version", "run_id", "params"}``, and ``path`` where it is a full one in a directory, with a
+            manifest of ours; None where no other version came.
 
         Raises:
-            StoreError: there is no version.
             ConfigError: the versions lead back to a checkpoint that is not known here.
         """
-        return self.at(self._newest())
+        chain, served = self._chain(), before or {"version": 0}
+        for _ in Deadline(timeout_s).pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
+            number = chain.latest()
+            with suppress(FileNotFoundError):  # removed meanwhile: a newer one is coming
+                if number and (number != served["version"] or chain.replaced(number, served["run_id"])):
+                    return self._described(number)
+        return None
 
-    def at(self, version: int) -> Info:
-        """Describe a version to engines; the rest as for `newest`."""
-        params, _ = self.contents(version)
-        place = Path(self.root, version_name(version))
-        full = place.is_dir() and (place / MANIFEST).is_file() and read_version(self._store, version).full is not None
-        return {"version": version, "params": params, **({"path": str(place.absolute())} if full else {})}
+    def _described(self, number: int) -> Info:
+        version, place = self._chain().version(number), Path(self.root, version_name(number))
+        params = [meta.to_json() for meta in version.params]
+        info = {"transport": self.transport, "version": number, "run_id": version.run_id, "params": params}
+        ours = version.full is not None and (place / MANIFEST).is_file()
+        return {**info, "path": str(place.absolute())} if ours else info
 
     def contents(self, version: int, files: Any = None, *, parts: bool = False) -> tuple[list[Any], list[str] | None]:
         """Return the parameters of a version as JSON, and those of its files that one call brings.
@@ -98,31 +112,35 @@ class PublishedRoot:
             StoreError: there is no such version, or a file of it is missing.
             ConfigError: ``files`` is no list of names, or names only a part of the version where ``parts`` is false.
         """
-        names, own = set(self._store.list(version_name(version))), None
-        if files is not None and all(map(is_flush, decoded(files, Files, "files"))) and MANIFEST not in names:
-            if lost := sorted({*files} - names):
-                raise self._absent(version, f", or not {lost[0]} of it")
-            own = sorted(files)
-        if parts and own is not None and self._local_base is not None:
+        here = set(self._store.list(version_name(version)))
+        flushes = files is not None and all(map(is_flush, decoded(files, Files, "files"))) and MANIFEST not in here
+        if flushes and (lost := sorted({*files} - here)):
+            raise self._absent(version, f", or not {lost[0]} of it")
+        own = sorted(files) if flushes else None
+        if parts and flushes and self._base_here is not None:
             # the versions before may be gone, and change no name or shape
-            return [meta.to_json() for meta in CheckpointSource(self._local_base).params()], own
+            return [meta.to_json() for meta in CheckpointSource(self._base_here).params()], own
         try:
             params = self._chain().version(version).params
         except FileNotFoundError as error:
             raise self._absent(version) from error
-        lost = sorted(name for name in names - {*(files or names)} if name.endswith((".safetensors", ".bin")))
-        if lost and MANIFEST not in names and not (parts and own is not None):
+        left = sorted(name for name in here - {*(files or here)} if name.endswith((".safetensors", ".bin")))
+        if left and MANIFEST not in here and not (parts and flushes):
             raise ConfigError(
-                f"the call names only a part of version {version}: not {lost[0]}",
-                expected="one call per version, when all of its files are there; or a pause before the first call",
+                f"the call names only a part of version {version}: not {left[0]}",
+                expected="all of its files in one call, or a pause of the caller's own before the first of several",
                 state=_UNCHANGED,
             )
         return [meta.to_json() for meta in params], own
 
     def invite(self) -> Info:
         """Write a probe into the root, and return the info by which workers join; parameters have to be added."""
-        needed = self._needs_base()
-        return {"transport": "delta", "base": self._base, "needs_base": needed, **self._shared.invite()}
+        return {
+            "transport": self.transport,
+            "base": self._base,
+            "needs_base": self._needs_base(),
+            **self._shared.invite(),
+        }
 
     @contextmanager
     def invited(self, params: list[Any], sender: str = "") -> Iterator[Info]:
@@ -142,18 +160,8 @@ class PublishedRoot:
         """Remove the probe. May be called twice."""
         self._shared.clear()
 
-    @property
-    def _local_base(self) -> str | None:
-        return self._base if self._base is not None and os.path.isdir(self._base) else None
-
     def _chain(self) -> Chain:
-        return Chain(self._store, foreign=ForeignVersions(self._store, self._local_base))
-
-    def _newest(self) -> int:
-        version = self._chain().latest()
-        if not version:
-            raise StoreError(f"{self.root} holds no version", state=_UNCHANGED)
-        return version
+        return Chain(self._store, foreign=ForeignVersions(self._store, self._base_here))
 
     def _absent(self, version: int, more: str = "") -> StoreError:
         return StoreError(

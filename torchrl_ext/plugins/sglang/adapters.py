@@ -26,9 +26,9 @@ from typing import Any, final
 
 from torchrl_ext.errors import ConfigError, EngineError, NotConnectedError
 from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, Text, UnloadAdapter, read
+from torchrl_ext.plugins.refusals import check_adapter
 from torchrl_ext.routes import CHANNEL, ListAdapters
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.sync.published import check_adapter
 from torchrl_ext.types import Info
 from torchrl_ext.weights.adapter import adapter_label, adapter_version
 

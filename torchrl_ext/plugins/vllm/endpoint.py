@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
@@ -140,9 +141,6 @@ class _Reloadable(VLLMHost):
         self.handle(message)
         self._name(label)
 
-    def undo(self) -> None:
-        self._workers("finish_weight_update")
-
     def reload(self, path: str, label: str | None) -> None:
         self._files.reload(path)
         if self._files.made_with_ours:
@@ -150,8 +148,11 @@ class _Reloadable(VLLMHost):
         self._name(label)
         self.drop_cached()
 
-    def recover(self) -> bool:
-        return False  # nobody can tell what its workers hold
+    def undo(self, landing: bool) -> bool:
+        if not landing:
+            with suppress(Exception):  # workers that had not begun have nothing to end
+                self._workers("finish_weight_update")
+        return not landing  # nobody can tell what workers hold then
 
     def _name(self, label: str | None) -> None:
         if label is not None:

@@ -23,11 +23,11 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from torchrl_ext.errors import EngineError, ManifestError
 from torchrl_ext.messages import CheckAdapter, Finish, Join, Message, Start, read, stamped
+from torchrl_ext.plugins.refusals import check_adapter
 from torchrl_ext.plugins.vllm import names as vllm
 from torchrl_ext.plugins.vllm.loader import VLLMLoader
 from torchrl_ext.plugins.workers import agree
 from torchrl_ext.routes import ANSWERS, OPEN_UPDATE, escaped
-from torchrl_ext.sync.published import check_adapter
 from torchrl_ext.sync.worker_end import WorkerEnd, joined, words_of
 from torchrl_ext.types import Info
 

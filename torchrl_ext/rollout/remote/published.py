@@ -93,7 +93,7 @@ def staged(
         stage()
         return None
     published = PublishedRoot(root, fleet.infos()[0].model if base is None else base)
-    params = published.at(version)["params"]
+    params, _ = published.contents(version)
     if before is not None and (before.root, before.params) == (root, params):
         try:
             fleet.everywhere("go on", lambda one: one.speak_for(before.connection))
