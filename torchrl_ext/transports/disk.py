@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, final
@@ -107,18 +107,16 @@ class DiskTransport(StandaloneTransport):
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         source, version, stats, began = update.source, update.version, TransferStats(), time.perf_counter()
-        if not self._store.owned:
-            self._store.own()
+        self._store.own()
         self._shared.clear()  # workers that joined have found the probe
-        if source.part is None:
-            needed = self._full.needed_bytes(source)
-            with self._store.draft(version_name(version), needed_bytes=needed) as draft:
+        with ExitStack() as held:
+            base = None if source.part is None else held.enter_context(closing(self._own_version(source.part.base)))
+            needed = self._full.needed_bytes(source, None if base is None else base.manifest)
+            draft = held.enter_context(self._store.draft(version_name(version), needed_bytes=needed))
+            if base is None:
                 self._full.write(draft, source, version, self._run_id)
-        else:
-            with closing(self._own_version(source.part.base)) as base:
-                needed = self._full.needed_bytes(source, base.manifest)
-                with self._store.draft(version_name(version), needed_bytes=needed) as draft:
-                    _, stats.bytes = self._full.write_part(draft, source, version, self._run_id, base)
+            else:
+                _, stats.bytes = self._full.write_part(draft, source, version, self._run_id, base)
         self._versions.advance(version)
         if self._wrote is not None:
             self._wrote(self.root, version_name(version))
@@ -164,8 +162,7 @@ class DiskTransport(StandaloneTransport):
         super().shutdown()
         self._reader.close()
         self._shared.clear()
-        if self._store.owned:
-            self._store.disown()
+        self._store.disown()
 
     # worker end
 
@@ -233,27 +230,21 @@ class DiskReader(WorkerEnd, Mailbox):
         for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
             newest = self._versions.latest()
             with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
-                if newest and self._other(newest, received):
+                if newest and (
+                    received is None  # in an emptied root the newest may be lower, or of another run
+                    or newest != received.version
+                    or self._versions.replaced(newest, received.info["run_id"])
+                ):
                     self._versions.offered(newest)
-                    opened = PublishedVersion(self._store, newest)
-                    self._pin(opened if self._local is None else self._copied(opened, self._local))
-                    path = str(self._store.root / version_name(newest))
-                    info = {"run_id": opened.manifest.run_id, "path": path}
-                    return Arrival(version=newest, params=opened.params(), info=info)
+                    self._pin(opened := self._read(newest))
+                    return Arrival(version=newest, params=opened.params(), info={"run_id": opened.manifest.run_id})
         return None
-
-    def _other(self, newest: int, received: Arrival | None) -> bool:
-        """Return whether ``newest`` was not received last; in an emptied root it may be lower, or of another run."""
-        if received is None or newest != received.version:
-            return True
-        return self._versions.replaced(newest, received.info["run_id"])
 
     def _open(self, version: int, within: Deadline) -> PublishedVersion:
         missing: FileNotFoundError | None = None
         for _ in within.within(VISIBLE_S).pauses(shortest_s=_SHORTEST_S, longest_s=_SHORTEST_S):
             try:
-                opened = PublishedVersion(self._store, version)
-                return opened if self._local is None else self._copied(opened, self._local)
+                return self._read(version)
             except FileNotFoundError as error:
                 missing = error
                 if self._versions.latest() > version:
@@ -265,11 +256,14 @@ class DiskReader(WorkerEnd, Mailbox):
             hint="send the weights again",
         ) from missing
 
-    def _copied(self, opened: PublishedVersion, local: LocalCheckpoint) -> PublishedVersion:
-        """Return the version as it is on this host, where it is copied first."""
+    def _read(self, number: int) -> PublishedVersion:
+        """Open a version, as it is on this host where it is copied first."""
+        opened = PublishedVersion(self._store, number)
+        if self._local is None:
+            return opened
         with closing(opened):
-            local.pull(str(self._store.root), opened.number)
-            return PublishedVersion(self._store, opened.number, opened.manifest, at=local.directory)
+            self._local.pull(str(self._store.root), number)
+            return PublishedVersion(self._store, number, opened.manifest, at=self._local.directory)
 
     def _pin(self, opened: PublishedVersion | None) -> None:
         if self._opened is not None:
