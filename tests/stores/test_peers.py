@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from contextlib import closing
 
 import pytest
 
@@ -188,7 +189,8 @@ def test_an_engine_that_is_told_to_load_from_a_root_of_theirs_lands_its_newest_v
         {"SkyRL": write_skyrl, "stitch": write_stitch}[program](root, version, old, own)
     before = sorted(root.rglob("*"))
     found, version = PublishedRoot.of_path(str(root), base)
-    with found.invited(found.contents(version)[0]) as info:
+    with closing(found):
+        info = found.invite(found.contents(version)[0])
         within = Deadline(WAIT_S)
         worker = DeltaTransport.join(info, Worker(rank=1), within)
         landed = dict(worker.receive(Arrival(version=version, params=()), {}, within))

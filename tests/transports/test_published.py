@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 
 import pytest
 
@@ -39,39 +40,28 @@ def test_of_a_root_the_newest_version_that_is_known_to_be_complete_is_taken(chai
     assert {row[0] for row in root.contents(2)[0]} == {"a.weight", "b.weight", "c.count"}
 
 
-def test_a_version_that_is_named_is_taken_when_the_call_names_all_of_its_files(chain):
+def test_a_call_brings_a_whole_version_or_in_a_pause_some_of_its_files(chain):
     place, root = chain
-    names = sorted(path.name for path in folder(place, 2).iterdir())
+    first, second = names = sorted(path.name for path in folder(place, 2).iterdir())
     assert root.contents(2, names)[0]
     for lacking in (names[:1], names[1:]):
         with pytest.raises(WeightSyncError, match="names only a part of version 2"):
             root.contents(2, lacking)
-
-
-def test_a_version_of_which_files_are_missing_is_refused(chain):
-    place, root = chain
-    first, second = sorted(folder(place, 2).iterdir())
-    first.rename(f"{first}.tmp")
-    with pytest.raises(StoreError, match="publish every file of a version before"):
-        root.contents(2, [second.name])
-    shutil.rmtree(folder(place, 2))
-    with pytest.raises(StoreError, match="holds no version 2"):
-        root.contents(2)
-
-
-def test_a_version_that_is_announced_in_several_calls_lands_when_the_last_one_came(chain):
-    place, root = chain
-    first, second = sorted(path.name for path in folder(place, 2).iterdir())
     (folder(place, 2) / second).rename(place / "late")
     assert root.contents(2, [first], parts=True)[0]
+    with pytest.raises(StoreError, match="publish every file of a version before"):
+        root.contents(2, names)
     (place / "late").rename(folder(place, 2) / second)
     params, own = root.contents(2, [second, first], parts=True)
-    assert params and own == [first, second]
+    assert params and own == names
     with pytest.raises(StoreError, match="not rank9999_flush000000"):
         root.contents(2, [second, "rank9999_flush000000.safetensors"])
     for files in ("rank", [], [1], {"a": 1}):
         with pytest.raises(ConfigError, match="files is malformed"):
             root.contents(2, files)
+    shutil.rmtree(folder(place, 2))
+    with pytest.raises(StoreError, match="holds no version 2"):
+        root.contents(2)
 
 
 class Packed(TensorsLoader):
@@ -97,8 +87,8 @@ def test_a_label_stands_for_versions_without_changes_unless_the_engine_loaded_by
             receiver.handle(stamped(message, receiver.connection))
 
     theirs = PublishedRoot(root, base)
-    with theirs.invited(theirs.contents(1)[0]) as info:
-        receiver.connect(Join.of(info))
+    with closing(theirs):
+        receiver.connect(Join.of(theirs.invite(theirs.contents(1)[0])))
     lands(1, "0")
     assert same(held, history[2])
     shutil.rmtree(folder(root, 1))

@@ -86,18 +86,11 @@ def test_by_default_one_warning_names_the_first_tensor_and_the_update_goes_on(tr
     assert served[1].weight.isnan().sum() == 1
 
 
-def test_finite_weights_are_called_finite(transport, caplog):
-    report = tx.WeightSender(transport, InProcessEngine(spoilt(0.0))).update_weights(spoilt(1.0))
-    assert report.finite is True
-    assert report.to_json()["finite"] is True
-    assert not warnings_of(caplog)
-
-
-def test_where_nobody_wants_to_know_nobody_looks(transport, caplog):
-    report = tx.WeightSender(transport, InProcessEngine(spoilt(0.0)), finite="send").update_weights(spoilt())
-    assert report.finite is None
-    assert report.verified
-    assert not warnings_of(caplog)
+@pytest.mark.parametrize(("policy", "value", "expected"), [("warn", 1.0, True), ("send", float("nan"), None)])
+def test_nobody_is_warned_of_finite_weights_or_where_nobody_looks(transport, caplog, policy, value, expected):
+    report = tx.WeightSender(transport, InProcessEngine(spoilt(0.0)), finite=policy).update_weights(spoilt(value))
+    assert report.finite is report.to_json()["finite"] is expected
+    assert report.verified and not warnings_of(caplog)
 
 
 def test_tensors_in_memory_are_refused_before_anything_is_attempted(transport):

@@ -140,9 +140,8 @@ class Connection:
             client.close()
 
     def shrank(self) -> bool:
-        """Return whether engines have left the fleet since they joined; the remaining ones join anew."""
-        joined, self._joined, self.delivered = self._joined, None, None
-        return joined is not None and len(self.engine.members()) < len(joined[1])
+        """Return whether engines have left the fleet since they joined."""
+        return self._joined is not None and len(self.engine.members()) < len(self._joined[1])
 
     def in_service(self) -> set[int | None]:
         """Return the versions that the engines serve which take part now: None where one serves nothing."""
@@ -190,15 +189,10 @@ def client_of(transport: Transport, engine: EngineClient | str | None, rank: int
     """
     from torchrl_ext.rpc.discovery import connect  # brings an HTTP client, which an engine may lack
 
-    known = isinstance(engine, EngineClient | str | None)
-    if not known or not isinstance(transport, Transport):
-        swapped = isinstance(engine, Transport)
+    if not isinstance(transport, Transport) or not isinstance(engine, EngineClient | str | None):
         raise ConfigError(
-            f"engine is a {'transport' if swapped else type(engine).__name__}"
-            if not known
-            else f"transport is a {type(transport).__name__}",
-            expected="WeightSender(transport, engine)",
-            hint="swap them" if swapped else "make them with make_transport, and with make_engine or connect",
+            f"transport is a {type(transport).__name__}, and engine is a {type(engine).__name__}",
+            expected="WeightSender(transport, engine), made with make_transport, and with make_engine or connect",
         )
     if isinstance(engine, EngineClient):
         return engine

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -193,7 +193,8 @@ class DiskLoads:
                 if in_parts and prefetch.files is not None:
                     raise  # workers that join anew would not know of the parts that came before
                 log.debug("the workers join anew", exc_info=True)
-        with root.invited(params) as info:
+        with closing(root):
+            info = root.invite(params)
             self._engine.handle(Join.of(info))
         self._engine.handle(structs.replace(prefetch, connection=info["connection"]))
         return str(info["connection"])

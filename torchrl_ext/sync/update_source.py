@@ -62,17 +62,15 @@ class UpdateSource(WeightSource):
         self.whole = source if dtype is None else CastSource(source, dtype)
         self._names: frozenset[str] | None = None  # of the tensors that a pass yields; None for all
         self._params = self.whole.params()
-        self._gathers = self.digesting = False
+        self.digesting = False
         self.version, self.digests = 0, dict[str, str]()
         self._stream: Iterator[tuple[str, Tensor]] | None = None
-        self.count = self.bytes = self.model_bytes = 0
-        held, empty = source.held(), []
-        for meta in self._params:
-            self.model_bytes += meta.nbytes
-            if meta.name not in held:
-                self._gathers = True
-            elif held[meta.name].device.type == "meta":
-                empty.append(meta.name)
+        self.count = self.bytes = 0
+        self.model_bytes = sum(meta.nbytes for meta in self._params)
+        held = source.held()
+        self._gathers = any(meta.name not in held for meta in self._params)
+        found = (meta.name for meta in self._params if meta.name in held)
+        empty = [name for name in found if held[name].device.type == "meta"]
         if empty:
             raise ManifestError(
                 f"{len(empty)} tensor(s) are on the meta device, which holds no data: {', '.join(empty[:3])}",

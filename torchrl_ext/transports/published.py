@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -133,28 +133,22 @@ class PublishedRoot:
             )
         return [meta.to_json() for meta in params], own
 
-    def invite(self) -> Info:
-        """Write a probe into the root, and return the info by which workers join; parameters have to be added."""
-        return {
-            "transport": self.transport,
-            "base": self._base,
-            "needs_base": self._needs_base(),
-            **self._shared.invite(),
-        }
-
-    @contextmanager
-    def invited(self, params: list[Any], sender: str = "") -> Iterator[Info]:
-        """Yield the info by which workers join under a connection of its own; the probe goes when the block ends.
+    def invite(self, params: Sequence[Any] = (), sender: str = "") -> Info:
+        """Write a probe into the root, and return the info by which workers join under a connection of its own.
 
         Args:
             params: of a version, as `contents` returns them.
             sender: names the process that has them join, for messages.
         """
-        try:
-            by = sender or f"whoever named a version of {self.root} to the engine itself"
-            yield {**self.invite(), "params": params, "connection": uuid.uuid4().hex, "sender": by}
-        finally:
-            self.close()
+        return {
+            **self._shared.invite(),
+            "transport": self.transport,
+            "base": self._base,
+            "needs_base": self._needs_base(),
+            "params": params,
+            "connection": uuid.uuid4().hex,
+            "sender": sender or f"whoever named a version of {self.root} to the engine itself",
+        }
 
     def close(self) -> None:
         """Remove the probe. May be called twice."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import closing
 from typing import Any, Protocol
 
 import torch
@@ -133,8 +134,8 @@ class SGLangWorker:
             params, own = root.contents(version, call.files, parts=call.paused)
 
         def join() -> None:
-            with root.invited(params) as info:
-                receiver.connect(Join.of(info))
+            with closing(root):
+                receiver.connect(Join.of(root.invite(params)))
 
         def commit() -> None:
             self._loader.prepared = False

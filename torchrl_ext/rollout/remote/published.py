@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Collection
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,7 +103,8 @@ def staged(
         except EngineError:  # another trainer had them join something else, or one was started again
             pass
     sender = f"a client that fetches from {root}, process {os.getpid()} on {socket.gethostname()},"
-    with published.invited(params, sender) as info:
+    with closing(published):
+        info = published.invite(params, sender)
         fleet.everywhere("join the folder", lambda one: one.connect(info) if one.url in urls else None)
     stage()
     return Fetched(version=version, root=root, params=params, connection=info["connection"])
