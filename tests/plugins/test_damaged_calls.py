@@ -85,7 +85,7 @@ class Scheduler:
         return self
 
     def invalidate(self):
-        self.end.invalidate()
+        self.end.receiver.invalidate()
 
     def land(self, path, call):
         self.calls.append(call)

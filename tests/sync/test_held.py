@@ -184,7 +184,7 @@ class Messages(RuleBasedStateMachine):
             return
         (load, _, content), self.loaded, self.update = self.loaded, None, None
         if self.tell(Finish(version=load.version)):
-            assert self.held == content and self.receiver.state() == {"whole": True}
+            assert self.held == content and self.receiver.handle(State()) == {"whole": True}
             assert self.receiver.held.base == load.version
             self.versions[load.version] = content
             self.sound.append(content)
@@ -235,8 +235,7 @@ class Messages(RuleBasedStateMachine):
     @rule(breaks=st.booleans())
     def load_by_itself(self, breaks):
         self.count += 1
-        self.receiver.invalidate(empty=self.receiver.held.empty)
-        self.receiver.tear()
+        self.receiver.invalidate(empty=self.receiver.held.empty, torn=True)
         for name in NAMES[: 1 if breaks else None]:
             self.model[name].fill_(float(self.count))
         self.versions, self.loaded = {}, None
@@ -246,7 +245,7 @@ class Messages(RuleBasedStateMachine):
 
     @invariant()
     def what_may_be_served_is_one_version(self):
-        state = self.receiver.state()
+        state = self.receiver.handle(State())
         if state["whole"] and not state.get("empty") and self.receiver.held.landing is None:
             assert self.held in self.sound, (self.held, self.receiver.held)
 

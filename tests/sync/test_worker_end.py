@@ -174,7 +174,7 @@ def test_what_is_staged_while_the_engine_loads_by_itself_never_lands_on_that(eng
         answers = pool.submit(send, 3)
         began.wait(WAIT_S)
         for end in ends:
-            end.invalidate()  # as vLLM's and SGLang's own loads do
+            end.receiver.invalidate()  # as vLLM's and SGLang's own loads do
         going.set()
         assert all("loaded other weights while version 3" in str(error) for error in answers.result(WAIT_S))
     with torch.no_grad():

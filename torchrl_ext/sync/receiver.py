@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,7 +147,7 @@ class WeightReceiver:
                 if message.weights == "reloaded":
                     self.reloaded()
             case State():
-                return {} if message.connection else self.state()
+                return {} if message.connection else self._state()
             case Leave():
                 if message.connection in ("", self.connection):
                     self.close()
@@ -168,11 +168,6 @@ class WeightReceiver:
         if message.connection in ("", self.connection):  # one that bears none is of whoever had the worker join
             return
         raise replaced("no sender has joined" if self._end is None else f"{self._sender or 'another one'} has joined")
-
-    def state(self) -> Info:
-        """Return the answer to a `State` that asks how the weights are."""
-        torn = {"whole": True} if self.whole else {"whole": False, "landing": self.held.landing or self.version}
-        return {"empty": True, **torn} if self.held.empty else torn
 
     def check(self, message: Join) -> None:
         """Refuse what can be known to fail before a transport is joined, or a weight touched.
@@ -228,11 +223,8 @@ class WeightReceiver:
         loader = self._require_loader()
         needed = message.how != "never" and loader.unrehearsed(again=message.how == "always")
         if needed and not message.ask:
-            try:
+            with self._comparing(landing=self.version):  # it raises where it could not put the weights back
                 loader.rehearse()
-            except IntegrityError:  # the weights from before could not be put back
-                self.held = replace(self.held, landing=self.version)
-                raise
             needed = False
         return {"needed": needed, "proof": loader.proof(), **loader.rehearsal()}
 
@@ -245,9 +237,9 @@ class WeightReceiver:
             ManifestError: some tensors of the part land only together with others.
             WeightSyncError: the version cannot be had. In all cases the engine goes on with what it serves.
         """
-        version, part = message.version, message.part
-        end, loader, before, self._staged = self._require_end(), self._require_loader(), self.held, None
-        if part is not None and (before.empty or before.base != part.base):
+        version, part, before = message.version, message.part, self.held
+        end, loader, self._staged = self._require_end(), self._require_loader(), None
+        if part is not None and before.base != part.base:
             raise StaleBaseError(
                 f"some tensors of a model were sent to stay beside those of version {part.base}, and this one holds "
                 f"{before}",
@@ -255,18 +247,13 @@ class WeightReceiver:
                 state="nothing was changed; the engine serves what it served",
                 hint=_AGAIN,
             )
-        if part is not None or self._part is not None:
-            self._expect(part)
+        self._expect(part)
         held = loader.position_digests if before.intact else None
         label = message.label if before.intact else None  # weights that the engine loaded by itself have labels too
         changes = end.stage(version, held, self._deadline(), files=message.files, label=label)
         if changes is not None:
-            try:
+            with self._comparing():
                 loader.stage(changes)
-            except IntegrityError:
-                if self.held is before:
-                    self.held = replace(before, base=None, intact=False)
-                raise
         if before.intact and not self.held.intact:  # in another thread: the engine serves while this goes on
             self._expect(None)
             raise StaleBaseError(
@@ -290,11 +277,8 @@ class WeightReceiver:
             IntegrityError: together they would not hold what the trainer has.
         """
         if self._staged is not None:
-            try:
+            with self._comparing():
                 self._require_loader().confirm()
-            except IntegrityError:
-                self._staged, self.held = None, replace(self.held, base=None, intact=False)
-                raise
 
     def start(self) -> None:
         """Make ready to load; the engine is idle, and what torch keeps of the device's memory is there for the load."""
@@ -304,7 +288,7 @@ class WeightReceiver:
             self._begin()
 
     def _begin(self) -> None:
-        self.held = replace(self.held, base=None, intact=False)
+        self._spoil()
         free_cached()
         self._require_loader().start()
 
@@ -313,7 +297,7 @@ class WeightReceiver:
         loader, end = self._require_loader(), self._require_end()
         staged, self._staged = self._staged, None
         if staged is not None and staged.reached[1] == message.version:
-            self.held = replace(self.held, base=None, intact=False, landing=message.version)
+            self._spoil(landing=message.version)
             loader.commit()
             end.landed(staged)
             return
@@ -326,7 +310,7 @@ class WeightReceiver:
             )
         if self.held.intact:  # what was staged is another version
             self._begin()
-        self.held = replace(self.held, landing=message.version)  # a transport may fill the model's own memory
+        self._spoil(landing=message.version)  # a transport may fill the model's own memory
         arrival = Arrival(version=message.version, params=self._params(message.handoff), info=message.handoff)
         with closing(_passed_on(end.receive(arrival, loader.targets(), self._deadline()))) as pairs:
             loader.load(pairs)
@@ -359,26 +343,27 @@ class WeightReceiver:
 
     def seal(self) -> None:
         """End the load, so that nothing is left for `finish` that could fail, and give back what it took meanwhile."""
-        self._require_loader().finish()
-        free_cached()
-        self._sealed = True
+        if not self._sealed:
+            self._require_loader().finish()
+            free_cached()
+            self._sealed = True
 
     def finish(self, version: int) -> None:
         """Note that the model holds ``version``, of which everything arrived; end the load if `seal` did not."""
-        if not self._sealed:
-            self.seal()
+        self.seal()
         landed = version if self.held.landing is None else self.held.landing
         self.held, self._sealed, self.version = Held(base=landed, intact=True), False, version
-        if self._part is not None:
-            self._expect(None)
+        self._expect(None)
 
-    def invalidate(self, *, empty: bool = False) -> None:
+    def invalidate(self, *, empty: bool = False, torn: bool = False) -> None:
         """Note that the model holds something else than what landed here: the next version does not build on it.
 
         Args:
             empty: it holds nothing, until an update fills it.
+            torn: the engine loads a checkpoint by itself, which is not whole before `reloaded`.
         """
-        self.held = Held(landing=self.held.landing, empty=empty)  # first, as a version may be staged in another thread
+        landing = self.version if torn else self.held.landing
+        self.held = Held(landing=landing, empty=empty)  # first, as a version may be staged in another thread
         self._staged = None
         self._expect(None)
         self._require_loader().invalidate()
@@ -387,10 +372,6 @@ class WeightReceiver:
         """Note that the engine loaded a whole checkpoint by itself."""
         self.held = replace(self.held, landing=None)
         self._require_loader().reloaded()
-
-    def tear(self) -> None:
-        """Note that the engine loads a checkpoint by itself, which is not whole before `reloaded`."""
-        self.held = Held(landing=self.version)
 
     def abort(self) -> None:
         """End a wait in another thread."""
@@ -432,12 +413,29 @@ class WeightReceiver:
 
         source, loader = as_source(weights), self._require_loader()
         loader.check(source.params())
-        self.invalidate(empty=self.held.empty)
-        self.held = replace(self.held, landing=self.version)
+        self.invalidate(empty=self.held.empty, torn=True)
         loader.start()
         loader.load(source)
         loader.finish()
         self.held = Held()
+
+    def _state(self) -> Info:
+        torn = {"whole": True} if self.whole else {"whole": False, "landing": self.held.landing or self.version}
+        return {"empty": True, **torn} if self.held.empty else torn
+
+    def _spoil(self, landing: int | None = None) -> None:
+        """Note that the model's tensors are of several origins from here on; with ``landing``, some are of that."""
+        self.held = Held(landing=self.held.landing if landing is None else landing, empty=self.held.empty)
+
+    @contextmanager
+    def _comparing(self, landing: int | None = None) -> Iterator[None]:
+        """Let nothing build on the weights, where an IntegrityError in the block shows that they are not as thought."""
+        try:
+            yield
+        except IntegrityError:
+            self._staged = None
+            self._spoil(landing)
+            raise
 
     def _deadline(self) -> Deadline:
         self._within = Deadline(self._timeout_s, "the trainer")

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,12 +34,9 @@ log = logging.getLogger("torchrl_ext")
 _SETTLE_TIMEOUT_S = 120.0
 
 
-@dataclass(kw_only=True)
-class _Begun:
-    """What goes on beside the engine's work."""
-
-    job: Future[None] | None = None
-    settled: bool = False  # what was begun last came to a good end
+_WORKING = "working"  # what a worker says to the others while it is at work
+_OVER: Future[None] = Future()  # stands for a job that came to a good end on every worker
+_OVER.set_result(None)
 
 
 class WorkerEnd:
@@ -67,7 +63,8 @@ class WorkerEnd:
     ) -> None:
         self._base, self._rank, self._workers, self._agree, self._mode = base, rank, workers, agree, mode
         self.receiver = WeightReceiver(loader, rank=rank)
-        self._staging, self._pulling = _Begun(), _Begun()
+        self._staging: Future[None] | None = None  # which may also be joining
+        self._pulling: Future[None] | None = None
         self._pulled: Pull | None = None
 
     def handle(self, message: Message) -> Info:
@@ -87,8 +84,7 @@ class WorkerEnd:
             case State():
                 return self.receiver.handle(message)
             case Join():
-                self.together(lambda: self._check(message))
-                self.settle()
+                self.together(self._stop, lambda: self._check(message))
                 self.receiver.connection = message.connection  # at once: joining goes on in a thread
                 self._staging = self._begin(lambda: self.receiver.connect(message))
             case Prefetch():
@@ -97,24 +93,25 @@ class WorkerEnd:
             case Pull():
                 self._pull(message)
             case Poll():
-                return {"working": True} if self._is_working(self._pulling if message.pull else self._staging) else {}
+                return {"working": True} if self._is_working(pull=message.pull) else {}
             case Rehearse():
                 return self._rehearse(message)
             case Load():
                 self.together(lambda: self.receiver.load(message), on_failure=self.receiver.abort)
             case _:
-                self.together(lambda: self._settled_first(message))
+                self.together(self._stop, lambda: self.receiver.handle(message))
         return {}
 
-    def together(self, step: Callable[[], Any], *, on_failure: Callable[[], None] = lambda: None) -> None:
-        """Run ``step`` on every worker of this engine.
+    def together(self, *steps: Callable[[], Any], on_failure: Callable[[], None] = lambda: None) -> None:
+        """Run ``steps``, one after the other, on every worker of this engine.
 
         Raises:
             EngineError: on every worker, when it failed on any.
         """
         words = ""
         try:
-            step()
+            for step in steps:
+                step()
         except Exception as error:
             words = words_of(error)
             log.error("weight update failed on worker %d", self._rank, exc_info=error)
@@ -122,10 +119,6 @@ class WorkerEnd:
         failures = self._agree(words)
         if any(failures):
             raise EngineError(joined(failures))
-
-    def invalidate(self) -> None:
-        """Note that the engine loads the model by itself: the next version does not build on what it holds."""
-        self.receiver.invalidate()
 
     def settle(self) -> None:
         """End what was begun, but for a pull, on every worker: no thread of ours touches the model any more."""
@@ -139,13 +132,8 @@ class WorkerEnd:
         finally:
             self.receiver.close()
 
-    def _settled_first(self, message: Message) -> None:
-        self._stop()
-        self.receiver.handle(message)
-
     def _check(self, message: Join) -> None:
         """Check everything that can be known before a transport is joined, or a weight touched."""
-        self._stop()
         first, size = message.rank_offset, message.world_size
         if size is not None and not 1 <= first <= size - self._workers:
             raise ConfigError(
@@ -174,9 +162,9 @@ class WorkerEnd:
         Raises:
             EngineError: another one goes on, here or on another worker.
         """
-        job = self._pulling.job
-        done = job is None or job.done()
-        failed = job is not None and done and job.exception() is not None
+        job = self._pulling or _OVER
+        done = job.done()
+        failed = done and job.exception() is not None
         told = self._agree("failed" if failed else "" if done else _WORKING)
         if _WORKING not in told:
             self._pulling = self._begin(lambda: pull(message, self._base))
@@ -189,7 +177,7 @@ class WorkerEnd:
                 hint="ask again when it is over",
             )
 
-    def _begin(self, work: Callable[[], None]) -> _Begun:
+    def _begin(self, work: Callable[[], None]) -> Future[None]:
         """Start ``work`` in a thread of its own."""
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
@@ -199,16 +187,16 @@ class WorkerEnd:
             with self._mode():
                 work()
 
-        return _Begun(job=in_thread(aside, "torchrl_ext"))
+        return in_thread(aside, "torchrl_ext")
 
-    def _is_working(self, begun: _Begun) -> bool:
-        """Return whether any worker is still at what was begun.
+    def _is_working(self, *, pull: bool) -> bool:
+        """Return whether any worker is still at what was begun last: a pull, or staging (or joining).
 
         Raises:
             EngineError: it failed on a worker.
         """
-        job = begun.job
-        if job is None and begun.settled:
+        job = self._pulling if pull else self._staging
+        if job is _OVER:
             return False  # another replica of a data-parallel server is still at it, and all are asked
         words, error = _WORKING, None
         if job is None:
@@ -219,22 +207,27 @@ class WorkerEnd:
         told = self._agree(words)
         failures = ["" if said == _WORKING else said for said in told]
         if any(failures):
-            if begun is self._staging:
+            if not pull:
                 self.receiver.abort()  # others may wait for those that failed
             if error is not None:
                 log.error("what was begun failed on worker %d", self._rank, exc_info=error)
             raise EngineError(joined(failures))
         if any(told):
             return True
-        begun.job = None
-        if begun is self._staging:
+        if pull:
+            self._pulling = _OVER
+        else:
+            self._staging = None
             self.together(self.receiver.confirm)
-        begun.settled = True
+            self._staging = _OVER
         return False
 
     def _stop(self) -> None:
-        job, self._staging.job = self._staging.job, None
-        if job is not None and not job.done():
+        job = self._staging
+        if job is None or job is _OVER:
+            return
+        self._staging = None
+        if not job.done():
             self.receiver.abort()
             if not wait([job], _SETTLE_TIMEOUT_S).done:
                 raise DeadlineError(f"staging did not end within {_SETTLE_TIMEOUT_S:g} s", hint="restart the engine")
@@ -252,10 +245,6 @@ def pull(message: Pull, base: str | None) -> None:
     """
     before = read_hook(os.environ.get(PRE_READ_HOOK))
     LocalCheckpoint(message.directory, base).pull(message.source, message.version, before=before)
-
-
-_WORKING = "working"
-"""What a worker says to the others while it is at work."""
 
 
 def words_of(error: BaseException) -> str:

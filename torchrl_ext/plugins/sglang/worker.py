@@ -82,7 +82,7 @@ class SGLangWorker:
 
     def invalidate(self) -> None:
         """Note that SGLang loaded the model by itself: the next version does not build on what it holds."""
-        self._end.invalidate()
+        self._end.receiver.invalidate()
 
     def reloaded(self) -> None:
         """Note that SGLang loaded a whole checkpoint by itself."""

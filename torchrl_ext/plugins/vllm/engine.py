@@ -113,7 +113,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             log.error("a weight update was ended with %d parameters missing, and is dropped", len(missing))
         if missing or not sound:
             self._loader.roll_back()
-            self._end.invalidate()
+            self._end.receiver.invalidate()
         else:
             self._told(lambda: self._end.handle(self._own(Finish(version=self._end.receiver.version))))
 
@@ -123,11 +123,9 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Args:
             whole: it loaded a checkpoint to its end.
         """
-        self._end.invalidate()
+        self._end.receiver.invalidate(torn=not whole and self._loader.is_open())
         if whole:
             self._end.receiver.reloaded()
-        elif self._loader.is_open():
-            self._end.receiver.tear()
 
     @property
     def whole(self) -> bool:
