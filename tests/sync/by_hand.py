@@ -30,5 +30,6 @@ def prepared(transport, weights, version):
 def limited(source, part):
     """A source of the tensors of ``part`` alone."""
     found = UpdateSource(source)
-    found.limit(part)
+    found.only = part.names
+    found.limit(part.base)
     return found

@@ -114,8 +114,7 @@ class WeightSender:
         if rehearse not in ("once", "never", "always"):
             raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once', 'never' or 'always'")
         FiniteCheck(finite)  # raises here, and not in the first update
-        self._wanted, self._rehearse, self._finite = bool(verify), rehearse, finite
-        self._verify = self._wanted and engine is not None
+        self._verify, self._rehearse, self._finite = bool(verify), rehearse, finite
         engine = client_of(transport, engine, rank)
         self._transport = transport
         self._mapper, self._dtype = mapper, dtype
@@ -126,7 +125,7 @@ class WeightSender:
         self._collectors: list[weakref.ref[Any]] = []
         self._spans, self._stats = Spans(), TransferStats()
         self._attempted = 0
-        self._refused: frozenset[str] | None = None  # the names of a part that these engines did not take
+        self._refused: frozenset[str] | None  # the names of a part that these engines did not take
         self._rows: tuple[tuple[ParamMeta, ...], list[Any]] = (), []
         self._connect_to(engine)
         self.version = 0
@@ -151,8 +150,7 @@ class WeightSender:
 
         One that raises is logged: the engines have the weights then.
         """
-        if all(known() is not collector for known in self._collectors):
-            self._collectors.append(weakref.ref(collector))
+        self._collectors.append(weakref.ref(collector))
 
     def init_all_workers_group(
         self,
@@ -170,7 +168,6 @@ class WeightSender:
         """
         with exclusive(self._transport, "init_all_workers_group"):
             if vllm_engine is not None:
-                self._verify = self._wanted
                 self._connect_to(vllm_engine)
             if model_metadata is None:
                 params = self._source(None).params()
@@ -237,11 +234,10 @@ class WeightSender:
         """Drive an update on rank 0, and return its report, and that one more was accepted."""
         started = time.perf_counter()
         with self._ranks.leading() as session:
-            source, names = self._begun(weights, only)
-            held = source.held()
-            source.finite.look_ahead(held if names is None else {name: held[name] for name in names & held.keys()})
+            source = self._begun(weights, only)
+            source.finite.look_ahead(source.held(), source.only)
             try:
-                report = self._drive(source, names, weights, started)
+                report = self._drive(source, weights, started)
             finally:
                 source.finite.warn(source.version)
             session.end(self.version, accepted=True)
@@ -258,12 +254,11 @@ class WeightSender:
         looked: list[FiniteCheck] = []
 
         def steps() -> Steps:
-            source, names = self._begun(weights, only)
+            source = self._begun(weights, only)
             looked.append(source.finite)
 
             def limit(order: Info) -> None:
-                part = None if order["base"] is None or names is None else Part(base=order["base"], names=names)
-                source.limit(part, narrow=self._transport.parts)
+                source.limit(order["base"])
 
             def outputs(_: Info) -> None:
                 if self._outputs is not None:
@@ -281,11 +276,12 @@ class WeightSender:
             log.warning("trainer rank 0 could not put an update in service; engines serve version %d", self.version)
         return SyncReport(version=self.version, transport=self._transport.name), ended.accepted
 
-    def _begun(self, weights: Any, only: Only | None) -> tuple[UpdateSource, frozenset[str] | None]:
+    def _begun(self, weights: Any, only: Only | None) -> UpdateSource:
         source = self._source(weights)
-        return source, None if only is None else chosen(only, source, self._trained(weights))
+        source.only = None if only is None else chosen(only, source, self._trained(weights))
+        return source
 
-    def _drive(self, source: UpdateSource, names: frozenset[str] | None, weights: Any, started: float) -> SyncReport:
+    def _drive(self, source: UpdateSource, weights: Any, started: float) -> SyncReport:
         compared: AbstractContextManager[None] = nullcontext()
         self._spans, self._stats, source.version = Spans(), TransferStats(), self._attempted + 1
         try:
@@ -295,7 +291,7 @@ class WeightSender:
                 compared = self._outputs.compared(self.engine, source, weights, self._model())
             try:
                 with compared:
-                    self._deliver(source, names)
+                    self._deliver(source)
             except BaseException:
                 self._connection.drop()  # what is left of a group or a half-made update is not built upon
                 raise
@@ -306,7 +302,7 @@ class WeightSender:
         self.version = self._connection.delivered = source.version
         return self._report(self.version, source, started)
 
-    def _deliver(self, source: UpdateSource, names: frozenset[str] | None) -> None:
+    def _deliver(self, source: UpdateSource) -> None:
         """Send one version to every engine that answers.
 
         Everything is sent once more where engines refuse a part, or do not hold what a version builds on, or where
@@ -318,10 +314,10 @@ class WeightSender:
         while True:
             source.limit(None)
             anew = self._connection.ensure(source.params(), self._spans) or anew
-            base = None if names is None or anew or names == self._refused else self._connection.delivered
+            whole = source.only is None or anew or source.only == self._refused
+            base = None if whole else self._connection.delivered
             self._ranks.session.order("limit", always=True, base=base)
-            if names is not None and base is not None:
-                source.limit(Part(base=base, names=names), narrow=self._transport.parts)
+            source.limit(base)
             source.digesting = self._verify and self.engine.verifies and not self._transport.proves
             source.version = self._next_version()
             try:
@@ -412,8 +408,9 @@ class WeightSender:
         source = self._read(registered) if weights is None else as_source(weights)
         if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
             source = converted(source, registered)  # a module's own names become those of its checkpoint
-        finite = FiniteCheck(self._finite, left=self._transport.looks)
-        return UpdateSource(source, mapper=self._mapper, dtype=self._dtype, finite=finite)
+        narrow = self._transport.parts
+        finite = FiniteCheck(self._finite, left=not narrow)
+        return UpdateSource(source, mapper=self._mapper, dtype=self._dtype, finite=finite, narrow=narrow)
 
     def _next_version(self) -> int:
         """Return the next version number, which neither a failed attempt nor another sender has used."""
@@ -421,18 +418,14 @@ class WeightSender:
 
     def _connect_to(self, engine: EngineClient) -> None:
         """Drive ``engine`` from now on; its workers join before the next version."""
-        compares = self._verify and not self._transport.proves
-        self._refused = None
-        self.engine, self._connection = (
+        self.engine, self._refused = engine, None
+        self._connection = Connection(
             engine,
-            Connection(
-                engine,
-                self._transport.open,
-                transport=self._transport.name,
-                timeout_s=self._transport.timeout_s,
-                compares=compares,
-                rehearse=self._rehearse,
-            ),
+            self._transport.open,
+            transport=self._transport.name,
+            timeout_s=self._transport.timeout_s,
+            compares=self._verify and not self._transport.proves,
+            rehearse=self._rehearse,
         )
 
     def _report(self, version: int, source: UpdateSource, started: float, failed: bool = False) -> SyncReport:

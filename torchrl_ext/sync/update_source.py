@@ -33,8 +33,10 @@ class UpdateSource(WeightSource):
         mapper: trainer name -> checkpoint name.
         dtype: cast of floating-point tensors.
         finite: looks for NaN and infinity in tensors as they pass, or lets the transport look; None for nobody.
+        narrow: a limited pass yields some tensors only; else all, and `part` says which may differ from its base.
 
     Attributes:
+        only: the names of the tensors that may differ from what was sent last; None for all.
         version: the version as which it is sent.
         digesting: whether to take the digest of each tensor as it passes.
         digests: digest of each tensor that passed in the last iteration, by name; empty unless `digesting`.
@@ -55,11 +57,14 @@ class UpdateSource(WeightSource):
         mapper: Callable[[str], str] | Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
         finite: FiniteCheck | None = None,
+        narrow: bool = True,
     ) -> None:
         self.finite = FiniteCheck() if finite is None else finite
         self.look = self.finite.look if self.finite.left else None
         source = source if mapper is None else RenamedSource(source, as_mapper(mapper))
         self.whole = source if dtype is None else CastSource(source, dtype)
+        self.only: frozenset[str] | None = None
+        self._narrow = narrow
         self._names: frozenset[str] | None = None  # of the tensors that a pass yields; None for all
         self._params = self.whole.params()
         self.digesting = False
@@ -78,15 +83,10 @@ class UpdateSource(WeightSource):
                 hint="load the weights, or bring offloaded ones back, before sending them",
             )
 
-    def limit(self, part: Part | None, *, narrow: bool = True) -> None:
-        """Send some tensors from the next pass on; with None, all of them.
-
-        Args:
-            part: which.
-            narrow: a pass yields only these; else it yields all, and `part` says which may differ from its base.
-        """
-        self.part, self._stream = part, None
-        self._names = part.names if part is not None and narrow else None
+    def limit(self, base: int | None) -> None:
+        """Send what `only` names from the next pass on, as changes of version ``base``; with None, all tensors."""
+        self.part = None if base is None or self.only is None else Part(base=base, names=self.only)
+        self._stream, self._names = None, self.only if self.part is not None and self._narrow else None
         self._params = tuple(meta for meta in self.whole.params() if self._sends(meta.name))
 
     def _sends(self, name: str) -> bool:

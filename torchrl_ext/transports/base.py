@@ -28,17 +28,9 @@ from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = [
-    "Arrival",
-    "Handoff",
-    "TransferStats",
-    "Transport",
-    "Update",
-    "Worker",
-    "WorkerEnd",
-    "exclusive",
-    "passing",
+    "Arrival", "Handoff", "TransferStats", "Transport", "Update", "Worker", "WorkerEnd", "exclusive", "passing",
     "steps_of",
-]
+]  # fmt: skip
 
 
 def _nothing(*_: object) -> None:
@@ -152,9 +144,8 @@ class Transport(ABC):
     slices: ClassVar[bool] = False
     """Workers receive only the blocks that they need (`Worker.slices`), as `torchrl_ext.landing.sliced.Sliced`."""
     parts: ClassVar[bool] = True
-    """An update of some tensors carries only these; where this is false, the transport finds itself what changed."""
-    looks: ClassVar[bool] = False
-    """`prepare` calls `WeightSource.look` for what is not known to be finite, so that no pass has to."""
+    """An update of some tensors carries only these; where this is false, the transport finds itself what changed, and
+    `prepare` calls `WeightSource.look` for what is not known to be finite, so that no pass has to."""
     gathers: ClassVar[bool] = True
     """`prepare` or ``transfer`` passes over the source, in which the other trainer ranks take part."""
     timeout_s: float = 60.0
