@@ -118,14 +118,10 @@ def test_a_failure_beside_the_engines_work_is_heard_at_the_next_question(engine)
     assert all("nothing was begun" in str(error) or "ZeroDivision" in str(error) for error in handle(Poll()))
 
 
-def test_nobody_is_at_work_before_anything_was_begun(engine):
-    _, _, handle = engine
-    assert all("nothing was begun" in str(error) for error in handle(Poll()))
-
-
 def test_a_world_without_room_is_refused_before_anything_is_joined(engine):
     _, _, handle = engine
     transport = tx.MemoryTransport()
+    assert all("nothing was begun" in str(error) for error in handle(Poll()))
     for offset, size in ((1, 2), (2, 3), (0, 3)):
         message = Join(transport="memory", params=(), rank_offset=offset, world_size=size, offer={})
         assert all("do not fit into a world" in str(error) for error in handle(message))
