@@ -13,20 +13,32 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError, TransportError
 from torchrl_ext.messages import Wire
 from torchrl_ext.transports.base import Arrival, Handoff, Update, Worker, WorkerEnd
-from torchrl_ext.transports.standalone import QueueMailbox, StandaloneTransport
+from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.source import checked
 
 __all__ = ["MemoryTransport"]
 
+_SHORTEST_S, _LONGEST_S = 0.002, 0.02  # between two looks for a version
+
 
 @final
-class _Channel:
+class _Channel(Mailbox):
     """The state that the ends of one named channel share."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] | None = None
-        self.mailbox, self.version = QueueMailbox(), 0
+        self.version = 0
+        self.newest: Arrival | None = None
+
+    def put(self, arrival: Arrival, within: Deadline) -> None:
+        self.newest = arrival
+
+    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
+        for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
+            if self.newest not in (None, received):
+                return self.newest
+        return None
 
 
 _CHANNELS: weakref.WeakValueDictionary[str, _Channel] = weakref.WeakValueDictionary()
@@ -63,8 +75,8 @@ class MemoryTransport(StandaloneTransport):
         self._channel = _CHANNELS.setdefault(self._name, _Channel())
 
     @property
-    def mailbox(self) -> QueueMailbox:
-        return self._channel.mailbox
+    def mailbox(self) -> Mailbox:
+        return self._channel
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         self._connected = True
@@ -86,7 +98,7 @@ class MemoryTransport(StandaloneTransport):
     def shutdown(self) -> None:
         super().shutdown()
         if self._sends:
-            self._channel.tensors = None
+            self._channel.tensors = self._channel.newest = None
 
     def attend(self, within: Deadline) -> WorkerEnd:
         return _MemoryWorker(self._name, self._channel)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.landing.loader import as_loader
@@ -14,9 +13,7 @@ from torchrl_ext.transports.ranks import TrainerRanks, numbered
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.source import as_source, inner_model
 
-__all__ = ["Mailbox", "QueueMailbox", "StandaloneTransport"]
-
-_SHORTEST_S, _LONGEST_S = 0.002, 0.02  # between two looks into a queue
+__all__ = ["Mailbox", "StandaloneTransport"]
 
 
 class Mailbox(ABC):
@@ -31,26 +28,6 @@ class Mailbox(ABC):
 
     def refuse(self, arrival: Arrival, error: BaseException) -> None:  # noqa: B027 - nobody may wait for this worker
         """Tell the trainer not to wait: a version of `get` cannot land here, because of ``error`` (worker end)."""
-
-
-@final
-class QueueMailbox(Mailbox):
-    """Brings word through a queue of this process."""
-
-    def __init__(self) -> None:
-        self._arrivals: queue.Queue[Arrival] = queue.Queue()
-
-    def put(self, arrival: Arrival, within: Deadline) -> None:
-        self._arrivals.put(arrival)
-
-    def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
-        for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
-            newest = None
-            while not self._arrivals.empty():
-                newest = self._arrivals.get_nowait()
-            if newest is not None:
-                return newest
-        return None
 
 
 class StandaloneTransport(Transport):
@@ -167,9 +144,8 @@ class StandaloneTransport(Transport):
             ManifestError: it has other parameters; nothing was changed.
             IntegrityError, TransportError: what arrived is damaged or incomplete.
         """
-        filled = None if weights is None else as_loader(weights)
-        applied = None if model is None or strategy is not None else as_loader(model)
-        loaders = [loader for loader in (filled, applied) if loader is not None]
+        loaders = [as_loader(into) for into in (weights, model if strategy is None else None) if into is not None]
+        targets = dict if weights is None else loaders[0].targets
         who, wait_s = f"the trainer of this {self.name} transport", self.timeout_s if timeout is None else timeout
         within = self._within = Deadline(wait_s, who)
         if self._end is None:
@@ -184,14 +160,13 @@ class StandaloneTransport(Transport):
         except Exception as error:
             self.mailbox.refuse(arrival, error)
             raise
-        into = {} if filled is None else filled.targets()
-        received = dict(self._end.receive(arrival, into, Deadline(self.timeout_s, who, within.stop)))
+        received = dict(self._end.receive(arrival, targets(), Deadline(self.timeout_s, who, within.stop)))
         for loader in loaders:
             loader.start()
             loader.load(received.items())
             loader.finish()
-        into = {} if filled is None else filled.targets()
-        received = {name: into.get(name, tensor) for name, tensor in received.items()}
+        held = targets()
+        received = {name: held.get(name, tensor) for name, tensor in received.items()}
         from tensordict import TensorDict  # only the standalone route needs it; engines have no tensordict
 
         result = TensorDict(received, batch_size=[])
