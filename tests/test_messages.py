@@ -184,21 +184,8 @@ def test_what_a_transport_sends_is_decoded_by_its_own_struct():
     assert Offer.from_json(info | {"of another release": 1}) == Offer.from_json(offer.to_json()) == offer
     for value in (*BAD, *(info | {field: value} for field in info for value in BAD)):
         refused_or_right(Offer.from_json, value, right=lambda found: isinstance(found, Offer))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"timeout_s": math.nan}, r"> 0.0 - at `\$.timeout_s`"),
-        ({"timeout_s": math.inf}, r"<= 86400.0 - at `\$.timeout_s`"),
-        ({"port": 65536}, r"<= 65535 - at `\$.port`"),
-    ],
-)
-def test_a_field_of_an_offer_is_named_with_its_bound(change, words):
-    info = {"root": "/x", "port": 9}
-    with pytest.raises(ConfigError, match=f"the offer of transport 'disk' is malformed: .*{words}"):
-        Offer.from_json(info | change, "the offer of transport 'disk'")
-    assert Offer.from_json(info | {"timeout_s": 3}).timeout_s == 3
+    with pytest.raises(ConfigError, match=r"the offer of transport 'disk' is malformed: .*<= 65535 - at `\$.port`"):
+        Offer.from_json(info | {"port": 65536}, "the offer of transport 'disk'")
 
 
 @pytest.mark.parametrize(

@@ -10,26 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrl_ext import messages
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError, StaleBaseError
 from torchrl_ext.landing.loader import Changes, WeightLoader, as_loader
-from torchrl_ext.messages import (
-    Connected,
-    Finish,
-    Join,
-    Leave,
-    Load,
-    Message,
-    Poll,
-    Prefetch,
-    Rehearse,
-    Reset,
-    Seal,
-    Start,
-    State,
-    Verify,
-    replaced,
-)
+from torchrl_ext.messages import Message, replaced
 from torchrl_ext.registry import transports
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.base import Arrival, Worker, WorkerEnd
@@ -125,33 +110,34 @@ class WeightReceiver:
         """
         self.refuse_replaced(message)
         match message:
-            case Join():
+            case messages.Join():
                 self.connect(message)
-            case Rehearse():
+            case messages.Rehearse():
                 return self.rehearse(message)
-            case Prefetch():
+            case messages.Prefetch():
                 self.prefetch(message)
                 self.confirm()
-            case Start():
+            case messages.Start():
                 self.start()
-            case Load():
+            case messages.Load():
                 self.load(message)
-            case Verify():
+            case messages.Verify():
                 self.verify(message.digests)
-            case Seal():
+            case messages.Seal():
                 self.seal()
-            case Finish():
+            case messages.Finish():
                 self.finish(message.version)
-            case Reset():
+            case messages.Reset():
                 self.invalidate(empty=message.weights == "gone")
                 if message.weights == "reloaded":
-                    self.reloaded()
-            case State():
+                    self.held = Held()
+                    self._require_loader().reloaded()
+            case messages.State():
                 return {} if message.connection else self._state()
-            case Leave():
+            case messages.Leave():
                 if message.connection in ("", self.connection):
                     self.close()
-            case Poll():  # whatever was begun was done when it was answered
+            case messages.Poll():  # whatever was begun was done when it was answered
                 pass
             case _:
                 raise ConfigError(f"a message of kind {message.kind!r} means nothing here", state="unchanged")
@@ -163,13 +149,13 @@ class WeightReceiver:
         Raises:
             EngineRefusedError: names the sender that has joined since.
         """
-        if not isinstance(message, Connected) or isinstance(message, (Join, Leave)):
+        if not isinstance(message, messages.Connected) or isinstance(message, (messages.Join, messages.Leave)):
             return
         if message.connection in ("", self.connection):  # one that bears none is of whoever had the worker join
             return
         raise replaced("no sender has joined" if self._end is None else f"{self._sender or 'another one'} has joined")
 
-    def check(self, message: Join) -> None:
+    def check(self, message: messages.Join) -> None:
         """Refuse what can be known to fail before a transport is joined, or a weight touched.
 
         Raises:
@@ -181,7 +167,7 @@ class WeightReceiver:
                 admit(message.offer[name], made=name == "local_dir")
         self._require_loader().check(message.params)
 
-    def connect(self, message: Join) -> None:
+    def connect(self, message: messages.Join) -> None:
         """Join the transport that ``message`` names.
 
         Raises:
@@ -211,7 +197,7 @@ class WeightReceiver:
         self._staged = None
         self._expect(None)
 
-    def rehearse(self, message: Rehearse) -> Info:
+    def rehearse(self, message: messages.Rehearse) -> Info:
         """Show that an update's route leads to the same state as a cold start (`torchrl_ext.proof.rehearsal`).
 
         Returns:
@@ -228,7 +214,7 @@ class WeightReceiver:
             needed = False
         return {"needed": needed, "proof": loader.proof(), **loader.rehearsal()}
 
-    def prefetch(self, message: Prefetch) -> None:
+    def prefetch(self, message: messages.Prefetch) -> None:
         """Fetch, check, decode and stage a version, as far as that can be done while the engine serves.
 
         Raises:
@@ -292,7 +278,7 @@ class WeightReceiver:
         free_cached()
         self._require_loader().start()
 
-    def load(self, message: Load) -> None:
+    def load(self, message: messages.Load) -> None:
         """Land one handoff, or the staged changes where they are of its version."""
         loader, end = self._require_loader(), self._require_end()
         staged, self._staged = self._staged, None
@@ -360,18 +346,13 @@ class WeightReceiver:
 
         Args:
             empty: it holds nothing, until an update fills it.
-            torn: the engine loads a checkpoint by itself, which is not whole before `reloaded`.
+            torn: the engine loads a checkpoint by itself, which is not whole before a `Reset` says so.
         """
         landing = self.version if torn else self.held.landing
         self.held = Held(landing=landing, empty=empty)  # first, as a version may be staged in another thread
         self._staged = None
         self._expect(None)
         self._require_loader().invalidate()
-
-    def reloaded(self) -> None:
-        """Note that the engine loaded a whole checkpoint by itself."""
-        self.held = replace(self.held, landing=None)
-        self._require_loader().reloaded()
 
     def abort(self) -> None:
         """End a wait in another thread."""

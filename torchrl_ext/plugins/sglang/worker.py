@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import distributed, nn
 
-from torchrl_ext.messages import Finish, Join, Load, Message, Prefetch, Start, State, partial_version
+from torchrl_ext.messages import Finish, Join, Load, Message, Prefetch, Reset, Start, State, partial_version
 from torchrl_ext.plugins.sglang.loader import SGLangLoader
 from torchrl_ext.plugins.sglang.routes import Land
 from torchrl_ext.plugins.workers import agree
@@ -86,7 +86,7 @@ class SGLangWorker:
 
     def reloaded(self) -> None:
         """Note that SGLang loaded a whole checkpoint by itself."""
-        self._end.receiver.reloaded()
+        self._end.receiver.handle(Reset(weights="reloaded"))
 
     def refuse_parts(self) -> None:
         """Refuse to generate with a part of an update.

@@ -22,7 +22,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from torchrl_ext.errors import EngineError, ManifestError
-from torchrl_ext.messages import CheckAdapter, Finish, Join, Message, Start, read, stamped
+from torchrl_ext.messages import CheckAdapter, Finish, Join, Message, Reset, Start, read, stamped
 from torchrl_ext.plugins.refusals import check_adapter
 from torchrl_ext.plugins.vllm import names as vllm
 from torchrl_ext.plugins.vllm.loader import VLLMLoader
@@ -123,9 +123,10 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Args:
             whole: it loaded a checkpoint to its end.
         """
-        self._end.receiver.invalidate(torn=not whole and self._loader.is_open())
         if whole:
-            self._end.receiver.reloaded()
+            self._end.receiver.handle(Reset(weights="reloaded"))
+        else:
+            self._end.receiver.invalidate(torn=self._loader.is_open())
 
     @property
     def whole(self) -> bool:
