@@ -17,11 +17,11 @@ from tests.hostile import HOSTILE, refused_or_right, worse_json
 from torchrl_ext import messages
 from torchrl_ext.collectors.worker_end import Keep
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.messages import Connected, Join, Load, Message, Poll, Port, Prefetch, Seconds, Text, Wire, read
+from torchrl_ext.messages import Connected, Join, Load, Message, Poll, Prefetch, read
 from torchrl_ext.plugins.sglang.adapters import CheckLoaded
 from torchrl_ext.plugins.sglang.routes import Land
 from torchrl_ext.routes import ANSWERS, Flush, ListAdapters, answers_in, escaped, merged, unescaped
-from torchrl_ext.types import Count, Info, ParamMeta, Part
+from torchrl_ext.types import Count, Info, ParamMeta, Params, Part, Port, Seconds, Text, Wire
 
 KINDS = [*{*Message.__subclasses__(), *Connected.__subclasses__()} - {Connected}]
 assert {Keep, CheckLoaded, Land, Flush, ListAdapters} < {*KINDS}  # of other modules, whose import makes them known
@@ -43,7 +43,7 @@ VALUES = {
     list[Any]: st.lists(JSON, max_size=2),
     messages.Digests: st.dictionaries(WORDS, WORDS, max_size=3),
     messages.Files: st.lists(WORDS, min_size=1, max_size=3),
-    messages.Params: st.lists(
+    Params: st.lists(
         st.builds(ParamMeta, WORDS, st.sampled_from([torch.bfloat16, torch.int8]), SHAPES), max_size=3
     ).map(tuple),
     Part: st.builds(Part, base=COUNTS, names=st.frozensets(WORDS, min_size=1, max_size=3)),
@@ -175,7 +175,7 @@ class Offer(Wire, frozen=True, kw_only=True):
     root: Text
     port: Port
     timeout_s: Seconds = 60.0
-    params: messages.Params = ()
+    params: Params = ()
 
 
 def test_what_a_transport_sends_is_decoded_by_its_own_struct():
@@ -184,8 +184,9 @@ def test_what_a_transport_sends_is_decoded_by_its_own_struct():
     assert Offer.from_json(info | {"of another release": 1}) == Offer.from_json(offer.to_json()) == offer
     for value in (*BAD, *(info | {field: value} for field in info for value in BAD)):
         refused_or_right(Offer.from_json, value, right=lambda found: isinstance(found, Offer))
-    with pytest.raises(ConfigError, match=r"the offer of transport 'disk' is malformed: .*<= 65535 - at `\$.port`"):
-        Offer.from_json(info | {"port": 65536}, "the offer of transport 'disk'")
+    for change, bound in (({"port": 65536}, r"<= 65535 - at `\$.port`"), ({"timeout_s": math.inf}, "<= 86400.0")):
+        with pytest.raises(ConfigError, match=f"the offer of transport 'disk' is malformed: .*{bound}"):
+            Offer.from_json(info | change, "the offer of transport 'disk'")
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,16 @@ import msgspec
 
 import torchrl_ext
 from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.types import Count, Info, ParamMeta, Part, Wire
+from torchrl_ext.types import Count, Info, Params, Part, Text, Wire
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "FORMAT", "REPLACED", "CheckAdapter", "Connected", "Count", "Digests", "Finish", "Inspect", "Join", "Leave", "Load",
-    "Message", "Params", "Poll", "Port", "Prefetch", "Pull", "Rehearse", "RehearsePolicy", "Reset", "Seal", "Seconds",
-    "ServeAdapter", "StageAdapter", "Start", "State", "Text", "UnloadAdapter", "Verify", "WeightsLost", "Wire",
-    "WorldSize", "partial_version", "read", "replaced", "replaced_by", "stamped",
+    "FORMAT", "REPLACED", "CheckAdapter", "Connected", "Digests", "Finish", "Inspect", "Join", "Leave", "Load",
+    "Message", "Poll", "Prefetch", "Pull", "Rehearse", "RehearsePolicy", "Reset", "Seal", "ServeAdapter",
+    "StageAdapter", "Start", "State", "UnloadAdapter", "Verify", "WeightsLost", "WorldSize", "partial_version", "read",
+    "replaced", "replaced_by", "stamped",
 ]  # fmt: skip
 
 FORMAT = 3
@@ -40,11 +40,7 @@ FORMAT = 3
 REPLACED = "torchrl_ext: this sender has to join again"
 """What a worker's refusal begins with where it has joined another sender since, or none."""
 
-Text = Annotated[str, msgspec.Meta(max_length=4096)]
-Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 WorldSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-Params = tuple[ParamMeta, ...]
 Digests = dict[str, str]
 Files = Annotated[list[str], msgspec.Meta(min_length=1)]
 RehearsePolicy = Annotated[str, msgspec.Meta(pattern=r"^(once|never|always)\Z")]

@@ -57,6 +57,9 @@ def cast_hint(dtype: torch.dtype) -> str:
 
 T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+Text = Annotated[str, msgspec.Meta(max_length=4096)]
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
 
@@ -151,6 +154,9 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     def __str__(self) -> str:
         return f"{self.name} {dtype_name(self.dtype)}{list(self.shape)}"
+
+
+Params = tuple[ParamMeta, ...]
 
 
 class Part(Wire, frozen=True, kw_only=True):

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError, TransportError
-from torchrl_ext.messages import Wire
 from torchrl_ext.transports.base import Arrival, Handoff, Update, Worker, WorkerEnd
 from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.types import Info, ParamMeta, Wire
 from torchrl_ext.weights.source import checked
 
 __all__ = ["MemoryTransport"]

@@ -9,10 +9,9 @@ from contextlib import suppress
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError, StoreError
-from torchrl_ext.messages import Wire
 from torchrl_ext.stores import Store
 from torchrl_ext.stores.local import TEMPORARY
-from torchrl_ext.types import Info
+from torchrl_ext.types import Info, Wire
 
 __all__ = ["VISIBLE_S", "Invitation", "SharedRoot"]
 

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, final
 
 from torchrl_ext.errors import ConfigError, EngineError, NotConnectedError
-from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, Text, UnloadAdapter, read
+from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, UnloadAdapter, read
 from torchrl_ext.plugins.refusals import check_adapter
 from torchrl_ext.routes import CHANNEL, ListAdapters
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.types import Info
+from torchrl_ext.types import Info, Text
 from torchrl_ext.weights.adapter import adapter_label, adapter_version
 
 __all__ = ["HOOKS", "Adapters", "CheckLoaded", "check_worker"]

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from torchrl_ext.errors import DeadlineError, EngineError, WeightSyncError
-from torchrl_ext.messages import Message, Poll, Pull, Text
+from torchrl_ext.messages import Message, Poll, Pull
 from torchrl_ext.routes import CHANNEL, answers_in, merged
+from torchrl_ext.types import Text
 
 __all__ = ["HOOKS", "Land", "announced", "load"]
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, TransportError, why
-from torchrl_ext.messages import Count
 from torchrl_ext.transports.base import Arrival, Handoff, TransferStats, Update, Worker
 from torchrl_ext.transports.buckets import Packer
 from torchrl_ext.transports.collective import stream
@@ -23,7 +22,7 @@ from torchrl_ext.transports.group.handoffs import GroupLoad, GroupMailbox, Group
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership, Offer
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.types import Count, Info, ParamMeta
 from torchrl_ext.weights.source import checked
 
 __all__ = ["CollectiveWorker", "VLLMCollectiveTransport"]

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError, ManifestError, StaleBaseError
-from torchrl_ext.messages import Count, Wire
 from torchrl_ext.stores import Chain, Manifest, Placed, Store, version_name
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.versions import version_number
 from torchrl_ext.transports.base import Arrival, Update
 from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.types import Count, ParamMeta, Wire
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import MappingSource, WeightSource, checked
 

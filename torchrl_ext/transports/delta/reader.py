@@ -14,7 +14,6 @@ from torchrl_ext.codecs.base import codec_from_json
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.landing.loader import Changes
-from torchrl_ext.messages import Wire
 from torchrl_ext.stores import Store, open_store, version_name
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.chain import Chain
@@ -23,7 +22,7 @@ from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCo
 from torchrl_ext.transports.delta.broadcast import FORMAT, Broadcast
 from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation
 from torchrl_ext.transports.standalone import Mailbox
-from torchrl_ext.types import Info
+from torchrl_ext.types import Info, Wire
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.foreign import ForeignVersions
 from torchrl_ext.versions.hooks import PRE_READ_HOOK, read_hook

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import NotConnectedError, TransportError, WeightSyncError, why
-from torchrl_ext.messages import Count, Params, Wire
 from torchrl_ext.transports.base import Arrival, WorkerEnd
 from torchrl_ext.transports.group.meeting import LAST_WORDS_S, LOOK_S, Membership
 from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.standalone import Mailbox
+from torchrl_ext.types import Count, Params, Wire
 
 __all__ = [
     "GroupLoad", "GroupMailbox", "GroupWorker", "acknowledge", "await_workers", "receiving_failed", "refused",

@@ -20,13 +20,12 @@ import torch
 from torchrl_ext import errors
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, NotConnectedError, TransportError
-from torchrl_ext.messages import Count, Params, Port, Seconds, Text, Wire
 from torchrl_ext.transports.group.backends import BACKENDS, choose_backend
 from torchrl_ext.transports.group.notes import HostedNotes, NoteStore, RemoteNotes
 from torchrl_ext.transports.group.peers import PeerGroup, severed
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.links import ranks_text
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.types import Count, ParamMeta, Params, Port, Seconds, Text, Wire
 
 __all__ = [
     "LAST_WORDS_S", "LOOK_S", "STANDALONE_GROUP", "Membership", "Note", "Offer", "disagreement", "enter", "host",

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, IntegrityError, TransportError
-from torchrl_ext.messages import Wire
 from torchrl_ext.transports.links import close_in_children
-from torchrl_ext.types import Count
+from torchrl_ext.types import Count, Wire
 
 __all__ = ["HOST", "SEGMENT_BYTES", "SLOTS", "Handle", "HostHandle", "Segment", "create", "local_devices"]
 

@@ -9,11 +9,10 @@ from typing import Any
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.messages import Params, Wire
 from torchrl_ext.transports.ipc.cuda_memory import CudaHandle
 from torchrl_ext.transports.ipc.memory import HostHandle
 from torchrl_ext.transports.links import Link
-from torchrl_ext.types import Count, decoded
+from torchrl_ext.types import Count, Params, Wire, decoded
 
 __all__ = ["Announce", "Done", "GivenUp", "Hello", "Load", "Message", "Offer", "Welcome", "read", "send"]
 

@@ -21,14 +21,13 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # by a 
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError
-from torchrl_ext.messages import Wire
 from torchrl_ext.transports.base import Arrival
 from torchrl_ext.transports.group.backends import gloo_options, kept_store, nccl_options, reached_store
 from torchrl_ext.transports.group.broadcasts import Broadcasts
 from torchrl_ext.transports.group.calls import brief, in_time, made_in_time, run_beside, sever_at_exit
 from torchrl_ext.transports.group.sockets import dial, listen
 from torchrl_ext.transports.standalone import Mailbox
-from torchrl_ext.types import decoded, dtype_name
+from torchrl_ext.types import Wire, decoded, dtype_name
 
 __all__ = ["NAME", "Group", "Meeting"]
 

@@ -27,14 +27,13 @@ from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
-from torchrl_ext.messages import Wire
 from torchrl_ext.transports.base import Arrival, Handoff, TransferStats, Update, Worker, WorkerEnd
 from torchrl_ext.transports.buckets import Bucket, Packer, Span
 from torchrl_ext.transports.collective.stream import Incoming, send_buckets
 from torchrl_ext.transports.group.backends import choose_backend
 from torchrl_ext.transports.native.meeting import NAME, Group, Meeting
 from torchrl_ext.transports.standalone import StandaloneTransport
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.types import Info, ParamMeta, Wire
 from torchrl_ext.weights.source import checked
 
 __all__ = ["NativeTransport"]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchrl_ext.messages import Count
 from torchrl_ext.transports.copies import BufferPool
 from torchrl_ext.transports.group.handoffs import GroupLoad
 from torchrl_ext.transports.group.meeting import Membership
 from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.sharded.agreement import read_plan
 from torchrl_ext.transports.sharded.plans.plan import MemberPlan
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.types import Count, ParamMeta
 
 __all__ = ["End", "Load"]
 
