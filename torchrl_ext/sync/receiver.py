@@ -21,6 +21,7 @@ from torchrl_ext.transports.base import Arrival, Worker, WorkerEnd
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta, Part, decoded
 from torchrl_ext.weights.devices import free_cached
+from torchrl_ext.weights.source import as_source
 
 __all__ = ["Held", "WeightReceiver"]
 
@@ -390,8 +391,6 @@ class WeightReceiver:
 
     def apply_weights(self, weights: Any) -> None:
         """Land ``weights`` (TensorDict or mapping) directly."""
-        from torchrl_ext.weights.source import as_source
-
         source, loader = as_source(weights), self._require_loader()
         loader.check(source.params())
         self.invalidate(empty=self.held.empty, torn=True)

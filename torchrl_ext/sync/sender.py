@@ -34,14 +34,7 @@ from torchrl_ext.transports.ranks import Steps, TrainerRanks, numbered
 from torchrl_ext.types import PROOFS, Info, ParamMeta, Part, SyncReport, least
 from torchrl_ext.weights.derived import as_mapper, converted
 from torchrl_ext.weights.finite import FiniteCheck
-from torchrl_ext.weights.source import (
-    MappingSource,
-    WeightSource,
-    as_source,
-    inner_model,
-    is_tensordict_module,
-    source_of_module,
-)
+from torchrl_ext.weights.source import MappingSource, as_source, inner_model, is_tensordict_module
 
 __all__ = ["WeightSender"]
 
@@ -121,7 +114,6 @@ class WeightSender:
         self._outputs = Outputs.wanted(verify, max_gap, probe)
         self._ranks = transport.ranks = TrainerRanks(numbered("sender"), transport.timeout_s, rank=rank)
         self._model: Callable[[], Any] = lambda: None
-        self._read: Callable[[Any], WeightSource] = as_source
         self._collectors: list[weakref.ref[Any]] = []
         self._spans, self._stats = Spans(), TransferStats()
         self._attempted = 0
@@ -138,8 +130,6 @@ class WeightSender:
         TorchRL's LLM wrappers stand for the model inside, whose names engines know.
         """
         model = inner_model(model)
-        is_module = isinstance(model, nn.Module) and not is_tensordict_module(model)
-        self._read = source_of_module if is_module else as_source
         try:
             self._model = weakref.ref(model)
         except TypeError:  # plain dicts and strings take no weak reference
@@ -170,7 +160,7 @@ class WeightSender:
             if vllm_engine is not None:
                 self._connect_to(vllm_engine)
             if model_metadata is None:
-                params = self._source(None).params()
+                params = self._source().params()
             else:
                 params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
             with self._connection.turn():
@@ -185,7 +175,7 @@ class WeightSender:
                 session.end(self.version, accepted=False)
                 self._connection.ensure(params, self._spans)
         else:
-            self._ranks.following(lambda: steps_of(self._transport, self._source(None)))
+            self._ranks.following(lambda: steps_of(self._transport, self._source()))
 
     def update_weights(self, weights: Any = None, *, only: Only | None = None) -> SyncReport:
         """Send the registered model's weights, or ``weights``, as the next version.
@@ -234,7 +224,7 @@ class WeightSender:
         """Drive an update on rank 0, and return its report, and that one more was accepted."""
         started = time.perf_counter()
         with self._ranks.leading() as session:
-            source = self._begun(weights, only)
+            source = self._source(weights, only)
             source.finite.look_ahead(source.held(), source.only)
             try:
                 report = self._drive(source, weights, started)
@@ -250,23 +240,20 @@ class WeightSender:
         Returns:
             A report, and how many updates were accepted since this rank last heard of one.
         """
-
         looked: list[FiniteCheck] = []
 
-        def steps() -> Steps:
-            source = self._begun(weights, only)
+        def own_steps() -> Steps:
+            source = self._source(weights, only)
             looked.append(source.finite)
-
-            def limit(order: Info) -> None:
-                source.limit(order["base"])
 
             def outputs(_: Info) -> None:
                 if self._outputs is not None:
                     self._outputs.asked(weights, self._model())
 
-            return {"limit": limit, "outputs": outputs, **steps_of(self._transport, source)}
+            steps = steps_of(self._transport, source)
+            return {"limit": lambda order: source.limit(order["base"]), "outputs": outputs, **steps}
 
-        ended = self._ranks.following(steps, apart=("outputs", "gather"))
+        ended = self._ranks.following(own_steps, apart=("outputs", "gather"))
         self.version = self.version + 1 if ended.version is None else ended.version
         for finite in looked:
             finite.warn(self.version)
@@ -275,11 +262,6 @@ class WeightSender:
         if not ended.accepted:
             log.warning("trainer rank 0 could not put an update in service; engines serve version %d", self.version)
         return SyncReport(version=self.version, transport=self._transport.name), ended.accepted
-
-    def _begun(self, weights: Any, only: Only | None) -> UpdateSource:
-        source = self._source(weights)
-        source.only = None if only is None else chosen(only, source, self._trained(weights))
-        return source
 
     def _drive(self, source: UpdateSource, weights: Any, started: float) -> SyncReport:
         compared: AbstractContextManager[None] = nullcontext()
@@ -296,11 +278,11 @@ class WeightSender:
                 self._connection.drop()  # what is left of a group or a half-made update is not built upon
                 raise
         except Exception as error:
-            report = self._report(source.version, source, started, failed=True)
+            report = self._report(source, started, failed=True)
             # whatever it is, the caller learns which engine serves what
             raise update_error(error, f"weights version {source.version}", report.engines, report) from error
         self.version = self._connection.delivered = source.version
-        return self._report(self.version, source, started)
+        return self._report(source, started)
 
     def _deliver(self, source: UpdateSource) -> None:
         """Send one version to every engine that answers.
@@ -399,18 +381,20 @@ class WeightSender:
         rename = as_mapper(self._mapper or {})
         return lambda: frozenset(map(rename, trainable(module)))
 
-    def _source(self, weights: Any) -> UpdateSource:
+    def _source(self, weights: Any = None, only: Only | None = None) -> UpdateSource:
         registered = self._model()
         if weights is None and registered is None:
             raise NotConnectedError(
                 "there are no weights to send", hint="call register_model(policy) and keep the policy alive"
             )
-        source = self._read(registered) if weights is None else as_source(weights)
+        source = as_source(registered if weights is None else weights)
         if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
             source = converted(source, registered)  # a module's own names become those of its checkpoint
         narrow = self._transport.parts
         finite = FiniteCheck(self._finite, left=not narrow)
-        return UpdateSource(source, mapper=self._mapper, dtype=self._dtype, finite=finite, narrow=narrow)
+        sent = UpdateSource(source, mapper=self._mapper, dtype=self._dtype, finite=finite, narrow=narrow)
+        sent.only = None if only is None else chosen(only, sent, self._trained(weights))
+        return sent
 
     def _next_version(self) -> int:
         """Return the next version number, which neither a failed attempt nor another sender has used."""
@@ -428,21 +412,21 @@ class WeightSender:
             rehearse=self._rehearse,
         )
 
-    def _report(self, version: int, source: UpdateSource, started: float, failed: bool = False) -> SyncReport:
+    def _report(self, source: UpdateSource, started: float, failed: bool = False) -> SyncReport:
         stats = self._stats
         moved = source.bytes if stats.bytes is None else stats.bytes
         asked = self._verify and self.engine.verifies
-        rows = []
-        for row in self.engine.rows():
-            proves = asked and (row.state, row.version) == ("serving", version)
-            rows.append(row if proves else replace(row, proof=PROOFS[0]))
+        rows = [
+            row if asked and (row.state, row.version) == ("serving", source.version) else replace(row, proof=PROOFS[0])
+            for row in self.engine.rows()
+        ]
         spans = {**self._spans, **stats.spans, "total": time.perf_counter() - started}
         if self._outputs is not None:
             rows = self._outputs.noted(rows)
             spans |= self._outputs.spans
         proof = PROOFS[0] if failed else least(map(attrgetter("proof"), rows))
         return SyncReport(
-            version=version,
+            version=source.version,
             transport=self._transport.name,
             tensors=source.count,
             bytes=moved,

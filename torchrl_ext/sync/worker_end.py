@@ -21,9 +21,10 @@ from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
 from torchrl_ext.landing.loader import WeightLoader
 from torchrl_ext.messages import Inspect, Join, Load, Message, Poll, Prefetch, Pull, Rehearse, State
+from torchrl_ext.routes import merged
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.types import Info, least
+from torchrl_ext.types import Info
 from torchrl_ext.versions.hooks import PRE_READ_HOOK, read_hook
 from torchrl_ext.versions.local_checkpoint import LocalCheckpoint
 
@@ -148,13 +149,8 @@ class WorkerEnd:
         found: Info = {}
         self.settle()
         self.together(lambda: found.update(self.receiver.rehearse(message)))
-        told = [json.loads(words) for words in self._agree(json.dumps([found["needed"], found["proof"]]))]
-        return {
-            "worker": self._rank,
-            **found,
-            "needed": any(row[0] for row in told),
-            "proof": least(row[1] for row in told),
-        }
+        shared = json.dumps({"needed": found["needed"], "proof": found["proof"]})
+        return {"worker": self._rank, **found, **merged([*map(json.loads, self._agree(shared))])}
 
     def _pull(self, message: Pull) -> None:
         """Begin a pull; whoever asks for the same one while it goes on hears of that one.
@@ -162,14 +158,11 @@ class WorkerEnd:
         Raises:
             EngineError: another one goes on, here or on another worker.
         """
-        job = self._pulling or _OVER
-        done = job.done()
-        failed = done and job.exception() is not None
-        told = self._agree("failed" if failed else "" if done else _WORKING)
-        if _WORKING not in told:
+        going = self._pulling is not None and not self._pulling.done()
+        if not any(self._agree(_WORKING if going else "")):
             self._pulling = self._begin(lambda: pull(message, self._base))
             self._pulled = message
-        elif self._pulled != message or "failed" in told:
+        elif self._pulled != message:
             raise EngineError(
                 f"another pull goes on: {self._pulled}",
                 expected="one at a time, or the same one once more",
