@@ -95,8 +95,8 @@ class TestBeside:
         within = Deadline(LONG_S)
         load = lambda early: within.poll(lambda: None, "the load did not end")  # noqa: E731
         with pytest.raises(OSError, match="disk full") as met, beside(load, within):
-            raise OSError("disk full")
-        assert "the load did not end" in str(met.value.__cause__)
+            raise OSError("disk full") from ConnectionError("reset")
+        assert str(met.value.__cause__) == "reset" and "the load did not end" in str(met.value.__cause__.__cause__)
 
     def test_an_error_of_the_block_is_the_cause_even_if_the_call_heard_of_it_first(self):
         heard = threading.Event()
