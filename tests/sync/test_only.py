@@ -349,52 +349,29 @@ class TestSender:
             assert torch.equal(module["a"].weight, trained["a"].weight)
 
 
-class TestReceiver:
-    @pytest.fixture
-    def joined(self):
-        trained, served = policy(), policy()
-        transport, receiver = tx.MemoryTransport(), tx.WeightReceiver(served)
-        source = as_source(trained)
-        receiver.handle(invitation(transport, source))
+def test_a_receiver_says_why_it_takes_no_part():
+    source, transport, receiver = as_source(policy()), tx.MemoryTransport(), tx.WeightReceiver(policy())
+    receiver.handle(invitation(transport, source))
 
-        def send(version, part=None, *, told=True):
-            of = source if part is None else limited(source, part)
-            load = prepared(transport, of, version)
-            if told:
-                receiver.handle(Prefetch(version=version, part=part))
-            receiver.handle(Start())
-            receiver.handle(load)
-            receiver.handle(Finish(version=version))
+    def part(base):
+        return Part(base=base, names=frozenset(["a.bias"]))
 
-        return receiver, served, send
+    def send(version, of=source):
+        for message in (Start(), prepared(transport, of, version), Finish(version=version)):
+            receiver.handle(message)
 
-    @pytest.mark.parametrize("base", [0, 2])
-    def test_another_base_is_refused_before_anything_changes(self, joined, base):
-        receiver, _, send = joined
-        send(1)
-        with pytest.raises(IntegrityError, match=f"beside those of version {base}, and this one holds version 1"):
-            receiver.handle(Prefetch(version=3, part=Part(base=base, names=frozenset(["a.bias"]))))
-        send(3)
+    def refused(version, base, words):
+        with pytest.raises(IntegrityError, match=words):
+            receiver.handle(Prefetch(version=version, part=part(base)))
 
-    def test_a_torn_or_an_empty_model_is_no_base(self, joined):
-        receiver, _, send = joined
-        send(1)
-        receiver.handle(Start())  # and nothing follows
-        with pytest.raises(IntegrityError, match="parts of several versions"):
-            receiver.handle(Prefetch(version=2, part=Part(base=1, names=frozenset(["a.bias"]))))
-        send(2)
-        receiver.invalidate(empty=True)
-        with pytest.raises(IntegrityError, match="holds no weights"):
-            receiver.handle(Prefetch(version=3, part=Part(base=2, names=frozenset(["a.bias"]))))
-
-    def test_a_part_that_was_not_announced_does_not_land_nor_everything_where_a_part_was(self, joined):
-        receiver, served, send = joined
-        send(1)
-        before = served["a"].bias.detach().clone()
-        with pytest.raises(IntegrityError, match="comes as some tensors of a model, which was not announced"):
-            send(2, Part(base=1, names=frozenset(["a.bias"])), told=False)
-        assert torch.equal(served["a"].bias, before)
-        send(3)
-        receiver.handle(Prefetch(version=4, part=Part(base=3, names=frozenset(["a.bias"]))))
-        with pytest.raises(IntegrityError, match="comes as all tensors of a model"):
-            send(4, told=False)
+    send(1)
+    refused(3, 2, "beside those of version 2, and this one holds version 1")
+    with pytest.raises(IntegrityError, match="comes as some tensors of a model, which was not announced"):
+        send(2, limited(source, part(1)))
+    refused(3, 1, "parts of several versions")
+    send(3)
+    receiver.handle(Prefetch(version=4, part=part(3)))
+    with pytest.raises(IntegrityError, match="comes as all tensors of a model"):
+        send(4)
+    receiver.invalidate(empty=True)
+    refused(5, 4, "holds no weights")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchrl_ext.deadline import Deadline, one_at_a_time
 from torchrl_ext.errors import ConcurrentUpdateError
 from torchrl_ext.landing.loader import Changes
-from torchrl_ext.transports.ranks import Steps, TrainerRanks
+from torchrl_ext.transports.ranks import Steps, TrainerRanks, numbered
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import WeightSource
@@ -133,9 +133,6 @@ class Transport(ABC):
 
     Args:
         timeout_s: deadline of every wait, in seconds. A constructor that leaves ``super().__init__()`` out keeps 60.
-
-    Attributes:
-        ranks: the ranks of this trainer; whoever drives updates sets it.
     """
 
     name: ClassVar[str]
@@ -149,10 +146,14 @@ class Transport(ABC):
     gathers: ClassVar[bool] = True
     """`prepare` or ``transfer`` passes over the source, in which the other trainer ranks take part."""
     timeout_s: float = 60.0
-    ranks: TrainerRanks = TrainerRanks("nobody", 60.0)
 
     def __init__(self, *, timeout_s: float = 60.0) -> None:
         self.timeout_s = timeout_s
+
+    @cached_property
+    def ranks(self) -> TrainerRanks:
+        """The ranks of this trainer; a sender that drives updates sets those of its own."""
+        return TrainerRanks(numbered("transport"), self.timeout_s)
 
     @abstractmethod
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:

@@ -9,7 +9,6 @@ from typing import Any
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.transports.base import Arrival, Transport, Update, WorkerEnd, exclusive, passing, steps_of
-from torchrl_ext.transports.ranks import TrainerRanks, numbered
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.source import as_source, inner_model
 
@@ -67,12 +66,6 @@ class StandaloneTransport(Transport):
         """
         del model_metadata
 
-    def own_ranks(self) -> TrainerRanks:
-        """Return the ranks of this trainer, which nobody has set before where no sender drives."""
-        if "ranks" not in vars(self):
-            self.ranks = TrainerRanks(numbered("transport"), self.timeout_s)
-        return self.ranks
-
     def send_weights(self, model_id: Any, weights: Any = None) -> None:
         """Send one version of ``weights`` (trainer end); also callable as ``send_weights(weights)``.
 
@@ -89,7 +82,7 @@ class StandaloneTransport(Transport):
         """
         weights = model_id if weights is None else weights
         with exclusive(self, "send_weights"):
-            if not self.own_ranks().drives:
+            if not self.ranks.drives:
                 self._within = Deadline(float("inf"), "trainer rank 0")
                 ended = self.ranks.following(lambda: steps_of(self, as_source(weights)), self._within)
                 if ended.error is not None:
@@ -167,12 +160,14 @@ class StandaloneTransport(Transport):
             loader.finish()
         held = targets()
         received = {name: held.get(name, tensor) for name, tensor in received.items()}
-        from tensordict import TensorDict  # only the standalone route needs it; engines have no tensordict
+        from tensordict import TensorDict, TensorDictBase  # only the standalone route needs it; engines have none
 
         result = TensorDict(received, batch_size=[])
         if model is not None and strategy is not None:
             model = inner_model(model)
-            strategy.apply_weights(model, result if _is_flat(model) else result.unflatten_keys("."))
+            names = model.keys() if isinstance(model, TensorDictBase) else ()
+            flat = any("." in name for name in names)  # TorchRL's strategies view a module as a nested TensorDict
+            strategy.apply_weights(model, result if flat else result.unflatten_keys("."))
         self._received = arrival
         return result
 
@@ -190,10 +185,3 @@ class StandaloneTransport(Transport):
         end, self._end = self._end, None
         if end is not None:
             end.close()
-
-
-def _is_flat(model: Any) -> bool:
-    """Return whether names in ``model`` are joined by ``.``; TorchRL's strategies view a module as a nested one."""
-    from tensordict import TensorDictBase
-
-    return isinstance(model, TensorDictBase) and any("." in key for key in model.keys())  # noqa: SIM118 - a TensorDict iterates over its batch

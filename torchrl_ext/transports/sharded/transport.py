@@ -121,7 +121,7 @@ class ShardedTransport(StandaloneTransport):
         if self._number is not None:
             self._worker.enter(STANDALONE_GROUP, 1 + self._number, None, params, within)
             self._end = self._worker
-        elif self.own_ranks().drives:
+        elif self.ranks.drives:
             with self.ranks.leading():
                 self._trainer.host(STANDALONE_GROUP, self._standalone_workers(), params, within)
         else:
