@@ -225,7 +225,8 @@ class WeightSender:
         started = time.perf_counter()
         with self._ranks.leading() as session:
             source = self._source(weights, only)
-            source.finite.look_ahead(source.held(), source.only)
+            held, only = source.held(), source.only
+            source.finite.look_ahead(held if only is None else {name: held[name] for name in only & held.keys()})
             try:
                 report = self._drive(source, weights, started)
             finally:

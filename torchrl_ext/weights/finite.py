@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import final
 
 import torch
@@ -25,7 +25,7 @@ class FiniteCheck:
 
     Args:
         policy: ``"warn"`` collects what it finds for `warn`; ``"refuse"`` raises at once; ``"send"`` does not look.
-        left: whether passes over the weights leave the look to the transport, which finds itself what changed.
+        left: whether passes over the weights leave the look to the transport (its `Transport.parts` is false).
 
     Attributes:
         left: whether they do; not where nobody looks.
@@ -62,15 +62,15 @@ class FiniteCheck:
             )
         return nought
 
-    def look_ahead(self, held: Mapping[str, Tensor], only: Collection[str] | None) -> None:
-        """Look at tensors, or those of some names, before the update begins, where a NaN or an infinity is refused.
+    def look_ahead(self, held: Mapping[str, Tensor]) -> None:
+        """Look at tensors before the update begins, where a NaN or an infinity is refused.
 
         Raises:
             ManifestError: one of them has some.
         """
         if self._policy == "refuse":
-            for name in held if only is None else held.keys() & only:
-                self.look(name, held[name])
+            for name, tensor in held.items():
+                self.look(name, tensor)
 
     @property
     def finite(self) -> bool | None:

@@ -42,9 +42,9 @@ class WeightSource(ABC):
     Attributes:
         part: says of a source of some tensors what the others are; of a source of all, which of them may have changed
             since that version; None where any may.
-        look: looks for NaN and infinity in a tensor or a block of it (`torchrl_ext.weights.finite.FiniteCheck.look`), for
-            a transport that reads tensors only where they changed (its `Transport.parts` is false); None where nobody
-            wants to know.
+        look: looks for NaN and infinity in a tensor or a block of it (`torchrl_ext.weights.finite.FiniteCheck.look`),
+            for a transport that reads tensors only where they changed (its `Transport.parts` is false); None where
+            nobody wants to know.
     """
 
     part: Part | None = None
