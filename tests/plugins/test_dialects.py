@@ -137,11 +137,11 @@ def test_an_engine_that_a_failed_load_left_paused_serves_again_with_the_next_goo
     trainer.send_weights({name: new[name] for name in held})
     trainer.shutdown()
     engine = Engine(str(checkpoint), dtype="float32")
-    calls, scheduler, receiver = Dialects(engine), engine.scheduler, engine._receiver
+    calls, scheduler = Dialects(engine), engine.scheduler
     body = {"load_format": "delta", "model_path": str(folder(tmp_path / "root", 1)), "weight_version": "1"}
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(receiver, "load", lambda message: 1 / 0)
+            patch.setattr("torchrl_ext.landing.loader.TensorsLoader.load", lambda loader, pairs: 1 / 0)
             with pytest.raises(WeightSyncError, match="is paused"):
                 calls.update(body)
             assert scheduler.paused

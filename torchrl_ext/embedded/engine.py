@@ -57,7 +57,7 @@ class Engine:
         self._loader = TensorsLoader(model)
         self._receiver = WeightReceiver(self._loader)
         self._control = threading.Lock()
-        self._updating = self._torn = False
+        self._updating = False
         self._dormant = Dormant(model)
         self._arrived: list[ParamMeta] = []
         self.asleep: frozenset[str] = frozenset()
@@ -142,7 +142,7 @@ class Engine:
         self._refuse_torn()
 
     def _refuse_torn(self) -> None:
-        if self._torn or self._receiver.held.empty:
+        if self._receiver.held.empty or not self._receiver.whole:
             lacks = "the engine slept at level 2 and holds no weights"
             half = "the engine holds half an update and cannot serve it"
             raise EngineRefusedError(lacks if self._receiver.held.empty else half, state="paused", hint=_SEND_AGAIN)
@@ -159,8 +159,7 @@ class Engine:
         self._receiver.refuse_replaced(message)
         match message:
             case State():
-                half = self._torn or self._updating
-                return {**self._receiver.handle(message), **({"whole": False} if half else {})}
+                return {**self._receiver.handle(message), **({"whole": False} if self._updating else {})}
             case Inspect():
                 return inspect(message)
             case Join():
@@ -208,11 +207,10 @@ class Engine:
             self._refuse_busy()
             self._loader.check(source.params())
             with self.scheduler.weights:
-                self._torn, self._updating = True, False
+                self._updating = False
                 self._receiver.apply_weights(source)
                 self._receiver.handle(Reset(weights="reloaded"))
                 self.scheduler.changed()
-                self._torn = False
                 self.scheduler.version = self.scheduler.version if label is None else label
 
     def _refuse_busy(self) -> None:
@@ -226,7 +224,6 @@ class Engine:
     def _load(self, message: Load | Verify | Seal) -> None:
         """Take one step of the update that `start` began; one that fails ends the update."""
         with self._in_update():
-            self._torn = self._torn or isinstance(message, Load)
             self._updating = False
             self._receiver.handle(message)
             if isinstance(message, Load):
@@ -245,7 +242,7 @@ class Engine:
             self._receiver.finish(version)
             self.scheduler.changed()
             self.scheduler.version = self.scheduler.version if label is None else label
-            self._torn = self._updating = False
+            self._updating = False
 
     def digests(self) -> dict[str, str]:
         """Return the digest of every parameter that the live model holds, by checkpoint name.
