@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 import torchrl_ext
-from torchrl_ext.errors import ConfigError, EngineRefusedError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
 from torchrl_ext.types import Count, Info, Params, Part, Text, Wire
 
 if TYPE_CHECKING:
@@ -370,10 +370,14 @@ class UnloadAdapter(Message, frozen=True, kw_only=True):
     name: Text
 
 
-def replaced_by(words: str) -> str:
-    """Return, from a worker's refusal, who has joined in a sender's place; "" where it refused for another reason."""
-    _, _, rest = words.partition(f"{REPLACED}: ")
-    return rest.partition(". Expected:")[0].partition("; ")[0]
+def replaced_by(ask: Callable[[Message], Any], connection: str) -> str:
+    """Ask workers who has replaced the sender that joined as ``connection``; "" where nobody has, or none answers."""
+    try:
+        ask(State(connection=connection))
+    except (EngineError, DeadlineError) as error:
+        _, _, rest = error.what.partition(f"{REPLACED}: ")
+        return rest.partition(". Expected:")[0].partition("; ")[0]
+    return ""
 
 
 def replaced(since: str) -> EngineRefusedError:

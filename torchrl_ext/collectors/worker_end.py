@@ -12,7 +12,6 @@ from torchrl_ext import errors
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     DeadlineError,
-    EngineError,
     EngineRefusedError,
     EngineUnreachableError,
     TransportError,
@@ -27,7 +26,6 @@ from torchrl_ext.messages import (
     Prefetch,
     Rehearse,
     Start,
-    State,
     Verify,
     read,
     replaced_by,
@@ -84,11 +82,7 @@ class WorkerEngine(EngineClient):
 
     def replaced(self, connection: str) -> str:
         """Return whether the sender has to join again; "" also of a worker that is gone, as the next step says so."""
-        try:
-            self.ask(State(connection=connection))
-        except (EngineError, DeadlineError) as error:
-            return replaced_by(error.what)
-        return ""
+        return replaced_by(self.ask, connection)
 
     @property
     def proof(self) -> str:

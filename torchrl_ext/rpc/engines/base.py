@@ -93,20 +93,11 @@ class HTTPEngine(EngineClient):
         return self._rehearsed
 
     def replaced(self, connection: str) -> str:
-        try:
-            self._refuse_replaced(connection)
-        except (EngineError, DeadlineError) as error:
-            return replaced_by(error.what)
-        return ""
+        return replaced_by(self.tell, connection) if connection and self.verifies else ""
 
     def speak_for(self, connection: str) -> None:
         """Take steps for a sender that joined by another client, as ``connection``."""
         self._connection = self._workers.connection = connection
-
-    def _refuse_replaced(self, connection: str) -> None:
-        """Raise EngineRefusedError where the workers have joined another sender, or none since they were started."""
-        if connection and self.verifies:
-            self.tell(State(connection=connection))
 
     def rehearse(self, how: str = "once") -> None:
         """See `EngineClient.rehearse`. Where the plugin knows no rehearsals, `proof` stays ``"sent"``."""

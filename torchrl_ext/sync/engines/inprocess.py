@@ -114,11 +114,7 @@ class InProcessEngine(EngineClient):
         self._host.handle(message)
 
     def replaced(self, connection: str) -> str:
-        try:
-            self._host.handle(State(connection=connection))
-        except EngineError as error:
-            return replaced_by(error.what)
-        return ""
+        return replaced_by(self._host.handle, connection)
 
     def _handle(self, message: Message) -> Info:
         return self._host.handle(stamped(message, self._connection or ""))
