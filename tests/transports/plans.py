@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import torch
 
@@ -54,8 +53,7 @@ def random_case(rng: random.Random) -> tuple[list[ParamMeta], Layout, Layout, in
 
 def member_of(plan: TransferPlan, member: int) -> MemberPlan:
     """Return the part of a member, as it arrives there through a note."""
-    schedule, rows = (json.loads(json.dumps(msgspec.to_builtins(one))) for one in (plan.schedule, plan.rows(member)))
-    return MemberPlan(plan.params, schedule, rows)
+    return MemberPlan(plan.params, *json.loads(json.dumps([plan.schedule, plan.rows(member)])))
 
 
 def members_of(plan: TransferPlan) -> tuple[list[MemberPlan], list[MemberPlan]]:

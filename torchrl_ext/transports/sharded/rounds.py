@@ -10,14 +10,15 @@ which the blocks have landed.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import IntegrityError, ManifestError
+from torchrl_ext.errors import IntegrityError, ManifestError, why
 from torchrl_ext.kernels.base import Piece, kernels_on
 from torchrl_ext.landing.sliced import Sliced, memory_of, part_of
 from torchrl_ext.transports.copies import BufferPool, as_bytes, copy_each, is_plain
@@ -30,53 +31,29 @@ from torchrl_ext.weights.shards.blocks import Block, Shard
 __all__ = ["RoundReceiver", "RoundSender", "words_of"]
 
 _IN_FLIGHT = 2
-_DIGEST_BYTES = 16
-_MASK = (1 << 64) - 1
 
 
-class _Placed(NamedTuple):
-    """One transfer of a parameter, and where it lies in its message, in bytes."""
-
-    transfer: Transfer
-    meta: ParamMeta
-    at: int
-    nbytes: int
-
-    def tensor_in(self, message: Tensor) -> Tensor:
-        """Return the block as a view of the message that holds it."""
-        return message[self.at : self.at + self.nbytes].view(self.meta.dtype).view(self.transfer.block.shape)
+def _places(params: Sequence[ParamMeta], transfers: Sequence[Transfer]) -> list[int]:
+    """Return at which byte of the message that carries ``transfers`` each block begins; at last, the message's size."""
+    found, end = [], 0
+    for param, block in transfers:
+        itemsize = params[param].dtype.itemsize
+        found.append(-(-end // itemsize) * itemsize)
+        end = found[-1] + block.numel * itemsize
+    return [*found, end]
 
 
-def _laid_out(params: Sequence[ParamMeta], transfers: Sequence[Transfer]) -> tuple[list[_Placed], int]:
-    """Return where each block lies in the message that carries ``transfers``, and the message's size in bytes."""
-    placed, cursor = [], 0
-    for transfer in transfers:
-        meta = params[transfer.param]
-        itemsize = meta.dtype.itemsize
-        at, nbytes = -(-cursor // itemsize) * itemsize, transfer.block.numel * itemsize
-        placed.append(_Placed(transfer, meta, at, nbytes))
-        cursor = at + nbytes
-    return placed, cursor
-
-
-class _Message(NamedTuple):
-    """What a worker gets from one trainer rank in one round.
-
-    Attributes:
-        rank: the trainer rank's in the group.
-        placed: its blocks.
-        memory: that it fills.
-        direct: whether ``memory`` is where its only block belongs.
-    """
-
-    rank: int
-    placed: list[_Placed]
-    memory: Tensor
-    direct: bool
+def _views(params: Sequence[ParamMeta], transfers: Sequence[Transfer], message: Tensor) -> list[Tensor]:
+    """Return the blocks of ``transfers`` as views of the message that carries them."""
+    found = []
+    for (param, block), at in zip(transfers, _places(params, transfers), strict=False):
+        dtype = params[param].dtype
+        found.append(message[at : at + block.numel * dtype.itemsize].view(dtype).view(block.shape))
+    return found
 
 
 def _together(
-    carrier: PeerGroup, move: Callable[[Tensor, int], Any], messages: Iterable[tuple[Tensor, int]]
+    move: Callable[[Tensor, int], Any], messages: Iterable[tuple[Tensor, int]], carrier: PeerGroup
 ) -> list[Any]:
     """Begin to send or receive messages, each with its peer, in one call; return the works to wait for."""
     with carrier.together():
@@ -112,42 +89,51 @@ class RoundSender:
     def __init__(self, plan: MemberPlan, shards: Sequence[Shard], carrier: PeerGroup, pool: BufferPool) -> None:
         self._plan, self._carrier, self._pool = plan, carrier, pool
         index = {meta.name: number for number, meta in enumerate(plan.params)}
-        self._held: dict[int, list[Shard]] = {}
+        self._held: defaultdict[int, list[Shard]] = defaultdict(list)
         for shard in shards:
-            self._held.setdefault(index[shard.meta.name], []).append(shard)
+            self._held[index[shard.meta.name]].append(shard)
         self._gathers = deque(number for number, own in self._held.items() if any(one.gathers for one in own))
         self._taken: dict[int, list[tuple[Block, Tensor]]] = {}
-        self._digests: dict[int, bytearray] = {}  # by worker
+        self._digests: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # by worker
 
     @torch.no_grad()
-    def send(self) -> None:
-        """Send all rounds, and then their digests.
+    def send(self) -> int:
+        """Send all rounds, and then their digests; return how many bytes that were.
+
+        Where it fails, the group is severed, and this rank has taken part in every gather: other ranks wait there.
 
         Raises:
             TransportError, DeadlineError: as `PeerGroup.wait`.
             ManifestError: a shard is not what was declared.
         """
+        before = self._carrier.sent.total()
+        try:
+            self._send()
+        except BaseException as error:
+            self._carrier.sever(why(error))
+            while self._gathers:
+                for shard in self._held[self._gathers.popleft()]:
+                    shard.take()
+            raise
+        return self._carrier.sent.total() - before
+
+    def _send(self) -> None:
         flying: deque[list[Any]] = deque()
         for number in range(self._plan.rounds):
             while len(flying) >= _IN_FLIGHT:
                 self._land(flying)
-            first, stop = self._plan.span(number)
-            self._take(first, stop)
+            self._take(*self._plan.span(number))
             messages = [(self._packed(peer, transfers), peer) for peer, transfers in self._plan.links(number)]
-            flying.append(_together(self._carrier, self._carrier.send, messages))
+            flying.append(_together(self._carrier.send, messages, self._carrier))
             del messages
         self._take(len(self._plan.params), len(self._plan.params))
-        digests = [(torch.frombuffer(own, dtype=torch.uint8), peer) for peer, own in sorted(self._digests.items())]
-        digests = [(flat.to(self._carrier.device), peer) for flat, peer in digests]
-        flying.append(_together(self._carrier, self._carrier.send, digests))
+        digests = [
+            (torch.from_numpy(np.array(own, dtype=np.uint64).view(np.uint8).ravel()).to(self._carrier.device), peer)
+            for peer, own in sorted(self._digests.items())
+        ]
+        flying.append(_together(self._carrier.send, digests, self._carrier))
         while flying:
             self._land(flying)
-
-    def drain(self) -> None:
-        """Take part in the gathers that are left, where other ranks wait for this one."""
-        while self._gathers:
-            for shard in self._held[self._gathers.popleft()]:
-                shard.take()
 
     def _land(self, flying: deque[list[Any]]) -> None:
         for work in flying[0]:
@@ -156,17 +142,17 @@ class RoundSender:
 
     def _take(self, first: int, stop: int) -> None:
         """Gather every parameter before ``stop`` that has to be gathered; forget the parameters before ``first``."""
-        for number in [number for number in self._taken if number < first]:
-            del self._taken[number]
+        self._taken = {number: found for number, found in self._taken.items() if number >= first}
         while self._gathers and self._gathers[0] < stop:
-            self._read(self._gathers.popleft())
-        for number in [number for number in self._taken if number < first]:
-            del self._taken[number]
+            number = self._gathers.popleft()
+            self._read(number)
+            if number < first:  # nobody needs it
+                del self._taken[number]
 
     def _read(self, number: int) -> list[tuple[Block, Tensor]]:
         if number not in self._taken:
             found = []
-            for shard in self._held.get(number, ()):
+            for shard in self._held[number]:
                 tensor = shard.take().detach()
                 if tuple(tensor.shape) != shard.block.shape:
                     raise ManifestError(
@@ -180,32 +166,48 @@ class RoundSender:
 
     def _packed(self, peer: int, transfers: Sequence[Transfer]) -> Tensor:
         """Return the message with ``transfers``, and note their digests."""
-        digests = self._digests.setdefault(peer, bytearray())
-        placed, nbytes = _laid_out(self._plan.params, transfers)
-        if len(placed) == 1:
-            source, meta = self._block(transfers[0]), placed[0].meta
-            if source.dtype == meta.dtype and is_plain(source, self._carrier.device):
-                digests += bytes.fromhex(words_of(meta, transfers[0].block, source).hex())
-                return as_bytes(source)
-        message = self._pool.take(nbytes)
-        for one in placed:
-            view, source = one.tensor_in(message), self._block(one.transfer)
-            if source.dtype == view.dtype:
-                copy_each([source], [view])
-            else:
-                view.copy_(source)
-            digests += bytes.fromhex(words_of(one.meta, one.transfer.block, view).hex())
+        params, sources = self._plan.params, [self._block(*transfer) for transfer in transfers]
+        plain = sources[0].dtype == params[transfers[0].param].dtype and is_plain(sources[0], self._carrier.device)
+        if len(sources) == 1 and plain:
+            views, message = sources, as_bytes(sources[0])
+        else:
+            message = self._pool.take(_places(params, transfers)[-1])
+            views = _views(params, transfers, message)
+            for source, view in zip(sources, views, strict=True):
+                if source.dtype == view.dtype:
+                    copy_each([source], [view])
+                else:
+                    view.copy_(source)
+        for (param, block), view in zip(transfers, views, strict=True):
+            words = words_of(params[param], block, view)
+            self._digests[peer].append((words.first, words.second))
         return message
 
-    def _block(self, transfer: Transfer) -> Tensor:
-        found = memory_of(transfer.block, self._read(transfer.param))
+    def _block(self, param: int, block: Block) -> Tensor:
+        found = memory_of(block, self._read(param))
         if found is None:
             raise ManifestError(
-                f"this rank does not hold a block of {self._plan.params[transfer.param].name!r} that it has to send",
-                expected=f"elements {transfer.block.start} to {transfer.block.stop}",
+                f"this rank does not hold a block of {self._plan.params[param].name!r} that it has to send",
+                expected=f"elements {block.start} to {block.stop}",
                 hint="shards() must yield the same blocks in every update, or the plan is made again",
             )
         return found
+
+
+class _Message(NamedTuple):
+    """What a worker gets from one trainer rank in one round.
+
+    Attributes:
+        rank: the trainer rank's in the group.
+        transfers: its blocks.
+        memory: that it fills.
+        direct: whether ``memory`` is where its only block belongs.
+    """
+
+    rank: int
+    transfers: list[Transfer]
+    memory: Tensor
+    direct: bool
 
 
 class RoundReceiver:
@@ -234,7 +236,7 @@ class RoundReceiver:
         self._passed: deque[list[Any]] = deque()  # works by round
         self._done = 0
         self._landing = True
-        self._transfers: dict[int, list[int]] = {}  # parameters of the blocks from each trainer rank, as they came
+        self._came: defaultdict[int, list[int]] = defaultdict(list)  # parameters of the blocks of each trainer rank
         self._found: dict[int, PositionDigest] = {}
 
     @torch.no_grad()
@@ -255,7 +257,8 @@ class RoundReceiver:
                 if self._needed[number]:
                     tensor, parts = self._target(number)
                     del self._targets[number]
-                    self._found[number] = self._read_back(number, parts)
+                    words = [words_of(self._plan.params[number], *part) for part in parts]
+                    self._found[number] = sum(words, PositionDigest())
                     del parts
                     yield self._plan.params[number].name, tensor
                     del tensor
@@ -287,13 +290,15 @@ class RoundReceiver:
             self._flying.append((messages, self._receive((one.memory, one.rank) for one in messages)))
             del messages
 
-    def _message(self, rank: int, transfers: Sequence[Transfer]) -> _Message:
-        placed, nbytes = _laid_out(self._plan.params, transfers)
-        if self._landing and len(placed) == 1:
-            place = self._place(transfers[0])
-            if is_plain(place, self._carrier.device):
-                return _Message(rank, placed, as_bytes(place), direct=True)
-        return _Message(rank, placed, self._pool.take(nbytes), direct=False)
+    def _message(self, rank: int, transfers: list[Transfer]) -> _Message:
+        if (
+            self._landing
+            and len(transfers) == 1
+            and is_plain(place := self._place(*transfers[0]), self._carrier.device)
+        ):
+            return _Message(rank, transfers, as_bytes(place), direct=True)
+        nbytes = _places(self._plan.params, transfers)[-1]
+        return _Message(rank, transfers, self._pool.take(nbytes), direct=False)
 
     def _land(self, messages: list[_Message], works: list[Any]) -> None:
         """Wait for the messages of a round, pass them on, and bring their blocks where they belong."""
@@ -301,24 +306,25 @@ class RoundReceiver:
             self._carrier.wait(work)
         self._await_passed(_IN_FLIGHT - 1)
         self._pass_on([one.memory for one in messages])
-        for rank, placed, *_ in messages:  # before anything may fail here, for `drain`
-            self._transfers.setdefault(rank, []).extend(one.transfer.param for one in placed)
-        for _, placed, memory, direct in messages:
+        for rank, transfers, *_ in messages:  # before anything may fail here, for `drain`
+            self._came[rank] += [one.param for one in transfers]
+        for _, transfers, memory, direct in messages:
             if self._landing and not direct:
-                copy_each([one.tensor_in(memory) for one in placed], [self._place(one.transfer) for one in placed])
+                views = _views(self._plan.params, transfers, memory)
+                copy_each(views, [self._place(*transfer) for transfer in transfers])
 
     def _receive(self, messages: Iterable[tuple[Tensor, int]]) -> list[Any]:
         """Begin to receive messages of trainer ranks, from the worker that passes them on where there is one."""
         source = self._plan.source
         sources = ((memory, rank if source is None else source) for memory, rank in messages)
-        return _together(self._carrier, self._carrier.receive, sources)
+        return _together(self._carrier.receive, sources, self._carrier)
 
     def _pass_on(self, messages: Sequence[Tensor]) -> None:
         """Send messages to the next worker with the same needs; two rounds of them may be under way."""
         successor = self._plan.successor
         if successor is not None:
             pairs = ((memory, successor) for memory in messages)
-            self._passed.append(_together(self._carrier, self._carrier.send, pairs))
+            self._passed.append(_together(self._carrier.send, pairs, self._carrier))
 
     def _await_passed(self, rounds: int) -> None:
         """Wait until no more than the last ``rounds`` rounds are still being passed on."""
@@ -329,57 +335,45 @@ class RoundReceiver:
     def _target(self, number: int) -> tuple[Tensor, list[tuple[Block, Tensor]]]:
         """Return what is yielded for a parameter, and the memory of its blocks."""
         if number not in self._targets:
-            meta, blocks = self._plan.params[number], self._needed[number]
-            given = self._into.get(meta.name)
+            meta, blocks, device = self._plan.params[number], self._needed[number], self._carrier.device
+            given, parts = self._into.get(meta.name), list[tuple[Block, Tensor]]()
             if given is not None and ParamMeta.of(meta.name, given) == meta:
-                parts = [(block, part_of(given, block)) for block in blocks]
-                if all(part is not None for _, part in parts):
-                    self._targets[number] = given, parts  # type: ignore[assignment]  # none of them is None
-                    return self._targets[number]
-            fresh = [
-                (block, torch.empty(block.shape, dtype=meta.dtype, device=self._carrier.device)) for block in blocks
-            ]
-            whole = blocks == (Block.whole(meta.shape),)
-            self._targets[number] = (fresh[0][1] if whole else Sliced.of(meta, fresh)), fresh
+                parts = [(block, part) for block in blocks if (part := part_of(given, block)) is not None]
+            if given is None or len(parts) < len(blocks):
+                parts = [(block, torch.empty(block.shape, dtype=meta.dtype, device=device)) for block in blocks]
+                given = parts[0][1] if blocks == (Block.whole(meta.shape),) else Sliced.of(meta, parts)
+            self._targets[number] = given, parts
         return self._targets[number]
 
-    def _place(self, transfer: Transfer) -> Tensor:
+    def _place(self, param: int, block: Block) -> Tensor:
         """Return the memory in which a transferred block belongs."""
-        found = memory_of(transfer.block, self._target(transfer.param)[1])
+        found = memory_of(block, self._target(param)[1])
         if found is None:
-            name = self._plan.params[transfer.param].name
             raise IntegrityError(
-                f"trainer ranks send a block of {name!r} that this worker does not need",
-                expected=f"parts of {self._needed[transfer.param]}",
+                f"trainer ranks send a block of {self._plan.params[param].name!r} that this worker does not need",
+                expected=f"parts of {self._needed[param]}",
                 state="the engine holds a part of the version and stays paused",
             )
         return found
 
-    def _read_back(self, number: int, parts: Sequence[tuple[Block, Tensor]]) -> PositionDigest:
-        found = PositionDigest()
-        for block, memory in parts:
-            found += words_of(self._plan.params[number], block, memory)
-        return found
-
-    def _digests(self) -> dict[int, PositionDigest]:
-        """Receive the digests of all blocks, and return their sum for each parameter."""
-        expected: dict[int, PositionDigest] = {}
-        sizes = [(rank, _DIGEST_BYTES * len(numbers)) for rank, numbers in sorted(self._transfers.items())]
-        flats = [(torch.empty(size, dtype=torch.uint8, device=self._carrier.device), rank) for rank, size in sizes]
+    def _digests(self) -> np.ndarray:
+        """Receive the digests of all blocks, and return their sums: uint64 of shape (parameters, 2)."""
+        flats = [
+            (torch.empty(16 * len(params), dtype=torch.uint8, device=self._carrier.device), rank)
+            for rank, params in sorted(self._came.items())
+        ]
         for work in self._receive(flats):
             self._carrier.wait(work)
         self._pass_on([flat for flat, _ in flats])
+        found = np.zeros((len(self._plan.params), 2), dtype=np.uint64)
         for flat, rank in flats:
-            data = flat.cpu().numpy().tobytes()
-            for place, number in enumerate(self._transfers[rank]):
-                both = int.from_bytes(data[_DIGEST_BYTES * place : _DIGEST_BYTES * (place + 1)], "big")
-                expected[number] = expected.get(number, PositionDigest()) + PositionDigest(both >> 64, both & _MASK)
+            np.add.at(found, self._came[rank], flat.cpu().numpy().view(np.uint64).reshape(-1, 2))
         self._await_passed(0)
-        return expected
+        return found
 
-    def _compare(self, expected: Mapping[int, PositionDigest]) -> None:
+    def _compare(self, expected: np.ndarray) -> None:
         for number, found in self._found.items():
-            wanted = expected.get(number, PositionDigest())
+            wanted = PositionDigest(*expected[number].tolist())
             if found != wanted:
                 raise IntegrityError(
                     f"parameter {self._plan.params[number].name!r} has landed otherwise than it was sent",

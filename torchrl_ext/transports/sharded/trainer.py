@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import msgspec
+import xxhash
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError, why
+from torchrl_ext.errors import (
+    DeadlineError,
+    ManifestError,
+    NotConnectedError,
+    TransportError,
+    WeightSyncError,
+    why,
+)
 from torchrl_ext.transports.base import Handoff, TransferStats, Update
+from torchrl_ext.transports.copies import BufferPool
 from torchrl_ext.transports.group import handoffs
 from torchrl_ext.transports.group.meeting import Membership
 from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.ranks import Steps, TrainerRanks
-from torchrl_ext.transports.sharded.agreement import (
-    Description,
-    Needs,
-    described,
-    digest_of,
-    first_difference,
-    hand_out,
-)
-from torchrl_ext.transports.sharded.ends import End, Load
+from torchrl_ext.transports.sharded.agreement import Load, Needs, hand_out, read_plan
 from torchrl_ext.transports.sharded.plans.plan import MemberPlan, TransferPlan, group_rank, make_plan
-from torchrl_ext.transports.sharded.plans.shares import Share
+from torchrl_ext.transports.sharded.plans.shares import Share, packed, unpacked
 from torchrl_ext.transports.sharded.rounds import RoundSender
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.types import Info, ParamMeta, dtype_name
+from torchrl_ext.weights.shards.blocks import Shard, checked_shards
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["ShardedTrainer"]
@@ -36,7 +41,21 @@ _LAST_WORDS_S = 3.0
 """How long other trainer ranks have, after a failure, to answer why."""
 
 
-class ShardedTrainer(End):
+class _Held(NamedTuple):
+    """What this rank holds of a source."""
+
+    params: tuple[ParamMeta, ...]
+    shards: list[Shard]
+    share: Share
+
+    @classmethod
+    def of(cls, source: WeightSource) -> _Held:
+        params, shards = source.params(), list(source.shards())
+        held = checked_shards(shards, params)
+        return cls(params, shards, Share.of_blocks([shard.block for shard in own] for _, own in held))
+
+
+class ShardedTrainer:
     """One rank of a sharded trainer.
 
     Args:
@@ -46,13 +65,16 @@ class ShardedTrainer(End):
     """
 
     def __init__(self, member: Membership, ranks: Callable[[], TrainerRanks], bucket_bytes: int) -> None:
-        super().__init__(member)
-        self._ranks, self._bucket_bytes = ranks, bucket_bytes
+        self.member, self._ranks, self._bucket_bytes = member, ranks, bucket_bytes
+        self._pool = BufferPool(member.device)
+        self._own: MemberPlan | None = None  # this rank's part of the last plan
+        self._held: _Held | None = None  # on ranks other than 0
+        # on rank 0:
+        self._params: tuple[ParamMeta, ...] = ()  # for which workers joined
         self._needs: list[Needs] = []
-        self._held: list[Share] = []  # on rank 0 of every rank, on others its own, as the last plan has it
-        self._plan: TransferPlan | None = None  # on rank 0
-        self._description: Description | None = None
-        self._handoffs = 0
+        self._shares: list[Share] = []  # of every rank, as the last plan has them
+        self._plan: TransferPlan | None = None
+        self._plans = self._handoffs = 0
 
     # rank 0
 
@@ -61,7 +83,7 @@ class ShardedTrainer(End):
 
         Raises:
             DeadlineError, ConfigError, TransportError: as `Membership.host`.
-            ManifestError: a worker needs a block that is not in ``params``.
+            TransportError: the needs of a worker are missing or malformed.
         """
         self.member.under(within)
         notes, size, session = self.member.notes(room), self._ranks().size, self._ranks().session
@@ -73,8 +95,8 @@ class ShardedTrainer(End):
         silent = [rank for rank in group.workers if rank not in needs]
         if silent:
             raise TransportError(f"{group.call(silent)} did not say what it needs", state="nothing was sent")
-        self._needs = [Needs.from_json(needs[rank], params) for rank in group.workers]
-        self._plan = None
+        self._needs = [unpacked(needs[rank], Needs, f"{group.call([rank])} sent needs") for rank in group.workers]
+        self._params, self._plan = params, None
 
     def prepare(self, update: Update) -> Handoff:
         """Plan what all ranks hold now, unless the last plan is still good.
@@ -82,11 +104,10 @@ class ShardedTrainer(End):
         Raises:
             ManifestError: ranks disagree on parameters, or nobody holds an element; named.
         """
-        group, own = self.member.carrier(), described(update.source)
-        plan, rows = self._planned(group, own)
+        group, held = self.member.carrier(), _Held.of(update.source)
+        plan, sender = self._planned(group, held), self._sender(group, held)
         self._handoffs += 1
-        load = Load(group=group.generation, handoff=self._handoffs, plan=self.number)
-        sender = RoundSender(rows, own.shards, group, self._pool)
+        load = Load(group=group.generation, handoff=self._handoffs, plan=self._plans)
         stats = TransferStats(bytes=0)  # until something is sent
 
         def transfer(within: Deadline) -> None:
@@ -95,66 +116,58 @@ class ShardedTrainer(End):
             stats.worker_bytes, stats.rank_bytes = self._send(group, sender, load.handoff, update.version)
             stats.bytes, stats.spans["transfer"] = int(plan.rank_bytes.sum()), time.perf_counter() - began
             stats.whole = {name: reason for needs in self._needs for name, reason in needs.whole.items()}
-            stats.whole |= {shard.meta.name: shard.why for shard in own.shards if shard.gathers}
+            stats.whole |= {shard.meta.name: shard.why for shard in held.shards if shard.gathers}
 
         return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
 
-    def _planned(self, group: PeerGroup, own: Description) -> tuple[TransferPlan, MemberPlan]:
-        """Return the plan for what all ranks hold now, and the part of rank 0; make it where something has changed."""
-        known = 0 if self._plan is None else self.number
-        answers = self._ranks().session.ask("describe", digest=digest_of(own.params), known=known)
+    def _planned(self, group: PeerGroup, held: _Held) -> TransferPlan:
+        """Return the plan for what all ranks hold now; make it and hand it out where something has changed."""
+        known, session = list(map(_digest, self._shares)), self._ranks().session
+        answers = session.ask("describe", params=_digest(held.params), known=known)
+        shares = [held.share]
         for rank, answer in enumerate(answers, 1):
             if "params" in answer:
-                raise first_difference(rank, own.params, answer["params"])
-        held = [own.share] + [
-            Share.from_json(answer["share"], own.params) if "share" in answer else self._held[rank]
-            for rank, answer in enumerate(answers, 1)
-        ]
-        plan, rows = self._plan, self.own
-        if plan is None or rows is None or plan.params != own.params or held != self._held:
-            needed, self._plan = [needs.of(own.params) for needs in self._needs], None
-            plan = make_plan(own.params, held, needed, bucket_bytes=self._bucket_bytes)
-            self.number += 1
-            hand_out(group, self.number, plan)
-            self._ranks().session.ask("plan", number=self.number)
-            self._held, self._plan = held, plan
-            rows = self.own = plan.member(0)
-        return plan, rows
+                raise _first_difference(rank, held.params, answer["params"])
+            sent = answer.get("share")
+            shares.append(unpacked(sent, Share, f"trainer rank {rank} sent a share") if sent else self._shares[rank])
+        plan = self._plan
+        if plan is None or plan.params != held.params or shares != self._shares:
+            self._plan = None
+            needed = [needs.of(held.params, self._params) for needs in self._needs]
+            plan = make_plan(held.params, shares, needed, bucket_bytes=self._bucket_bytes)
+            self._plans += 1
+            hand_out(group, self._plans, plan)
+            session.ask("plan", number=self._plans)
+            self._own, self._shares, self._plan = plan.member(0), shares, plan
+        return plan
 
     def _send(
         self, group: PeerGroup, sender: RoundSender, handoff: int, version: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Send beside the other ranks; return the bytes that each worker received, and those that each rank sent."""
-        before, session = group.sent.total(), self._ranks().session
-        ordered = answered = False
+        session = self._ranks().session
         try:
             session.order("send")
-            ordered = True
-            sender.send()
-            sent = [group.sent.total() - before]
+            sent = [sender.send()]
             received = handoffs.await_workers(group, handoff)
             refused = {rank: words for rank, words in received.items() if type(words) is not int}
-            answered = True
             sent += [answer["sent"] for answer in session.answers(Deadline(_LAST_WORDS_S) if refused else None)]
         except BaseException as error:
             group.sever(why(error))
-            if ordered:  # else no other rank has begun
-                sender.drain()
-            if ordered and not answered:
-                with suppress(TransportError, DeadlineError):  # of a broken group, as all ranks see it
-                    session.answers(Deadline(_LAST_WORDS_S))
+            with suppress(TransportError, DeadlineError):  # of a broken group, as all ranks see it
+                session.answers(Deadline(_LAST_WORDS_S))
             if isinstance(error, WeightSyncError):
                 raise handoffs.sending_failed(group, handoff, version, error) from error
             raise
         if refused:
             raise handoffs.refused(group, version, refused)
-        return tuple(count for count in received.values() if type(count) is int), tuple(sent)
+        return tuple(received.values()), tuple(sent)
 
     # the other ranks
 
     def steps(self, source: WeightSource | None) -> Steps:
         """Return what this rank does when rank 0 orders it; without a source, it can only enter a group."""
-        self._description = None
+        self._held = None
         if source is None:
             return {"enter": self._enter}
         describe = partial(self._describe, source)
@@ -168,38 +181,31 @@ class ShardedTrainer(End):
         workers, ranks = order["workers"], self._ranks()
         self.member.enter(order["room"], group_rank(ranks.rank, workers), workers + ranks.size, ())
         _with_workers(self.member, workers)
-        self.own = None
 
     def _describe(self, source: WeightSource, order: Info) -> Info:
         """Answer with the share of this rank, unless rank 0 has it; or with its parameters, if rank 0 has others."""
-        own = self._description = described(source)
-        if digest_of(own.params) != order["digest"]:
-            return {"params": [meta.to_json() for meta in own.params]}
-        known = self.own is not None and order["known"] == self.number and self.own.params == own.params
-        return {} if known and self._held == [own.share] else {"share": own.share.to_json()}
+        held = self._held = _Held.of(source)
+        if _digest(held.params) != order["params"]:
+            return {"params": [meta.to_json() for meta in held.params]}
+        rank, known = self._ranks().rank, order["known"]
+        return {} if rank < len(known) and known[rank] == _digest(held.share) else {"share": packed(held.share)}
 
     def _take_plan(self, order: Info) -> None:
-        own = self._described()
-        self._read_plan(self.member.carrier(), order["number"], own.params)
-        self._held = [own.share]
+        group, params = self.member.carrier(), self._described().params
+        self._own = read_plan(group, order["number"], params, self.member.timeout_s)
 
     def _send_own(self, order: Info) -> Info:
-        group, own = self.member.carrier(), self._described()
-        if self.own is None:
-            raise NotConnectedError("this trainer rank has no part of a transfer plan")
-        sender, before = RoundSender(self.own, own.shards, group, self._pool), group.sent.total()
-        try:
-            sender.send()
-        except BaseException:
-            group.sever()
-            sender.drain()
-            raise
-        return {"sent": group.sent.total() - before}
+        return {"sent": self._sender(self.member.carrier(), self._described()).send()}
 
-    def _described(self) -> Description:
-        if self._description is None:
+    def _described(self) -> _Held:
+        if self._held is None:
             raise NotConnectedError("this trainer rank was not asked what it holds")
-        return self._description
+        return self._held
+
+    def _sender(self, group: PeerGroup, held: _Held) -> RoundSender:
+        if self._own is None:
+            raise NotConnectedError("this trainer rank has no part of a transfer plan")
+        return RoundSender(self._own, held.shards, group, self._pool)
 
 
 def _with_workers(member: Membership, workers: int) -> PeerGroup:
@@ -207,3 +213,20 @@ def _with_workers(member: Membership, workers: int) -> PeerGroup:
     group = member.carrier()
     group.workers = range(1, 1 + workers)
     return group
+
+
+def _digest(of: Any) -> str:
+    """Return 32 hex digits over parameters or a share, by which one rank sees that it has the same as another."""
+    return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(of, enc_hook=dtype_name))
+
+
+def _first_difference(rank: int, own: Sequence[ParamMeta], rows: Sequence[Any]) -> ManifestError:
+    """Return the error that names the first parameter on which a trainer rank and rank 0 disagree."""
+    pairs = zip_longest(own, map(ParamMeta.from_json, rows))
+    place, (mine, other) = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
+    return ManifestError(
+        f"trainer rank {rank} has {other or 'nothing'} as parameter {place}, and rank 0 has {mine or 'nothing'}",
+        expected="the same parameters, in the same order, on every trainer rank",
+        state="nothing was sent; engines serve what they served",
+        hint="give every rank the same model, and WeightSender the same mapper and dtype",
+    )

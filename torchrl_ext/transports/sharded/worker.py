@@ -9,12 +9,13 @@ from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.transports.base import Arrival
+from torchrl_ext.transports.copies import BufferPool
 from torchrl_ext.transports.group.handoffs import GroupWorker
 from torchrl_ext.transports.group.meeting import Membership
 from torchrl_ext.transports.group.peers import PeerGroup
-from torchrl_ext.transports.sharded.agreement import Needs
-from torchrl_ext.transports.sharded.ends import End, Load
-from torchrl_ext.transports.sharded.plans.shares import Share
+from torchrl_ext.transports.sharded.agreement import Load, Needs, read_plan
+from torchrl_ext.transports.sharded.plans.plan import MemberPlan
+from torchrl_ext.transports.sharded.plans.shares import Share, packed
 from torchrl_ext.transports.sharded.rounds import RoundReceiver
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
@@ -23,7 +24,7 @@ __all__ = ["ShardedWorker"]
 
 
 @final
-class ShardedWorker(End, GroupWorker):
+class ShardedWorker(GroupWorker):
     """One worker.
 
     Args:
@@ -40,8 +41,11 @@ class ShardedWorker(End, GroupWorker):
         slices: Mapping[str, tuple[Block, ...]] | None = None,
         whole: Mapping[str, str] | None = None,
     ) -> None:
-        End.__init__(self, member)
+        super().__init__(member)
         self._slices, self._whole = slices or {}, whole or {}
+        self._pool = BufferPool(member.device)
+        self._plan: MemberPlan | None = None
+        self._number = 0  # of the plan
 
     def enter(self, room: str, rank: int, members: int | None, params: tuple[ParamMeta, ...], within: Deadline) -> None:
         """Join the group that trainer rank 0 forms in ``room``, and leave a note of the needs of this worker.
@@ -58,13 +62,15 @@ class ShardedWorker(End, GroupWorker):
         """
         self.member.under(within)
         self.member.enter(room, rank, members, params if members is None else ())
-        group, self.own = self.member.carrier(), None
-        share = Share.of_blocks(self._needed(meta) for meta in params) if self._slices else None
-        group.notes.put(f"needs/{group.generation}/{group.rank}", Needs(share, self._whole).to_json())
+        group, self._plan = self.member.carrier(), None
+        share = Share.of_blocks(map(self._needed, params)) if self._slices else None
+        group.notes.put(f"needs/{group.generation}/{group.rank}", packed(Needs(share, dict(self._whole))))
 
     def _needed(self, meta: ParamMeta) -> tuple[Block, ...]:
         return self._slices.get(meta.name, (Block.whole(meta.shape),))
 
     def incoming(self, group: PeerGroup, load: Load, arrival: Arrival, into: Mapping[str, Tensor]) -> RoundReceiver:
-        plan = self._read_plan(group, load.plan, arrival.params)
-        return RoundReceiver(plan, [self._needed(meta) for meta in arrival.params], into, group, self._pool)
+        if self._plan is None or self._number != load.plan:
+            self._plan = read_plan(group, load.plan, arrival.params, self.member.timeout_s)
+            self._number = load.plan
+        return RoundReceiver(self._plan, [self._needed(meta) for meta in arrival.params], into, group, self._pool)

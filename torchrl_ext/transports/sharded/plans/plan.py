@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, final
 import msgspec
 import numpy as np
 
-from torchrl_ext.errors import ConfigError, ManifestError, TransportError
-from torchrl_ext.transports.sharded.plans.shares import Share, packed, shape_ids, unpacked
-from torchrl_ext.transports.sharded.plans.transfers import Pieces, Transfers, pieces_of
+from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.transports.sharded.plans.shares import Share, numbers, packed, unpacked, unreadable
+from torchrl_ext.transports.sharded.plans.transfers import Transfers, pieces_of
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["MemberPlan", "MemberRows", "Schedule", "Share", "Transfer", "TransferPlan", "group_rank", "make_plan"]
+__all__ = ["MemberPlan", "Share", "Transfer", "TransferPlan", "group_rank", "make_plan"]
 
 
 def group_rank(rank: Any, workers: int) -> Any:
@@ -40,8 +40,8 @@ class Transfer(NamedTuple):
     block: Block
 
 
-class Schedule(msgspec.Struct, frozen=True, kw_only=True):
-    """The order of a plan, for all members; each field is an int32 array as `packed` writes it.
+class _Schedule(msgspec.Struct, frozen=True, kw_only=True):
+    """The order of a plan, for all members; each field is an int32 array, little-endian.
 
     Attributes:
         kind: of every parameter: parameters of one kind have the same transfers.
@@ -55,21 +55,20 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     starts: bytes
 
 
-class MemberRows(msgspec.Struct, frozen=True, kw_only=True):
+class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     """The transfers of one member, for all parameters.
 
     Attributes:
-        table: int64 of shape (rows, 3 + 2 * dimensions), as `packed` writes it: kind, chunk, the group's rank of the
-            other end, and start and stop of the box, padded with zeros to ``dimensions``.
+        table: int64 of shape (rows, 3 + 2 * dimensions), little-endian: kind, chunk, the group's rank of the other end,
+            and start and stop of the box.
         dimensions: the largest number of dimensions of a parameter.
-        source: of a worker that is served by another one: that worker's rank in the group.
-        successor: of a worker that passes on its bytes: the rank in the group of the next one.
+        source, successor: as in `MemberPlan`.
     """
 
     table: bytes
     dimensions: int
-    source: int | None = None
-    successor: int | None = None
+    source: int | None
+    successor: int | None
 
 
 @final
@@ -78,11 +77,12 @@ class MemberPlan:
 
     Args:
         params: the parameters of the plan, in order.
-        schedule, rows: as JSON, from trainer rank 0; not trusted.
+        schedule, rows: as `TransferPlan` gives them; not trusted.
 
     Attributes:
         rounds: how many there are.
-        source, successor: as in `MemberRows`.
+        source: of a worker that is served by another one: that worker's rank in the group.
+        successor: of a worker that passes on its bytes: the rank in the group of the next one.
 
     Raises:
         TransportError: they are malformed.
@@ -91,38 +91,32 @@ class MemberPlan:
     def __init__(self, params: Sequence[ParamMeta], schedule: Any, rows: Any) -> None:
         self.params = tuple(params)
         self._blocks: dict[tuple[int, int], dict[int, list[Block]]] = {}  # by kind and chunk, by rank
+        what = "trainer rank 0 sent a transfer plan"
+        order, own = unpacked(schedule, _Schedule, what), unpacked(rows, _Rows, what)
+        self.source, self.successor = own.source, own.successor
         try:
-            order, own = msgspec.convert(schedule, Schedule), msgspec.convert(rows, MemberRows)
-            self._kind, self._starts = unpacked(order.kind, len(params)), unpacked(order.starts)
-            self._param = unpacked(order.param)
-            self._chunk = unpacked(order.chunk, len(self._param))
-            self._read(unpacked(own.table, dtype="<i8").reshape(-1, 3 + 2 * own.dimensions))
-        except (msgspec.ValidationError, ValueError, LookupError) as error:
-            raise TransportError(
-                f"trainer rank 0 sent a transfer plan that cannot be read: {error!s:.200}",
-                expected="an order of parameters, and rows of this member",
-                state="nothing was moved",
-                hint="use one release of torchrl_ext on every rank and engine",
-            ) from error
-        self.source, self.successor, self.rounds = own.source, own.successor, len(self._starts) - 1
-        if self.rounds:
-            starts = self._starts[:-1]
-            self._first = np.minimum.accumulate(np.minimum.reduceat(self._param, starts)[::-1])[::-1]
-            self._last = np.maximum.accumulate(np.maximum.reduceat(self._param, starts))
+            fields = (order.kind, order.param, order.chunk, order.starts)
+            self._kind, self._param, self._chunk, self._starts = map(numbers, fields)
+            self._read(numbers(own.table, "<i8").reshape(-1, 3 + 2 * own.dimensions))
+        except (ValueError, LookupError) as error:
+            raise unreadable(what, error) from error
 
     def _read(self, table: np.ndarray) -> None:
-        counts = np.diff(self._starts)
-        if len(self._starts) < 1 or self._starts[0] or self._starts[-1] != len(self._param) or (counts < 1).any():
+        first, items = self._starts[:-1], len(self._param)
+        if self._starts[0] or self._starts[-1] != items or (np.diff(self._starts) < 1).any():
             raise ValueError("the rounds do not follow each other")
-        if self._param.max(initial=0) >= max(1, len(self.params)):
-            raise ValueError("an item is of no parameter")
-        used, first = np.unique(self._kind, return_index=True)
-        ndims = {kind: len(self.params[at].shape) for kind, at in zip(used.tolist(), first.tolist(), strict=True)}
+        if len(self._chunk) != items or len(self._kind) != len(self.params) or (self._param >= len(self.params)).any():
+            raise ValueError("it is of other parameters")
+        self.rounds = len(first)
+        self._first = np.minimum.accumulate(np.minimum.reduceat(self._param, first)[::-1])[::-1] if items else first
+        self._last = np.maximum.accumulate(np.maximum.reduceat(self._param, first)) if items else first
+        ndims = dict(zip(self._kind.tolist(), (len(meta.shape) for meta in self.params), strict=True))
         for kind, chunk, peer, *edges in table.tolist():
-            start, stop = (tuple(side[: ndims[kind]]) for side in (edges[: len(edges) // 2], edges[len(edges) // 2 :]))
-            if not all(map(int.__lt__, start, stop)):
-                raise ValueError(f"{[start, stop]} is no block")
-            self._blocks.setdefault((kind, chunk), {}).setdefault(peer, []).append(Block(start, stop))
+            middle, ndim = len(edges) // 2, ndims[kind]
+            block = Block(tuple(edges[:ndim]), tuple(edges[middle : middle + ndim]))
+            if not all(map(int.__lt__, *block)):
+                raise ValueError(f"{block} is empty")
+            self._blocks.setdefault((kind, chunk), {}).setdefault(peer, []).append(block)
 
     def links(self, round: int) -> Iterator[tuple[int, list[Transfer]]]:
         """Yield what this member sends, or gets from trainer ranks, in a round.
@@ -156,7 +150,7 @@ class TransferPlan:
         ranks, workers: how many trainer ranks and workers there are.
         bucket_bytes: the most that a rank sends, or a leader gets, in one round.
         leaders: the worker that gets the bytes of each worker from the trainer: the first that needs the same.
-        schedule: the order of the plan.
+        schedule: the order of the plan for `MemberPlan`, as text.
         rounds: how many there are.
         rank_bytes: bytes that each trainer rank sends, without digests; int64 of shape (ranks,).
         worker_bytes: bytes that each worker gets, from the trainer or from the worker before it; int64 of shape
@@ -175,43 +169,40 @@ class TransferPlan:
         self.params, self.ranks, self.workers = tuple(params), ranks, len(leaders)
         self.bucket_bytes, self.leaders = bucket_bytes, tuple(leaders)
         loads = [one.loads(ranks, self.workers) for one in transfers]
-        param, chunk, starts = _rounds(kind, loads, ranks, bucket_bytes)
-        self.schedule = Schedule(kind=packed(kind), param=packed(param), chunk=packed(chunk), starts=packed(starts))
-        self.rounds = len(starts) - 1
+        order = _rounds(kind, loads, ranks, bucket_bytes)
+        self.schedule = packed(_Schedule(**{name: one.astype("<i4").tobytes() for name, one in order.items()}))
+        self.rounds = len(order["starts"]) - 1
         total = np.zeros(ranks + self.workers, dtype=np.int64)
         for count, load in zip(np.bincount(kind, minlength=len(loads)), loads, strict=True):
             total += count * load.sum(axis=0)
         self.rank_bytes: np.ndarray = total[:ranks]
         self.worker_bytes: np.ndarray = total[ranks:][list(leaders)]
-        self._dimensions = max((one.boxes.shape[-1] for one in transfers), default=0)
-        self._table = np.concatenate([np.zeros((0, 4 + 2 * self._dimensions), dtype=np.int64)] + [
-            np.column_stack([
-                np.full(len(one.rank), number), one.chunk, one.rank, one.worker,
-                np.pad(one.boxes, ((0, 0), (0, 0), (0, self._dimensions - one.boxes.shape[-1]))).reshape(
-                    len(one.rank), 2 * self._dimensions
-                ),
-            ])
-            for number, one in enumerate(transfers)
-        ])  # fmt: skip
+        self._dimensions = max((len(meta.shape) for meta in params), default=0)
+        tables = [
+            np.column_stack(
+                [np.full_like(one.rank, at), *one[:3], one.boxes.reshape(len(one.rank), 2 * self._dimensions)]
+            )
+            for at, one in enumerate(transfers)
+        ]
+        self._table = np.concatenate([np.zeros((0, 4 + 2 * self._dimensions), dtype=np.int64), *tables])
 
-    def rows(self, member: int) -> MemberRows:
-        """Return the rows of the member of this rank in the group, for `MemberPlan`."""
+    def rows(self, member: int) -> str:
+        """Return the rows of the member of this rank in the group for `MemberPlan`, as text."""
         source = successor = None
         ranks, workers = group_rank(self._table[:, 2], self.workers), 1 + self._table[:, 3]
+        mine, peers = ranks == member, workers
         if 1 <= member <= self.workers:
             leader = self.leaders[member - 1]
             chain = [1 + worker for worker, other in enumerate(self.leaders) if other == leader]
             at = chain.index(member)
             source, successor = (chain[at - 1] if at else None), next(iter(chain[at + 1 :]), None)
             mine, peers = workers == 1 + leader, ranks
-        else:
-            mine, peers = ranks == member, workers
-        own = np.column_stack([self._table[:, :2], peers, self._table[:, 4:]])[mine]
-        return MemberRows(table=packed(own, "<i8"), dimensions=self._dimensions, source=source, successor=successor)
+        table = np.column_stack([self._table[:, :2], peers, self._table[:, 4:]])[mine].astype("<i8").tobytes()
+        return packed(_Rows(table=table, dimensions=self._dimensions, source=source, successor=successor))
 
     def member(self, member: int) -> MemberPlan:
         """Return the part of the plan that the member of this rank in the group carries out."""
-        return MemberPlan(self.params, *map(msgspec.to_builtins, (self.schedule, self.rows(member))))
+        return MemberPlan(self.params, self.schedule, self.rows(member))
 
 
 def make_plan(
@@ -243,58 +234,38 @@ def make_plan(
             raise ManifestError(f"{who} has a share of {len(share)} parameters", expected=f"{len(params)}")
     first_of: dict[Share, int] = {}
     leaders = [first_of.setdefault(share, worker) for worker, share in enumerate(needed)]
-    of_class, firsts = _classes(params, (*held, *first_of))
-    pieces = [pieces_of(at, params[at], held, {at: share for share, at in first_of.items()}) for at in firsts]
-    kind, class_of = _kinds(of_class, pieces)
-    times = np.bincount(kind, minlength=len(class_of)).tolist()
-    sent = [0] * len(held)
-    found: dict[int, Transfers] = {}
-    size = [(max(map(len, one.holders), default=0) > 1, -int(one.nbytes.sum())) for one in pieces]
-    for one in sorted(range(len(class_of)), key=lambda one: size[class_of[one]]):  # first where there is no choice
-        transfers = pieces[class_of[one]].sent_by(sent, times[one])
-        itemsize = params[firsts[class_of[one]]].dtype.itemsize
-        found[one] = transfers.chunked(len(held), len(needed), itemsize, bucket_bytes)
-    return TransferPlan(params, len(held), leaders, bucket_bytes, kind, [found[one] for one in range(len(class_of))])
+    needs = {worker: share for share, worker in first_of.items()}
+    dimensions = max((len(meta.shape) for meta in params), default=0)
+    classes = _classes(params, (*held, *first_of))
+    pieces = [pieces_of(own[0], params[own[0]], held, needs, dimensions) for own in classes]
+    kind = np.zeros(len(params), dtype=np.int64)
+    sent, transfers = [0] * len(held), list[Transfers]()
+    choices = [(max(map(len, one.holders), default=0) > 1, -int(one.nbytes.sum())) for one in pieces]
+    for at in sorted(range(len(classes)), key=choices.__getitem__):  # first where there is no choice
+        for turn in range(min(pieces[at].turns, len(classes[at]))):
+            own = classes[at][turn :: pieces[at].turns]
+            kind[own] = len(transfers)
+            found, itemsize = pieces[at].sent_by(sent, len(own)), params[own[0]].dtype.itemsize
+            transfers.append(found.chunked(len(held), len(needed), itemsize, bucket_bytes))
+    return TransferPlan(params, len(held), leaders, bucket_bytes, kind, transfers)
 
 
-def _kinds(of_class: np.ndarray, pieces: Sequence[Pieces]) -> tuple[np.ndarray, list[int]]:
-    """Return the kind of every parameter, int64, and the class of every kind.
-
-    The parameters of a class are of as many kinds as ranks hold its small pieces, so that these ranks take turns.
-    """
-    kind = np.empty(len(of_class), dtype=np.int64)
-    class_of: list[int] = []
-    by_class = np.split(np.argsort(of_class, kind="stable"), np.cumsum(np.bincount(of_class))[:-1])
-    for number, (one, members) in enumerate(zip(pieces, by_class[: len(pieces)], strict=True)):
-        kinds = min(one.repeats, len(members))
-        kind[members] = len(class_of) + np.arange(len(members)) % kinds
-        class_of += [number] * kinds
-    return kind, class_of
+def _classes(params: Sequence[ParamMeta], shares: Sequence[Share]) -> list[list[int]]:
+    """Return the parameters of each class: of one shape, with the same blocks in each share."""
+    rows = np.stack([share.indices for share in shares], axis=1)
+    found: dict[Any, list[int]] = {}
+    for at, (meta, row) in enumerate(zip(params, rows, strict=True)):
+        found.setdefault((meta.shape, meta.dtype.itemsize, row.tobytes()), []).append(at)
+    return list(found.values())
 
 
-def _classes(params: Sequence[ParamMeta], shares: Sequence[Share]) -> tuple[np.ndarray, list[int]]:
-    """Return the class of every parameter, numbered by first appearance, and the first parameter of each class."""
-    code, count = shape_ids(params)
-    for share in shares:
-        if count * len(share.patterns) >= 1 << 62:
-            used, code = np.unique(code, return_inverse=True)
-            count = len(used)
-        code = code * len(share.patterns) + share.of
-        count *= max(1, len(share.patterns))
-    _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
-    number = np.empty(len(first), dtype=np.int64)
-    number[np.argsort(first)] = np.arange(len(first))
-    return number[inverse], np.sort(first).tolist()
-
-
-def _rounds(
-    kind: np.ndarray, loads: Sequence[np.ndarray], ranks: int, bucket_bytes: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return in which order everything is sent, and where each round starts.
+def _rounds(kind: np.ndarray, loads: Sequence[np.ndarray], ranks: int, bucket_bytes: int) -> dict[str, np.ndarray]:
+    """Return in which order everything is sent, and where each round starts: the fields of `_Schedule`.
 
     Consecutive parameters of which no worker needs more than a bucket in all make a window. Within it each rank sends
     its own parts in order, as many to a round as fit, whatever the others do: where each expert lies on one rank, ranks
-    would else take turns. A worker never has more than a window that waits for what comes before it.
+    would else take turns. A worker never has more than a window that waits for what comes before it. A parameter that
+    nobody needs is no item.
 
     Args:
         kind: of every parameter, an index into ``loads``.
@@ -302,13 +273,9 @@ def _rounds(
             shape (chunks, ranks + workers).
         ranks: how many there are.
         bucket_bytes: the most for a rank or a worker in one round.
-
-    Returns:
-        Parameter and chunk of each item, int64 of shape (items,), round by round and in order within one; and the first
-        item of each round, with the number of items behind the last. A parameter that nobody needs is no item.
     """
     if not loads:
-        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        return {"kind": kind, "param": kind, "chunk": kind, "starts": np.zeros(1, dtype=np.int64)}
     table = np.concatenate(loads)
     chunks = np.array([len(one) if one.any() else 0 for one in loads], dtype=np.int64)
     times = chunks[kind]
@@ -343,4 +310,4 @@ def _rounds(
     rounds = np.array(found, dtype=np.int64)
     order = np.argsort(rounds, kind="stable")
     starts = np.searchsorted(rounds[order], np.arange(used + 1))
-    return param[order], chunk[order], starts
+    return {"kind": kind, "param": param[order], "chunk": chunk[order], "starts": starts}

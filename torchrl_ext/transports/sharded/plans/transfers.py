@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.transports.sharded.plans.boxes import as_array, cells, chunks, cut, meets, missing, volumes
-from torchrl_ext.transports.sharded.plans.shares import Share, check_block
+from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
@@ -21,20 +20,19 @@ _FINEST = 8  # pieces per bucket, where a tensor is larger than one
 
 
 class Transfers(NamedTuple):
-    """Boxes of one tensor that go from a trainer rank to a worker: one row each, in order of rank and worker.
+    """Boxes of one tensor that go from a trainer rank to a worker: one row each.
 
     Attributes:
-        rank, worker: int64 of shape (rows,).
+        chunk, rank, worker: int64 of shape (rows,); the rows of one chunk fit into one round.
         boxes: int64 of shape (rows, 2, dimensions).
         nbytes: int64 of shape (rows,).
-        chunk: int64 of shape (rows,): the rows of one chunk fit into one round.
     """
 
+    chunk: np.ndarray
     rank: np.ndarray
     worker: np.ndarray
     boxes: np.ndarray
     nbytes: np.ndarray
-    chunk: np.ndarray
 
     def loads(self, ranks: int, workers: int) -> np.ndarray:
         """Return the bytes of each chunk that each rank sends, and then that each worker gets: int64,
@@ -52,25 +50,22 @@ class Transfers(NamedTuple):
             return self
         wanted = -(-most // bucket_bytes)
         loads = np.zeros((2 * wanted, ranks + workers), dtype=np.int64)
-        rows: list[tuple[int, int, int, Block]] = []
+        rows: list[tuple[int, int, int]] = []
+        cut_up: list[Block] = []
         for rank, worker, box in zip(self.rank.tolist(), self.worker.tolist(), self.boxes.tolist(), strict=True):
-            block = Block(*map(tuple, box))
+            block, members = Block(*map(tuple, box)), [rank, ranks + worker]
             size = max(block.numel * itemsize // wanted, bucket_bytes // _FINEST, itemsize)
             pieces = chunks(block, size // itemsize)
             for number, piece in enumerate(pieces):
                 nbytes, first = piece.numel * itemsize, number * wanted // len(pieces)
-                while True:
-                    free = np.maximum(loads[first:, rank], loads[first:, ranks + worker]) <= bucket_bytes - nbytes
-                    if free.any():
-                        break
+                while not (free := (loads[first:, members] <= bucket_bytes - nbytes).all(axis=1)).any():
                     loads = np.concatenate([loads, np.zeros_like(loads)])
                 at = first + int(free.argmax())
-                loads[at, rank] += nbytes
-                loads[at, ranks + worker] += nbytes
-                rows.append((at, rank, worker, piece))
-        chunk, rank_of, worker_of = (np.array(column, dtype=np.int64) for column in list(zip(*rows, strict=True))[:3])
-        boxes = as_array([row[3] for row in rows], self.boxes.shape[-1])
-        return Transfers(rank_of, worker_of, boxes, volumes(boxes) * itemsize, chunk)
+                loads[at, members] += nbytes
+                rows.append((at, rank, worker))
+            cut_up += pieces
+        boxes = as_array(cut_up, self.boxes.shape[-1])
+        return Transfers(*np.array(rows, dtype=np.int64).T, boxes, volumes(boxes) * itemsize)
 
 
 class Pieces(NamedTuple):
@@ -78,13 +73,13 @@ class Pieces(NamedTuple):
 
     Attributes:
         holders: the ranks that hold each piece, of which one sends it.
-        repeats: over how many parameters of the class the senders of small pieces are spread.
+        turns: over how many parameters of the class the senders of small pieces are spread.
         piece: int64 of shape (rows,): which of the pieces the box of this row is a part of.
         worker, boxes, nbytes: as in `Transfers`.
     """
 
     holders: list[tuple[int, ...]]
-    repeats: int
+    turns: int
     piece: np.ndarray
     worker: np.ndarray
     boxes: np.ndarray
@@ -102,28 +97,28 @@ class Pieces(NamedTuple):
         for at in np.argsort(-load, kind="stable").tolist():
             sender[at] = rank = min(self.holders[at], key=sent.__getitem__)
             sent[rank] += times * int(load[at])
-        rank_of = sender[self.piece]
-        order = np.lexsort((self.piece, self.worker, rank_of))
-        chunk = np.zeros(len(order), dtype=np.int64)
-        return Transfers(rank_of[order], self.worker[order], self.boxes[order], self.nbytes[order], chunk)
+        return Transfers(np.zeros_like(self.piece), sender[self.piece], self.worker, self.boxes, self.nbytes)
 
 
-def pieces_of(index: int, meta: ParamMeta, held: Sequence[Share], needed: Mapping[int, Share]) -> Pieces:
+def pieces_of(
+    index: int, meta: ParamMeta, held: Sequence[Share], needed: Mapping[int, Share], dimensions: int
+) -> Pieces:
     """Cut a parameter into pieces, and find the parts of them that workers need.
 
     Args:
         index: of the parameter; any of its class.
         meta: the parameter.
         held: by trainer rank; they may overlap.
-        needed: by worker; the blocks of one worker do not overlap.
+        needed: by worker.
+        dimensions: of the boxes.
 
     Raises:
-        ManifestError: a block is no part of the parameter, or nobody holds some of the elements.
+        ManifestError: a block is no part of the parameter, a worker names an element twice, or nobody holds some of
+            the elements.
     """
-    ndim, itemsize = len(meta.shape), meta.dtype.itemsize
     blocks = _by_block(index, meta, enumerate(held), "trainer rank")
     needs = _by_block(index, meta, needed.items(), "worker")
-    owned = cells(blocks, ndim)
+    owned = cells(blocks, dimensions)
     if sum(block.numel for block, _ in owned) != meta.numel:
         hole = missing(blocks, meta.shape)
         assert hole is not None
@@ -134,20 +129,24 @@ def pieces_of(index: int, meta: ParamMeta, held: Sequence[Share], needed: Mappin
             state="nothing was sent",
             hint="look at what the source's shards() yields on each trainer rank",
         )
-    wants, pieces, holders, repeats = as_array(needs, ndim), list[Block](), list[tuple[int, ...]](), 1
+    members, wants, turns = list(needs.values()), as_array(list(needs), dimensions), 1
+    for one, other in zip(*meets(wants, wants)[:2], strict=True):
+        if one < other and (both := set(members[one]).intersection(members[other])):
+            raise ManifestError(f"worker {min(both)} names elements of {meta} twice", expected="disjoint blocks")
+    pieces, holders = list[Block](), list[tuple[int, ...]]()
     for cell, ranks in owned:
         parts = [cell]
-        if len(ranks) > 1 and len(shared := meets(as_array([cell], ndim), wants)[2]):
-            hull = Block(tuple(shared[:, 0].min(axis=0).tolist()), tuple(shared[:, 1].max(axis=0).tolist()))
-            large = math.prod(hull.shape) * itemsize >= _WORTH_CUTTING_BYTES
-            parts, repeats = (cut(hull, len(ranks)), repeats) if large else ([hull], max(repeats, len(ranks)))
+        if len(ranks) > 1 and len(shared := meets(as_array([cell], dimensions), wants)[2]):
+            start, stop = shared[:, 0].min(axis=0), shared[:, 1].max(axis=0)
+            hull = Block(*(tuple(edge[: len(meta.shape)].tolist()) for edge in (start, stop)))
+            large = hull.numel * meta.dtype.itemsize >= _WORTH_CUTTING_BYTES
+            parts, turns = (cut(hull, len(ranks)), turns) if large else ([hull], max(turns, len(ranks)))
         pieces += parts
         holders += [ranks] * len(parts)
-    piece, need, boxes = meets(as_array(pieces, ndim), wants)
-    members = list(needs.values())
+    piece, need, boxes = meets(as_array(pieces, dimensions), wants)
     row = np.repeat(np.arange(len(piece)), [len(members[one]) for one in need])
     worker = np.array([member for one in need for member in members[one]], dtype=np.int64)
-    return Pieces(holders, repeats, piece[row], worker, boxes[row], volumes(boxes[row]) * itemsize)
+    return Pieces(holders, turns, piece[row], worker, boxes[row], volumes(boxes[row]) * meta.dtype.itemsize)
 
 
 def _by_block(index: int, meta: ParamMeta, shares: Iterable[tuple[int, Share]], who: str) -> dict[Block, list[int]]:
@@ -156,6 +155,15 @@ def _by_block(index: int, meta: ParamMeta, shares: Iterable[tuple[int, Share]], 
     for member, share in shares:
         for block in share.blocks(index):
             if block not in found:
-                check_block(block, meta, f"{who} {member}")
+                _check(block, meta, f"{who} {member}")
             found.setdefault(block, []).append(member)
     return found
+
+
+def _check(block: Block, meta: ParamMeta, who: str) -> None:
+    sizes, whole = {len(block.start), len(block.stop)}, Block.whole(meta.shape)
+    if sizes != {len(meta.shape)} or not whole.contains(block) or not all(map(int.__lt__, block.start, block.stop)):
+        raise ManifestError(
+            f"{who} names the block from {list(block.start)} to {list(block.stop)} of {meta}",
+            expected="a block of its elements",
+        )
