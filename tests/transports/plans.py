@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from torchrl_ext.transports.sharded.plans.boxes import missing
 from torchrl_ext.transports.sharded.plans.plan import MemberPlan, Share, TransferPlan, group_rank
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
@@ -132,7 +131,7 @@ def _holders(rng: random.Random, shape: Sequence[int], ranks: int) -> list[list[
             found[rank] = partition(rng, shape, rng.randint(1, 3))
         elif rng.random() < 0.3:
             found[rank] = [*found[rng.randrange(ranks)]]
-    if missing([block for blocks in found for block in blocks], shape) is not None:
+    if not _marked(shape, [block for blocks in found for block in blocks]).all():
         found[rng.randrange(ranks)] = partition(rng, shape, 2)
     return found
 

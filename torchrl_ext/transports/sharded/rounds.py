@@ -11,7 +11,7 @@ which the blocks have landed.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +53,7 @@ def _views(params: Sequence[ParamMeta], transfers: Sequence[Transfer], message: 
 
 
 def _together(
-    move: Callable[[Tensor, int], Any], messages: Iterable[tuple[Tensor, int]], carrier: PeerGroup
+    move: Callable[[Tensor, int], Any], messages: Sequence[tuple[Tensor, int]], carrier: PeerGroup
 ) -> list[Any]:
     """Begin to send or receive messages, each with its peer, in one call; return the works to wait for."""
     with carrier.together():
@@ -287,7 +287,7 @@ class RoundReceiver:
         """Begin to receive as many rounds as may be under way."""
         while (number := self._done + len(self._flying)) < self._plan.rounds and len(self._flying) < _IN_FLIGHT:
             messages = [self._message(*link) for link in self._plan.links(number)]
-            self._flying.append((messages, self._receive((one.memory, one.rank) for one in messages)))
+            self._flying.append((messages, self._receive(messages)))
             del messages
 
     def _message(self, rank: int, transfers: list[Transfer]) -> _Message:
@@ -305,7 +305,9 @@ class RoundReceiver:
         for work in works:
             self._carrier.wait(work)
         self._await_passed(_IN_FLIGHT - 1)
-        self._pass_on([one.memory for one in messages])
+        if self._plan.successor is not None:
+            pairs = [(one.memory, self._plan.successor) for one in messages]
+            self._passed.append(_together(self._carrier.send, pairs, self._carrier))
         for rank, transfers, *_ in messages:  # before anything may fail here, for `drain`
             self._came[rank] += [one.param for one in transfers]
         for _, transfers, memory, direct in messages:
@@ -313,18 +315,11 @@ class RoundReceiver:
                 views = _views(self._plan.params, transfers, memory)
                 copy_each(views, [self._place(*transfer) for transfer in transfers])
 
-    def _receive(self, messages: Iterable[tuple[Tensor, int]]) -> list[Any]:
+    def _receive(self, messages: Sequence[_Message]) -> list[Any]:
         """Begin to receive messages of trainer ranks, from the worker that passes them on where there is one."""
         source = self._plan.source
-        sources = ((memory, rank if source is None else source) for memory, rank in messages)
+        sources = [(one.memory, one.rank if source is None else source) for one in messages]
         return _together(self._carrier.receive, sources, self._carrier)
-
-    def _pass_on(self, messages: Sequence[Tensor]) -> None:
-        """Send messages to the next worker with the same needs; two rounds of them may be under way."""
-        successor = self._plan.successor
-        if successor is not None:
-            pairs = ((memory, successor) for memory in messages)
-            self._passed.append(_together(self._carrier.send, pairs, self._carrier))
 
     def _await_passed(self, rounds: int) -> None:
         """Wait until no more than the last ``rounds`` rounds are still being passed on."""
@@ -358,16 +353,12 @@ class RoundReceiver:
 
     def _digests(self) -> np.ndarray:
         """Receive the digests of all blocks, and return their sums: uint64 of shape (parameters, 2)."""
-        flats = [
-            (torch.empty(16 * len(params), dtype=torch.uint8, device=self._carrier.device), rank)
-            for rank, params in sorted(self._came.items())
-        ]
-        for work in self._receive(flats):
-            self._carrier.wait(work)
-        self._pass_on([flat for flat, _ in flats])
+        own = [(rank, self._pool.take(16 * len(params))) for rank, params in sorted(self._came.items())]
+        messages = [_Message(rank, [], memory, direct=True) for rank, memory in own]
+        self._land(messages, self._receive(messages))
         found = np.zeros((len(self._plan.params), 2), dtype=np.uint64)
-        for flat, rank in flats:
-            np.add.at(found, self._came[rank], flat.cpu().numpy().view(np.uint64).reshape(-1, 2))
+        for rank, memory in own:
+            np.add.at(found, self._came[rank], memory.cpu().numpy().view(np.uint64).reshape(-1, 2))
         self._await_passed(0)
         return found
 

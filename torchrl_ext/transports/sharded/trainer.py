@@ -167,7 +167,6 @@ class ShardedTrainer:
 
     def steps(self, source: WeightSource | None) -> Steps:
         """Return what this rank does when rank 0 orders it; without a source, it can only enter a group."""
-        self._held = None
         if source is None:
             return {"enter": self._enter}
         describe = partial(self._describe, source)
@@ -191,16 +190,12 @@ class ShardedTrainer:
         return {} if rank < len(known) and known[rank] == _digest(held.share) else {"share": packed(held.share)}
 
     def _take_plan(self, order: Info) -> None:
-        group, params = self.member.carrier(), self._described().params
-        self._own = read_plan(group, order["number"], params, self.member.timeout_s)
+        assert self._held is not None  # rank 0 asks for it first
+        self._own = read_plan(self.member.carrier(), order["number"], self._held.params, self.member.timeout_s)
 
     def _send_own(self, order: Info) -> Info:
-        return {"sent": self._sender(self.member.carrier(), self._described()).send()}
-
-    def _described(self) -> _Held:
-        if self._held is None:
-            raise NotConnectedError("this trainer rank was not asked what it holds")
-        return self._held
+        assert self._held is not None
+        return {"sent": self._sender(self.member.carrier(), self._held).send()}
 
     def _sender(self, group: PeerGroup, held: _Held) -> RoundSender:
         if self._own is None:

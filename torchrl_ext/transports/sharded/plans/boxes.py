@@ -1,4 +1,4 @@
-"""Geometry of boxes of elements: intersections, differences, and cuts.
+"""Geometry of boxes of elements: intersections and cuts.
 
 An array of boxes is int64 of shape (boxes, 2, dimensions): the start and the stop of each. Boxes of tensors with fewer
 dimensions reach from 0 to 1 in the last ones.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["as_array", "cells", "chunks", "cut", "meets", "missing", "volumes"]
+__all__ = ["as_array", "cells", "chunks", "cut", "meets", "volumes"]
 
 _MOST_CELLS = 1 << 14
 _AT_ONCE = 1 << 20  # pairs of boxes that are compared at once, so that memory is bounded
@@ -49,43 +49,31 @@ def meets(boxes: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return first, second, shared
 
 
-def cells(owned: Mapping[Block, Sequence[int]], dimensions: int) -> list[tuple[Block, tuple[int, ...]]]:
-    """Cut blocks that may overlap into disjoint ones, each with all of its owners.
+def cells(owned: Mapping[Block, Sequence[int]], shape: Sequence[int]) -> list[tuple[Block, tuple[int, ...]]]:
+    """Cut a tensor of this shape into boxes, each with all of its owners; nobody owns a hole.
 
     Args:
-        owned: blocks that are not empty, each with its owners.
-        dimensions: as for `as_array`.
+        owned: blocks of it that are not empty, and may overlap, each with its owners.
+        shape: of the tensor, one number per dimension.
 
     Raises:
-        ManifestError: the blocks overlap in too many ways.
+        ManifestError: the blocks overlap, or leave holes, in too many ways.
     """
-    boxes = as_array(list(owned), dimensions)
-    if len(meets(boxes, boxes)[0]) == len(boxes):  # each one only meets itself
+    blocks, boxes = list(owned), as_array(list(owned), len(shape))
+    if volumes(boxes).sum() == math.prod(shape) and len(meets(boxes, boxes)[0]) == len(boxes):  # each only meets itself
         return [(block, tuple(sorted(owners))) for block, owners in owned.items()]
-    found: dict[Block, set[int]] = {}
-    for block, owners in owned.items():
-        left, cut_up = [block], {}
-        for cell in [cell for cell in found if cell.meet(block)]:
-            had, both = found.pop(cell), cell.meet(block)
-            assert both is not None
-            cut_up[both] = had | set(owners)
-            cut_up |= dict.fromkeys(_without(cell, both), had)
-            left = [rest for piece in left for rest in _without(piece, both)]
-        found |= cut_up | {rest: set(owners) for rest in left}
-        if len(found) > _MOST_CELLS:
-            raise ManifestError(
-                f"{len(owned)} blocks of one tensor overlap in more than {_MOST_CELLS} ways",
-                expected="blocks that are equal, or disjoint, or overlap in few places",
-            )
-    return [(cell, tuple(sorted(owners))) for cell, owners in found.items()]
-
-
-def missing(blocks: Iterable[Block], shape: Sequence[int]) -> Block | None:
-    """Return the first box of a tensor of this shape that no block covers; None where the blocks cover all of it."""
-    left = [Block.whole(shape)] if math.prod(shape) else []
-    for block in blocks:
-        left = [rest for piece in left for rest in _without(piece, block)]
-    return min(left, default=None)
+    edges = [np.unique([0, size, *boxes[:, :, axis].flat]).tolist() for axis, size in enumerate(shape)]
+    if math.prod(len(along) - 1 for along in edges) > _MOST_CELLS:
+        raise ManifestError(
+            f"{len(owned)} blocks of one tensor overlap, or leave holes, in more than {_MOST_CELLS} ways",
+            expected="blocks that are equal, or disjoint, or overlap in few places",
+        )
+    sides = itertools.product(*map(itertools.pairwise, edges))
+    grid = [Block(tuple(start for start, _ in pairs), tuple(stop for _, stop in pairs)) for pairs in sides]
+    owners: list[set[int]] = [set() for _ in grid]
+    for box, cell in zip(*meets(boxes, as_array(grid, len(shape)))[:2], strict=True):
+        owners[cell].update(owned[blocks[box]])
+    return [(cell, tuple(sorted(own))) for cell, own in zip(grid, owners, strict=True)]
 
 
 def cut(block: Block, parts: int) -> list[Block]:
@@ -99,7 +87,8 @@ def cut(block: Block, parts: int) -> list[Block]:
     axis = next((axis for axis, size in enumerate(sizes) if size >= _EVEN * parts), longest)
     parts = min(parts, sizes[axis])
     edges = [block.start[axis] + sizes[axis] * part // parts for part in range(parts + 1)]
-    return [_put(block, axis, *pair) for pair in itertools.pairwise(edges)]
+    start, stop = ((edge[:axis], edge[axis + 1 :]) for edge in block)
+    return [Block((*start[0], low, *start[1]), (*stop[0], high, *stop[1])) for low, high in itertools.pairwise(edges)]
 
 
 def chunks(block: Block, most: int) -> list[Block]:
@@ -107,23 +96,3 @@ def chunks(block: Block, most: int) -> list[Block]:
     if block.numel <= most:
         return [block]
     return [chunk for part in cut(block, -(-block.numel // most)) for chunk in chunks(part, most)]
-
-
-def _put(block: Block, axis: int, start: int, stop: int) -> Block:
-    return Block(
-        (*block.start[:axis], start, *block.start[axis + 1 :]), (*block.stop[:axis], stop, *block.stop[axis + 1 :])
-    )
-
-
-def _without(block: Block, other: Block) -> list[Block]:
-    """Return disjoint boxes that cover ``block`` without ``other``."""
-    both = block.meet(other)
-    if both is None:
-        return [block]
-    found = []
-    for axis in range(len(block.start)):
-        for start, stop in ((block.start[axis], both.start[axis]), (both.stop[axis], block.stop[axis])):
-            if start < stop:
-                found.append(_put(block, axis, start, stop))
-        block = _put(block, axis, both.start[axis], both.stop[axis])
-    return found

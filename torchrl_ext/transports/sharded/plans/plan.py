@@ -177,7 +177,7 @@ class TransferPlan:
             total += count * load.sum(axis=0)
         self.rank_bytes: np.ndarray = total[:ranks]
         self.worker_bytes: np.ndarray = total[ranks:][list(leaders)]
-        self._dimensions = max((len(meta.shape) for meta in params), default=0)
+        self._dimensions = max((one.boxes.shape[-1] for one in transfers), default=0)
         tables = [
             np.column_stack(
                 [np.full_like(one.rank, at), *one[:3], one.boxes.reshape(len(one.rank), 2 * self._dimensions)]
@@ -253,9 +253,10 @@ def make_plan(
 def _classes(params: Sequence[ParamMeta], shares: Sequence[Share]) -> list[list[int]]:
     """Return the parameters of each class: of one shape, with the same blocks in each share."""
     rows = np.stack([share.indices for share in shares], axis=1)
+    keys = rows.view(f"V{rows.itemsize * len(shares)}").ravel().tolist()
     found: dict[Any, list[int]] = {}
-    for at, (meta, row) in enumerate(zip(params, rows, strict=True)):
-        found.setdefault((meta.shape, meta.dtype.itemsize, row.tobytes()), []).append(at)
+    for at, (meta, key) in enumerate(zip(params, keys, strict=True)):
+        found.setdefault((key, meta.shape, meta.dtype), []).append(at)
     return list(found.values())
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.transports.sharded.plans.boxes import as_array, cells, chunks, cut, meets, missing, volumes
+from torchrl_ext.transports.sharded.plans.boxes import as_array, cells, chunks, cut, meets, volumes
 from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
@@ -118,10 +118,8 @@ def pieces_of(
     """
     blocks = _by_block(index, meta, enumerate(held), "trainer rank")
     needs = _by_block(index, meta, needed.items(), "worker")
-    owned = cells(blocks, dimensions)
-    if sum(block.numel for block, _ in owned) != meta.numel:
-        hole = missing(blocks, meta.shape)
-        assert hole is not None
+    owned = cells(blocks, meta.shape)
+    if hole := next((cell for cell, ranks in owned if not ranks), None):
         where = ", ".join(f"{start}:{stop}" for start, stop in zip(hole.start, hole.stop, strict=True))
         raise ManifestError(
             f"nobody holds elements [{where}] of {meta}",
