@@ -16,7 +16,6 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     DeadlineError,
     ManifestError,
-    NotConnectedError,
     TransportError,
     WeightSyncError,
     why,
@@ -90,7 +89,8 @@ class ShardedTrainer:
         session.order("enter", room=room, workers=workers, address=notes.host, port=notes.port, secret=notes.secret)
         self.member.host(room, workers + size, params)
         session.answers()
-        group = _with_workers(self.member, workers)
+        group = self.member.carrier()
+        group.workers = range(1, 1 + workers)  # other trainer ranks come behind
         needs = group.notes.collect(f"needs/{group.generation}/", group.workers, within.again().until)
         silent = [rank for rank in group.workers if rank not in needs]
         if silent:
@@ -179,7 +179,7 @@ class ShardedTrainer:
         self.member = Membership(order["address"], order["port"], order["secret"], **how)
         workers, ranks = order["workers"], self._ranks()
         self.member.enter(order["room"], group_rank(ranks.rank, workers), workers + ranks.size, ())
-        _with_workers(self.member, workers)
+        self.member.carrier().workers = range(1, 1 + workers)
 
     def _describe(self, source: WeightSource, order: Info) -> Info:
         """Answer with the share of this rank, unless rank 0 has it; or with its parameters, if rank 0 has others."""
@@ -194,20 +194,11 @@ class ShardedTrainer:
         self._own = read_plan(self.member.carrier(), order["number"], self._held.params, self.member.timeout_s)
 
     def _send_own(self, order: Info) -> Info:
-        assert self._held is not None
         return {"sent": self._sender(self.member.carrier(), self._held).send()}
 
-    def _sender(self, group: PeerGroup, held: _Held) -> RoundSender:
-        if self._own is None:
-            raise NotConnectedError("this trainer rank has no part of a transfer plan")
+    def _sender(self, group: PeerGroup, held: _Held | None) -> RoundSender:
+        assert held is not None and self._own is not None  # rank 0 orders "describe" and "plan" first
         return RoundSender(self._own, held.shards, group, self._pool)
-
-
-def _with_workers(member: Membership, workers: int) -> PeerGroup:
-    """Return the group of ``member``, in which the first ranks after 0 receive; other trainer ranks come behind."""
-    group = member.carrier()
-    group.workers = range(1, 1 + workers)
-    return group
 
 
 def _digest(of: Any) -> str:

@@ -94,29 +94,22 @@ class MemberPlan:
         what = "trainer rank 0 sent a transfer plan"
         order, own = unpacked(schedule, _Schedule, what), unpacked(rows, _Rows, what)
         self.source, self.successor = own.source, own.successor
+        fields = (order.kind, order.param, order.chunk, order.starts)
         try:
-            fields = (order.kind, order.param, order.chunk, order.starts)
             self._kind, self._param, self._chunk, self._starts = map(numbers, fields)
-            self._read(numbers(own.table, "<i8").reshape(-1, 3 + 2 * own.dimensions))
+            table = numbers(own.table, "<i8").reshape(-1, 3 + 2 * own.dimensions).tolist()
+            ndims = dict(zip(self._kind.tolist(), (len(meta.shape) for meta in self.params), strict=True))
+            for kind, chunk, peer, *edges in table:
+                start, stop = (side[: ndims[kind]] for side in (edges, edges[own.dimensions :]))
+                blocks = self._blocks.setdefault((kind, chunk), {}).setdefault(peer, [])
+                blocks.append(Block(tuple(start), tuple(stop)))
         except (ValueError, LookupError) as error:
             raise unreadable(what, error) from error
-
-    def _read(self, table: np.ndarray) -> None:
-        first, items = self._starts[:-1], len(self._param)
-        if self._starts[0] or self._starts[-1] != items or (np.diff(self._starts) < 1).any():
-            raise ValueError("the rounds do not follow each other")
-        if len(self._chunk) != items or len(self._kind) != len(self.params) or (self._param >= len(self.params)).any():
-            raise ValueError("it is of other parameters")
+        first = self._starts[:-1]
         self.rounds = len(first)
-        self._first = np.minimum.accumulate(np.minimum.reduceat(self._param, first)[::-1])[::-1] if items else first
-        self._last = np.maximum.accumulate(np.maximum.reduceat(self._param, first)) if items else first
-        ndims = dict(zip(self._kind.tolist(), (len(meta.shape) for meta in self.params), strict=True))
-        for kind, chunk, peer, *edges in table.tolist():
-            middle, ndim = len(edges) // 2, ndims[kind]
-            block = Block(tuple(edges[:ndim]), tuple(edges[middle : middle + ndim]))
-            if not all(map(int.__lt__, *block)):
-                raise ValueError(f"{block} is empty")
-            self._blocks.setdefault((kind, chunk), {}).setdefault(peer, []).append(block)
+        if self.rounds:
+            self._first = np.minimum.accumulate(np.minimum.reduceat(self._param, first)[::-1])[::-1]
+            self._last = np.maximum.accumulate(np.maximum.reduceat(self._param, first))
 
     def links(self, round: int) -> Iterator[tuple[int, list[Transfer]]]:
         """Yield what this member sends, or gets from trainer ranks, in a round.
