@@ -127,8 +127,8 @@ def test_the_rows_of_a_member_are_small_where_many_parameters_are_held_and_neede
 @pytest.mark.parametrize(
     ("of", "change"),
     [
-        (0, {"kind": bytes(4 * 34)}),  # of another number of parameters
-        (0, {"kind": bytes(4 * 35)}),  # without kinds that have rows
+        (0, {"chunk": bytes(4 * 35)}),  # without chunks that have rows
+        (0, {"param": np.full(35, 35, "<i4").tobytes()}),  # of more parameters
         (0, {"starts": bytes(3)}),
         (0, {"param": np.array([-1], "<i4").tobytes()}),
         (1, {"table": bytes(8)}),

@@ -6,6 +6,7 @@ Parameters of one shape that are held and needed alike form a class, and are pla
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, final
 
@@ -44,23 +45,21 @@ class _Schedule(msgspec.Struct, frozen=True, kw_only=True):
     """The order of a plan, for all members; each field is an int32 array, little-endian.
 
     Attributes:
-        kind: of every parameter: parameters of one kind have the same transfers.
-        param, chunk: of every item, round by round: chunks of parameters.
+        param, chunk: of every item, round by round: the chunk of a parameter; many parameters have the same chunks.
         starts: the first item of each round, and behind the last round the number of items.
     """
 
-    kind: bytes
     param: bytes
     chunk: bytes
     starts: bytes
 
 
 class _Rows(msgspec.Struct, frozen=True, kw_only=True):
-    """The transfers of one member, for all parameters.
+    """The transfers of one member, for all chunks.
 
     Attributes:
-        table: int64 of shape (rows, 3 + 2 * dimensions), little-endian: kind, chunk, the group's rank of the other end,
-            and start and stop of the box.
+        table: int64 of shape (rows, 2 + 2 * dimensions), little-endian: chunk, the group's rank of the other end, and
+            start and stop of the box.
         dimensions: the largest number of dimensions of a parameter.
         source, successor: as in `MemberPlan`.
     """
@@ -90,19 +89,19 @@ class MemberPlan:
 
     def __init__(self, params: Sequence[ParamMeta], schedule: Any, rows: Any) -> None:
         self.params = tuple(params)
-        self._blocks: dict[tuple[int, int], dict[int, list[Block]]] = {}  # by kind and chunk, by rank
+        self._blocks: defaultdict[int, defaultdict[int, list[Block]]] = defaultdict(lambda: defaultdict(list))
         what = "trainer rank 0 sent a transfer plan"
         order, own = unpacked(schedule, _Schedule, what), unpacked(rows, _Rows, what)
         self.source, self.successor = own.source, own.successor
-        fields = (order.kind, order.param, order.chunk, order.starts)
         try:
-            self._kind, self._param, self._chunk, self._starts = map(numbers, fields)
-            table = numbers(own.table, "<i8").reshape(-1, 3 + 2 * own.dimensions).tolist()
-            ndims = dict(zip(self._kind.tolist(), (len(meta.shape) for meta in self.params), strict=True))
-            for kind, chunk, peer, *edges in table:
-                start, stop = (side[: ndims[kind]] for side in (edges, edges[own.dimensions :]))
-                blocks = self._blocks.setdefault((kind, chunk), {}).setdefault(peer, [])
-                blocks.append(Block(tuple(start), tuple(stop)))
+            self._param, self._chunk, self._starts = map(numbers, (order.param, order.chunk, order.starts))
+            table = numbers(own.table, "<i8").reshape(-1, 2 + 2 * own.dimensions).tolist()
+            chunks, first = np.unique(self._chunk, return_index=True)
+            ndims = [len(self.params[param].shape) for param in self._param[first].tolist()]
+            ndim_of = dict(zip(chunks.tolist(), ndims, strict=True))
+            for chunk, peer, *edges in table:
+                start, stop = (tuple(side[: ndim_of[chunk]]) for side in (edges, edges[own.dimensions :]))
+                self._blocks[chunk][peer].append(Block(start, stop))
         except (ValueError, LookupError) as error:
             raise unreadable(what, error) from error
         first = self._starts[:-1]
@@ -119,9 +118,8 @@ class MemberPlan:
             that another worker serves: what that one got from the trainer ranks.
         """
         items = slice(*self._starts[round : round + 2])
-        params, chunks = self._param[items], self._chunk[items]
-        keys = zip(params.tolist(), self._kind[params].tolist(), chunks.tolist(), strict=True)
-        own = [(param, found) for param, *key in keys if (found := self._blocks.get(tuple(key)))]
+        order = zip(self._param[items].tolist(), self._chunk[items].tolist(), strict=True)
+        own = [(param, self._blocks[chunk]) for param, chunk in order if chunk in self._blocks]
         for peer in sorted(set().union(*(found for _, found in own))):
             yield peer, [Transfer(param, block) for param, found in own for block in found.get(peer, ())]
 
@@ -162,27 +160,32 @@ class TransferPlan:
         self.params, self.ranks, self.workers = tuple(params), ranks, len(leaders)
         self.bucket_bytes, self.leaders = bucket_bytes, tuple(leaders)
         loads = [one.loads(ranks, self.workers) for one in transfers]
-        order = _rounds(kind, loads, ranks, bucket_bytes)
-        self.schedule = packed(_Schedule(**{name: one.astype("<i4").tobytes() for name, one in order.items()}))
-        self.rounds = len(order["starts"]) - 1
-        total = np.zeros(ranks + self.workers, dtype=np.int64)
-        for count, load in zip(np.bincount(kind, minlength=len(loads)), loads, strict=True):
-            total += count * load.sum(axis=0)
+        table = np.concatenate([np.zeros((0, ranks + self.workers), dtype=np.int64), *loads])
+        counts = np.array([len(one) for one in loads], dtype=np.int64)
+        first, times = np.cumsum(counts) - counts, counts[kind]
+        param = np.repeat(np.arange(len(kind)), times)
+        chunk = np.arange(len(param)) + np.repeat(first[kind] - np.cumsum(times) + times, times)
+        rounds = _rounds(chunk, table, np.repeat(counts > 1, counts), ranks, bucket_bytes)
+        order = np.argsort(rounds, kind="stable")
+        self.rounds = int(rounds.max(initial=-1)) + 1
+        starts = np.searchsorted(rounds[order], np.arange(self.rounds + 1))
+        fields = {"param": param[order], "chunk": chunk[order], "starts": starts}
+        self.schedule = packed(_Schedule(**{name: one.astype("<i4").tobytes() for name, one in fields.items()}))
+        total = np.bincount(chunk, minlength=len(table)) @ table
         self.rank_bytes: np.ndarray = total[:ranks]
         self.worker_bytes: np.ndarray = total[ranks:][list(leaders)]
         self._dimensions = max((one.boxes.shape[-1] for one in transfers), default=0)
         tables = [
-            np.column_stack(
-                [np.full_like(one.rank, at), *one[:3], one.boxes.reshape(len(one.rank), 2 * self._dimensions)]
-            )
-            for at, one in enumerate(transfers)
+            np.column_stack([one.chunk + at, one.rank, one.worker, one.boxes.reshape(len(one.rank), -1)])
+            for at, one in zip(first, transfers, strict=True)
+            if len(one.rank)
         ]
-        self._table = np.concatenate([np.zeros((0, 4 + 2 * self._dimensions), dtype=np.int64), *tables])
+        self._table = np.concatenate([np.zeros((0, 3 + 2 * self._dimensions), dtype=np.int64), *tables])
 
     def rows(self, member: int) -> str:
         """Return the rows of the member of this rank in the group for `MemberPlan`, as text."""
         source = successor = None
-        ranks, workers = group_rank(self._table[:, 2], self.workers), 1 + self._table[:, 3]
+        ranks, workers = group_rank(self._table[:, 1], self.workers), 1 + self._table[:, 2]
         mine, peers = ranks == member, workers
         if 1 <= member <= self.workers:
             leader = self.leaders[member - 1]
@@ -190,7 +193,7 @@ class TransferPlan:
             at = chain.index(member)
             source, successor = (chain[at - 1] if at else None), next(iter(chain[at + 1 :]), None)
             mine, peers = workers == 1 + leader, ranks
-        table = np.column_stack([self._table[:, :2], peers, self._table[:, 4:]])[mine].astype("<i8").tobytes()
+        table = np.column_stack([self._table[:, 0], peers, self._table[:, 3:]])[mine].astype("<i8").tobytes()
         return packed(_Rows(table=table, dimensions=self._dimensions, source=source, successor=successor))
 
     def member(self, member: int) -> MemberPlan:
@@ -253,36 +256,31 @@ def _classes(params: Sequence[ParamMeta], shares: Sequence[Share]) -> list[list[
     return list(found.values())
 
 
-def _rounds(kind: np.ndarray, loads: Sequence[np.ndarray], ranks: int, bucket_bytes: int) -> dict[str, np.ndarray]:
-    """Return in which order everything is sent, and where each round starts: the fields of `_Schedule`.
+def _rounds(chunk: np.ndarray, table: np.ndarray, several: np.ndarray, ranks: int, bucket_bytes: int) -> np.ndarray:
+    """Return the round of every item, int64 of shape (items,).
 
     Consecutive parameters of which no worker needs more than a bucket in all make a window. Within it each rank sends
     its own parts in order, as many to a round as fit, whatever the others do: where each expert lies on one rank, ranks
-    would else take turns. A worker never has more than a window that waits for what comes before it. A parameter that
-    nobody needs is no item.
+    would else take turns. A worker never has more than a window that waits for what comes before it.
 
     Args:
-        kind: of every parameter, an index into ``loads``.
-        loads: for every kind the bytes of each of its chunks out of every rank, and then into every worker: int64 of
-            shape (chunks, ranks + workers).
+        chunk: of every item, in order of parameters.
+        table: the bytes of each chunk out of every rank, and then into every worker: int64 of shape
+            (chunks, ranks + workers).
+        several: whether the parameters of each chunk have others beside it, which follow each other.
         ranks: how many there are.
         bucket_bytes: the most for a rank or a worker in one round.
     """
-    if not loads:
-        return {"kind": kind, "param": kind, "chunk": kind, "starts": np.zeros(1, dtype=np.int64)}
-    table = np.concatenate(loads)
-    chunks = np.array([len(one) if one.any() else 0 for one in loads], dtype=np.int64)
-    times = chunks[kind]
-    param = np.repeat(np.arange(len(kind)), times)
-    chunk = np.arange(len(param)) - np.repeat(np.cumsum(times) - times, times)
-    at = (np.cumsum([len(one) for one in loads]) - [len(one) for one in loads])[kind[param]] + chunk
     sends, gets = np.split(table, [ranks], axis=1)
-    parts = [(np.flatnonzero(row), row[row > 0]) for row in sends]
+    parts = [
+        (slice(ranks), row) if whole else (row.nonzero()[0], row[row > 0])
+        for row, whole in zip(sends, several | (sends > 0).all(axis=1), strict=True)
+    ]
     peaks, biggest = gets.max(axis=1).tolist(), np.maximum.reduce
     found, used, most = [], 0, 0
     window = np.zeros(gets.shape[1], dtype=np.int64)
     clock = np.zeros(ranks, dtype=np.int64)  # of each rank: its round * bucket_bytes + what it sends in this round
-    for row, several in zip(at.tolist(), (times[param] > 1).tolist(), strict=True):
+    for row in chunk.tolist():
         window += gets[row]
         most += peaks[row]  # no worker gets more: what they get is only looked at where this bound does not do
         if most > bucket_bytes:
@@ -290,8 +288,6 @@ def _rounds(kind: np.ndarray, loads: Sequence[np.ndarray], ranks: int, bucket_by
         if most > bucket_bytes:
             window, most, clock[:] = gets[row].copy(), peaks[row], used * bucket_bytes
         mine, more = parts[row]
-        if several or len(mine) == ranks:  # chunks of one tensor follow each other
-            mine, more = slice(ranks), sends[row]
         had = clock[mine]
         number = int(biggest(had)) // bucket_bytes
         then = np.maximum(had, number * bucket_bytes) + more
@@ -301,7 +297,4 @@ def _rounds(kind: np.ndarray, loads: Sequence[np.ndarray], ranks: int, bucket_by
         clock[mine] = then
         found.append(number)
         used = max(used, number + 1)
-    rounds = np.array(found, dtype=np.int64)
-    order = np.argsort(rounds, kind="stable")
-    starts = np.searchsorted(rounds[order], np.arange(used + 1))
-    return {"kind": kind, "param": param[order], "chunk": chunk[order], "starts": starts}
+    return np.array(found, dtype=np.int64)

@@ -38,7 +38,7 @@ class Transfers(NamedTuple):
         """Return the bytes of each chunk that each rank sends, and then that each worker gets: int64,
         of shape (chunks, ranks + workers).
         """
-        found = np.zeros((int(self.chunk.max(initial=0)) + 1, ranks + workers), dtype=np.int64)
+        found = np.zeros((int(self.chunk.max(initial=-1)) + 1, ranks + workers), dtype=np.int64)
         np.add.at(found, (self.chunk, self.rank), self.nbytes)
         np.add.at(found, (self.chunk, ranks + self.worker), self.nbytes)
         return found
