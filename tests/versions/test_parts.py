@@ -18,9 +18,9 @@ from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.manifest import DeltaManifest, DeltaParam, DeltaPart
 from torchrl_ext.testing import any_bits
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.shards.own import OwnBlocks, block_words
+from torchrl_ext.versions.shards.own import OwnBlocks
 from torchrl_ext.versions.shards.parts import flat_positions, read_parts
-from torchrl_ext.weights.digests import PositionDigest, position_digest
+from torchrl_ext.weights.digests import PositionDigest, block_words, position_digest
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.shards.sharing import without
 from torchrl_ext.weights.source import WeightSource

@@ -25,9 +25,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.kernels.base import Piece, flat_bits, kernels_on
+from torchrl_ext.kernels.base import Piece, Words, flat_bits, kernels_on
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["PositionDigest", "byte_view", "position_digest", "tensor_digest"]
+__all__ = ["PositionDigest", "block_words", "byte_view", "position_digest", "tensor_digest"]
 
 
 def byte_view(tensor: Tensor) -> Tensor:
@@ -67,7 +69,24 @@ def position_digest(tensor: Tensor) -> PositionDigest:
     """Compute the digest of a full tensor, on its device.
 
     Elements have 1, 2, 4 or 8 bytes, and complex128 counts as pairs of 8. The digest of a part is that of
-    `torchrl_ext.kernels.base.Kernels.words` of its `Piece`.
+    `block_words`.
     """
     live = flat_bits(tensor)
     return PositionDigest(*kernels_on(live.device).words(Piece(destination=live, offset=0, strides=(1,))))
+
+
+def block_words(meta: ParamMeta, block: Block, tensor: Tensor) -> Words:
+    """Return what the elements of a block add to the position digest of their parameter.
+
+    Args:
+        meta: the parameter.
+        block: which of its elements.
+        tensor: they are, of the block's shape and the parameter's dtype, on any device.
+    """
+    shape, start = meta.shape, block.start
+    if meta.dtype == torch.complex128:  # of two units per element
+        tensor, shape, start = torch.view_as_real(tensor), (*shape, 2), (*start, 0)
+    strides = torch.empty(shape, device="meta").stride()
+    offset = sum(first * stride for first, stride in zip(start, strides, strict=True))
+    piece = Piece(destination=tensor, offset=offset, strides=strides)
+    return kernels_on(tensor.device).words(piece)

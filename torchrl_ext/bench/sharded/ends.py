@@ -34,8 +34,8 @@ from torchrl_ext.registry import engines, transports
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.base import Worker
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP
-from torchrl_ext.transports.sharded.rounds import words_of
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.digests import block_words
 from torchrl_ext.weights.shards.blocks import Block
 
 __all__ = ["ENDED", "MODELS", "TIMEOUT_S", "WORKERS", "Case", "Seat", "main", "needed_bytes"]
@@ -131,7 +131,7 @@ def main() -> int:
     torch.set_num_threads(1)  # and no thread is left in a fork
     from torch.distributed import fsdp  # noqa: F401 - for the trainer
 
-    words_of(ParamMeta("", torch.float32, (1,)), Block((0,), (1,)), torch.zeros(1))  # loads what is compiled
+    block_words(ParamMeta("", torch.float32, (1,)), Block((0,), (1,)), torch.zeros(1))  # loads what is compiled
     for way in ("collective", "sharded"):
         transports.load(way)
     forks = multiprocessing.get_context("fork")

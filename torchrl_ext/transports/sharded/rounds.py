@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError, ManifestError, why
-from torchrl_ext.kernels.base import Piece, kernels_on
+from torchrl_ext.kernels.base import Words
 from torchrl_ext.landing.sliced import Sliced, memory_of, part_of
 from torchrl_ext.transports.copies import BufferPool, as_bytes, copy_each, is_plain
 from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.sharded.plans.plan import MemberPlan, Transfer
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import PositionDigest
+from torchrl_ext.weights.digests import PositionDigest, block_words
 from torchrl_ext.weights.shards.blocks import Block, Shard
 
-__all__ = ["RoundReceiver", "RoundSender", "words_of"]
+__all__ = ["RoundReceiver", "RoundSender"]
 
 _IN_FLIGHT = 2
 
@@ -60,22 +60,6 @@ def _together(
         return [move(memory, peer) for memory, peer in messages]
 
 
-def words_of(meta: ParamMeta, block: Block, data: Tensor) -> PositionDigest:
-    """Return what a block adds to the position digest of its tensor.
-
-    Args:
-        meta: the tensor, with the dtype of ``data``.
-        block: which elements these are.
-        data: their values, of the block's shape.
-    """
-    strides = torch.empty(meta.shape, device="meta").stride()
-    offset = sum(start * stride for start, stride in zip(block.start, strides, strict=True))
-    if data.is_complex() and data.element_size() == 16:  # two units per element
-        data, offset = torch.view_as_real(data), 2 * offset
-        strides = (*(2 * stride for stride in strides), 1)
-    return PositionDigest(*kernels_on(data.device).words(Piece(destination=data, offset=offset, strides=strides)))
-
-
 class RoundSender:
     """Sends the rounds of one trainer rank in one update.
 
@@ -94,7 +78,7 @@ class RoundSender:
             self._held[index[shard.meta.name]].append(shard)
         self._gathers = deque(number for number, own in self._held.items() if any(one.gathers for one in own))
         self._taken: dict[int, list[tuple[Block, Tensor]]] = {}
-        self._digests: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # by worker
+        self._digests: defaultdict[int, list[Words]] = defaultdict(list)  # by worker
 
     @torch.no_grad()
     def send(self) -> int:
@@ -179,8 +163,7 @@ class RoundSender:
                 else:
                     view.copy_(source)
         for (param, block), view in zip(transfers, views, strict=True):
-            words = words_of(params[param], block, view)
-            self._digests[peer].append((words.first, words.second))
+            self._digests[peer].append(block_words(params[param], block, view))
         return message
 
     def _block(self, param: int, block: Block) -> Tensor:
@@ -237,7 +220,7 @@ class RoundReceiver:
         self._done = 0
         self._landing = True
         self._came: defaultdict[int, list[int]] = defaultdict(list)  # parameters of the blocks of each trainer rank
-        self._found: dict[int, PositionDigest] = {}
+        self._found: dict[int, np.ndarray] = {}
 
     @torch.no_grad()
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
@@ -257,8 +240,8 @@ class RoundReceiver:
                 if self._needed[number]:
                     tensor, parts = self._target(number)
                     del self._targets[number]
-                    words = [words_of(self._plan.params[number], *part) for part in parts]
-                    self._found[number] = sum(words, PositionDigest())
+                    words = [block_words(self._plan.params[number], *part) for part in parts]
+                    self._found[number] = np.array(words, dtype=np.uint64).sum(axis=0)
                     del parts
                     yield self._plan.params[number].name, tensor
                     del tensor
@@ -364,11 +347,11 @@ class RoundReceiver:
 
     def _compare(self, expected: np.ndarray) -> None:
         for number, found in self._found.items():
-            wanted = PositionDigest(*expected[number].tolist())
-            if found != wanted:
+            if (found != expected[number]).any():
+                wanted, landed = (PositionDigest(*words.tolist()).hex() for words in (expected[number], found))
                 raise IntegrityError(
                     f"parameter {self._plan.params[number].name!r} has landed otherwise than it was sent",
-                    expected=f"digest {wanted.hex()} of this worker's blocks, found {found.hex()}",
+                    expected=f"digest {wanted} of this worker's blocks, found {landed}",
                     state="the engine holds a damaged update and stays paused",
                     hint="send the version again",
                 )

@@ -20,15 +20,16 @@ from torchrl_ext.codecs.base import Codec, Encoded
 from torchrl_ext.codecs.pipeline import Where, encode_tensors, worker_threads
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.kernels.base import Piece, Words, kernels_on
+from torchrl_ext.kernels.base import Words
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.containers import Packed
 from torchrl_ext.versions.shards.parts import flat_positions
 from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.digests import block_words
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import WeightSource, checked
 
-__all__ = ["OwnBlocks", "block_words", "layout_digest"]
+__all__ = ["OwnBlocks", "layout_digest"]
 
 
 @dataclass(eq=False)
@@ -239,23 +240,6 @@ class OwnBlocks:
             first, second = found.get(kept.index, (0, 0))
             found[kept.index] = first + kept.words[0], second + kept.words[1]
         return {"words": [[index, first % 2**64, second % 2**64] for index, (first, second) in found.items()]}
-
-
-def block_words(meta: ParamMeta, block: Block, tensor: Tensor) -> Words:
-    """Return what the elements of a block add to the position digest of their parameter.
-
-    Args:
-        meta: the parameter.
-        block: which of its elements.
-        tensor: they are, of the block's shape and the parameter's dtype, on any device.
-    """
-    shape, start = meta.shape, block.start
-    if meta.dtype == torch.complex128:  # of two units per element
-        tensor, shape, start = torch.view_as_real(tensor), (*shape, 2), (*start, 0)
-    strides = torch.empty(shape, device="meta").stride()
-    offset = sum(first * stride for first, stride in zip(start, strides, strict=True))
-    piece = Piece(destination=tensor, offset=offset, strides=strides)
-    return kernels_on(tensor.device).words(piece)
 
 
 def _where(kept: _Kept) -> Where:
