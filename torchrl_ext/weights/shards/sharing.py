@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -10,7 +11,9 @@ from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["any_meet", "shared_out", "without"]
+__all__ = ["any_meet", "disjoint", "shared_out", "without"]
+
+_Owner = TypeVar("_Owner")
 
 _Holder = tuple[int, int]  # a rank, and the number of one of its shards
 
@@ -46,7 +49,7 @@ def shared_out(
                 holders[index].setdefault(block, []).append((rank, number))
     pieces: list[tuple[int, int, Block, list[_Holder]]] = []
     for index, (meta, own) in enumerate(zip(params, holders, strict=True)):
-        found = _disjoint(own)
+        found = disjoint(own)
         if sum(block.numel for block in found) < meta.numel:
             hole = without([Block.whole(meta.shape)], found)[0]
             raise ManifestError(
@@ -87,8 +90,8 @@ def without(blocks: Sequence[Block], taken: Sequence[Block] | Mapping[Block, obj
     return left
 
 
-def _disjoint(own: Mapping[Block, list[_Holder]]) -> dict[Block, list[_Holder]]:
-    """Return blocks that do not meet, which together are those of ``own``, each with everyone who holds it."""
+def disjoint(own: Mapping[Block, list[_Owner]]) -> dict[Block, list[_Owner]]:
+    """Return blocks that do not meet, which together have the elements of ``own``, each with all of its owners."""
     if not any_meet(list(own)):
         return dict(own)
     found: list[Block] = []

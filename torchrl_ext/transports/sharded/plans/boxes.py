@@ -7,17 +7,14 @@ dimensions reach from 0 to 1 in the last ones.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from torchrl_ext.errors import ManifestError
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["as_array", "cells", "chunks", "cut", "meets", "volumes"]
+__all__ = ["as_array", "chunks", "cut", "meets", "volumes"]
 
-_MOST_CELLS = 1 << 14
 _AT_ONCE = 1 << 20  # pairs of boxes that are compared at once, so that memory is bounded
 _EVEN = 16  # rows per part from which parts are equal to within a sixteenth
 
@@ -47,33 +44,6 @@ def meets(boxes: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray
         found.append((first + low, second, np.stack([start[first, second], stop[first, second]], axis=1)))
     first, second, shared = map(np.concatenate, zip(*found, strict=True))
     return first, second, shared
-
-
-def cells(owned: Mapping[Block, Sequence[int]], shape: Sequence[int]) -> list[tuple[Block, tuple[int, ...]]]:
-    """Cut a tensor of this shape into boxes, each with all of its owners; nobody owns a hole.
-
-    Args:
-        owned: blocks of it that are not empty, and may overlap, each with its owners.
-        shape: of the tensor, one number per dimension.
-
-    Raises:
-        ManifestError: the blocks overlap, or leave holes, in too many ways.
-    """
-    blocks, boxes = list(owned), as_array(list(owned), len(shape))
-    if volumes(boxes).sum() == math.prod(shape) and len(meets(boxes, boxes)[0]) == len(boxes):  # each only meets itself
-        return [(block, tuple(sorted(owners))) for block, owners in owned.items()]
-    edges = [np.unique([0, size, *boxes[:, :, axis].flat]).tolist() for axis, size in enumerate(shape)]
-    if math.prod(len(along) - 1 for along in edges) > _MOST_CELLS:
-        raise ManifestError(
-            f"{len(owned)} blocks of one tensor overlap, or leave holes, in more than {_MOST_CELLS} ways",
-            expected="blocks that are equal, or disjoint, or overlap in few places",
-        )
-    sides = itertools.product(*map(itertools.pairwise, edges))
-    grid = [Block(tuple(start for start, _ in pairs), tuple(stop for _, stop in pairs)) for pairs in sides]
-    owners: list[set[int]] = [set() for _ in grid]
-    for box, cell in zip(*meets(boxes, as_array(grid, len(shape)))[:2], strict=True):
-        owners[cell].update(owned[blocks[box]])
-    return [(cell, tuple(sorted(own))) for cell, own in zip(grid, owners, strict=True)]
 
 
 def cut(block: Block, parts: int) -> list[Block]:

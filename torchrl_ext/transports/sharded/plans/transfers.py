@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.transports.sharded.plans.boxes import as_array, cells, chunks, cut, meets, volumes
+from torchrl_ext.transports.sharded.plans.boxes import as_array, chunks, cut, meets, volumes
 from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.weights.shards.sharing import disjoint, without
 
 __all__ = ["Pieces", "Transfers", "pieces_of"]
 
@@ -78,7 +79,7 @@ class Pieces(NamedTuple):
         worker, boxes, nbytes: as in `Transfers`.
     """
 
-    holders: list[tuple[int, ...]]
+    holders: list[list[int]]
     turns: int
     piece: np.ndarray
     worker: np.ndarray
@@ -118,8 +119,9 @@ def pieces_of(
     """
     blocks = _by_block(index, meta, enumerate(held), "trainer rank")
     needs = _by_block(index, meta, needed.items(), "worker")
-    owned = cells(blocks, meta.shape)
-    if hole := next((cell for cell, ranks in owned if not ranks), None):
+    owned = disjoint(blocks)
+    if sum(block.numel for block in owned) < meta.numel:
+        hole = without([Block.whole(meta.shape)], owned)[0]
         where = ", ".join(f"{start}:{stop}" for start, stop in zip(hole.start, hole.stop, strict=True))
         raise ManifestError(
             f"nobody holds elements [{where}] of {meta}",
@@ -131,8 +133,8 @@ def pieces_of(
     for one, other in zip(*meets(wants, wants)[:2], strict=True):
         if one < other and (both := set(members[one]).intersection(members[other])):
             raise ManifestError(f"worker {min(both)} names elements of {meta} twice", expected="disjoint blocks")
-    pieces, holders = list[Block](), list[tuple[int, ...]]()
-    for cell, ranks in owned:
+    pieces, holders = list[Block](), list[list[int]]()
+    for cell, ranks in owned.items():
         parts = [cell]
         if len(ranks) > 1 and len(shared := meets(as_array([cell], dimensions), wants)[2]):
             start, stop = shared[:, 0].min(axis=0), shared[:, 1].max(axis=0)
