@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict, deque
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -98,11 +98,8 @@ class _NixlMove(Move):
         return self.done.is_set()
 
 
-class _Piece(NamedTuple):
-    """The memory of a transfer that one slot holds."""
-
-    move: _NixlMove
-    memory: Tensor
+_Piece = tuple[_NixlMove, Tensor]
+"""A transfer, and the memory of it that one slot holds."""
 
 
 class NixlGroup(PeerGroup):
@@ -174,13 +171,9 @@ class NixlGroup(PeerGroup):
                 except Exception as error:  # NIXL's errors have no root of their own
                     raise TransportError(f"{self.call([rank])} cannot be reached: {error}") from error
         others = self.workers if self.rank == 0 else (0,)
-        own = torch.full((1,), self.rank % 251, dtype=torch.uint8, device=self.device)
-        read = {one: torch.empty_like(own) for one in others}
-        for work in [work for one in others for work in (self.receive(read[one], one), self.send(own, one))]:
+        blank = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        for work in [move(blank.clone(), one) for one in others for move in (self.receive, self.send)]:
             self.wait(work)
-        for one in others:
-            if read[one].item() != one % 251:
-                raise TransportError(f"a first byte from {self.call([one])} is {read[one].item()}")
         self.sent.clear()
         self.received.clear()
         if self.rank == 0:
@@ -198,7 +191,7 @@ class NixlGroup(PeerGroup):
             if not self.alive:
                 raise TransportError("the transfer was aborted")
             self._settle()
-            pieces = [_Piece(move, memory) for memory in flat.split(_SLOT_BYTES)]
+            pieces = [(move, memory) for memory in flat.split(_SLOT_BYTES)]
             (self._unsent if sends else self._expected[peer]).extend(pieces)
             self.advance()
         return move
@@ -221,7 +214,7 @@ class NixlGroup(PeerGroup):
                         self._take(peer, msgspec.msgpack.decode(message, type=_Notice))
                         moved = True
                 while self._unsent and self._free:
-                    peer = self._unsent[0].move.peer
+                    peer = self._unsent[0][0].peer
                     self._offer(peer, self._unsent.popleft())
                     moved = True
                 for peer, offers in self._offers.items():
@@ -229,7 +222,7 @@ class NixlGroup(PeerGroup):
                         self._read(peer, offers.popleft(), self._expected[peer].popleft())
                         moved = True
                 for slot, (handle, piece) in list(self._reads.items()):
-                    peer = piece.move.peer
+                    peer = piece[0].peer
                     moved |= self._landed(slot, handle, piece)
             except Exception as error:  # noqa: BLE001 - NIXL's errors have no root of their own
                 self._failure = f"NIXL failed with {self.call([peer])}: {why(error)}"
@@ -244,15 +237,15 @@ class NixlGroup(PeerGroup):
             self._free.append(notice.slot)
 
     def _offer(self, peer: int, piece: _Piece) -> None:
-        slot, nbytes = self._free.pop(), piece.memory.numel()
-        copy_each([piece.memory], [self._out[slot, :nbytes]])
+        slot, nbytes = self._free.pop(), piece[1].numel()
+        copy_each([piece[1]], [self._out[slot, :nbytes]])
         self._settle()
         self._unread[peer, slot] = piece
         notice = _Notice(slot, nbytes)
         self._agent.send_notif(self._addresses[peer].name, msgspec.msgpack.encode(notice))
 
     def _read(self, peer: int, offer: _Notice, piece: _Piece) -> None:
-        nbytes = piece.memory.numel()
+        nbytes = piece[1].numel()
         if offer.nbytes != nbytes or not 0 <= offer.slot < _SLOTS:
             raise ValueError(f"it sends {offer.nbytes} bytes where {nbytes} are expected")
         slot, address = self._idle.pop(), self._addresses[peer]

@@ -60,6 +60,13 @@ def _together(
         return [move(memory, peer) for memory, peer in messages]
 
 
+def _await(flying: deque[list[Any]], rounds: int, carrier: PeerGroup) -> None:
+    """Wait until no more than the works of the last ``rounds`` rounds are under way."""
+    while len(flying) > rounds:
+        for work in flying.popleft():
+            carrier.wait(work)
+
+
 class RoundSender:
     """Sends the rounds of one trainer rank in one update.
 
@@ -104,8 +111,7 @@ class RoundSender:
     def _send(self) -> None:
         flying: deque[list[Any]] = deque()
         for number in range(self._plan.rounds):
-            while len(flying) >= _IN_FLIGHT:
-                self._land(flying)
+            _await(flying, _IN_FLIGHT - 1, self._carrier)
             self._take(*self._plan.span(number))
             messages = [(self._packed(peer, transfers), peer) for peer, transfers in self._plan.links(number)]
             flying.append(_together(self._carrier.send, messages, self._carrier))
@@ -116,13 +122,7 @@ class RoundSender:
             for peer, own in sorted(self._digests.items())
         ]
         flying.append(_together(self._carrier.send, digests, self._carrier))
-        while flying:
-            self._land(flying)
-
-    def _land(self, flying: deque[list[Any]]) -> None:
-        for work in flying[0]:
-            self._carrier.wait(work)
-        flying.popleft()
+        _await(flying, 0, self._carrier)
 
     def _take(self, first: int, stop: int) -> None:
         """Gather every parameter before ``stop`` that has to be gathered; forget the parameters before ``first``."""
@@ -287,7 +287,7 @@ class RoundReceiver:
         """Wait for the messages of a round, pass them on, and bring their blocks where they belong."""
         for work in works:
             self._carrier.wait(work)
-        self._await_passed(_IN_FLIGHT - 1)
+        _await(self._passed, _IN_FLIGHT - 1, self._carrier)
         if self._plan.successor is not None:
             pairs = [(one.memory, self._plan.successor) for one in messages]
             self._passed.append(_together(self._carrier.send, pairs, self._carrier))
@@ -303,12 +303,6 @@ class RoundReceiver:
         source = self._plan.source
         sources = [(one.memory, one.rank if source is None else source) for one in messages]
         return _together(self._carrier.receive, sources, self._carrier)
-
-    def _await_passed(self, rounds: int) -> None:
-        """Wait until no more than the last ``rounds`` rounds are still being passed on."""
-        while len(self._passed) > rounds:
-            for work in self._passed.popleft():
-                self._carrier.wait(work)
 
     def _target(self, number: int) -> tuple[Tensor, list[tuple[Block, Tensor]]]:
         """Return what is yielded for a parameter, and the memory of its blocks."""
@@ -342,7 +336,7 @@ class RoundReceiver:
         found = np.zeros((len(self._plan.params), 2), dtype=np.uint64)
         for rank, memory in own:
             np.add.at(found, self._came[rank], memory.cpu().numpy().view(np.uint64).reshape(-1, 2))
-        self._await_passed(0)
+        _await(self._passed, 0, self._carrier)
         return found
 
     def _compare(self, expected: np.ndarray) -> None:
