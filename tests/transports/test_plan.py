@@ -124,7 +124,7 @@ def test_the_rows_of_a_member_are_small_where_many_parameters_are_held_and_neede
         (0, {"starts": bytes(3)}),
         (0, {"param": np.array([-1], "<i4").tobytes()}),
         (1, {"table": bytes(8)}),
-        (1, {"dimensions": "two"}),
+        (1, {"source": "two"}),
     ],
 )
 def test_a_malformed_plan_is_refused(of, change):

@@ -13,13 +13,7 @@ import msgspec
 import xxhash
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import (
-    DeadlineError,
-    ManifestError,
-    TransportError,
-    WeightSyncError,
-    why,
-)
+from torchrl_ext.errors import DeadlineError, ManifestError, TransportError, WeightSyncError, why
 from torchrl_ext.transports.base import Handoff, TransferStats, Update
 from torchrl_ext.transports.copies import BufferPool
 from torchrl_ext.transports.group import handoffs

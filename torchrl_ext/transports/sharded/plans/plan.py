@@ -59,13 +59,11 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         table: int64 of shape (rows, 2 + 2 * dimensions), little-endian: chunk, the group's rank of the other end, and
-            start and stop of the box.
-        dimensions: the largest number of dimensions of a parameter.
+            start and stop of the box, in as many dimensions as any parameter has.
         source, successor: as in `MemberPlan`.
     """
 
     table: bytes
-    dimensions: int
     source: int | None
     successor: int | None
 
@@ -95,12 +93,13 @@ class MemberPlan:
         self.source, self.successor = own.source, own.successor
         try:
             self._param, self._chunk, self._starts = map(numbers, (order.param, order.chunk, order.starts))
-            table = numbers(own.table, "<i8").reshape(-1, 2 + 2 * own.dimensions).tolist()
+            dimensions = _dimensions(self.params)
+            table = numbers(own.table, "<i8").reshape(-1, 2 + 2 * dimensions).tolist()
             chunks, first = np.unique(self._chunk, return_index=True)
             ndims = [len(self.params[param].shape) for param in self._param[first].tolist()]
             ndim_of = dict(zip(chunks.tolist(), ndims, strict=True))
             for chunk, peer, *edges in table:
-                start, stop = (tuple(side[: ndim_of[chunk]]) for side in (edges, edges[own.dimensions :]))
+                start, stop = (tuple(side[: ndim_of[chunk]]) for side in (edges, edges[dimensions:]))
                 self._blocks[chunk][peer].append(Block(start, stop))
         except (ValueError, LookupError) as error:
             raise unreadable(what, error) from error
@@ -174,13 +173,12 @@ class TransferPlan:
         total = np.bincount(chunk, minlength=len(table)) @ table
         self.rank_bytes: np.ndarray = total[:ranks]
         self.worker_bytes: np.ndarray = total[ranks:][list(leaders)]
-        self._dimensions = max((one.boxes.shape[-1] for one in transfers), default=0)
         tables = [
             np.column_stack([one.chunk + at, one.rank, one.worker, one.boxes.reshape(len(one.rank), -1)])
             for at, one in zip(first, transfers, strict=True)
             if len(one.rank)
         ]
-        self._table = np.concatenate([np.zeros((0, 3 + 2 * self._dimensions), dtype=np.int64), *tables])
+        self._table = np.concatenate([np.zeros((0, 3 + 2 * _dimensions(params)), dtype=np.int64), *tables])
 
     def rows(self, member: int) -> str:
         """Return the rows of the member of this rank in the group for `MemberPlan`, as text."""
@@ -194,7 +192,7 @@ class TransferPlan:
             source, successor = (chain[at - 1] if at else None), next(iter(chain[at + 1 :]), None)
             mine, peers = workers == 1 + leader, ranks
         table = np.column_stack([self._table[:, 0], peers, self._table[:, 3:]])[mine].astype("<i8").tobytes()
-        return packed(_Rows(table=table, dimensions=self._dimensions, source=source, successor=successor))
+        return packed(_Rows(table=table, source=source, successor=successor))
 
     def member(self, member: int) -> MemberPlan:
         """Return the part of the plan that the member of this rank in the group carries out."""
@@ -225,13 +223,13 @@ def make_plan(
     if bucket_bytes < largest:
         raise ConfigError(f"bucket_bytes is {bucket_bytes}", expected=f"{largest} or more, the size of one element")
     for number, share in enumerate((*held, *needed)):
-        if len(share) != len(params):
+        if len(share.indices) != len(params):
             who = f"trainer rank {number}" if number < len(held) else f"worker {number - len(held)}"
-            raise ManifestError(f"{who} has a share of {len(share)} parameters", expected=f"{len(params)}")
+            raise ManifestError(f"{who} has a share of {len(share.indices)} parameters", expected=f"{len(params)}")
     first_of: dict[Share, int] = {}
     leaders = [first_of.setdefault(share, worker) for worker, share in enumerate(needed)]
     needs = {worker: share for share, worker in first_of.items()}
-    dimensions = max((len(meta.shape) for meta in params), default=0)
+    dimensions = _dimensions(params)
     classes = _classes(params, (*held, *first_of))
     pieces = [pieces_of(own[0], params[own[0]], held, needs, dimensions) for own in classes]
     kind = np.zeros(len(params), dtype=np.int64)
@@ -244,6 +242,10 @@ def make_plan(
             found, itemsize = pieces[at].sent_by(sent, len(own)), params[own[0]].dtype.itemsize
             transfers.append(found.chunked(len(held), len(needed), itemsize, bucket_bytes))
     return TransferPlan(params, len(held), leaders, bucket_bytes, kind, transfers)
+
+
+def _dimensions(params: Sequence[ParamMeta]) -> int:
+    return max((len(meta.shape) for meta in params), default=0)
 
 
 def _classes(params: Sequence[ParamMeta], shares: Sequence[Share]) -> list[list[int]]:

@@ -66,9 +66,6 @@ class Share(msgspec.Struct, frozen=True):
         """Return the blocks of the parameter at this index, in ascending order; none of them is empty."""
         return self.patterns[self.indices[index]]
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
 
 def numbers(data: bytes, dtype: str = "<i4") -> np.ndarray:
     """Return whole numbers, 0 or more, as a read-only array of shape (numbers,).
