@@ -249,12 +249,10 @@ class NixlGroup(PeerGroup):
         if offer.nbytes != nbytes or not 0 <= offer.slot < _SLOTS:
             raise ValueError(f"it sends {offer.nbytes} bytes where {nbytes} are expected")
         slot, address = self._idle.pop(), self._addresses[peer]
+        places = (self._in.data_ptr(), slot, self._index), (address.arena, offer.slot, address.device)
         own, other = (
             self._agent.get_xfer_descs([(arena + at * _SLOT_BYTES, nbytes, device)], self._kind)
-            for arena, at, device in (
-                (self._in.data_ptr(), slot, self._index),
-                (address.arena, offer.slot, address.device),
-            )
+            for arena, at, device in places
         )
         handle = self._agent.initialize_xfer("READ", own, other, address.name)
         self._reads[slot] = handle, piece

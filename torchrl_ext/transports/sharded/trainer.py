@@ -107,7 +107,7 @@ class ShardedTrainer:
         def transfer(within: Deadline) -> None:
             self.member.under(within)
             began = time.perf_counter()
-            stats.worker_bytes, stats.rank_bytes = self._send(group, sender, load.handoff, update.version)
+            self._send(group, sender, load.handoff, update.version, stats)
             stats.bytes, stats.spans["transfer"] = int(plan.rank_bytes.sum()), time.perf_counter() - began
             stats.whole = {name: reason for needs in self._needs for name, reason in needs.whole.items()}
             stats.whole |= {shard.meta.name: shard.why for shard in held.shards if shard.gathers}
@@ -135,10 +135,8 @@ class ShardedTrainer:
             self._own, self._shares, self._plan = plan.member(0), shares, plan
         return plan
 
-    def _send(
-        self, group: PeerGroup, sender: RoundSender, handoff: int, version: int
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Send beside the other ranks; return the bytes that each worker received, and those that each rank sent."""
+    def _send(self, group: PeerGroup, sender: RoundSender, handoff: int, version: int, stats: TransferStats) -> None:
+        """Send beside the other ranks; note the bytes that each worker received, and those that each rank sent."""
         session = self._ranks().session
         try:
             session.order("send")
@@ -155,7 +153,7 @@ class ShardedTrainer:
             raise
         if refused:
             raise handoffs.refused(group, version, refused)
-        return tuple(received.values()), tuple(sent)
+        stats.worker_bytes, stats.rank_bytes = tuple(received.values()), tuple(sent)
 
     # the other ranks
 

@@ -250,8 +250,8 @@ def _dimensions(params: Sequence[ParamMeta]) -> int:
 
 def _classes(params: Sequence[ParamMeta], shares: Sequence[Share]) -> list[list[int]]:
     """Return the parameters of each class: of one shape, with the same blocks in each share."""
-    rows = np.stack([share.indices for share in shares], axis=1)
-    keys = rows.view(f"V{rows.itemsize * len(shares)}").ravel().tolist()
+    columns = {share.of: share.indices for share in shares}  # far fewer than shares: members have parts alike
+    keys = np.stack(list(columns.values()), axis=1).view(f"V{4 * len(columns)}").ravel().tolist()
     found: dict[Any, list[int]] = {}
     for at, (meta, key) in enumerate(zip(params, keys, strict=True)):
         found.setdefault((key, meta.shape, meta.dtype), []).append(at)

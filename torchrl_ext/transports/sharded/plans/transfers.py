@@ -1,14 +1,18 @@
-"""The transfers of one class: parameters of one shape that trainer ranks hold alike, and workers need alike."""
+"""The transfers of one class: parameters of one shape that trainer ranks hold alike, and workers need alike.
+
+An array of boxes is int64 of shape (boxes, 2, dimensions): the start and the stop of each. Boxes of tensors with fewer
+dimensions reach from 0 to 1 in the last ones.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.transports.sharded.plans.boxes import as_array, chunks, cut, meets, volumes
 from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
@@ -18,6 +22,8 @@ __all__ = ["Pieces", "Transfers", "pieces_of"]
 
 _WORTH_CUTTING_BYTES = 64 << 10
 _FINEST = 8  # pieces per bucket, where a tensor is larger than one
+_AT_ONCE = 1 << 20  # pairs of boxes that are compared at once, so that memory is bounded
+_EVEN = 16  # rows per part from which parts are equal to within a sixteenth
 
 
 class Transfers(NamedTuple):
@@ -56,7 +62,7 @@ class Transfers(NamedTuple):
         for rank, worker, box in zip(self.rank.tolist(), self.worker.tolist(), self.boxes.tolist(), strict=True):
             block, members = Block(*map(tuple, box)), [rank, ranks + worker]
             size = max(block.numel * itemsize // wanted, bucket_bytes // _FINEST, itemsize)
-            pieces = chunks(block, size // itemsize)
+            pieces = _chunks(block, size // itemsize)
             for number, piece in enumerate(pieces):
                 nbytes, first = piece.numel * itemsize, number * wanted // len(pieces)
                 while not (free := (loads[first:, members] <= bucket_bytes - nbytes).all(axis=1)).any():
@@ -65,8 +71,9 @@ class Transfers(NamedTuple):
                 loads[at, members] += nbytes
                 rows.append((at, rank, worker))
             cut_up += pieces
-        boxes = as_array(cut_up, self.boxes.shape[-1])
-        return Transfers(*np.array(rows, dtype=np.int64).T, boxes, volumes(boxes) * itemsize)
+        boxes = _as_array(cut_up, self.boxes.shape[-1])
+        chunk, ranks_of, workers_of = np.array(rows, dtype=np.int64).T
+        return Transfers(chunk, ranks_of, workers_of, boxes, _volumes(boxes) * itemsize)
 
 
 class Pieces(NamedTuple):
@@ -129,41 +136,86 @@ def pieces_of(
             state="nothing was sent",
             hint="look at what the source's shards() yields on each trainer rank",
         )
-    members, wants, turns = list(needs.values()), as_array(list(needs), dimensions), 1
-    for one, other in zip(*meets(wants, wants)[:2], strict=True):
+    members, wants, turns = list(needs.values()), _as_array(list(needs), dimensions), 1
+    for one, other in zip(*_meets(wants, wants)[:2], strict=True):
         if one < other and (both := set(members[one]).intersection(members[other])):
             raise ManifestError(f"worker {min(both)} names elements of {meta} twice", expected="disjoint blocks")
     pieces, holders = list[Block](), list[list[int]]()
     for cell, ranks in owned.items():
         parts = [cell]
-        if len(ranks) > 1 and len(shared := meets(as_array([cell], dimensions), wants)[2]):
+        if len(ranks) > 1 and len(shared := _meets(_as_array([cell], dimensions), wants)[2]):
             start, stop = shared[:, 0].min(axis=0), shared[:, 1].max(axis=0)
             hull = Block(*(tuple(edge[: len(meta.shape)].tolist()) for edge in (start, stop)))
             large = hull.numel * meta.dtype.itemsize >= _WORTH_CUTTING_BYTES
-            parts, turns = (cut(hull, len(ranks)), turns) if large else ([hull], max(turns, len(ranks)))
+            parts, turns = (_cut(hull, len(ranks)), turns) if large else ([hull], max(turns, len(ranks)))
         pieces += parts
         holders += [ranks] * len(parts)
-    piece, need, boxes = meets(as_array(pieces, dimensions), wants)
+    piece, need, boxes = _meets(_as_array(pieces, dimensions), wants)
     row = np.repeat(np.arange(len(piece)), [len(members[one]) for one in need])
     worker = np.array([member for one in need for member in members[one]], dtype=np.int64)
-    return Pieces(holders, turns, piece[row], worker, boxes[row], volumes(boxes[row]) * meta.dtype.itemsize)
+    return Pieces(holders, turns, piece[row], worker, boxes[row], _volumes(boxes[row]) * meta.dtype.itemsize)
 
 
 def _by_block(index: int, meta: ParamMeta, shares: Iterable[tuple[int, Share]], who: str) -> dict[Block, list[int]]:
     """Return the blocks of a parameter in these shares, each with the members that have it, in order."""
     found: dict[Block, list[int]] = {}
+    whole = Block.whole(meta.shape)
     for member, share in shares:
         for block in share.blocks(index):
-            if block not in found:
-                _check(block, meta, f"{who} {member}")
+            alike = {len(block.start), len(block.stop)} == {len(meta.shape)}
+            if not alike or not whole.contains(block) or not all(map(int.__lt__, block.start, block.stop)):
+                raise ManifestError(
+                    f"{who} {member} names the block from {list(block.start)} to {list(block.stop)} of {meta}",
+                    expected="a block of its elements",
+                )
             found.setdefault(block, []).append(member)
     return found
 
 
-def _check(block: Block, meta: ParamMeta, who: str) -> None:
-    sizes, whole = {len(block.start), len(block.stop)}, Block.whole(meta.shape)
-    if sizes != {len(meta.shape)} or not whole.contains(block) or not all(map(int.__lt__, block.start, block.stop)):
-        raise ManifestError(
-            f"{who} names the block from {list(block.start)} to {list(block.stop)} of {meta}",
-            expected="a block of its elements",
-        )
+def _as_array(blocks: Sequence[Block], dimensions: int) -> np.ndarray:
+    """Return blocks of one tensor, which has at most ``dimensions`` dimensions, as an array of boxes."""
+    ndim = len(blocks[0].start) if blocks else 0
+    found = np.zeros((len(blocks), 2, dimensions), dtype=np.int64)
+    found[:, 1] = 1
+    found[:, :, :ndim] = np.array(blocks, dtype=np.int64).reshape(len(blocks), 2, ndim)
+    return found
+
+
+def _volumes(boxes: np.ndarray) -> np.ndarray:
+    """Return the number of elements of each box, none of which is empty: int64 of shape (boxes,)."""
+    return np.asarray((boxes[:, 1] - boxes[:, 0]).prod(axis=-1, dtype=np.int64))
+
+
+def _meets(boxes: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the indices of intersecting boxes, as two arrays, and their intersections."""
+    found = []
+    step = max(1, _AT_ONCE // max(1, len(others)))
+    for low in range(0, max(1, len(boxes)), step):
+        slab = boxes[low : low + step, None]
+        start, stop = np.maximum(slab[:, :, 0], others[None, :, 0]), np.minimum(slab[:, :, 1], others[None, :, 1])
+        first, second = np.nonzero((start < stop).all(axis=-1))
+        found.append((first + low, second, np.stack([start[first, second], stop[first, second]], axis=1)))
+    first, second, shared = map(np.concatenate, zip(*found, strict=True))
+    return first, second, shared
+
+
+def _cut(block: Block, parts: int) -> list[Block]:
+    """Cut a block of two elements or more into that many parts along one dimension, or into fewer where it is short.
+
+    The first dimension is taken that gives parts of nearly equal size, for the elements of a part then lie together;
+    else the longest.
+    """
+    sizes = block.shape
+    longest = max(range(len(sizes)), key=sizes.__getitem__)
+    axis = next((axis for axis, size in enumerate(sizes) if size >= _EVEN * parts), longest)
+    parts = min(parts, sizes[axis])
+    edges = [block.start[axis] + sizes[axis] * part // parts for part in range(parts + 1)]
+    start, stop = ((edge[:axis], edge[axis + 1 :]) for edge in block)
+    return [Block((*start[0], low, *start[1]), (*stop[0], high, *stop[1])) for low, high in itertools.pairwise(edges)]
+
+
+def _chunks(block: Block, most: int) -> list[Block]:
+    """Cut a block into boxes of at most ``most`` (>= 1) elements."""
+    if block.numel <= most:
+        return [block]
+    return [chunk for part in _cut(block, -(-block.numel // most)) for chunk in _chunks(part, most)]
