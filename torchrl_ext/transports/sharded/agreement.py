@@ -66,9 +66,9 @@ class Needs(msgspec.Struct, frozen=True):
 
 
 def hand_out(group: PeerGroup, number: int, plan: TransferPlan) -> None:
-    """Leave the rows of every member in the notes, in place of the rows of earlier plans (trainer rank 0)."""
+    """Leave the rows of every member in the notes, in place of earlier plans and the needs (trainer rank 0)."""
     key = f"plan/{group.generation}/{number}"
-    group.notes.sweep(f"plan/{group.generation}/")
+    group.notes.sweep("plan/", "needs/")  # those of closed groups, too
     group.notes.put(key, plan.schedule)
     for member in range(1, group.world_size):
         group.notes.put(f"{key}/{member}", plan.rows(member))

@@ -274,12 +274,10 @@ class RoundReceiver:
             del messages
 
     def _message(self, rank: int, transfers: list[Transfer]) -> _Message:
-        if (
-            self._landing
-            and len(transfers) == 1
-            and is_plain(place := self._place(*transfers[0]), self._carrier.device)
-        ):
-            return _Message(rank, transfers, as_bytes(place), direct=True)
+        if self._landing and len(transfers) == 1:
+            place = self._place(*transfers[0])
+            if is_plain(place, self._carrier.device):
+                return _Message(rank, transfers, as_bytes(place), direct=True)
         nbytes = _places(self._plan.params, transfers)[-1]
         return _Message(rank, transfers, self._pool.take(nbytes), direct=False)
 
