@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 from functools import partial
@@ -11,7 +12,7 @@ from torchrl_ext.transports.group.calls import in_time
 
 __all__ = ["dial", "listen"]
 
-_ANYWHERE = ("::", "0.0.0.0")
+_BACKLOG = 1024
 _PAUSE_S, _SLICE_S = 0.001, 0.05
 
 
@@ -28,21 +29,16 @@ def listen(address: str, port: int) -> socket.socket:
     """
     try:
         numeric = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
+        family = socket.AF_INET if numeric.version == 4 else socket.AF_INET6
+        return socket.create_server((str(numeric), port), family=family, backlog=_BACKLOG)
     except ValueError:
-        return _anywhere(port)
-    family = socket.AF_INET if numeric.version == 4 else socket.AF_INET6
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((str(numeric), 0))
-    except OSError:
-        return _anywhere(port)  # not of this machine: a proxy passes connections on
-    return socket.create_server((str(numeric), port), family=family, backlog=1024)
-
-
-def _anywhere(port: int) -> socket.socket:
+        pass  # a name
+    except OSError as error:
+        if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise
     if socket.has_dualstack_ipv6():
-        return socket.create_server((_ANYWHERE[0], port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
-    return socket.create_server((_ANYWHERE[1], port), backlog=1024)
+        return socket.create_server(("::", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+    return socket.create_server(("0.0.0.0", port), backlog=_BACKLOG)
 
 
 def dial(address: str, port: int, within: Deadline) -> socket.socket:
