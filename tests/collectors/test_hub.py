@@ -73,11 +73,11 @@ class TestDeadlines:
 
     def test_a_message_of_any_size_reaches_one_who_reads(self, ends):
         sender, reader = Link(ends[0], "a"), Link(ends[1], "b")
-        thread = threading.Thread(target=sender.send, args=(LARGE, Deadline(WAIT_S).until), daemon=True)
+        thread = threading.Thread(target=sender.send, args=(LARGE, Deadline(WAIT_S)), daemon=True)
         thread.start()
-        assert reader.read(Deadline(WAIT_S).until) == LARGE
+        assert reader.read(Deadline(WAIT_S)) == LARGE
         thread.join(WAIT_S)
-        assert not thread.is_alive() and reader.read(Deadline(0.01).until) is None
+        assert not thread.is_alive() and reader.read(Deadline(0.01)) is None
 
     def test_a_worker_that_dials_and_does_not_read_keeps_nobody_out(self, monkeypatch):
         monkeypatch.setattr("torchrl_ext.collectors.hub._HELLO_S", 0.3)
@@ -141,8 +141,8 @@ class TestWhatOthersSay:
         link, _ = dial(hub.address, "policy", 0, hub.token, WAIT_S)
         answer = {"params": "x" * 8192}
         hub.wait(WAIT_S)
-        link.send(answer, Deadline(WAIT_S).until)
-        assert hub.links[0].read(Deadline(WAIT_S).until) == answer
+        link.send(answer, Deadline(WAIT_S))
+        assert hub.links[0].read(Deadline(WAIT_S)) == answer
         hub.close()
 
     def test_a_trainer_takes_any_answer(self):

@@ -12,11 +12,18 @@ import time
 import torch
 
 import torchrl_ext as tx
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.transports.base import Arrival, Update, Worker
+from torchrl_ext.transports.native.meeting import NAME
+from torchrl_ext.transports.native.transport import NativeTransport, layout_of
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.source import as_source
 
 WAIT_S = 300
 GROUPS = ("collective", "broadcast", "sglang", "vllm")
 """Roads on which both ends meet in a group, at a port; the last two are the wires of stock engines."""
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # the latter to try this file itself
+BUCKET_BYTES = 256 << 20
 SHAPE = (4096, 4096)  # 32 MiB in bfloat16
 
 
@@ -47,6 +54,45 @@ def holds(received, megabytes, version):
     )
 
 
+class StockWire:
+    """The wire of a stock engine, of which both ends know what a control layer would say."""
+
+    def __init__(self, role, make, port):
+        self.trains, self.make, self.received_version = role == "trainer", make, 0
+        self.name = f"{NAME}-1" if make == "sglang" else NAME
+        self.where = {"master_address": "127.0.0.1", "master_port": port}
+        self.backend = "nccl" if DEVICE == "cuda" else "gloo"
+
+    def init_all_workers_group(self, metadata):
+        self.params = tuple(ParamMeta(name, *rest) for name, rest in metadata.items())
+        if self.trains:
+            how = {"make": self.make, "backend": self.backend, "bucket_bytes": BUCKET_BYTES, "timeout_s": WAIT_S}
+            self.own = NativeTransport(**self.where, **how)
+            self.own.open(1, self.params, Deadline(WAIT_S)).transfer(Deadline(WAIT_S))
+        else:
+            group = {**self.where, "world_size": 2, "group_name": self.name, "backend": self.backend}
+            offer = {"make": self.make, "group": group, "bucket_bytes": BUCKET_BYTES}
+            self.own = NativeTransport.join(offer, Worker(rank=1), Deadline(WAIT_S))
+
+    def send_weights(self, model_id, weights):
+        self.received_version += 1
+        update = Update(source=as_source(weights), version=self.received_version)
+        self.own.prepare(update, Deadline(WAIT_S)).transfer(Deadline(WAIT_S))
+
+    def receive_weights(self, timeout, weights):
+        self.received_version += 1
+        load = {"group": self.name, "handoff": self.received_version, "make": self.make, "bucket_bytes": BUCKET_BYTES}
+        load["calls"] = layout_of(self.params, self.make, BUCKET_BYTES)[1]
+        arrival = Arrival(version=self.received_version, params=self.params, info=load)
+        for name, tensor in self.own.receive(arrival, weights, Deadline(timeout)):
+            if tensor is not weights[name]:
+                weights[name].copy_(tensor)
+        return weights
+
+    def shutdown(self):
+        getattr(self.own, "shutdown" if self.trains else "close")()
+
+
 def end(role, transport, place):
     """One end, not connected yet."""
     if transport == "collective":
@@ -55,9 +101,7 @@ def end(role, transport, place):
         own = {"master_port": int(place), "rank": int(role == "worker"), "world_size": 2}
         return tx.make_transport("delta", carrier="collective", timeout_s=WAIT_S, **own)
     if transport in ("sglang", "vllm"):
-        own = {"master_port": int(place), "rank": int(role == "worker"), "world_size": 2}
-        backend = None if DEVICE == "cuda" else "gloo"
-        return tx.make_transport("native", make=transport, backend=backend, timeout_s=WAIT_S, **own)
+        return StockWire(role, transport, int(place))
     if transport == "delta":
         own = {"baseline_device": DEVICE} if role == "trainer" else {}
         return tx.make_transport("delta", root=place, timeout_s=WAIT_S, **own)

@@ -253,12 +253,12 @@ def test_a_group_over_gloo_carries_and_broadcasts_in_between():
         sent, read = filled(MIB, 1), blank(MIB)
 
         def run(end, flats):
-            first = end.broadcasts.broadcast(flats[0])
+            first = end.broadcast(flats[0])
             moved = (end.send if end.rank == 0 else end.receive)(flats[1], 1 - end.rank)
-            last = end.broadcasts.broadcast(flats[2])
-            end.broadcasts.wait(first)
+            last = end.broadcast(flats[2])
+            end.wait(first)
             end.wait(moved)
-            end.broadcasts.wait(last)
+            end.wait(last)
 
         outs = [blank(MIB) for _ in range(2)]
         assert beside(lambda: run(ends[0], [sent, sent, sent]), lambda: run(ends[1], [outs[0], read, outs[1]])) == [

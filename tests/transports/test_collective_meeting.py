@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import torchrl_ext as tx
+from tests.hostile import refused_or_right, worse_json
 from tests.processes import finished
 from tests.transports.members import SHORT_S, WAIT_S, beside, enter, group, member, same, weights
 from torchrl_ext.deadline import Deadline
@@ -28,10 +29,11 @@ from torchrl_ext.messages import Join, Load
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import Update, Worker
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
-from torchrl_ext.transports.group import process_group as groups
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Note, host
 from torchrl_ext.transports.group.meeting import enter as enter_room
 from torchrl_ext.transports.group.notes import NOTE_BYTES, HostedNotes, RemoteNotes
+from torchrl_ext.transports.group.peers import Seat
+from torchrl_ext.transports.group.process_group import Group, form_group
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import as_source
 
@@ -48,9 +50,8 @@ def silent_port():
 @contextmanager
 def stores(secret="s"):
     """The trainer's notes and a worker's."""
-    stop = threading.Event()
-    trainer = HostedNotes("127.0.0.1", 0, secret, stop)
-    worker = RemoteNotes("127.0.0.1", trainer.port, secret, stop, timeout_s=WAIT_S)
+    trainer = HostedNotes("127.0.0.1", 0, secret)
+    worker = RemoteNotes("127.0.0.1", trainer.port, secret, Deadline(WAIT_S))
     yield trainer, worker
     worker.close()
     trainer.close()
@@ -159,7 +160,7 @@ def test_whoever_does_not_speak_the_language_is_disconnected_and_others_are_serv
                     while one.recv(4096):
                         continue
         worker.put("a", {"b": 1})
-        assert trainer.wait("a", 0.0) == [{"b": 1}]
+        assert trainer.wait("a", Deadline(0.0)) == [{"b": 1}]
 
 
 def test_a_note_has_a_bound():
@@ -173,57 +174,18 @@ def test_a_note_has_a_bound():
 # notes that say anything
 
 
-def mutated(value, choice):
-    """Another JSON value: something in it, or all of it, replaced, dropped or doubled."""
-    strange = [
-        None,
-        True,
-        -1,
-        0,
-        1 << 70,
-        1e400,
-        "",
-        "\ud800",
-        "x" * 300,
-        [],
-        {},
-        [[]],
-        {"a": []},
-        [["p", "int8", [-3]]],
-    ]
-    if choice.random() < 0.15 or not value or not isinstance(value, (dict, list)):
-        return choice.choice([*strange, "__class__", "WeightSyncError", "BaseException"])
-    copy = json.loads(json.dumps(value))
-    keys = list(copy) if isinstance(copy, dict) else list(range(len(copy)))
-    key = choice.choice(keys)
-    if choice.random() < 0.3:
-        del copy[key]
-    else:
-        copy[key] = mutated(copy[key], choice)
-    return copy
-
-
 def note(**changes):
     own = {"world_size": 2, "process": "pid 1", "params": (ParamMeta("p", torch.int8, (3,)),), "backend": "gloo"}
     return Note(**{**own, "settings": {"A": "1"}, "token": "t", **changes})
-
-
-def ours_or_nothing(call):
-    """Run it; anything but one of our errors is a failure of the test. Whether there was one."""
-    try:
-        call()
-    except WeightSyncError:
-        return True
-    return False
 
 
 def test_whatever_a_worker_writes_the_trainer_ends_with_an_error_of_ours_or_a_group():
     choice, refused = random.Random(1), 0
     with stores() as (kept, _):
         for number in range(2000):
-            kept.put(f"r{number}/1", mutated(note().to_json(), choice))
+            kept.put(f"r{number}/1", worse_json(note().to_json(), choice))
             kept.put("ready/g/1", True)
-            refused += ours_or_nothing(lambda n=number: host(kept, f"r{n}", "g", note(), Deadline(WAIT_S)))
+            refused += refused_or_right(host, kept, f"r{number}", "g", note(), Deadline(WAIT_S))
     assert refused > 1000
 
 
@@ -233,8 +195,8 @@ def test_whatever_the_trainer_answers_a_worker_ends_with_an_error_of_ours_or_goe
     with stores() as (kept, _):
         for number in range(2000):
             own = note(token=f"t{number}")
-            kept.put(f"r/answer/t{number}", mutated(answers[number % 2], choice))
-            refused += ours_or_nothing(lambda own=own: enter_room(kept, "r", 1, own, Deadline(WAIT_S)))
+            kept.put(f"r/answer/t{number}", worse_json(answers[number % 2], choice))
+            refused += refused_or_right(enter_room, kept, "r", 1, own, Deadline(WAIT_S))
     assert refused > 1500
 
 
@@ -296,24 +258,23 @@ def test_a_store_in_which_groups_come_and_go_keeps_a_word_about_each_and_no_more
 def test_a_worker_that_was_let_in_and_then_says_anything_is_disconnected_or_answered_and_others_are_served():
     choice = random.Random(4)
     whole = [
-        {"number": 1, "do": "put", "key": "a", "value": 1},
+        {"number": 1, "do": "put", "key": "a", "text": "1"},
         {"number": 1, "do": "drop", "key": "a"},
         {"number": 1, "do": "wait", "key": "a", "seconds": 0},
-        {"number": 1, "do": "will", "key": "a", "value": [1]},
+        {"number": 1, "do": "will", "key": "a", "text": "[1]"},
     ]
     raw = [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"\x78\x9c\x03\x00", b"NaNN"]
-    raw += [json.dumps(mutated({"number": 1, **choice.choice(whole)}, choice)).encode() for _ in range(150)]
-    stop = threading.Event()
+    raw += [json.dumps(worse_json({"number": 1, **choice.choice(whole)}, choice)).encode() for _ in range(150)]
     with stores() as (trainer, other):
         for data in raw:
-            worker = RemoteNotes("127.0.0.1", trainer.port, "s", stop, timeout_s=WAIT_S)
+            worker = RemoteNotes("127.0.0.1", trainer.port, "s", Deadline(WAIT_S))
             link = worker._link
             link._socket.sendall(len(data).to_bytes(4, "big") + data)
             with suppress(NotConnectedError):
-                link.read(time.monotonic() + WAIT_S)
+                link.read(Deadline(WAIT_S))
             worker.close()
         other.put("b", [2])
-        assert trainer.wait("b", 0.0) == [[2]]
+        assert trainer.wait("b", Deadline(0.0)) == [[2]]
 
 
 # what ranks must have in common
@@ -341,12 +302,12 @@ def test_ranks_that_disagree_are_named_with_what_each_has(changes, words):
 def test_a_group_is_formed_when_every_rank_was_heard_and_not_before(monkeypatch):
     """A rank whose connections are there, but which takes no part in the first exchange, is waited for in vain."""
     port = free_port()
-    whole, frozen = groups.Group._exchange, threading.Event()
+    whole, frozen = Group._exchange, threading.Event()
 
     def exchange(self, until):
         return whole(self, until) if self.rank != 1 else (frozen.wait(WAIT_S), whole(self, until))
 
-    monkeypatch.setattr(groups.Group, "_exchange", exchange)
+    monkeypatch.setattr(Group, "_exchange", exchange)
     trainer, worker = member(port, 0, 2, timeout_s=SHORT_S), member(port, 1, 2)
 
     def form():
@@ -408,15 +369,10 @@ class NCCL:
 def nccl_groups(monkeypatch):
     """Two ends of a group over a stand-in for NCCL, and their notes."""
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
-    with stores() as (trainer, worker):
-        how = {"device": torch.device("cpu"), "backend": "nccl", "timeout_s": WAIT_S}
+    with stores() as ends:
         peers = {0: "the trainer", 1: "the worker"}
-        yield (
-            beside(
-                lambda: groups.Group(trainer, "7", 0, peers, **how), lambda: groups.Group(worker, "7", 1, peers, **how)
-            ),
-            trainer,
-        )
+        seats = [Seat(end, "7", rank, peers, torch.device("cpu"), Deadline(WAIT_S)) for rank, end in enumerate(ends)]
+        yield beside(*(lambda seat=seat: form_group(seat, "nccl") for seat in seats)), ends[0]
 
 
 def test_ids_of_nccl_travel_behind_the_secret_alone_and_leave_with_their_group(monkeypatch):
@@ -425,7 +381,7 @@ def test_ids_of_nccl_travel_behind_the_secret_alone_and_leave_with_their_group(m
     with nccl_groups(monkeypatch) as ((own, other), trainer):
         assert not opened
         with pytest.raises(TransportError, match="does not let this worker in"):
-            RemoteNotes("127.0.0.1", trainer.port, "a guess", threading.Event(), timeout_s=WAIT_S)
+            RemoteNotes("127.0.0.1", trainer.port, "a guess", Deadline(WAIT_S))
         with pytest.raises(RuntimeError):
             open_store("127.0.0.1", trainer.port, None, False, timedelta(seconds=1))
         assert not [key for key in trainer._texts if key.startswith("group/")]
@@ -440,11 +396,11 @@ def test_transfers_over_nccl_that_begin_together_are_one_call_on_the_communicato
         flats = [torch.zeros(9, dtype=torch.uint8) for _ in range(3)]
         with own.together():
             works = [own.send(flats[0], 1), own.receive(flats[1], 1)]
-            assert own.broadcasts.pg.calls == []
+            assert own.pg.calls == []
         works.append(own.receive(flats[2], 1))
         for work in works:
             own.wait(work)
-        assert own.broadcasts.pg.calls == [[("send", 1), ("recv", 1)], [("recv", 1)]]
+        assert own.pg.calls == [[("send", 1), ("recv", 1)], [("recv", 1)]]
         assert [int(flat[0]) for flat in flats] == [0, 7, 7]
         assert (own.sent[1], own.received[1]) == (9, 18)
         other.sever()
@@ -458,11 +414,11 @@ def test_a_rank_that_is_gone_ends_the_waits_of_the_others_whatever_the_backend(m
     with nccl_groups(monkeypatch) as ((own, other), _):
         monkeypatch.setattr(NCCL, "is_completed", lambda self: False)
         other.notes.put_at_end("severed/7", "rank 1 (the worker) is gone")
-        works = own.receive(torch.zeros(9, dtype=torch.uint8), 1), own.broadcasts.broadcast(torch.zeros(9))
+        works = own.receive(torch.zeros(9, dtype=torch.uint8), 1), own.broadcast(torch.zeros(9))
         other.notes.close()
-        for call in (lambda: own.wait(works[0]), lambda: own.broadcasts.wait(works[1])):
+        for work in works:
             with pytest.raises(TransportError, match=r"rank 1 \(the worker\) is gone"):
-                call()
+                own.wait(work)
 
 
 # sockets and files of others

@@ -9,14 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from tests.transports.stock_workers import WAIT_S, stock_workers
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
+from torchrl_ext.errors import ConfigError, DeadlineError, TransportError
 from torchrl_ext.testing import DTYPES, any_bits, free_port
-from torchrl_ext.transports.base import Arrival, Update, Worker
-from torchrl_ext.transports.native.meeting import Group, Meeting
+from torchrl_ext.transports.base import Update, Worker
 from torchrl_ext.transports.native.transport import NativeTransport, layout_of
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import byte_view
@@ -208,7 +206,7 @@ def test_a_worker_that_is_stopped_ends_an_update_at_the_deadline_and_by_an_abort
                 moving = pool.submit(handoff.transfer, within)
                 if abort:
                     within.stop.set()
-                with pytest.raises((DeadlineError, TransportError), match="was not sent to every engine"):
+                with pytest.raises((DeadlineError, TransportError), match="did not reach rank 1"):
                     moving.result(WAIT_S)
         finally:
             two[0].thaw()
@@ -224,30 +222,12 @@ def test_a_worker_that_dies_ends_the_update_at_once():
         assert trainer.check_connection()
         handoff = prepared(trainer, as_source({f"p{i}": any_bits(torch.float32, 1 << 20) for i in range(8)}))
         two[1].child.kill()
-        with pytest.raises(TransportError, match="was not sent to every engine"):
+        with pytest.raises(TransportError, match="did not reach rank 1"):
             handoff.transfer(Deadline(WAIT_S))
         trainer.shutdown()
 
 
 # settings
-
-
-def test_word_of_a_version_lies_in_the_store_until_the_last_worker_has_it():
-    port, within = free_port(), Deadline(WAIT_S)
-    group = Group(**GROUP | {"master_port": port, "world_size": 3})
-    trainer, quick, slow = (
-        Meeting("sglang", group, rank, device=torch.device("cpu"), within=within) for rank in range(3)
-    )
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    before, params = store.num_keys(), tuple(some_params(0))
-    said = [Arrival(version=number, params=params, info={"number": number}) for number in range(5)]
-    for arrival in said:
-        trainer.put(arrival, within)
-    for one in (quick, slow):
-        assert [one.get(within) for _ in said] == said
-    assert store.num_keys() == before
-    for one in (quick, slow, trainer):
-        one.close()
 
 
 @pytest.mark.parametrize(
@@ -287,5 +267,5 @@ def test_an_offer_that_cannot_be_read_is_refused(offer, rank, named):
 def test_a_worker_sends_nothing_and_a_trainer_receives_nothing():
     for rank in (0, 1):
         end = NativeTransport(rank=rank, world_size=2, master_port=free_port())
-        with pytest.raises(NotConnectedError, match=f"rank {rank}"):
+        with pytest.raises(TransportError, match=f"on rank {rank}"):
             end.send_weights({"x": torch.zeros(1)}) if rank else end.receive_weights(0.0)

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from torchrl_ext.bench.runner import ratio, rounds
 from torchrl_ext.errors import ConfigError, TransportError
-from torchrl_ext.transports.group.broadcasts import Broadcasts
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership
 from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.group.process_group import Group
@@ -127,9 +126,9 @@ class _End:
 
     def _broadcast(self) -> None:
         many = max(1, _FLYING * self._bucket_bytes // _BROADCAST_BYTES)
-        self._windowed(self.gloo.broadcasts, self.gloo.broadcasts.broadcast, _BROADCAST_BYTES, many)
+        self._windowed(self.gloo, self.gloo.broadcast, _BROADCAST_BYTES, many)
 
-    def _windowed(self, group: PeerGroup | Broadcasts, begin: Callable[[Tensor], Any], nbytes: int, many: int) -> None:
+    def _windowed(self, group: PeerGroup, begin: Callable[[Tensor], Any], nbytes: int, many: int) -> None:
         flying: deque[Any] = deque()
         for part in self.flat.split(nbytes):
             if len(flying) == many:

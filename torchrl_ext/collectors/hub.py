@@ -95,10 +95,10 @@ class Hub:
     def welcome(self, link: Link) -> None:
         """Accept a worker that dialled, or answer why it is refused."""
         try:
-            hello = link.read(Deadline(_HELLO_S).until) or {}
+            hello = link.read(Deadline(_HELLO_S)) or {}
             refusal = self._refusal(hello, link)
             if refusal is not None:
-                link.send({"refused": refusal}, Deadline(_HELLO_S).until)
+                link.send({"refused": refusal}, Deadline(_HELLO_S))
                 link.close()
         except WeightSyncError:  # it is gone, does not read, or sends no message of ours
             link.close()
@@ -123,7 +123,7 @@ class Hub:
                 return f"all {self._workers} workers of model {self._model_id!r} are connected already"
             link.peer = f"worker {idx} of model {self._model_id!r} (pid {pid})"
             link.longest_bytes = LONGEST_BYTES
-            link.send({"welcome": self._welcome(idx)}, Deadline(_HELLO_S).until)
+            link.send({"welcome": self._welcome(idx)}, Deadline(_HELLO_S))
             self.links[idx], self.pids[idx] = link, pid
             self._changed.notify_all()
         return None
@@ -159,9 +159,9 @@ def dial(address: tuple[str, int], model_id: str, worker: int, token: str, timeo
             f"{who} cannot reach {trainer}: {error}",
             hint="the trainer must call init_on_sender before its workers start",
         ) from error
-    link, until = Link(connection, trainer), Deadline(timeout_s).until
-    link.send({"token": token, "model_id": model_id, "worker": worker, "pid": os.getpid()}, until)
-    answer: Any = link.read(until)
+    link, within = Link(connection, trainer), Deadline(timeout_s)
+    link.send({"token": token, "model_id": model_id, "worker": worker, "pid": os.getpid()}, within)
+    answer: Any = link.read(within)
     if answer is None or "welcome" not in answer:
         link.close()
         if answer is None:

@@ -146,11 +146,11 @@ class WorkerEngine(EngineClient):
         number = next(self._numbers)
         try:
             request = {"number": number, "message": stamped(message, self._connection).to_json()}
-            self.link.send(request, Deadline(self._timeout_s).until)
-            until = Deadline(self._timeout_s).until
-            answer = self.link.read(until)
+            self.link.send(request, Deadline(self._timeout_s))
+            within = Deadline(self._timeout_s)
+            answer = self.link.read(within)
             while answer is not None and answer.get("number") != number:  # an answer that came too late
-                answer = self.link.read(until)
+                answer = self.link.read(within)
         except TransportError as error:
             raise EngineUnreachableError(
                 f"{why(error)}; {self.url} ended during {message.kind!r}",
@@ -195,7 +195,7 @@ class SchemeWorkerEnd:
             WeightSyncError: what came cannot land here.
         """
         while True:
-            request = self._link.read(Deadline(timeout_s).until)
+            request = self._link.read(Deadline(timeout_s))
             if request is None:
                 raise DeadlineError(f"no weights came from {self._link.peer} within {timeout_s:g} s")
             message = self._answer(request)
@@ -247,9 +247,9 @@ class SchemeWorkerEnd:
             if isinstance(message, Finish):
                 self._landed(message.version)
         except Exception as error:  # noqa: BLE001 - the trainer learns of it, whatever it is
-            self._link.send({"number": number, "error": _described(error)}, Deadline(_ANSWER_S).until)
+            self._link.send({"number": number, "error": _described(error)}, Deadline(_ANSWER_S))
             return error
-        self._link.send({"number": number, "told": answer}, Deadline(_ANSWER_S).until)
+        self._link.send({"number": number, "told": answer}, Deadline(_ANSWER_S))
         if isinstance(message, Finish):
             with self._news:  # now that it is answered: whoever waited may close the link
                 self.version = message.version

@@ -17,13 +17,13 @@ import select
 import socket
 import struct
 import threading
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError
 from torchrl_ext.types import Info
 
 __all__ = [
@@ -77,16 +77,16 @@ class Link:
     def alive(self) -> bool:
         """Whether both ends are open, as far as that can be seen without a message."""
         try:
-            return not self._ready(_HUNG_UP, 0.0)
+            return not self._ready(_HUNG_UP, Deadline(0.0))
         except NotConnectedError:
             return False
 
-    def send(self, message: Info, until: float) -> None:
-        """Send one message, by the monotonic moment ``until``.
+    def send(self, message: Info, within: Deadline) -> None:
+        """Send one message.
 
         Raises:
             NotConnectedError: the other end is gone.
-            DeadlineError: it does not read; the connection is closed, for it may have got a part.
+            DeadlineError, TransportError: it does not read; the connection is closed, for it may have got a part.
         """
         data = json.dumps(message, separators=(",", ":")).encode()
         rest = memoryview(len(data).to_bytes(4, "big") + data)
@@ -94,11 +94,11 @@ class Link:
             try:
                 rest = rest[self._socket.send(rest, getattr(socket, "MSG_NOSIGNAL", 0)) :]
             except BlockingIOError:
-                if self._ready(select.POLLOUT, until):
+                if self._ready(select.POLLOUT, within):
                     continue
                 self.close()
-                raise DeadlineError(
-                    f"{self.peer} did not read a message of {len(data):,} bytes in time",
+                raise within.error(
+                    f"{self.peer} did not read a message of {len(data):,} bytes",
                     expected="a process that runs; a message is read as soon as it comes",
                     state="it may have got a part of the message, so the connection was closed",
                     hint="look for what keeps it from running, or start it again",
@@ -106,10 +106,10 @@ class Link:
             except OSError as error:
                 raise self._gone(error) from error
 
-    def read(self, until: float | None, stop: threading.Event | None = None) -> Info | None:
-        """Return the next message, or None when none came by the monotonic moment ``until``, or ``stop`` was set.
+    def read(self, within: Deadline | None) -> Info | None:
+        """Return the next message, or None when none came within the deadline.
 
-        With an ``until`` of None it waits for as long as the other end lives.
+        Without a deadline it waits for as long as the other end lives.
 
         Raises:
             NotConnectedError: the other end is gone, and everything that it sent was read.
@@ -128,7 +128,7 @@ class Link:
                 if not isinstance(message, dict):
                     raise self._foreign("sent something other than a JSON object")
                 return message
-            if not self._ready(select.POLLIN | _HUNG_UP, until, stop):
+            if not self._ready(select.POLLIN | _HUNG_UP, within):
                 return None
             try:
                 data = self._socket.recv(1 << 18)
@@ -140,19 +140,15 @@ class Link:
                 raise self._gone("it closed the connection, or died")
             self._received += data
 
-    def end(self) -> None:
-        """Shut the connection down, so that waits in other threads, at either end, see it closed."""
+    def close(self) -> None:
+        """Close this end; waits in other threads, at either end, end too. May be called twice."""
         if self._owner == os.getpid():  # else it is the parent's, which a forked child leaves alone
             with contextlib.suppress(OSError):  # the other end was first
                 self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close this end; a wait in another thread ends too. May be called twice."""
-        self.end()
         self._socket.close()
 
-    def _ready(self, events: int, until: float | None, stop: threading.Event | None = None) -> bool:
-        """Wait for one of ``events``; False at the deadline, or when stopped.
+    def _ready(self, events: int, within: Deadline | None) -> bool:
+        """Wait for one of ``events``; False at the deadline.
 
         Raises:
             NotConnectedError: this end was closed.
@@ -162,14 +158,10 @@ class Link:
             poll.register(self._socket, events)
         except ValueError as error:
             raise self._gone("this end closed the connection") from error
-        while True:
-            left_s = None if until is None else max(0.0, until - time.monotonic())
-            if stop is not None:
-                left_s = _SLICE_S if left_s is None else min(_SLICE_S, left_s)
-            if poll.poll(None if left_s is None else left_s * 1e3):
-                return True
-            if (stop is not None and stop.is_set()) or (until is not None and time.monotonic() >= until):
+        while not poll.poll(None if within is None else 1e3 * min(_SLICE_S, within.left_s)):
+            if within is not None and within.over:
                 return False
+        return True
 
     def _foreign(self, does: str) -> TransportError:
         self.close()
@@ -235,11 +227,11 @@ class LocalListener:
         self._socket.listen(1024)
         close_in_children(self)
 
-    def accept(self, until: float) -> Link | None:
-        """Return the next connection, or None when none came by the monotonic moment ``until``."""
+    def accept(self, within: Deadline) -> Link | None:
+        """Return the next connection, or None when none came within the deadline."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        while poll.poll(max(0.0, until - time.monotonic()) * 1e3):
+        while poll.poll(1e3 * within.left_s):
             with contextlib.suppress(BlockingIOError, TransportError):
                 return _link_to(self._socket.accept()[0], "a worker")
         return None

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_ext.transports.buckets import Bucket, Lander, Packer, layout
 from torchrl_ext.transports.copies import BufferPool
-from torchrl_ext.transports.group.broadcasts import Broadcasts
+from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["BUCKET_BYTES", "DIRECT_BYTES", "SLICE_BYTES", "Incoming", "buckets_of", "send_buckets"]
@@ -57,7 +57,7 @@ class _Window:
     """
 
     def __init__(
-        self, broadcasts: Broadcasts, buckets: Sequence[Bucket], bucket_bytes: int, slice_bytes: int | None
+        self, broadcasts: Group, buckets: Sequence[Bucket], bucket_bytes: int, slice_bytes: int | None
     ) -> None:
         self._broadcasts, self._pool = broadcasts, BufferPool(broadcasts.device)
         self._slice_bytes = slice_bytes
@@ -92,7 +92,7 @@ class _Window:
         """Wait for the oldest bucket, and return it with its bytes.
 
         Raises:
-            TransportError, DeadlineError: as `Broadcasts.wait`.
+            TransportError, DeadlineError: as `Group.wait`.
         """
         bucket, works, flat = self.flying[0]
         for work in works:
@@ -104,7 +104,7 @@ class _Window:
 
 
 def send_buckets(
-    broadcasts: Broadcasts,
+    broadcasts: Group,
     buckets: Sequence[Bucket],
     packer: Packer,
     *,
@@ -114,7 +114,7 @@ def send_buckets(
     """Broadcast everything that ``packer`` packs (trainer end).
 
     Raises:
-        TransportError, DeadlineError: as `Broadcasts.wait`.
+        TransportError, DeadlineError: as `Group.wait`.
         ManifestError: the source is not what was declared.
     """
     window = _Window(broadcasts, buckets, bucket_bytes, slice_bytes)
@@ -146,7 +146,7 @@ class Incoming:
 
     def __init__(
         self,
-        broadcasts: Broadcasts,
+        broadcasts: Group,
         buckets: Sequence[Bucket],
         params: Sequence[ParamMeta],
         into: Mapping[str, Tensor],
@@ -163,7 +163,7 @@ class Incoming:
         """Yield the pairs in order; the caller may stop at any of them, and `drain` then takes the rest.
 
         Raises:
-            TransportError, DeadlineError: as `Broadcasts.wait`.
+            TransportError, DeadlineError: as `Group.wait`.
         """
         for bucket, flat in self._landed(self._memory):
             if bucket.direct:
@@ -176,7 +176,7 @@ class Incoming:
         """Receive the rest and drop it, so that the group stays in step.
 
         Raises:
-            TransportError, DeadlineError: as `Broadcasts.wait`.
+            TransportError, DeadlineError: as `Group.wait`.
         """
         deque(self._landed(self._window.buffer), maxlen=0)
 

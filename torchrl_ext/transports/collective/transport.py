@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, final
 
 import torch
@@ -13,19 +13,20 @@ from torch import Tensor
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, TransportError, why
 from torchrl_ext.transports.base import Arrival, Handoff, TransferStats, Update, Worker
-from torchrl_ext.transports.buckets import Packer
+from torchrl_ext.transports.buckets import Bucket, Packer
 from torchrl_ext.transports.collective import stream
 from torchrl_ext.transports.collective.stream import BUCKET_BYTES, Incoming
 from torchrl_ext.transports.group import handoffs
 from torchrl_ext.transports.group.backends import choose_backend
 from torchrl_ext.transports.group.handoffs import GroupLoad, GroupMailbox, GroupWorker
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership, Offer
+from torchrl_ext.transports.group.peers import Member
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Count, Info, ParamMeta
 from torchrl_ext.weights.source import checked
 
-__all__ = ["CollectiveWorker", "VLLMCollectiveTransport"]
+__all__ = ["CollectiveWorker", "VLLMCollectiveTransport", "broadcast"]
 
 
 class Load(GroupLoad, frozen=True, kw_only=True):
@@ -146,20 +147,28 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 return Handoff()
             size, room = self._standalone_size(), STANDALONE_GROUP
         else:
-            size, room = 1 + workers, f"room/{uuid.uuid4().hex}"
-            if self.world_size not in (None, size):
-                raise ConfigError(
-                    f"this transport was given world_size {self.world_size}, but the engines have {workers} workers",
-                    expected=f"world_size {size} (1 + workers), or None to take it from the engines",
-                )
+            size, room = self.size_with(workers), f"room/{uuid.uuid4().hex}"
         self.member.under(within)
-        offer = self.member.invite(room, size, Offer)
+        offer = self.member.invite(room, size)
         return Handoff(info=offer.to_json(), transfer=lambda within: self._host(room, size, params, within))
 
     def _host(self, room: str, size: int, params: tuple[ParamMeta, ...], within: Deadline) -> None:
         self.member.under(within)
         self.member.host(room, size, params)
         self._agreed = {meta.name: meta for meta in params}
+
+    def size_with(self, workers: int) -> int:
+        """Return the size of a group with the ``workers`` of engines.
+
+        Raises:
+            ConfigError: the world size given at construction is another one.
+        """
+        if self.world_size not in (None, 1 + workers):
+            raise ConfigError(
+                f"this transport was given world_size {self.world_size}, but the engines have {workers} workers",
+                expected=f"world_size {1 + workers} (1 + workers), or None to take it from the engines",
+            )
+        return 1 + workers
 
     def _standalone_size(self) -> int:
         if self.world_size is None:
@@ -192,7 +201,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         self._require_trainer("send_weights")
-        group, source, params = self.member.group(), update.source, update.params
+        group, params = self.member.carrier(), update.params
         for meta in params if self._agreed else ():
             if self._agreed.get(meta.name) != meta:
                 raise ManifestError(
@@ -203,33 +212,15 @@ class VLLMCollectiveTransport(StandaloneTransport):
                 )
         self._handoffs += 1
         load = Load(group=group.generation, handoff=self._handoffs, bucket_bytes=self.bucket_bytes)
-        stats = TransferStats()
-
-        def transfer(within: Deadline) -> None:
-            began = time.perf_counter()
-            self.member.under(within)
-            try:
-                packer = Packer(params, checked(source, params))
-                buckets = stream.buckets_of(params, self.bucket_bytes)
-                stream.send_buckets(group.broadcasts, buckets, packer, bucket_bytes=self.bucket_bytes)
-                answers = handoffs.await_workers(group, load.handoff)
-            except BaseException as error:
-                group.sever(why(error))
-                if isinstance(error, (TransportError, DeadlineError)):
-                    raise handoffs.sending_failed(group, load.handoff, update.version, error) from error
-                raise
-            stats.spans["transfer"] = time.perf_counter() - began
-            if any(answers.values()):
-                raise handoffs.refused(group, update.version, answers)
-
-        return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
+        buckets = stream.buckets_of(params, self.bucket_bytes)
+        return broadcast(self.member, load, update, buckets, bucket_bytes=self.bucket_bytes)
 
     def attend(self, within: Deadline) -> CollectiveWorker:
         if self.rank == 0:
             raise TransportError(
                 "receive_weights was called on rank 0, the trainer", expected="a worker, rank 1 to world_size - 1"
             )
-        self.member.group()
+        self.member.carrier()
         return self._worker
 
     @property
@@ -260,4 +251,35 @@ class CollectiveWorker(GroupWorker):
 
     def incoming(self, group: Group, load: Load, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
         buckets = stream.buckets_of(arrival.params, load.bucket_bytes)
-        return Incoming(group.broadcasts, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes)
+        return Incoming(group, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes)
+
+
+def broadcast(member: Member, load: GroupLoad, update: Update, buckets: Sequence[Bucket], **how: Any) -> Handoff:
+    """Return the handoff of a version that rank 0 broadcasts in its group.
+
+    Args:
+        member: of the group.
+        load: what workers need to receive the version.
+        update: the version.
+        buckets: the layout of its parameters.
+        how: as in `send_buckets`.
+    """
+    group, params, stats = member.carrier(), update.params, TransferStats()
+
+    def transfer(within: Deadline) -> None:
+        began = time.perf_counter()
+        member.under(within)
+        try:
+            packer = Packer(params, checked(update.source, params))
+            stream.send_buckets(group, buckets, packer, **how)
+            answers = handoffs.await_workers(group, load.handoff)
+        except BaseException as error:
+            group.sever(why(error))
+            if isinstance(error, (TransportError, DeadlineError)):
+                raise handoffs.sending_failed(group, load.handoff, update.version, error) from error
+            raise
+        stats.spans["transfer"] = time.perf_counter() - began
+        if any(answers.values()):
+            raise handoffs.refused(group, update.version, answers)
+
+    return Handoff(info=load.to_json(), transfer=transfer, stats=stats)

@@ -20,10 +20,7 @@ from torchrl_ext.transports.group.calls import in_time
 from torchrl_ext.transports.group.notes import NoteStore
 from torchrl_ext.weights.devices import known_device, usable_device
 
-__all__ = [
-    "BACKENDS", "GLOO_DEVICES", "GroupStore", "choose_backend", "gloo_options", "kept_store", "nccl_options",
-    "reached_store",
-]  # fmt: skip
+__all__ = ["BACKENDS", "GLOO_DEVICES", "GroupStore", "choose_backend", "gloo_options", "nccl_options"]
 
 BACKENDS = ("gloo", "nccl")
 
@@ -72,12 +69,12 @@ class GroupStore(Store):
     Args:
         notes: where the values are.
         beginning: of the names of its notes.
-        timeout_s: how long a backend waits for a value, in seconds.
+        within: a backend waits as many seconds for a value, under the same flag.
     """
 
-    def __init__(self, notes: NoteStore, beginning: str, timeout_s: float) -> None:
+    def __init__(self, notes: NoteStore, beginning: str, within: Deadline) -> None:
         super().__init__()
-        self._notes, self._beginning, self._timeout_s = notes, beginning, timeout_s
+        self._notes, self._beginning, self._within = notes, beginning, within
 
     def set(self, key: str, value: bytes | str) -> None:
         """Store a value under ``key``."""
@@ -89,7 +86,7 @@ class GroupStore(Store):
         Raises:
             TransportError: it did not come in time, or another thread aborted.
         """
-        found = self._notes.wait(self._beginning + key, Deadline(self._timeout_s).until)
+        found = self._notes.wait(self._beginning + key, self._within.again())
         if not found:
             raise TransportError(f"nothing was left under {key!r}")
         return str(found[0]).encode("latin-1", errors="replace")
@@ -106,25 +103,6 @@ class GroupStore(Store):
         except WeightSyncError:  # the monitor of NCCL asks in a thread of its own, and must not end the process
             return False
 
-    def has_extended_api(self) -> bool:
-        """Return False: several values cannot be asked for at once."""
-        return False
-
-
-def kept_store(listener: socket.socket, timeout_s: float) -> Any:
-    """Return a store of torch's own that this process keeps behind a listening socket."""
-    host, port = listener.getsockname()[:2]
-    host = "127.0.0.1" if host in ("::", "0.0.0.0") else host
-    patience = timedelta(seconds=timeout_s)
-    tcp_store = dist.TCPStore  # type: ignore[attr-defined]  # by a star there
-    return tcp_store(host, port, None, True, patience, False, False, listener.detach())
-
-
-def reached_store(host: str, port: int, timeout_s: float) -> Any:
-    """Return the store of torch's own that another process keeps."""
-    tcp_store = dist.TCPStore  # type: ignore[attr-defined]  # by a star there
-    return tcp_store(host, port, None, False, timedelta(seconds=timeout_s), False)
-
 
 def nccl_options() -> Any:
     """Return options of NCCL without a timeout: where one passes, torch ends the process, and our waits have theirs."""
@@ -134,13 +112,7 @@ def nccl_options() -> Any:
 
 
 def gloo_options(
-    host: str,
-    port: int,
-    timeout_s: float,
-    stop: threading.Event,
-    *,
-    devices: int = GLOO_DEVICES,
-    threads: int = _GLOO_THREADS,
+    host: str, port: int, within: Deadline, *, devices: int = GLOO_DEVICES, threads: int = _GLOO_THREADS
 ) -> Any:
     """Return options of gloo, whose devices are bound to the interface that reaches the trainer.
 
@@ -148,8 +120,7 @@ def gloo_options(
 
     Args:
         host, port: where the trainer is.
-        timeout_s: our deadline of every wait, in seconds.
-        stop: set by another thread to end a look-up.
+        within: every wait of ours has as many seconds; its flag ends a look-up.
         devices, threads: how many of each.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # left out of the stub
@@ -158,9 +129,9 @@ def gloo_options(
     if names:
         options._devices = [make(interface=names[index % len(names)]) for index in range(devices)]
     else:
-        own = _own_address(host, port, stop)
+        own = _own_address(host, port, within.stop)
         options._devices = [make(hostname=own) for _ in range(devices)]
-    options._threads, options._timeout = threads, timedelta(seconds=timeout_s + _LATER_S)
+    options._threads, options._timeout = threads, timedelta(seconds=within.timeout_s + _LATER_S)
     return options
 
 

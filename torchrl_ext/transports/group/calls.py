@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import math
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any, Protocol
+from typing import Any
 
 from torchrl_ext.deadline import Deadline, in_thread
 from torchrl_ext.errors import TransportError
@@ -19,14 +20,15 @@ _TEARDOWN_S = 2.0
 _NEAR_S = 10.0
 """A call into C++ that returns while the interpreter ends takes the process down, so the end waits for such a one."""
 
-_CALLS: set[Future[Any]] = set()
+_CALLS: dict[Future[Any], float] = {}
+"""Calls that run, and the monotonic moments by which they return."""
 
 
 def run_beside(call: Callable[[], Any]) -> Future[Any]:
     """Run ``call`` in a thread of its own, and return the future of its result."""
     made = in_thread(call, "torchrl-ext-beside")
-    _CALLS.add(made)
-    made.add_done_callback(_CALLS.discard)
+    _CALLS[made] = math.inf
+    made.add_done_callback(lambda done: _CALLS.pop(done, None))
     return made
 
 
@@ -59,16 +61,11 @@ def brief(error: BaseException) -> str:
     return str(error).split("\n")[0].split(" This is typically caused")[0]
 
 
-class _Severable(Protocol):
-    def sever(self) -> None: ...
-
-
 _SEVERABLE: weakref.WeakSet[Any] = weakref.WeakSet()
-_RETURNING: dict[Future[Any], float] = {}
 
 
-def sever_at_exit(one: _Severable) -> None:
-    """Sever ``one`` at the end of the process, before its modules go."""
+def sever_at_exit(one: Any) -> None:
+    """Call ``one.sever()`` at the end of the process, before its modules go."""
     _SEVERABLE.add(one)
 
 
@@ -76,13 +73,11 @@ def wait_for_at_exit(call: Future[Any], at: float) -> None:
     """Have the end of the process wait for a call that is in C++, if it will return soon.
 
     Args:
-        call: of a thread.
+        call: of `run_beside`.
         at: monotonic moment by which it returns; a later one for the same call replaces an earlier one.
     """
-    new = call not in _RETURNING
-    _RETURNING[call] = at
-    if new:
-        call.add_done_callback(lambda done: _RETURNING.pop(done, None))
+    if call in _CALLS:
+        _CALLS[call] = at
 
 
 @atexit.register
@@ -91,4 +86,4 @@ def _sever_all() -> None:
         one.sever()
     wait(list(_CALLS), _TEARDOWN_S)
     soon = time.monotonic() + _NEAR_S
-    wait([call for call, at in list(_RETURNING.items()) if at < soon], _NEAR_S)
+    wait([call for call, at in list(_CALLS.items()) if at < soon], _NEAR_S)

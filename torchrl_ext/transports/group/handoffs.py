@@ -12,8 +12,8 @@ from torch import Tensor
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.transports.base import Arrival, WorkerEnd
-from torchrl_ext.transports.group.meeting import LAST_WORDS_S, LOOK_S, Membership
-from torchrl_ext.transports.group.peers import PeerGroup
+from torchrl_ext.transports.group.meeting import LAST_WORDS_S, LOOK_S
+from torchrl_ext.transports.group.peers import Member, PeerGroup
 from torchrl_ext.transports.standalone import Mailbox
 from torchrl_ext.types import Count, Params, Wire
 
@@ -38,17 +38,18 @@ def await_workers(group: PeerGroup, handoff: int) -> dict[int, Any]:
     """
     key = f"arrived/{group.generation}/{handoff}/"
     answers: dict[int, Any] = {}
-    within = Deadline(group.timeout_s, stop=group.notes.stop)
+    within = Deadline(group.timeout_s, stop=group.stop)
     while silent := [rank for rank in group.workers if rank not in answers]:
         if within.stop.is_set() or not group.alive:
             raise TransportError("the transfer was aborted")
         lost = group.reason()
-        answers |= group.notes.collect(key, silent, within.within(LOOK_S).until)
+        answers |= group.notes.collect(key, silent, within.within(LOOK_S))
         if silent := [rank for rank in silent if rank not in answers]:
             if lost:
                 raise TransportError(f"the group was severed before every worker had answered: {lost}")
             within.check(f"no word came from {group.call(silent)} that it arrived")
-    group.notes.sweep(key, f"over/{group.generation}/")
+    for done in (key, f"over/{group.generation}/"):
+        group.notes.drop(done)
     group.notes.put(f"over/{group.generation}/{handoff}", True)
     return answers
 
@@ -65,9 +66,9 @@ def refused(group: PeerGroup, version: int, answers: Mapping[int, Any]) -> Trans
 def sending_failed(group: PeerGroup, handoff: int, version: int, error: WeightSyncError) -> WeightSyncError:
     """Return the trainer's ``error`` again, with the ranks that are silent and the words of the others."""
     answers, silent = {}, []
-    if not group.notes.stop.is_set():
+    if not group.stop.is_set():
         key = f"arrived/{group.generation}/{handoff}/"
-        answers = group.notes.collect(key, group.workers, Deadline(LAST_WORDS_S).until)
+        answers = group.notes.collect(key, group.workers, Deadline(LAST_WORDS_S, stop=group.stop))
         silent = [rank for rank in group.workers if rank not in answers]
     lost = f"; no answer came from {group.call(silent)}" if silent else ""
     words = [f"rank {rank} says: {text}" for rank, text in answers.items() if text and type(text) is str]
@@ -87,7 +88,7 @@ def receiving_failed(group: PeerGroup, handoff: int, version: int, error: Weight
     try:
         group.notes.patience_s = LAST_WORDS_S
         acknowledge(group, handoff, why(error))
-        trainer = group.reason(LAST_WORDS_S) or "it is alive, so the network or another worker failed"
+        trainer = group.reason(LAST_WORDS_S) or "it reports no failure, so the network or another worker failed"
     except NotConnectedError:
         trainer = "its notes are gone, so it died or was shut down"
     group.sever(f"{group.call([group.rank])} failed: {why(error)}")
@@ -114,8 +115,8 @@ class GroupMailbox(Mailbox):
         member: of the group.
     """
 
-    def __init__(self, member: Membership) -> None:
-        self.member = member
+    def __init__(self, member: Member) -> None:
+        self.member: Any = member  # of the class that a subclass needs
 
     def put(self, arrival: Arrival, within: Deadline) -> None:
         """As `Mailbox.put`; the announcement before is removed, since its readers have read it."""
@@ -137,7 +138,7 @@ class GroupMailbox(Mailbox):
         self.member.under(within)
         group = self.member.carrier()
         try:
-            while not (found := group.notes.wait(_key(group, group.announced + 1), within.within(LOOK_S).until)):
+            while not (found := group.notes.wait(_key(group, group.announced + 1), within.within(LOOK_S))):
                 reason = "this rank aborted" if within.stop.is_set() else group.reason()
                 if reason or not group.intact:
                     raise NotConnectedError(

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar, cast
 
 import msgspec
 import torch
@@ -22,13 +20,13 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, NotConnectedError, TransportError
 from torchrl_ext.transports.group.backends import BACKENDS, choose_backend
 from torchrl_ext.transports.group.notes import HostedNotes, NoteStore, RemoteNotes
-from torchrl_ext.transports.group.peers import PeerGroup, severed
-from torchrl_ext.transports.group.process_group import Group
+from torchrl_ext.transports.group.peers import Member, PeerGroup, Seat, severed
+from torchrl_ext.transports.group.process_group import form_group
 from torchrl_ext.transports.links import ranks_text
 from torchrl_ext.types import Count, ParamMeta, Params, Port, Seconds, Text, Wire
 
 __all__ = [
-    "LAST_WORDS_S", "LOOK_S", "STANDALONE_GROUP", "Membership", "Note", "Offer", "disagreement", "enter", "host",
+    "LAST_WORDS_S", "LOOK_S", "STANDALONE_GROUP", "Membership", "Note", "Offer", "enter", "host",
 ]  # fmt: skip
 
 STANDALONE_GROUP = "standalone"
@@ -49,13 +47,9 @@ _ERRORS: Mapping[str, type[errors.WeightSyncError]] = {
 }
 """The errors that workers raise in the words of the trainer, by name; a TransportError stands for any other."""
 
-_AGAIN = "call init_all_workers_group on every rank at the same time, or connect through a sender"
-
-_Offer = TypeVar("_Offer", bound="Offer")
-
 
 class Offer(Wire, frozen=True, kw_only=True):
-    """Where the members of a group meet; a transport adds how bytes move in it.
+    """Where the members of a group meet.
 
     Attributes:
         master_address, master_port: of the trainer's notes.
@@ -85,7 +79,7 @@ class Offer(Wire, frozen=True, kw_only=True):
         return Membership(*where, device=device, backend=backend, timeout_s=self.timeout_s)
 
 
-class Membership:
+class Membership(Member):
     """Forms the groups of one rank, one after the other, and ends them.
 
     Args:
@@ -99,41 +93,11 @@ class Membership:
     def __init__(
         self, address: str, port: int, secret: str, *, device: torch.device, backend: str, timeout_s: float
     ) -> None:
-        self.address, self.port, self.device, self.backend = address, port, device, backend
-        self.timeout_s = timeout_s
+        super().__init__()
+        self.address, self.port, self.device, self.backend, self.timeout_s = address, port, device, backend, timeout_s
         self._secret, self._private = secret, secret or uuid.uuid4().hex
-        self.stop = threading.Event()
         self._notes: NoteStore | None = None
-        self._group: PeerGroup | None = None
         self._generations = 0
-
-    def under(self, within: Deadline) -> None:
-        """End every wait of the next step, here and in the group, when ``within`` is stopped."""
-        self.stop = within.stop
-        if self._notes is not None:
-            self._notes.stop = within.stop
-        if self._group is not None:
-            self._group.under(within.stop)
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a group that can be used."""
-        return self._group is not None and self._group.alive
-
-    def carrier(self) -> PeerGroup:
-        """Return the current group.
-
-        Raises:
-            NotConnectedError: there is none, or it was closed.
-        """
-        if self._group is None or not self._group.alive:
-            closed = "" if self._group is None else ": its group was closed after a failure"
-            raise NotConnectedError(f"this end of the transport is not connected{closed}", hint=_AGAIN)
-        return self._group
-
-    def group(self) -> Group:
-        """As `carrier`, of a gloo or NCCL group, which can broadcast."""
-        return cast(Group, self.carrier())
 
     def notes(self, key: str) -> NoteStore:
         """Return the notes that the trainer hosts, for the ranks of a rendezvous key (trainer end).
@@ -144,16 +108,16 @@ class Membership:
         secret = self._secret if key == STANDALONE_GROUP else self._private
         if self._notes is not None and self._notes.secret != secret:
             self._end_notes()
-        return self._notes or self._keep(HostedNotes(self.address, self.port, secret, self.stop))
+        return self._notes or self._keep(HostedNotes(self.address, self.port, secret))
 
-    def invite(self, room: str, size: int, kind: type[_Offer], **own: Any) -> _Offer:
-        """Return the offer of class ``kind``, with ``own`` further fields, to the other ranks of a group (trainer end).
+    def invite(self, room: str, size: int) -> Offer:
+        """Return the offer to the other ranks of a group of ``size`` (trainer end).
 
         Raises:
             TransportError: the port is taken.
         """
         notes = self.notes(room)
-        return kind(
+        return Offer(
             master_address=self.address,
             master_port=notes.port,
             secret=notes.secret,
@@ -161,7 +125,6 @@ class Membership:
             members=size,
             backend=self.backend,
             timeout_s=self.timeout_s,
-            **own,
         )
 
     def host(self, key: str, size: int, params: tuple[ParamMeta, ...]) -> None:
@@ -175,7 +138,7 @@ class Membership:
         notes = self.notes(key)
         self._generations += 1
         generation = str(self._generations)
-        peers = host(notes, key, generation, self._own_note(size, params), Deadline(self.timeout_s, stop=self.stop))
+        peers = host(notes, key, generation, self._own_note(size, params), self._deadline())
         self._form(notes, generation, 0, peers)
 
     def enter(self, key: str, rank: int, size: int | None, params: tuple[ParamMeta, ...]) -> None:
@@ -187,8 +150,8 @@ class Membership:
         """
         self.leave()
         self._end_notes()
-        within = Deadline(self.timeout_s, stop=self.stop)
-        notes = self._keep(RemoteNotes(self.address, self.port, self._secret, self.stop, timeout_s=self.timeout_s))
+        within = self._deadline()
+        notes = self._keep(RemoteNotes(self.address, self.port, self._secret, within))
         generation, peers = enter(notes, key, rank, self._own_note(size, params), within)
         self._form(notes, generation, rank, dict(enumerate(peers)))
 
@@ -197,13 +160,9 @@ class Membership:
         group, self._group = self._group, None
         if group is not None:
             group.sever("the trainer shut it down or forms a new one" if group.rank == 0 else "")
-            group.notes.sweep(*(f"{kind}/{group.generation}/" for kind in ("announced", "arrived", "over")))
-
-    def abort(self) -> None:
-        """End every wait, from another thread; the group is lost."""
-        self.stop.set()
-        if (group := self._group) is not None:
-            group.sever(f"{group.call([group.rank])} aborted")
+            if group.rank == 0:
+                for kind in ("announced", "arrived", "over"):
+                    group.notes.drop(f"{kind}/{group.generation}/")
 
     def close(self) -> None:
         """Leave the group, a worker once the others have what it has, and close the notes. May be called twice."""
@@ -219,28 +178,31 @@ class Membership:
         Its connections close, by which workers that still receive see the group broken: they cannot tell a rank that
         has all from one that died.
         """
-        within = Deadline(group.timeout_s, stop=group.notes.stop)
+        within = self._deadline()
         group.notes.patience_s = LAST_WORDS_S
         with suppress(NotConnectedError):  # the trainer is gone, so nobody receives any more
             while group.intact and not within.over:
-                if group.notes.wait(f"over/{group.generation}/{group.acknowledged}", within.within(LOOK_S).until):
+                if group.notes.wait(f"over/{group.generation}/{group.acknowledged}", within.within(LOOK_S)):
                     return
 
     def _form(self, notes: NoteStore, generation: str, rank: int, peers: dict[int, str]) -> None:
-        how: dict[str, Any] = {"device": self.device, "timeout_s": self.timeout_s}
+        seat = Seat(notes, generation, rank, peers, self.device, self._deadline())
         try:
             if self.backend == "nixl":
                 from torchrl_ext.transports.sharded.nixl import NixlGroup
 
-                self._group = NixlGroup(notes, generation, rank, peers, **how)
+                self._group = NixlGroup(seat)
             else:
-                self._group = Group(notes, generation, rank, peers, backend=self.backend, **how)
+                self._group = form_group(seat, self.backend)
         except (TransportError, DeadlineError) as error:
             raise type(error)(
                 f"rank {rank} could not form a {self.backend} group of {len(peers)}: {error.what}",
                 expected=f"connections to {', '.join(f'rank {r} ({p})' for r, p in peers.items() if r != rank)}",
                 state="no group was formed",
             ) from error
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self.timeout_s, stop=self.stop)
 
     def _keep(self, notes: NoteStore) -> NoteStore:
         self._notes, self._close_notes = notes, weakref.finalize(self, notes.close)
@@ -314,22 +276,17 @@ def host(notes: NoteStore, key: str, generation: str, own: Note, within: Deadlin
     workers = range(1, size)
     notes.put(f"{key}/0", own.to_json())
     try:
-        found = notes.collect(f"{key}/", workers, within.until)
+        found = notes.collect(f"{key}/", workers, within)
         tokens = [read.get("token") for read in found.values() if type(read) is dict]
         answers = [f"{key}/answer/{token}" for token in tokens if type(token) is str]
         for rank in found:
             notes.drop(f"{key}/{rank}")
         try:
             if absent := [rank for rank in workers if rank not in found]:
-                raise within.error(
-                    f"{ranks_text(absent)} of world size {size} did not arrive at {notes.address}",
-                    expected="every rank enters at the same time",
-                    state="no group was formed",
-                    hint="start the missing workers, or mend world_size",
-                )
+                raise _absent(f"{ranks_text(absent)} of world size {size}", notes, within)
             told = {rank: Note.from_json(read, f"the note of rank {rank}") for rank, read in found.items()}
             for rank, note in told.items():
-                _agree(own, rank, note)
+                _agree(rank, _claims(own, note))
         except errors.WeightSyncError as error:
             for answer in answers:
                 notes.put(answer, {"kind": type(error).__name__, "error": str(error)})
@@ -338,7 +295,7 @@ def host(notes: NoteStore, key: str, generation: str, own: Note, within: Deadlin
         for answer in answers:
             notes.put(answer, {"generation": generation, "peers": list(peers.values())})
         # a rank that died while others were awaited is named here, before a constructor blocks on it
-        ready = notes.collect(f"ready/{generation}/", workers, within.until)
+        ready = notes.collect(f"ready/{generation}/", workers, within)
         if absent := [rank for rank in workers if rank not in ready]:
             raise within.error(
                 f"{ranks_text(absent)} ({', '.join(peers[rank] for rank in absent)}) arrived and then did not answer",
@@ -361,62 +318,53 @@ def enter(notes: NoteStore, key: str, rank: int, own: Note, within: Deadline) ->
         TransportError: another thread ended the wait.
     """
     notes.put(f"{key}/{rank}", own.to_json())
-    found = notes.wait(f"{key}/answer/{own.token}", within.until)
+    found = notes.wait(f"{key}/answer/{own.token}", within)
     if not found:
         notes.drop(f"{key}/{rank}")
         absent = [other for other in range(own.world_size or 1) if other != rank and not notes.has(f"{key}/{other}")]
-        raise within.error(
-            f"rank {rank} waited at {notes.address} for "
-            f"{ranks_text(absent) if absent else 'the trainer (rank 0)'}, which did not arrive",
-            expected="every rank enters at the same time",
-            state="no group was formed",
-        )
+        raise _absent(ranks_text(absent or [0]), notes, within)
     notes.drop(f"{key}/answer/{own.token}")
     answer = _Answer.from_json(found[0], "the answer of the trainer (rank 0)")
     if answer.error:
         raise _ERRORS.get(answer.kind, TransportError)(f"the trainer formed no group: {answer.error}")
     size, expected = len(answer.peers), own.world_size or max(rank + 1, len(answer.peers))
-    if size != expected:
-        raise disagreement(f"rank {rank}", "world_size", expected, size)
+    _agree(rank, [("world_size", expected, size, "")])
     notes.put_at_end(severed(answer.generation), f"rank {rank} ({answer.peers[rank]}) is gone")
     notes.put(f"ready/{answer.generation}/{rank}", True)
     return answer.generation, answer.peers
 
 
-def _agree(own: Note, rank: int, note: Note) -> None:
-    """Raise the error that names the first thing on which a worker and the trainer disagree."""
-    who = f"rank {rank}"
-    if note.world_size not in (None, own.world_size):
-        raise disagreement(who, "world_size", note.world_size, own.world_size, hint="give 1 + the number of workers")
-    if note.backend != own.backend:
-        hint = "give backend= on every rank, or devices of the same kind"
-        raise disagreement(who, "backend", note.backend, own.backend, hint=hint)
-    for name in [*own.settings, *note.settings]:
-        mine, theirs = own.settings.get(name), note.settings.get(name)
-        if mine != theirs:
-            hint = f"start the trainer with {name}={theirs}" if theirs else f"start all without {name}"
-            raise disagreement(who, f"the environment variable {name}", theirs, mine, hint=hint)
-    mine_rows, their_rows = ({meta.name: meta for meta in one.params} for one in (own, note))
-    for name in [*mine_rows, *their_rows] if mine_rows and their_rows else ():
-        if mine_rows.get(name) != their_rows.get(name):
-            what = f"parameter {name!r}"
-            raise disagreement(who, what, their_rows.get(name), mine_rows.get(name), error=ManifestError)
-
-
-def disagreement(
-    who: str,
-    what: str,
-    theirs: object,
-    own: object,
-    *,
-    hint: str = "",
-    error: type[errors.WeightSyncError] = ConfigError,
-) -> errors.WeightSyncError:
-    """Return the error for a rank ``who`` that has another value than rank 0; None stands for no value."""
-    theirs, own = ("nothing" if value is None else value for value in (theirs, own))
-    return error(
-        f"{who} has {theirs} as {what}, and rank 0 has {own}",
-        expected="the same on every rank",
+def _absent(who: str, notes: NoteStore, within: Deadline) -> errors.WeightSyncError:
+    return within.error(
+        f"{who} did not arrive at {notes.address}",
+        expected="every rank enters at the same time",
         state="no group was formed",
-        hint=hint,
+        hint="start the ranks that are missing, or mend world_size",
     )
+
+
+def _claims(own: Note, note: Note) -> Iterator[tuple[str, object, object, str]]:
+    """Yield each thing on which a worker has to agree with the trainer: its name, what each of them has, and a hint."""
+    if note.world_size is not None:
+        yield "world_size", note.world_size, own.world_size, "give 1 + the number of workers"
+    yield "backend", note.backend, own.backend, "give backend= on every rank, or devices of the same kind"
+    for name in [*own.settings, *note.settings]:
+        theirs = note.settings.get(name)
+        hint = f"start the trainer with {name}={theirs}" if theirs else f"start all without {name}"
+        yield f"the environment variable {name}", theirs, own.settings.get(name), hint
+    rows, own_rows = ({meta.name: meta for meta in one.params} for one in (note, own))
+    for name in [*own_rows, *rows] if own_rows and rows else ():
+        yield f"parameter {name!r}", rows.get(name), own_rows.get(name), ""
+
+
+def _agree(rank: int, claims: Iterable[tuple[str, object, object, str]]) -> None:
+    """Raise the error that names the first thing on which a worker and the trainer disagree."""
+    for what, *both, hint in claims:
+        if both[0] != both[1]:
+            theirs, own = ("nothing" if value is None else value for value in both)
+            raise (ManifestError if what.startswith("parameter") else ConfigError)(
+                f"rank {rank} has {theirs} as {what}, and rank 0 has {own}",
+                expected="the same on every rank",
+                state="no group was formed",
+                hint=hint,
+            )

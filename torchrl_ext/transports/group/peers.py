@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,18 +21,21 @@ from torchrl_ext.transports.group.calls import brief, run_beside
 from torchrl_ext.transports.group.notes import NoteStore
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["Move", "PeerGroup", "severed"]
+__all__ = ["ALL", "Member", "Move", "PeerGroup", "Seat", "severed"]
+
+ALL = -1
+"""The peer of a broadcast."""
 
 _LOOK_S = 0.1
 _NEWS_S = 0.5
 
 
 class Move:
-    """A transfer between this rank and a peer.
+    """A transfer between this rank and a peer, or all of them.
 
     Args:
         flat: the memory, which is held until nothing uses it any more.
-        peer: the other rank.
+        peer: the other rank, or `ALL`.
         sends: whether this rank sends.
 
     Attributes:
@@ -53,9 +57,8 @@ class Move:
         """Wait at most ``seconds`` until ``flat`` is free again, and return whether it is."""
         return self.done.wait(seconds)
 
-    def end(self, failure: BaseException | None = None) -> None:
+    def end(self) -> None:
         """Let go of the memory, and end the waits of other threads."""
-        self.failure = self.failure or failure
         self.flat = None
         self.done.set()
 
@@ -68,6 +71,27 @@ def severed(generation: str) -> str:
     return f"severed/{generation}"
 
 
+@dataclass(frozen=True)
+class Seat:
+    """The place of this process in a group that is formed.
+
+    Attributes:
+        notes: where the ranks meet.
+        generation: names the group; a new one each time.
+        rank: this process's.
+        peers: how to call the process of each rank, this one included, in a message.
+        device: where tensors must be.
+        within: deadline of forming the group; every later wait has as many seconds.
+    """
+
+    notes: NoteStore
+    generation: str
+    rank: int
+    peers: dict[int, str]
+    device: torch.device
+    within: Deadline
+
+
 class PeerGroup(ABC):
     """One rank's end of a group in which every rank can send bytes to every other.
 
@@ -76,14 +100,12 @@ class PeerGroup(ABC):
     in which they were begun.
 
     Args:
-        notes: where the ranks meet.
-        generation: names the group; a new one each time.
-        rank: this process's.
-        peers: how to call the process of each rank, this one included, in a message.
-        device: where tensors must be.
-        timeout_s: deadline of every wait, in seconds.
+        seat: of this process.
 
     Attributes:
+        notes, generation, rank, peers, device: as in `Seat`.
+        stop: set by another thread to end every wait.
+        timeout_s: deadline of every wait, in seconds.
         alive: whether the group can be used.
         world_size: number of ranks.
         workers: ranks other than 0.
@@ -92,33 +114,20 @@ class PeerGroup(ABC):
         sent, received: bytes by peer, of the transfers that were waited for, as this end counts them.
     """
 
-    def __init__(
-        self,
-        notes: NoteStore,
-        generation: str,
-        rank: int,
-        peers: dict[int, str],
-        *,
-        device: torch.device,
-        timeout_s: float,
-    ) -> None:
-        self.notes, self.generation, self.rank, self.peers = notes, generation, rank, peers
-        self.device, self.timeout_s = device, timeout_s
-        self.world_size = len(peers)
-        self.alive, self.workers, self.acknowledged, self.announced = True, range(1, len(peers)), 0, 0
+    def __init__(self, seat: Seat) -> None:
+        self.notes, self.generation, self.rank, self.peers = seat.notes, seat.generation, seat.rank, seat.peers
+        self.device, self.timeout_s, self.stop = seat.device, seat.within.timeout_s, seat.within.stop
+        self.world_size = len(seat.peers)
+        self.alive, self.workers, self.acknowledged, self.announced = True, range(1, len(seat.peers)), 0, 0
         self.params: tuple[ParamMeta, ...] = ()
         self.sent: Counter[int] = Counter()
         self.received: Counter[int] = Counter()
         self._reason, self._next_look = "", 0.0
         self._lock = threading.RLock()
 
-    def under(self, stop: threading.Event) -> None:
-        """Have ``stop`` end every wait from now on."""
-        self.notes.stop = stop
-
     @abstractmethod
-    def send(self, flat: Tensor, to: int) -> Any:
-        """Begin to send ``flat`` to a rank, and return the work to `wait` for; until then it must not change.
+    def send(self, flat: Tensor, to: int) -> Move:
+        """Begin to send ``flat`` to a rank, and return the transfer to `wait` for; until then it must not change.
 
         Args:
             flat: 1-D, contiguous, uint8, of one byte or more, on `device`.
@@ -129,8 +138,8 @@ class PeerGroup(ABC):
         """
 
     @abstractmethod
-    def receive(self, flat: Tensor, source: int) -> Any:
-        """Begin to fill ``flat`` with the next bytes from a rank, and return the work to `wait` for; as `send`."""
+    def receive(self, flat: Tensor, source: int) -> Move:
+        """Begin to fill ``flat`` with the next bytes from a rank, and return the transfer to `wait` for; as `send`."""
 
     def together(self) -> AbstractContextManager[None]:
         """Begin the transfers of a block in one call.
@@ -140,28 +149,27 @@ class PeerGroup(ABC):
         """
         return nullcontext()
 
-    def wait(self, work: Any) -> None:
+    def wait(self, move: Move) -> None:
         """Wait until a transfer is done; one that is done may be waited for again.
 
         Raises:
             TransportError: a connection broke, a peer is gone, or another thread aborted.
             DeadlineError: nothing moved for `timeout_s`; names the peer.
         """
-        move: Move = work
-        landed, within = 0, Deadline(self.timeout_s, stop=self.notes.stop)
-        while (not move.arrives(_LOOK_S) and move.failure is None) or self.notes.stop.is_set():
+        landed, within = 0, Deadline(self.timeout_s, stop=self.stop)
+        while (not move.arrives(_LOOK_S) and move.failure is None) or self.stop.is_set():
             if move.landed != landed:
-                landed, within = move.landed, Deadline(self.timeout_s, stop=self.notes.stop)
+                landed, within = move.landed, within.again()
             if self._over:
                 raise TransportError("the transfer was aborted")
             lost = self._lost()
             if lost and not move.arrives(_LOOK_S):  # its last bytes may be on their way from the kernel to us
-                raise TransportError(f"bytes moved {self._way(move)} when the group was severed: {lost}")
-            within.check(f"nothing moved {self._way(move)}")
+                raise TransportError(f"bytes moved{self._way(move)} when the group was severed: {lost}")
+            within.check(f"nothing moved{self._way(move)}")
         if move.failure is not None:
             raise self._broken(move, move.failure) from move.failure
         with self._lock:
-            if not move.counted:
+            if not move.counted and move.peer != ALL:
                 (self.sent if move.sends else self.received)[move.peer] += move.landed
                 move.counted = True
 
@@ -188,7 +196,7 @@ class PeerGroup(ABC):
             NotConnectedError: the notes are gone, and the trainer with them.
         """
         if not self._reason:
-            found = self.notes.wait(severed(self.generation), Deadline(timeout_s).until)
+            found = self.notes.wait(severed(self.generation), Deadline(timeout_s, stop=self.stop))
             self._reason = str(found[0]) if found else ""
         return self._reason
 
@@ -224,12 +232,53 @@ class PeerGroup(ABC):
 
     @property
     def _over(self) -> bool:
-        return self.notes.stop.is_set() or not self.alive
+        return self.stop.is_set() or not self.alive
 
     def _way(self, move: Move) -> str:
-        return f"{'to' if move.sends else 'from'} {self.call([move.peer])}"
+        return "" if move.peer == ALL else f" {'to' if move.sends else 'from'} {self.call([move.peer])}"
 
     def _broken(self, move: Move, error: BaseException) -> TransportError:
         if self._over:
             return TransportError("the transfer was aborted")
-        return TransportError(f"a connection broke while bytes moved {self._way(move)}: {brief(error)}")
+        return TransportError(f"a connection broke while bytes moved{self._way(move)}: {brief(error)}")
+
+
+class Member(ABC):
+    """One rank's place in one group after the other.
+
+    Attributes:
+        stop: set by another thread to end every wait.
+    """
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self._group: PeerGroup | None = None
+
+    def under(self, within: Deadline) -> None:
+        """End every wait of the next step, here and in the group, when ``within`` is stopped."""
+        self.stop = within.stop
+        if self._group is not None:
+            self._group.stop = within.stop
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a group that can be used."""
+        return self._group is not None and self._group.alive
+
+    def carrier(self) -> Any:
+        """Return the current group, of the class that this place forms.
+
+        Raises:
+            NotConnectedError: there is none, or it was closed.
+        """
+        if self._group is None or not self._group.alive:
+            closed = "" if self._group is None else ": its group was closed after a failure"
+            raise NotConnectedError(
+                f"this end of the transport is not connected{closed}",
+                hint="call init_all_workers_group on every rank at the same time, or connect through a sender",
+            )
+        return self._group
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group, and end every wait in it. May be called twice."""

@@ -78,7 +78,7 @@ def read(link: Link, within: Deadline) -> Any:
         NotConnectedError, TransportError: as `Link.read`.
         IntegrityError: it is none of this protocol.
     """
-    message = link.read(within.until, within.stop)
+    message = link.read(within)
     if message is None:
         return None
     try:
@@ -91,4 +91,4 @@ def read(link: Link, within: Deadline) -> Any:
 
 def send(link: Link, message: Message, within: Deadline) -> None:
     """Send a message; raise as `Link.send`."""
-    link.send(message.to_json(), within.until)
+    link.send(message.to_json(), within)

@@ -107,7 +107,7 @@ class ConnectedWorkers:
             self._workers = [worker for worker in self._workers if worker.link.alive]
             absent = set(ranks) - {worker.rank for worker in self._workers}
             waiting = bool(absent) or len(self._workers) < count
-            link = self._listener.accept(within.within(_LOOK_S if waiting else 0.0).until)
+            link = self._listener.accept(within.within(_LOOK_S if waiting else 0.0))
             if link is not None:
                 try:
                     hello = _hello(link)

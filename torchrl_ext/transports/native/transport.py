@@ -1,7 +1,8 @@
 """`NativeTransport` sends full weights to engines that run nothing of ours, on the wires that they have themselves.
 
 The control layer says `Offer` and `Load` to engines in their own words. A worker end of ours receives in an engine
-that has our plugin, in a fleet of which some have not, or without any control layer.
+that has our plugin, in a fleet of which some have not. Without any control layer both ends are ours, and the collective
+transport connects them.
 
 Both wires carry the bytes of tensors one after the other, without padding, and take a tensor out by a view of its
 dtype. So none may begin where its element size does not divide its place.
@@ -17,24 +18,25 @@ The port has no secret, since stock engines send none: whoever reaches it while 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, final, get_args
 
 import torch
 from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
-from torchrl_ext.transports.base import Arrival, Handoff, TransferStats, Update, Worker, WorkerEnd
-from torchrl_ext.transports.buckets import Bucket, Packer, Span
-from torchrl_ext.transports.collective.stream import Incoming, send_buckets
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.transports.base import Arrival, Handoff, Update, Worker, WorkerEnd
+from torchrl_ext.transports.buckets import Bucket, Span
+from torchrl_ext.transports.collective.stream import Incoming
+from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport, broadcast
 from torchrl_ext.transports.group.backends import choose_backend
-from torchrl_ext.transports.native.meeting import NAME, Group, Meeting
-from torchrl_ext.transports.standalone import StandaloneTransport
+from torchrl_ext.transports.group.handoffs import GroupLoad, GroupWorker
+from torchrl_ext.transports.group.process_group import Group
+from torchrl_ext.transports.native.meeting import NAME, Invitation, Meeting
+from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta, Wire
-from torchrl_ext.weights.source import checked
 
 __all__ = ["NativeTransport"]
 
@@ -48,11 +50,11 @@ class Offer(Wire, frozen=True):
     """Where workers of one make meet the trainer, and how large a broadcast may become, in bytes."""
 
     make: Make
-    group: Group
+    group: Invitation
     bucket_bytes: int
 
 
-class Load(Wire, frozen=True):
+class Load(GroupLoad, frozen=True, kw_only=True):
     """How the parameters of a version travel: the arguments of `layout_of`, and the calls that it returns."""
 
     make: Make
@@ -142,22 +144,19 @@ class NativeTransport(StandaloneTransport):
         if make not in MAKES:
             raise ConfigError(f"no wire of {make!r} is known", expected=" or ".join(map(repr, MAKES)))
         self.make: Make = make
-        self.master_address, self.master_port = master_address, int(master_port)
-        self.rank, self.world_size, self.bucket_bytes = rank, world_size, bucket_bytes
-        self.device, self.backend = choose_backend(device, backend)
-        if make == "vllm" and backend is None and self.backend != "nccl":
+        where = (master_address, master_port, rank, world_size, device)
+        how: dict[str, Any] = {"backend": backend, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
+        self._standalone = VLLMCollectiveTransport(*where, **how)
+        if make == "vllm" and backend is None and self._standalone.backend != "nccl":
             raise ConfigError(
                 "stock vLLM takes broadcasts only by NCCL, and this process uses no CUDA device",
                 expected="a CUDA device, for a trainer that stock vLLM follows",
                 hint="use transport 'disk', or install our plugin in the engines; backend='gloo' is for tests",
             )
-        if bucket_bytes < 1 or not timeout_s > 0 or not 0 <= self.master_port < 1 << 16:
-            given = f"bucket_bytes={bucket_bytes}, timeout_s={timeout_s}, master_port={master_port}"
-            raise ConfigError(given, expected="1 or more; more than 0; 0 to 65535")
-        if world_size is not None and not 0 <= rank < world_size:
-            raise ConfigError(f"rank {rank} does not exist in world_size {world_size}")
-        self._meeting: Meeting | None = None  # of rank 0
-        self._groups = 0
+        if bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes={bucket_bytes}", expected="1 or more")
+        self._meeting: Meeting | None = None
+        self._groups = self._handoffs = 0
 
     # the trainer's end
 
@@ -168,33 +167,23 @@ class NativeTransport(StandaloneTransport):
             ConfigError: the world size given at construction is another one.
             TransportError: the port is taken.
         """
+        own = self._standalone
         if workers == 0:
-            self._met()  # by workers that called init_all_workers_group
-            return Handoff()
-        if self.world_size not in (None, 1 + workers):
-            what = f"this transport was given world_size {self.world_size}, but the engines have {workers} workers"
-            raise ConfigError(what, expected=f"world_size {1 + workers}, or None to take it from the engines")
+            return own.open(0, params, within)
+        size = own.size_with(workers)
         self._leave()
         self._groups += 1
-        name = f"{NAME}-{self._groups}" if self.make == "sglang" else NAME  # it may still hold the last one by its name
-        group = self._group_of(1 + workers, name)
-        meeting = self._meeting = Meeting(self.make, group, self.rank, device=self.device, within=within)
-        offer = Offer(make=self.make, group=meeting.invite(within), bucket_bytes=self.bucket_bytes)
-        return Handoff(info=offer.to_json(), transfer=lambda within: meeting.form(within.again()))
-
-    def _group_of(self, size: int, name: str) -> Group:
-        return Group(
-            master_address=self.master_address,
-            master_port=self.master_port,
+        where = Invitation(
+            master_address=own.master_address,
+            master_port=own.master_port,
             world_size=size,
-            group_name=name,
-            backend=self.backend,
+            # SGLang may still hold the last one by its name
+            group_name=f"{NAME}-{self._groups}" if self.make == "sglang" else NAME,
+            backend=own.backend,
         )
-
-    def _met(self) -> Meeting:
-        if self._meeting is None:
-            raise NotConnectedError(f"rank {self.rank} is the trainer of no group", hint="connect first, from rank 0")
-        return self._meeting
+        meeting = self._meeting = Meeting(self.make, where, own.rank, device=own.device, within=within)
+        offer = Offer(make=self.make, group=meeting.invite(within), bucket_bytes=own.bucket_bytes)
+        return Handoff(info=offer.to_json(), transfer=lambda within: meeting.form(within.again()))
 
     def _leave(self) -> None:
         meeting, self._meeting = self._meeting, None
@@ -202,36 +191,35 @@ class NativeTransport(StandaloneTransport):
             meeting.close()
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
-        source, params, stats = update.source, update.params, TransferStats()
-        buckets, calls = layout_of(params, self.make, self.bucket_bytes)
+        meeting, bucket_bytes = self._meeting, self._standalone.bucket_bytes
+        if meeting is None:
+            return self._standalone.prepare(update, within)
+        buckets, calls = layout_of(update.params, self.make, bucket_bytes)
+        self._handoffs += 1
+        load = Load(
+            group=meeting.carrier().generation,
+            handoff=self._handoffs,
+            make=self.make,
+            bucket_bytes=bucket_bytes,
+            calls=calls,
+        )
+        handoff = broadcast(meeting, load, update, buckets, bucket_bytes=bucket_bytes, slice_bytes=None)
 
         def transfer(within: Deadline) -> None:
-            began = time.perf_counter()
             try:
-                packer = Packer(params, checked(source, params))
-                group = self._met().broadcasts(within)
-                send_buckets(group, buckets, packer, bucket_bytes=self.bucket_bytes, slice_bytes=None)
-            except BaseException as error:
+                handoff.transfer(within)
+            except BaseException:
                 self._leave()  # frees the workers that wait for the rest
-                if not isinstance(error, (TransportError, DeadlineError)):
-                    raise
-                raise type(error)(
-                    f"version {update.version} was not sent to every engine: {error.what}",
-                    state="the group is ended; engines may hold a part of this version",
-                    hint="look at the engines' logs, and call update_weights again",
-                ) from error
-            stats.spans["transfer"] = time.perf_counter() - began
+                raise
 
-        load = Load(make=self.make, bucket_bytes=self.bucket_bytes, calls=calls)
-        return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
+        return replace(handoff, transfer=transfer)
 
     def check_connection(self) -> bool:
-        if self._end is not None:
-            return self._end.check_connection()
-        return self._meeting is not None and self._meeting.check_connection()
+        return self._standalone.check_connection() if self._meeting is None else self._meeting.connected
 
     def shutdown(self) -> None:
         super().shutdown()
+        self._standalone.shutdown()
         self._leave()
 
     # without a control layer
@@ -240,31 +228,21 @@ class NativeTransport(StandaloneTransport):
         """Form the group without a control layer; every rank calls this at the same time.
 
         Args:
-            model_metadata: not used: ranks agree on nothing but who they are.
-
-        Raises:
-            DeadlineError: not every rank arrived within `timeout_s`.
+            model_metadata: as for `VLLMCollectiveTransport.init_all_workers_group`, with its errors.
         """
-        if self.world_size is None or self.master_port == 0:
-            what = "without a control layer every rank needs to know the trainer's port and the number of ranks"
-            raise ConfigError(what, expected="master_port and world_size")
-        self.shutdown()
-        within = self._within = Deadline(self.timeout_s, "the ranks of a group")
-        kind = NativeWorker if self.rank else Meeting
-        meeting = kind(self.make, self._group_of(self.world_size, NAME), self.rank, device=self.device, within=within)
-        if isinstance(meeting, NativeWorker):
-            self._end = meeting
-        else:
-            self._meeting = meeting
-            meeting.invite(within)  # begins what has to begin before the others join
-        meeting.form(within)
+        self._leave()
+        self._standalone.init_all_workers_group(model_metadata)
 
     @property
-    def mailbox(self) -> Meeting:
-        return self._end if isinstance(self._end, NativeWorker) else self._met()
+    def mailbox(self) -> Mailbox:
+        return self._standalone.mailbox
 
-    def attend(self, within: Deadline) -> NativeWorker:
-        raise NotConnectedError(f"rank {self.rank} is a worker of no group", hint="connect first, from rank 1 on")
+    def attend(self, within: Deadline) -> WorkerEnd:
+        return self._standalone.attend(within)
+
+    def abort(self) -> None:
+        super().abort()
+        self._standalone.abort()
 
     @classmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> NativeWorker:
@@ -278,49 +256,17 @@ class NativeTransport(StandaloneTransport):
         if not 0 < here.rank < group.world_size:
             raise ConfigError(f"worker rank {here.rank} does not exist in world_size {group.world_size}")
         device, _ = choose_backend(None, group.backend)
-        worker = NativeWorker(offer.make, group, here.rank, device=device, within=within)
-        worker.form(within.again())
-        return worker
+        meeting = Meeting(offer.make, group, here.rank, device=device, within=within)
+        meeting.form(within.again())
+        return NativeWorker(meeting)
 
 
-class NativeWorker(Meeting, WorkerEnd):
+@final
+class NativeWorker(GroupWorker):
     """Receives the broadcasts of a group that was formed."""
 
-    def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
-        pairs = self._receiving(arrival, into, within)
-        next(pairs)  # from here on the version is taken or drained, also by a loader that asks for nothing
-        return pairs
+    load: ClassVar[type[Load]] = Load
 
-    def _receiving(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[Any]:
-        """Yield None once the version has begun, and then its pairs."""
-        incoming, whole = self._incoming(arrival, into, within), False
-        try:
-            yield None
-            yield from incoming.pairs()
-            whole = True
-        except WeightSyncError as error:
-            self.close()
-            raise type(error)(
-                f"version {arrival.version} did not arrive: {error.what}",
-                state="a part of it may be in the model",
-                hint="connect again, and send the next version",
-            ) from error
-        finally:
-            if not whole and self.check_connection():
-                self._drain(incoming)
-
-    def _incoming(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Incoming:
-        load = Load.from_json(arrival.info, "the handoff of a native transport")
+    def incoming(self, group: Group, load: Load, arrival: Arrival, into: Mapping[str, Tensor]) -> Incoming:
         buckets, _ = layout_of(arrival.params, load.make, load.bucket_bytes)
-        how: dict[str, Any] = {"bucket_bytes": load.bucket_bytes, "slice_bytes": None}
-        return Incoming(self.broadcasts(within), buckets, arrival.params, into, **how)
-
-    def _drain(self, incoming: Incoming) -> None:
-        """Receive and drop the rest of a version, so that the group stays in step."""
-        try:
-            incoming.drain()
-        except WeightSyncError:
-            self.close()
-
-    def refuse(self, arrival: Arrival, error: BaseException) -> None:
-        self._drain(self._incoming(arrival, {}, Deadline(self._within.timeout_s, "the trainer")))
+        return Incoming(group, buckets, arrival.params, into, bucket_bytes=load.bucket_bytes, slice_bytes=None)

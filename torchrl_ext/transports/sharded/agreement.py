@@ -68,7 +68,8 @@ class Needs(msgspec.Struct, frozen=True):
 def hand_out(group: PeerGroup, number: int, plan: TransferPlan) -> None:
     """Leave the rows of every member in the notes, in place of earlier plans and the needs (trainer rank 0)."""
     key = f"plan/{group.generation}/{number}"
-    group.notes.sweep("plan/", "needs/")  # those of closed groups, too
+    for kind in ("plan/", "needs/"):  # those of closed groups, too
+        group.notes.drop(kind)
     group.notes.put(key, plan.schedule)
     for member in range(1, group.world_size):
         group.notes.put(f"{key}/{member}", plan.rows(member))
@@ -80,8 +81,8 @@ def read_plan(group: PeerGroup, number: int, params: Sequence[ParamMeta], timeou
     Raises:
         TransportError: it is not there, or malformed.
     """
-    key, until = f"plan/{group.generation}/{number}", Deadline(timeout_s).until
-    notes = [value for name in (key, f"{key}/{group.rank}") for value in group.notes.wait(name, until)]
+    key, within = f"plan/{group.generation}/{number}", Deadline(timeout_s, stop=group.stop)
+    notes = [value for name in (key, f"{key}/{group.rank}") for value in group.notes.wait(name, within)]
     if len(notes) < 2:
         raise TransportError(
             f"{group.call([0])} left no rows of plan {number} for {group.call([group.rank])}", state="nothing was moved"

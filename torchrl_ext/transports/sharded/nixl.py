@@ -24,8 +24,7 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, TransportError, why
 from torchrl_ext.transports.copies import copy_each
 from torchrl_ext.transports.group.calls import made_in_time, run_beside, sever_at_exit, wait_for_at_exit
-from torchrl_ext.transports.group.notes import NoteStore
-from torchrl_ext.transports.group.peers import Move, PeerGroup
+from torchrl_ext.transports.group.peers import Move, PeerGroup, Seat
 
 __all__ = ["NixlGroup", "load_nixl"]
 
@@ -110,18 +109,10 @@ class NixlGroup(PeerGroup):
         TransportError, DeadlineError: the ranks do not reach each other.
     """
 
-    def __init__(
-        self,
-        notes: NoteStore,
-        generation: str,
-        rank: int,
-        peers: dict[int, str],
-        *,
-        device: torch.device,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(notes, generation, rank, peers, device=device, timeout_s=timeout_s)
-        api, key, within = load_nixl(), f"agents/{generation}/", Deadline(timeout_s, stop=notes.stop)
+    def __init__(self, seat: Seat) -> None:
+        super().__init__(seat)
+        notes, rank, peers, device, within = seat.notes, seat.rank, seat.peers, seat.device, seat.within
+        api, key = load_nixl(), f"agents/{seat.generation}/"
         self._out, self._in = (torch.empty((_SLOTS, _SLOT_BYTES), dtype=torch.uint8, device=device) for _ in range(2))
         self._kind, self._index = ("VRAM", self._out.get_device()) if device.type == "cuda" else ("DRAM", 0)
         self._here = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
@@ -132,13 +123,13 @@ class NixlGroup(PeerGroup):
         self._offers: defaultdict[int, deque[_Notice]] = defaultdict(deque)
         self._reads: dict[int, tuple[Any, _Piece]] = {}  # by the slot that they fill, with NIXL's handle
         self._failure = ""
-        name = f"{generation}/{rank}/{uuid.uuid4().hex}"
+        name = f"{seat.generation}/{rank}/{uuid.uuid4().hex}"
         self._agent, self._end_agent = made_in_time(partial(self._start, api, name), within)
         sever_at_exit(self)
         own = _Address(name, self._agent.get_agent_metadata(), self._out.data_ptr(), self._index)
         try:
             notes.put(f"{key}{rank}", msgspec.to_builtins(own))
-            found = notes.collect(key, peers, within.until)
+            found = notes.collect(key, peers, within)
             absent = [one for one in peers if one not in found]
             if absent:
                 raise within.error(f"nothing was heard from {self.call(absent)}")
@@ -177,12 +168,13 @@ class NixlGroup(PeerGroup):
         self.sent.clear()
         self.received.clear()
         if self.rank == 0:
-            self.notes.sweep(*(f"{kind}/{self.generation}/" for kind in ("agents", "ready")))
+            for kind in ("agents", "ready"):
+                self.notes.drop(f"{kind}/{self.generation}/")
 
-    def send(self, flat: Tensor, to: int) -> Any:
+    def send(self, flat: Tensor, to: int) -> Move:
         return self._begin(flat, to, sends=True)
 
-    def receive(self, flat: Tensor, source: int) -> Any:
+    def receive(self, flat: Tensor, source: int) -> Move:
         return self._begin(flat, source, sends=False)
 
     def _begin(self, flat: Tensor, peer: int, *, sends: bool) -> Move:

@@ -143,7 +143,7 @@ class ShardedTransport(StandaloneTransport):
                 return Handoff()
             room, workers = STANDALONE_GROUP, self._standalone_workers()
         self._trainer.member.under(within)
-        offer = self._trainer.member.invite(room, workers + self.ranks.size, Offer)
+        offer = self._trainer.member.invite(room, workers + self.ranks.size)
         return Handoff(info=offer.to_json(), transfer=lambda within: self._trainer.host(room, workers, params, within))
 
     def _standalone_workers(self) -> int:
