@@ -184,7 +184,7 @@ def test_whatever_a_worker_writes_the_trainer_ends_with_an_error_of_ours_or_a_gr
     with stores() as (kept, _):
         for number in range(2000):
             kept.put(f"r{number}/1", worse_json(note().to_json(), choice))
-            kept.put("ready/g/1", True)
+            kept.put("g/ready/1", True)
             refused += refused_or_right(host, kept, f"r{number}", "g", note(), Deadline(WAIT_S))
     assert refused > 1000
 
@@ -229,7 +229,7 @@ def test_a_worker_that_cannot_read_a_handoff_names_the_field_and_tells_the_train
         put = trainer.member._notes.put
 
         def told(key, value, **how):
-            put(key, {**value, **changes} if key.startswith("announced/") else value, **how)
+            put(key, {**value, **changes} if "/announced/" in key else value, **how)
 
         trainer.member._notes.put = told
         began = time.monotonic()
@@ -242,15 +242,23 @@ def test_a_worker_that_cannot_read_a_handoff_names_the_field_and_tells_the_train
         assert not trainer.check_connection() and not worker.check_connection()
 
 
-def test_a_store_in_which_groups_come_and_go_keeps_a_word_about_each_and_no_more():
-    trainer, held = member(free_port(), 0, 2), []
+def sharded(port, rank, size):
+    how = {"device": "cpu", "timeout_s": WAIT_S}
+    return tx.ShardedTransport("127.0.0.1", port, None if rank == 0 else rank - 1, size - 1, **how)
+
+
+@pytest.mark.parametrize("make", [member, sharded])
+def test_a_store_in_which_groups_come_and_go_keeps_a_word_about_each_and_no_more(make):
+    port, held = free_port(), []
+    trainer = make(port, 0, 2)
+    own = trainer.member if make is member else trainer._trainer.member
     for _ in range(4):
-        worker = member(trainer.master_port, 1, 2)
+        worker = make(port, 1, 2)
         assert enter(trainer, worker) == [None, None]
         beside(lambda: trainer.send_weights("policy", weights(count=50)), worker.receive_weights)
         worker.shutdown()
-        trainer.member.leave()
-        held.append(sorted(trainer.member.notes(STANDALONE_GROUP)._texts))
+        own.leave()
+        held.append(sorted(own.notes(STANDALONE_GROUP)._texts))
     assert [len(names) for names in held] == [1, 2, 3, 4] and all("severed/" in name for name in held[-1])
     trainer.shutdown()
 
@@ -384,7 +392,7 @@ def test_ids_of_nccl_travel_behind_the_secret_alone_and_leave_with_their_group(m
             RemoteNotes("127.0.0.1", trainer.port, "a guess", Deadline(WAIT_S))
         with pytest.raises(RuntimeError):
             open_store("127.0.0.1", trainer.port, None, False, timedelta(seconds=1))
-        assert not [key for key in trainer._texts if key.startswith("group/")]
+        assert not [key for key in trainer._texts if "/group/" in key]
         other.sever()
         own.sever()
         assert not other._store.check(["exception_dump"])

@@ -233,7 +233,7 @@ def test_rows_that_a_worker_cannot_read_end_the_update_on_both_sides_before_a_by
 
     def damaged(group, number, plan):
         hand_out(group, number, plan)
-        group.notes.put(f"plan/{group.generation}/{number}/1", {"table": 7})
+        group.notes.put(f"{group.generation}/plan/{number}/1", {"table": 7})
 
     monkeypatch.setattr(trainer_module, "hand_out", damaged)
     outcome, received = sent(ends, {"first": torch.ones(4, 4), "second": torch.ones(8)})

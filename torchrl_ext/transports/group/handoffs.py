@@ -26,7 +26,7 @@ __all__ = [
 def acknowledge(group: PeerGroup, handoff: int, answer: int | str) -> None:
     """Tell the trainer how many bytes of a handoff came from rank to rank, or why it was refused (worker end)."""
     group.acknowledged = handoff
-    group.notes.put(f"arrived/{group.generation}/{handoff}/{group.rank}", answer)
+    group.notes.put(f"{group.generation}/arrived/{handoff}/{group.rank}", answer)
 
 
 def await_workers(group: PeerGroup, handoff: int) -> dict[int, Any]:
@@ -36,7 +36,7 @@ def await_workers(group: PeerGroup, handoff: int) -> dict[int, Any]:
         DeadlineError: names the workers that say nothing within the group's deadline.
         TransportError: a rank is gone, or another thread aborted.
     """
-    key = f"arrived/{group.generation}/{handoff}/"
+    key = f"{group.generation}/arrived/{handoff}/"
     answers: dict[int, Any] = {}
     within = Deadline(group.timeout_s, stop=group.stop)
     while silent := [rank for rank in group.workers if rank not in answers]:
@@ -48,9 +48,9 @@ def await_workers(group: PeerGroup, handoff: int) -> dict[int, Any]:
             if lost:
                 raise TransportError(f"the group was severed before every worker had answered: {lost}")
             within.check(f"no word came from {group.call(silent)} that it arrived")
-    for done in (key, f"over/{group.generation}/"):
+    for done in (key, f"{group.generation}/over/"):
         group.notes.drop(done)
-    group.notes.put(f"over/{group.generation}/{handoff}", True)
+    group.notes.put(f"{group.generation}/over/{handoff}", True)
     return answers
 
 
@@ -67,7 +67,7 @@ def sending_failed(group: PeerGroup, handoff: int, version: int, error: WeightSy
     """Return the trainer's ``error`` again, with the ranks that are silent and the words of the others."""
     answers, silent = {}, []
     if not group.stop.is_set():
-        key = f"arrived/{group.generation}/{handoff}/"
+        key = f"{group.generation}/arrived/{handoff}/"
         answers = group.notes.collect(key, group.workers, Deadline(LAST_WORDS_S, stop=group.stop))
         silent = [rank for rank in group.workers if rank not in answers]
     lost = f"; no answer came from {group.call(silent)}" if silent else ""
@@ -159,7 +159,7 @@ class GroupMailbox(Mailbox):
 
 
 def _key(group: PeerGroup, number: int) -> str:
-    return f"announced/{group.generation}/{number}"
+    return f"{group.generation}/announced/{number}"
 
 
 @contextmanager

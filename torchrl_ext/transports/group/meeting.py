@@ -161,8 +161,7 @@ class Membership(Member):
         if group is not None:
             group.sever("the trainer shut it down or forms a new one" if group.rank == 0 else "")
             if group.rank == 0:
-                for kind in ("announced", "arrived", "over"):
-                    group.notes.drop(f"{kind}/{group.generation}/")
+                group.notes.drop(f"{group.generation}/")
 
     def close(self) -> None:
         """Leave the group, a worker once the others have what it has, and close the notes. May be called twice."""
@@ -182,7 +181,7 @@ class Membership(Member):
         group.notes.patience_s = LAST_WORDS_S
         with suppress(NotConnectedError):  # the trainer is gone, so nobody receives any more
             while group.intact and not within.over:
-                if group.notes.wait(f"over/{group.generation}/{group.acknowledged}", within.within(LOOK_S)):
+                if group.notes.wait(f"{group.generation}/over/{group.acknowledged}", within.within(LOOK_S)):
                     return
 
     def _form(self, notes: NoteStore, generation: str, rank: int, peers: dict[int, str]) -> None:
@@ -295,7 +294,7 @@ def host(notes: NoteStore, key: str, generation: str, own: Note, within: Deadlin
         for answer in answers:
             notes.put(answer, {"generation": generation, "peers": list(peers.values())})
         # a rank that died while others were awaited is named here, before a constructor blocks on it
-        ready = notes.collect(f"ready/{generation}/", workers, within)
+        ready = notes.collect(f"{generation}/ready/", workers, within)
         if absent := [rank for rank in workers if rank not in ready]:
             raise within.error(
                 f"{ranks_text(absent)} ({', '.join(peers[rank] for rank in absent)}) arrived and then did not answer",
@@ -330,7 +329,7 @@ def enter(notes: NoteStore, key: str, rank: int, own: Note, within: Deadline) ->
     size, expected = len(answer.peers), own.world_size or max(rank + 1, len(answer.peers))
     _agree(rank, [("world_size", expected, size, "")])
     notes.put_at_end(severed(answer.generation), f"rank {rank} ({answer.peers[rank]}) is gone")
-    notes.put(f"ready/{answer.generation}/{rank}", True)
+    notes.put(f"{answer.generation}/ready/{rank}", True)
     return answer.generation, answer.peers
 
 

@@ -46,7 +46,7 @@ def form_group(seat: Seat, backend: str) -> Group:
         TransportError, DeadlineError: not every rank takes part.
     """
     notes, within = seat.notes, seat.within
-    store: Any = GroupStore(notes, f"group/{seat.generation}/", within)
+    store: Any = GroupStore(notes, f"{seat.generation}/group/", within)
     if backend == "nccl":
         kind, options = "ProcessGroupNCCL", nccl_options()
     else:
@@ -94,7 +94,7 @@ class Group(PeerGroup):
             raise TransportError(f"a first sum over all ranks is {total.item():g}", expected=f"{expected:g}")
         if self.rank == 0:  # every rank is past them, since it took part
             for kind in ("group", "ready"):
-                self.notes.drop(f"{kind}/{self.generation}/")
+                self.notes.drop(f"{self.generation}/{kind}/")
 
     @property
     def pg(self) -> Any:

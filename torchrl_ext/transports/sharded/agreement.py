@@ -67,9 +67,9 @@ class Needs(msgspec.Struct, frozen=True):
 
 def hand_out(group: PeerGroup, number: int, plan: TransferPlan) -> None:
     """Leave the rows of every member in the notes, in place of earlier plans and the needs (trainer rank 0)."""
-    key = f"plan/{group.generation}/{number}"
-    for kind in ("plan/", "needs/"):  # those of closed groups, too
-        group.notes.drop(kind)
+    key = f"{group.generation}/plan/{number}"
+    for kind in ("plan", "needs"):
+        group.notes.drop(f"{group.generation}/{kind}/")
     group.notes.put(key, plan.schedule)
     for member in range(1, group.world_size):
         group.notes.put(f"{key}/{member}", plan.rows(member))
@@ -81,7 +81,7 @@ def read_plan(group: PeerGroup, number: int, params: Sequence[ParamMeta], timeou
     Raises:
         TransportError: it is not there, or malformed.
     """
-    key, within = f"plan/{group.generation}/{number}", Deadline(timeout_s, stop=group.stop)
+    key, within = f"{group.generation}/plan/{number}", Deadline(timeout_s, stop=group.stop)
     notes = [value for name in (key, f"{key}/{group.rank}") for value in group.notes.wait(name, within)]
     if len(notes) < 2:
         raise TransportError(

@@ -112,7 +112,7 @@ class NixlGroup(PeerGroup):
     def __init__(self, seat: Seat) -> None:
         super().__init__(seat)
         notes, rank, peers, device, within = seat.notes, seat.rank, seat.peers, seat.device, seat.within
-        api, key = load_nixl(), f"agents/{seat.generation}/"
+        api, key = load_nixl(), f"{seat.generation}/agents/"
         self._out, self._in = (torch.empty((_SLOTS, _SLOT_BYTES), dtype=torch.uint8, device=device) for _ in range(2))
         self._kind, self._index = ("VRAM", self._out.get_device()) if device.type == "cuda" else ("DRAM", 0)
         self._here = partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
@@ -169,7 +169,7 @@ class NixlGroup(PeerGroup):
         self.received.clear()
         if self.rank == 0:
             for kind in ("agents", "ready"):
-                self.notes.drop(f"{kind}/{self.generation}/")
+                self.notes.drop(f"{self.generation}/{kind}/")
 
     def send(self, flat: Tensor, to: int) -> Move:
         return self._begin(flat, to, sends=True)

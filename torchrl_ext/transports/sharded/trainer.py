@@ -85,7 +85,7 @@ class ShardedTrainer:
         session.answers()
         group = self.member.carrier()
         group.workers = range(1, 1 + workers)  # other trainer ranks come behind
-        needs = group.notes.collect(f"needs/{group.generation}/", group.workers, within.again())
+        needs = group.notes.collect(f"{group.generation}/needs/", group.workers, within.again())
         silent = [rank for rank in group.workers if rank not in needs]
         if silent:
             raise TransportError(f"{group.call(silent)} did not say what it needs", state="nothing was sent")

@@ -64,7 +64,7 @@ class ShardedWorker(GroupWorker):
         self.member.enter(room, rank, members, params if members is None else ())
         group, self._plan = self.member.carrier(), None
         share = Share.of_blocks(map(self._needed, params)) if self._slices else None
-        group.notes.put(f"needs/{group.generation}/{group.rank}", packed(Needs(share, dict(self._whole))))
+        group.notes.put(f"{group.generation}/needs/{group.rank}", packed(Needs(share, dict(self._whole))))
 
     def _needed(self, meta: ParamMeta) -> tuple[Block, ...]:
         return self._slices.get(meta.name, (Block.whole(meta.shape),))
