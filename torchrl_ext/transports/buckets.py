@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -154,8 +155,7 @@ class Packer:
             at, held = span.at, 0
             sources: list[Tensor] = []
             targets: list[Tensor] = []
-            for _ in range(span.first, span.stop):
-                tensor = next(self._stream)[1]
+            for _, tensor in islice(self._stream, span.stop - span.first):
                 nbytes = tensor.nbytes
                 if in_memory and is_plain(tensor, HOST):
                     address = tensor.data_ptr()

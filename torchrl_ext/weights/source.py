@@ -25,6 +25,7 @@ from torchrl_ext.weights.shards.dtensor import require_whole, shards_of_dtensor
 __all__ = ["MappingSource", "ModuleSource", "WeightSource", "as_source", "checked", "inner_model"]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+_PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 class WeightSource(ABC):
@@ -144,7 +145,7 @@ _HINT = "`params()` and iteration of a WeightSource must agree in order, names, 
 
 def is_distributed(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is a DTensor: a part of a larger one."""
-    if type(tensor) in (Tensor, nn.Parameter) or not torch.distributed.is_available():
+    if type(tensor) in _PLAIN or not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
 
@@ -228,22 +229,23 @@ class _TensorsSource(RowSource):
 
         Nothing here makes an object per tensor that lives on: ten thousand set off Python's collector in each update.
         """
-        names: set[str] = set()
         sent: dict[str, Tensor] = {}
+        tied: set[str] = set()
         firsts: dict[int, Tensor] = {}  # by address
         others: set[Any] = set()
         for name, tensor in self.tensors():
-            if name in names:
+            if name in sent or name in tied:
                 raise ManifestError(f"two tensors are called {name!r}", hint="rename one of them")
-            names.add(name)
-            address = 0 if is_distributed(tensor) else tensor.data_ptr()
-            if (address or id(tensor)) in firsts:
+            plain = type(tensor) in _PLAIN or not is_distributed(tensor)
+            address = (plain and tensor.data_ptr()) or id(tensor)
+            if address in firsts:
                 key = same_memory(tensor)
-                if key in others or key == same_memory(firsts[address or id(tensor)]):
+                if key in others or key == same_memory(firsts[address]):
+                    tied.add(name)
                     continue
                 others.add(key)  # another view of the same memory
             else:
-                firsts[address or id(tensor)] = tensor
+                firsts[address] = tensor
             sent[name] = tensor
         return sent
 
@@ -282,7 +284,8 @@ class MappingSource(_TensorsSource):
     def sent(self) -> dict[str, Tensor]:
         """Return tensors sorted by name, once ties are resolved: a TensorDict of a module sends the module's names."""
         sent = super().sent()
-        return {name: sent[name] for name in sorted(sent)}
+        order = sorted(sent)
+        return sent if order == [*sent] else {name: sent[name] for name in order}
 
 
 def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -292,9 +295,9 @@ def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
         ManifestError: a leaf is no tensor, or a flat piece of FSDP1's.
     """
     for key, value in weights.items():
-        name = prefix + (".".join(key) if isinstance(key, tuple) else str(key))
+        name = prefix + (key if type(key) is str else ".".join(key) if isinstance(key, tuple) else str(key))
         if isinstance(value, Tensor):
-            if "_fsdp_wrapped_module" in name or f".{name}".endswith("._flat_param"):
+            if "_f" in name and ("_fsdp_wrapped_module" in name or f".{name}".endswith("._flat_param")):
                 raise ManifestError(
                     f"{name!r} is a flat piece of this rank, as FullyShardedDataParallel (FSDP1) holds parameters",
                     expected="whole tensors, or DTensors",
