@@ -236,10 +236,6 @@ class WorkerEnd(ABC):
     def landed(self, staged: Changes) -> None:  # noqa: B027 - without changes there is nothing to follow
         """Take note that the model now holds the version that ``staged`` leads to."""
 
-    def check_connection(self) -> bool:
-        """Return whether this end is connected."""
-        return True
-
     @abstractmethod
     def close(self) -> None:
         """Leave the trainer, and end every wait in other threads. May be called twice."""
