@@ -318,7 +318,7 @@ class TestArguments:
     @pytest.mark.parametrize(("rank", "connects"), [(0, True), (1, False)])
     def test_rank_0_connects_to_an_engine_that_is_given_by_its_address(self, monkeypatch, rank, connects):
         engine, asked = InProcessEngine(nn.Linear(2, 2)), []
-        monkeypatch.setattr("torchrl_ext.rpc.discovery.connect", lambda *urls: asked.append(urls) or engine)
+        monkeypatch.setattr("torchrl_ext.sync.sender.connect", lambda *urls: asked.append(urls) or engine)
         sender = tx.WeightSender(tx.MemoryTransport(), "host:8000", rank=rank)
         assert (asked, sender.engine is engine) == ([("host:8000",)] if connects else [], connects)
 

@@ -14,14 +14,12 @@ from contextlib import ExitStack, contextmanager
 from typing import final
 
 from torchrl_ext.deadline import Deadline, beside, one_at_a_time
-from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, UpdateError, WeightSyncError, why
-from torchrl_ext.rpc.client import EngineClient, NullEngine
-from torchrl_ext.transports.base import Handoff, Transport
-from torchrl_ext.transports.ranks import drives
-from torchrl_ext.transports.standalone import StandaloneTransport
+from torchrl_ext.errors import ConcurrentUpdateError, UpdateError, WeightSyncError, why
+from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.transports.base import Handoff
 from torchrl_ext.types import EngineRow, ParamMeta, SyncReport
 
-__all__ = ["Connection", "Spans", "client_of", "update_error"]
+__all__ = ["Connection", "Spans", "update_error"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -175,36 +173,6 @@ class Connection:
             _speaks_for[client] = weakref.ref(self)
         with spans.of("rehearse"):
             self.engine.rehearse(self._rehearse)
-
-
-def client_of(transport: Transport, engine: EngineClient | str | None, rank: int | None) -> EngineClient:
-    """Return the client that a sender drives.
-
-    Args:
-        transport, engine, rank: as for `WeightSender`.
-
-    Raises:
-        ConfigError: they are something else, or workers of ``transport`` need an engine.
-        EngineError, DeadlineError: no engine answers at the address.
-    """
-    from torchrl_ext.rpc.discovery import connect  # brings an HTTP client, which an engine may lack
-
-    if not isinstance(transport, Transport) or not isinstance(engine, EngineClient | str | None):
-        raise ConfigError(
-            f"transport is a {type(transport).__name__}, and engine is a {type(engine).__name__}",
-            expected="WeightSender(transport, engine), made with make_transport, and with make_engine or connect",
-        )
-    if isinstance(engine, EngineClient):
-        return engine
-    if isinstance(engine, str):
-        return connect(engine) if drives(rank) else NullEngine()
-    if not isinstance(transport, StandaloneTransport):
-        raise ConfigError(
-            f"workers of a {transport.name} transport learn of a version only through an engine",
-            expected="an engine",
-            hint="give an engine, or derive the transport from StandaloneTransport",
-        )
-    return NullEngine(on_load=transport.announce)
 
 
 def update_error(

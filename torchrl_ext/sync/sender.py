@@ -25,12 +25,14 @@ from torchrl_ext.errors import (
 )
 from torchrl_ext.messages import REPLACED
 from torchrl_ext.proof.outputs import Compute, Outputs, Probe
-from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.sync.connection import Connection, Spans, client_of, update_error
+from torchrl_ext.rpc.client import EngineClient, NullEngine
+from torchrl_ext.rpc.discovery import connect
+from torchrl_ext.sync.connection import Connection, Spans, update_error
 from torchrl_ext.sync.only import Only, chosen, trainable
 from torchrl_ext.sync.update_source import UpdateSource, bump
 from torchrl_ext.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
-from torchrl_ext.transports.ranks import Steps, TrainerRanks, numbered
+from torchrl_ext.transports.ranks import Steps, TrainerRanks, drives, numbered
+from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import PROOFS, Info, ParamMeta, Part, SyncReport, least
 from torchrl_ext.weights.derived import as_mapper, converted
 from torchrl_ext.weights.finite import FiniteCheck
@@ -108,7 +110,7 @@ class WeightSender:
             raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once', 'never' or 'always'")
         FiniteCheck(finite)  # raises here, and not in the first update
         self._verify, self._rehearse, self._finite = bool(verify), rehearse, finite
-        engine = client_of(transport, engine, rank)
+        engine = _client_of(transport, engine, rank)
         self._transport = transport
         self._mapper, self._dtype = mapper, dtype
         self._outputs = Outputs.wanted(verify, max_gap, probe)
@@ -443,3 +445,31 @@ class WeightSender:
             part=source.part is not None and not failed,
             finite=source.finite.finite,
         )
+
+
+def _client_of(transport: Transport, engine: EngineClient | str | None, rank: int | None) -> EngineClient:
+    """Return the client that a sender drives.
+
+    Args:
+        transport, engine, rank: as for `WeightSender`.
+
+    Raises:
+        ConfigError: they are something else, or workers of ``transport`` need an engine.
+        EngineError, DeadlineError: no engine answers at the address.
+    """
+    if not isinstance(transport, Transport) or not isinstance(engine, EngineClient | str | None):
+        raise ConfigError(
+            f"transport is a {type(transport).__name__}, and engine is a {type(engine).__name__}",
+            expected="WeightSender(transport, engine), made with make_transport, and with make_engine or connect",
+        )
+    if isinstance(engine, EngineClient):
+        return engine
+    if isinstance(engine, str):
+        return connect(engine) if drives(rank) else NullEngine()
+    if not isinstance(transport, StandaloneTransport):
+        raise ConfigError(
+            f"workers of a {transport.name} transport learn of a version only through an engine",
+            expected="an engine",
+            hint="give an engine, or derive the transport from StandaloneTransport",
+        )
+    return NullEngine(on_load=transport.announce)

@@ -193,7 +193,7 @@ class Group(PeerGroup):
 
 
 class _WorkMove(Move):
-    """A transfer that a work of torch's carries out: a broadcast, or any transfer over NCCL, of a block or alone.
+    """A transfer that a work of torch's carries out: a broadcast, or any transfer over NCCL, in a block or by itself.
 
     Attributes:
         work: None until the block begins, and when it is done.
