@@ -259,16 +259,16 @@ def test_a_step_that_goes_on_is_asked_after_until_its_deadline():
         assert said(server).count({"kind": "poll", "pull": False}) == 3
     with (
         running(NEW, post_weights_checker=plugin(working=True)) as server,
-        pytest.raises(DeadlineError, match=r"did not .* within 0\.5 s"),
+        pytest.raises(DeadlineError, match=r"did not .* within 2 s"),
     ):
-        SGLangEngine(server.url, load_timeout_s=0.5).connect(JOIN)
+        SGLangEngine(server.url, load_timeout_s=2.0).connect(JOIN)
 
 
 def test_answers_of_data_parallel_ranks_are_taken_together():
     told = [json.dumps({"torchrl_ext": "0", "working": working, "flushed": flushed}) for working, flushed in
             ((False, True), (True, False))]  # fmt: skip
     with running(NEW, post_weights_checker=(200, {"success": True, "message": " | ".join(told)})) as server:
-        engine = SGLangEngine(server.url, load_timeout_s=0.5, flush_timeout_s=0.2)
+        engine = SGLangEngine(server.url, load_timeout_s=2.0, flush_timeout_s=0.2)
         with pytest.raises(DeadlineError, match="stage"):
             engine.prefetch(1)
         with pytest.raises(DeadlineError, match="not dropped"):

@@ -268,9 +268,9 @@ def test_a_prefetch_is_asked_for_until_it_is_over():
 def test_a_prefetch_that_never_ends_reaches_its_deadline():
     with (
         running(post_init_weight_transfer_engine=WORKING) as server,
-        pytest.raises(DeadlineError, match=r"did not .* within 0\.3 s"),
+        pytest.raises(DeadlineError, match=r"did not .* within 2 s"),
     ):
-        VLLMEngine(server.url, load_timeout_s=0.3).prefetch(3)
+        VLLMEngine(server.url, load_timeout_s=2.0).prefetch(3)
 
 
 def test_a_path_in_the_words_of_a_worker_is_whole():
