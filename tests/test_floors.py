@@ -50,6 +50,7 @@ ENGINE_MODULES = [
     "torchrl_ext.plugins.vllm.register",
     "torchrl_ext.plugins.sglang.register",
     "torchrl_ext.sync.receiver",
+    "torchrl_ext.sync.published",
     "torchrl_ext.weights.checkpoint",
     "torchrl_ext.transports.memory",
     "torchrl_ext.transports.disk",
