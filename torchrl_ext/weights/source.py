@@ -236,8 +236,7 @@ class _TensorsSource(RowSource):
         for name, tensor in self.tensors():
             if name in sent or name in tied:
                 raise ManifestError(f"two tensors are called {name!r}", hint="rename one of them")
-            plain = type(tensor) in _PLAIN or not is_distributed(tensor)
-            address = (plain and tensor.data_ptr()) or id(tensor)
+            address = (not is_distributed(tensor) and tensor.data_ptr()) or id(tensor)
             if address in firsts:
                 key = same_memory(tensor)
                 if key in others or key == same_memory(firsts[address]):
@@ -297,7 +296,7 @@ def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
     for key, value in weights.items():
         name = prefix + (key if type(key) is str else ".".join(key) if isinstance(key, tuple) else str(key))
         if isinstance(value, Tensor):
-            if "_f" in name and ("_fsdp_wrapped_module" in name or f".{name}".endswith("._flat_param")):
+            if "_fsdp_wrapped_module" in name or name == "_flat_param" or name.endswith("._flat_param"):
                 raise ManifestError(
                     f"{name!r} is a flat piece of this rank, as FullyShardedDataParallel (FSDP1) holds parameters",
                     expected="whole tensors, or DTensors",
