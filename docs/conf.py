@@ -29,9 +29,9 @@ napoleon_use_ivar = True
 def settings(what, transport=None):
     """The parameters of one table, and the classes that explain them."""
     from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
+    from torchrl_ext.compat.flags.options import WeightUpdateConfig
     from torchrl_ext.configs import hydra
     from torchrl_ext.planning.facts import Facts
-    from torchrl_ext.planning.options import WeightUpdateConfig
     from torchrl_ext.registry import transports
 
     if what in ("update", "facts"):

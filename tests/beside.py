@@ -29,7 +29,7 @@ SHORT = frozenset(
 """Files in which something has to come within two seconds, so that none of them runs beside another one."""
 
 RAY = frozenset(
-    {"collectors/test_ray_collector.py", "launch/test_ray_launcher.py", "sync/test_ray.py", "test_pages.py"}
+    {"collectors/test_ray_collector.py", "serving/test_ray_launcher.py", "sync/test_ray.py", "test_pages.py"}
 )
 """Files that start a cluster of Ray, of which a machine has one at a time."""
 
@@ -45,7 +45,7 @@ SECONDS = {
     "collectors/test_scheme.py": 15,
     "transports/test_carriers.py": 13,
     "transports/test_contract.py": 13,
-    "launch/test_embedded.py": 12,
+    "serving/test_embedded.py": 12,
     "configs/test_hydra.py": 12,
     "weights/shards/test_dtensor.py": 11,
     "transports/test_sharded_killed.py": 11,
@@ -63,9 +63,9 @@ SECONDS = {
     "codecs/test_finding.py": 5,
     "rollout/test_grpo_trainer.py": 5,
     "proof/test_rehearsal.py": 5,
-    "launch/test_processes.py": 5,
+    "serving/test_processes.py": 5,
     "cli/test_serve.py": 5,
-    "rollout/test_membership.py": 5,
+    "serving/test_membership.py": 5,
     "test_third_party.py": 5,
     "transports/test_disk.py": 5,
     "rollout/test_policy.py": 5,

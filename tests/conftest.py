@@ -17,7 +17,7 @@ from hypothesis import settings
 from tests.forking import MODULES
 from tests.processes import WAIT_S, forking
 from tests.ranks import outcomes_of
-from torchrl_ext.launch.processes import free_port
+from torchrl_ext.serving.processes import free_port
 
 collect_ignore = ["third_party"]  # a package of its own, whose tests run where it is installed
 

@@ -10,14 +10,14 @@ from contextlib import ExitStack, suppress
 import httpx
 
 from tests.processes import WAIT_S, running_python
-from torchrl_ext.launch.processes import free_port
-from torchrl_ext.launch.server import as_flags
+from torchrl_ext.serving.processes import free_port
+from torchrl_ext.serving.server import as_flags
 
 _ENGINE = "import sys; from torchrl_ext.embedded.__main__ import main; sys.exit(main(sys.argv[1:]))"
 
 
 class EmbeddedServer:
-    """As `torchrl_ext.launch.engines.embedded.EmbeddedServer`, forked: up in a moment. Killed at the end of its block.
+    """As `torchrl_ext.serving.engines.embedded.EmbeddedServer`, forked: up in a moment. Killed at the end of its block.
 
     ``site`` is a directory of further packages, which the engine has installed.
     """

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
-from torchrl_ext.launch.processes import free_port
+from torchrl_ext.serving.processes import free_port
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 
 TRANSPORTS = ("memory", "collective", "disk", "delta")

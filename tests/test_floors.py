@@ -23,10 +23,11 @@ FLOORS = [
     {"landing"},
     {"versions"},
     {"rpc", "transports"},
-    {"launch", "proof"},
-    {"rollout", "sync"},
+    {"proof", "rollout"},
+    {"serving", "sync"},
     {"collectors"},
     {"configs", "embedded", "planning", "plugins"},
+    {"compat"},
     {"bench", "cli", "testing"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
@@ -34,7 +35,7 @@ HOMES = {
     "aiohttp": {"rpc"},
     "httpx": set(),
     "requests": set(),
-    "ray": {"rpc", "launch", "sync"},
+    "ray": {"rpc", "serving", "sync"},
     "vllm": {"plugins"},
     "sglang": {"plugins"},
     "pytest": {"testing"},

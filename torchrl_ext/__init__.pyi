@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchrl_ext import errors as errors
-from torchrl_ext.collectors.from_torchrl import SGLangWeightSyncScheme as SGLangWeightSyncScheme
-from torchrl_ext.collectors.from_torchrl import VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme
-from torchrl_ext.collectors.from_torchrl import VLLMWeightSyncScheme as VLLMWeightSyncScheme
 from torchrl_ext.collectors.scheme import TransportWeightSyncScheme as TransportWeightSyncScheme
 from torchrl_ext.collectors.updater import TransportWeightUpdater as TransportWeightUpdater
+from torchrl_ext.compat.flags.options import WeightUpdateConfig as WeightUpdateConfig
+from torchrl_ext.compat.torchrl_llm.schemes import SGLangWeightSyncScheme as SGLangWeightSyncScheme
+from torchrl_ext.compat.torchrl_llm.schemes import VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme
+from torchrl_ext.compat.torchrl_llm.schemes import VLLMWeightSyncScheme as VLLMWeightSyncScheme
 from torchrl_ext.errors import WeightSyncError as WeightSyncError
-from torchrl_ext.planning.options import WeightUpdateConfig as WeightUpdateConfig
 from torchrl_ext.planning.recommend import recommend as recommend
 from torchrl_ext.rollout.client import InferenceClient as InferenceClient
 from torchrl_ext.rollout.torchrl.policy import RemoteLLMPolicy as RemoteLLMPolicy

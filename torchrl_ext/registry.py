@@ -171,8 +171,8 @@ engines = Registry(
 launchers = Registry(
     "engine to start",
     {
-        "embedded": ("launch.engines.embedded:EmbeddedServer", "the embedded transformers engine"),
-        "vllm": ("launch.engines.vllm:VLLMServer", "a stock vLLM server"),
-        "sglang": ("launch.engines.sglang:SGLangServer", "a stock SGLang server"),
+        "embedded": ("serving.engines.embedded:EmbeddedServer", "the embedded transformers engine"),
+        "vllm": ("serving.engines.vllm:VLLMServer", "a stock vLLM server"),
+        "sglang": ("serving.engines.sglang:SGLangServer", "a stock SGLang server"),
     },
 )

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from tests.bench.models import SIZES, in_vllm, make_model
 from torchrl_ext.bench.runner import at_most
-from torchrl_ext.launch.engines.vllm import VLLMServer
-from torchrl_ext.launch.processes import free_port
 from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.serving.engines.vllm import VLLMServer
+from torchrl_ext.serving.processes import free_port
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.transports.disk import DiskTransport

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from torchrl_ext.errors import EngineError
-from torchrl_ext.launch.environments import VLLM_CPU
-from torchrl_ext.launch.server import make_overlay
-from torchrl_ext.launch.tiny import make_tiny_lm
+from torchrl_ext.serving.environments import VLLM_CPU
+from torchrl_ext.serving.server import make_overlay
+from torchrl_ext.testing.tiny import make_tiny_lm
 
 SIZES = {
     "full": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 32_000},

@@ -26,7 +26,7 @@ from torchrl_ext.cli.demo import command
 from torchrl_ext.cli.demo.training import Trainer, read_rollouts, write_rollouts
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.launch.tiny import make_tiny_lm
+from torchrl_ext.testing.tiny import make_tiny_lm
 
 NCCL = CONFIG | {"weight_transfer_config": {"backend": "nccl"}}
 

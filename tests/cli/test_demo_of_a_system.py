@@ -13,7 +13,7 @@ from tests.rpc.test_router import Earlier, serving
 from torchrl_ext.cli.demo import command, stage
 from torchrl_ext.cli.demo.stories import external
 from torchrl_ext.cli.main import main
-from torchrl_ext.rollout import routing
+from torchrl_ext.serving import routing
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import SyncReport
 

@@ -10,7 +10,7 @@ from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model
 from torchrl_ext.cli.main import main
 from torchrl_ext.cli.watch import Watch
-from torchrl_ext.launch.processes import free_port
+from torchrl_ext.serving.processes import free_port
 
 
 @pytest.fixture(scope="module")

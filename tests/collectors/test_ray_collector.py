@@ -19,7 +19,7 @@ import torchrl_ext as tx
 from tests.collectors.collecting import Walk, make_policy, same, train
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
 from tests.rpc.ray_cluster import two_nodes
-from torchrl_ext.launch.engines.embedded import EmbeddedServer
+from torchrl_ext.serving.engines.embedded import EmbeddedServer
 
 AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 WAIT_S = 120

@@ -12,10 +12,10 @@ import pytest
 from tests.models import PROMPT, doubtful, greedy
 from tests.processes import WAIT_S
 from torchrl_ext.errors import DeadlineError
-from torchrl_ext.launch.engines.sglang import SGLangServer
-from torchrl_ext.launch.engines.vllm import VLLMServer
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.serving.engines.sglang import SGLangServer
+from torchrl_ext.serving.engines.vllm import VLLMServer
 
 _ENDS = ThreadPoolExecutor(4)
 

@@ -11,8 +11,8 @@ from tests.adapters import lora_policy, randomise
 from tests.engine.served import OLDER, ServedSGLang, ServedVLLM, serving
 from tests.models import PROMPT, VOCAB, greedy, tiny_model
 from tests.processes import WAIT_S, finished
+from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import EngineRefusedError, UpdateError
-from torchrl_ext.rollout.remote import RemoteInferenceClient
 from torchrl_ext.routes import ADAPTERS_ROUTE
 
 pytestmark = pytest.mark.engine

@@ -7,7 +7,7 @@ import pytest
 import torchrl_ext as tx
 from tests.models import greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.cli.main import main
-from torchrl_ext.launch.router import RouterProcess
+from torchrl_ext.serving.router import RouterProcess
 
 pytestmark = pytest.mark.engine
 

@@ -20,7 +20,7 @@ from tests.processes import COMMAND, WAIT_S, finished, running_python
 from tests.transports.test_native import some_params
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import UpdateError
-from torchrl_ext.launch.environments import SGLANG_CPU
+from torchrl_ext.serving.environments import SGLANG_CPU
 from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.transports.native.transport import layout_of
 from torchrl_ext.weights.source import MappingSource, as_source

@@ -16,7 +16,7 @@ from tests.models import tiny_model
 from tests.processes import WAIT_S
 from tests.transports.test_native import some_params
 from torchrl_ext.errors import UpdateError
-from torchrl_ext.launch.environments import VLLM_CPU
+from torchrl_ext.serving.environments import VLLM_CPU
 from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import MappingSource, as_source

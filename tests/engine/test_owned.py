@@ -11,9 +11,9 @@ import pytest
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
-from torchrl_ext.planning.options import WeightUpdateConfig
-from torchrl_ext.planning.serving import make_serving
-from torchrl_ext.rollout.serving import OwnedEngines
+from torchrl_ext.compat.flags.options import WeightUpdateConfig
+from torchrl_ext.compat.flags.serving import make_serving
+from torchrl_ext.serving.served import OwnedEngines
 
 pytestmark = pytest.mark.engine
 

@@ -11,10 +11,10 @@ import torch
 from tests.engine.served import ServedSGLang, ServedVLLM, forked_children
 from tests.models import tiny_checkpoint
 from tests.pages import ROOT, on_servers
-from torchrl_ext.launch.engines.vllm import VLLMSpec
-from torchrl_ext.launch.environments import VLLM_CPU
-from torchrl_ext.launch.router import RouterProcess
-from torchrl_ext.launch.server import make_overlay, on_path
+from torchrl_ext.serving.engines.vllm import VLLMSpec
+from torchrl_ext.serving.environments import VLLM_CPU
+from torchrl_ext.serving.router import RouterProcess
+from torchrl_ext.serving.server import make_overlay, on_path
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,7 @@ import pytest
 
 import torchrl_ext as tx
 from tests.models import VOCAB, greedy, tiny_checkpoint, tiny_model
-from torchrl_ext.rollout.serving import OwnedEngines
+from torchrl_ext.serving.served import OwnedEngines
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 

@@ -12,9 +12,9 @@ from tests.engine.served import until_met
 from tests.engine.test_sglang_sync import running
 from tests.models import tiny_model
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.launch.processes import free_port
 from torchrl_ext.messages import FORMAT
 from torchrl_ext.routes import CHANNEL
+from torchrl_ext.serving.processes import free_port
 from torchrl_ext.types import ParamMeta
 
 pytestmark = pytest.mark.engine

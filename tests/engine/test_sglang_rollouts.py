@@ -13,7 +13,7 @@ from tests.models import PROMPT, greedy, tiny_model, tiny_tokenizer
 from tests.processes import COMMAND, finished
 from tests.rollout.aborts import through_aborts
 from tests.rollout.inputs import TEMPLATE, leaves, prompts
-from torchrl_ext.rollout.remote import RemoteInferenceClient
+from torchrl_ext.compat.skyrl import RemoteInferenceClient
 
 pytestmark = pytest.mark.engine
 

@@ -11,9 +11,9 @@ import torchrl_ext as tx
 from tests.engine.routed import Routed, two_servers
 from tests.models import PROMPT, greedy, tiny_model
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.launch.engines.sglang import SGLangServer
-from torchrl_ext.launch.router import RouterProcess
-from torchrl_ext.rollout.routing import Routing
+from torchrl_ext.serving.engines.sglang import SGLangServer
+from torchrl_ext.serving.router import RouterProcess
+from torchrl_ext.serving.routing import Routing
 
 pytestmark = pytest.mark.engine
 

@@ -9,8 +9,8 @@ import pytest
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import COMMAND, ROOT, finished
-from torchrl_ext.launch.tiny import make_tiny_lm
 from torchrl_ext.rollout.client import InferenceClient
+from torchrl_ext.testing.tiny import make_tiny_lm
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
 pytestmark = pytest.mark.engine

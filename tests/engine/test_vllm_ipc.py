@@ -9,8 +9,8 @@ import pytest
 import torchrl_ext as tx
 from tests.models import greedy, tiny_model
 from tests.processes import family, finished, maps_of
+from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import EngineError, EngineRefusedError
-from torchrl_ext.rollout.remote import RemoteInferenceClient
 
 pytestmark = pytest.mark.engine
 

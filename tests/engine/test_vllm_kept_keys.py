@@ -9,7 +9,7 @@ from tests.engine.following import sending
 from tests.engine.following_deltas import by_route
 from tests.engine.served import ServedVLLM
 from tests.models import VOCAB, greedy, tiny_model
-from torchrl_ext.launch.engines.vllm import VLLMServer
+from torchrl_ext.serving.engines.vllm import VLLMServer
 
 pytestmark = pytest.mark.engine
 

@@ -7,9 +7,9 @@ import subprocess
 import pytest
 
 from tests.models import tiny_checkpoint
-from torchrl_ext.launch.engines.vllm import VLLMSpec
-from torchrl_ext.launch.environments import VLLM_CPU
-from torchrl_ext.launch.server import make_overlay, on_path
+from torchrl_ext.serving.engines.vllm import VLLMSpec
+from torchrl_ext.serving.environments import VLLM_CPU
+from torchrl_ext.serving.server import make_overlay, on_path
 
 pytestmark = pytest.mark.engine
 

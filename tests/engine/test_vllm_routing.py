@@ -10,8 +10,8 @@ import pytest
 
 from tests.engine.routed import TEXT, Routed, every, two_servers
 from tests.models import PROMPT, greedy, tiny_model, tiny_tokenizer
-from torchrl_ext.launch.engines.vllm import VLLMServer
-from torchrl_ext.rollout.routing import Routing
+from torchrl_ext.serving.engines.vllm import VLLMServer
+from torchrl_ext.serving.routing import Routing
 
 pytestmark = pytest.mark.engine
 

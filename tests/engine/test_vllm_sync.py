@@ -9,7 +9,7 @@ from tests.engine.following import Follows, FollowsInBfloat16, Recovers, sending
 from tests.engine.served import assert_spans, until_met
 from tests.models import PROMPT, greedy, tiny_model
 from tests.versions.layouts import write_skyrl
-from torchrl_ext.rollout.remote import RemoteInferenceClient
+from torchrl_ext.compat.skyrl import RemoteInferenceClient
 
 pytestmark = pytest.mark.engine
 

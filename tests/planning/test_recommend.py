@@ -10,9 +10,9 @@ import torch
 import torchrl_ext as tx
 from tests.processes import ROOT
 from torchrl_ext.cli.main import main
+from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.planning.costs import ENCODINGS, MEASURED
-from torchrl_ext.planning.options import WeightUpdateConfig
 from torchrl_ext.planning.recommend import DECISIONS
 from torchrl_ext.transports.delta.transport import DeltaTransport
 

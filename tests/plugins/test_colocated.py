@@ -18,12 +18,12 @@ from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import files_of, maps_of, python
 from tests.versions.layouts import write_skyrl
 from torchrl_ext.bench.runner import track_peak
+from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, UpdateError
-from torchrl_ext.launch.engines.sglang import SGLangServer
-from torchrl_ext.launch.engines.vllm import VLLMServer
 from torchrl_ext.messages import Seal
 from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.rollout.remote import RemoteInferenceClient
+from torchrl_ext.serving.engines.sglang import SGLangServer
+from torchrl_ext.serving.engines.vllm import VLLMServer
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 
 BUCKET_BYTES = 1 << 20

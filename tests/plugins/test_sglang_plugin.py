@@ -12,10 +12,10 @@ from torch import nn
 
 from tests.processes import python
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.launch.engines.sglang import SGLangServer
-from torchrl_ext.launch.processes import free_port
-from torchrl_ext.launch.server import make_overlay
 from torchrl_ext.plugins.sglang import register
+from torchrl_ext.serving.engines.sglang import SGLangServer
+from torchrl_ext.serving.processes import free_port
+from torchrl_ext.serving.server import make_overlay
 
 LOOK = """
 import sys

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.launch.engines.vllm import VLLMServer
-from torchrl_ext.launch.server import make_overlay
+from torchrl_ext.serving.engines.vllm import VLLMServer
+from torchrl_ext.serving.server import make_overlay
 from torchrl_ext.sync.engines.hosts import VLLMHost
 
 LOOK = """

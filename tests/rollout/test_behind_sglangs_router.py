@@ -12,11 +12,11 @@ import torchrl_ext as tx
 from tests.models import PROMPT, tiny_tokenizer
 from tests.rpc.servers import running
 from tests.rpc.test_router import Engine, serving
+from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.rollout.dialects import SGLangDialect
 from torchrl_ext.rollout.generation import GenerationRequest
-from torchrl_ext.rollout.remote import RemoteInferenceClient
-from torchrl_ext.rollout.routing import Routing
+from torchrl_ext.serving.routing import Routing
 
 # sglang-router 0.3.2, as far as requests of ours use them; vllm-router 0.1.17 has neither of the last two
 SAMPLING = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchrl_ext.rollout.completions import ChatContinuation, TextContinuation
+from torchrl_ext.compat.skyrl.completions import ChatContinuation, TextContinuation
 from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest, VersionSpan, checked_prompt
 
 

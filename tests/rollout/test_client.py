@@ -12,8 +12,8 @@ from tests.processes import WAIT_S
 from tests.rollout.aborts import aborted
 from tests.rpc.servers import running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.launch.processes import free_port
 from torchrl_ext.rollout.client import Generation, InferenceClient, VersionSpan
+from torchrl_ext.serving.processes import free_port
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.processes import WAIT_S
 from torchrl_ext.cli.demo.training import Trainer
-from torchrl_ext.launch.tiny import make_tiny_lm
 from torchrl_ext.rollout.torchrl.lag import Pacer
 from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.testing.tiny import make_tiny_lm
 
 GROUP = 2
 SETTINGS = {"max_new_tokens": 8, "ignore_eos": True}

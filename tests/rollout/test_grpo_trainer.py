@@ -15,7 +15,7 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import greedy
 from torchrl_ext.cli.demo.training import Trainer
-from torchrl_ext.launch.tiny import make_tiny_lm
+from torchrl_ext.testing.tiny import make_tiny_lm
 
 GROUP, BATCHES = 2, 3
 PROMPT = [5, 9, 12, 4]

@@ -13,7 +13,7 @@ from tests.rpc.servers import GOOD, Handler
 from tests.rpc.test_router import Gateway, serving
 from tests.rpc.test_sglang_client import NEW
 from torchrl_ext.errors import EngineRefusedError
-from torchrl_ext.rollout.routing import Routing
+from torchrl_ext.serving.routing import Routing
 
 OPEN = ("/health", "/ready", "/ping", "/workers", "/list_workers")
 

@@ -18,8 +18,8 @@ from tests.processes import WAIT_S
 from tests.rollout.aborts import aborted
 from tests.rollout.inputs import PROMPTS, TEMPLATE, leaves, prompts
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.launch.processes import free_port
 from torchrl_ext.rollout.torchrl.lag import Pacer
+from torchrl_ext.serving.processes import free_port
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 MODES = ["history", "text", "tokens"]

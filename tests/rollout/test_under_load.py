@@ -14,7 +14,7 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
-from torchrl_ext.rollout.routing import Routing
+from torchrl_ext.serving.routing import Routing
 
 pytestmark = pytest.mark.engine
 

@@ -11,9 +11,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.launch.processes import free_port
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.rpc.router import RouterClient, RouterWorker, is_router, refuse_router
+from torchrl_ext.serving.processes import free_port
 
 
 class Earlier:

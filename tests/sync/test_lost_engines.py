@@ -12,10 +12,10 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.errors import EngineError, UpdateError
-from torchrl_ext.launch.processes import free_port
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.serving.processes import free_port
 
 
 class Doomed(EngineClient):

@@ -10,7 +10,7 @@ from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.transports.chains import folder
 from tests.versions.layouts import write_skyrl
 from tests.versions.test_slime_chains import write_slime
-from torchrl_ext.embedded.dialects import Dialects
+from torchrl_ext.compat.slime.embedded import Dialects
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest
 from torchrl_ext.errors import ConfigError, StoreError, UpdateError

@@ -17,7 +17,7 @@ from tests.models import tiny_model
 from tests.rpc.ray_cluster import two_nodes
 from tests.sync.vllm_objects import Alone, Replica, said, says
 from tests.sync.vllm_objects import net as talker
-from torchrl_ext.collectors.from_torchrl_ends import as_engine
+from torchrl_ext.compat.torchrl_llm.ends import as_engine
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     ConfigError,
@@ -28,7 +28,7 @@ from torchrl_ext.errors import (
     NotConnectedError,
     UpdateError,
 )
-from torchrl_ext.launch.processes import free_port
+from torchrl_ext.serving.processes import free_port
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.engines.ray import EngineActor, RayEngine, Served, as_remote
 

@@ -10,7 +10,7 @@ from torchrl.modules.llm.backends.vllm import LocalLLMWrapper, RLvLLMEngine
 import torchrl_ext as tx
 from tests.sync.vllm_objects import LLM, says
 from tests.sync.vllm_objects import net as talker
-from torchrl_ext.collectors.from_torchrl_ends import as_engine
+from torchrl_ext.compat.torchrl_llm.ends import as_engine
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
 from torchrl_ext.routes import ANSWERS, TAKE_OVER

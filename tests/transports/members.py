@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from torchrl_ext.launch.processes import free_port
+from torchrl_ext.serving.processes import free_port
 from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 

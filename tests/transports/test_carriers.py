@@ -20,7 +20,7 @@ import torchrl_ext as tx
 from tests.processes import calling, finished, running_python
 from tests.transports.members import SHORT_S, WAIT_S, beside
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
-from torchrl_ext.launch.processes import free_port
+from torchrl_ext.serving.processes import free_port
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.sharded import nixl

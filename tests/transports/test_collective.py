@@ -11,7 +11,7 @@ import torch
 from tests.transports.members import BUCKET, SHORT_S, WAIT_S, beside, enter, group, member, same, weights
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, NotConnectedError, TransportError
-from torchrl_ext.launch.processes import free_port
+from torchrl_ext.serving.processes import free_port
 from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 

@@ -19,8 +19,8 @@ from tests.transports.members import WAIT_S, beside, group, member, same, weight
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, TransportError, WeightSyncError
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.launch.processes import free_port
 from torchrl_ext.messages import Join, Load
+from torchrl_ext.serving.processes import free_port
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import Arrival, Update, Worker
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport

@@ -10,7 +10,7 @@ import torch
 from tests.processes import running_python
 from tests.transports.members import BUCKET, member
 from torchrl_ext.errors import TransportError
-from torchrl_ext.launch.processes import free_port
+from torchrl_ext.serving.processes import free_port
 from torchrl_ext.testing import any_bits
 from torchrl_ext.transports.collective.stream import buckets_of
 from torchrl_ext.weights.source import as_source

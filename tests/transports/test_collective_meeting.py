@@ -24,8 +24,8 @@ from tests.processes import finished
 from tests.transports.members import SHORT_S, WAIT_S, beside, enter, group, member, same, weights
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
-from torchrl_ext.launch.processes import free_port
 from torchrl_ext.messages import Join, Load
+from torchrl_ext.serving.processes import free_port
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import Update, Worker
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport

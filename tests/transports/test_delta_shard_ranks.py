@@ -20,7 +20,7 @@ from tests.transports.chains import same, trainer_at
 from tests.transports.shard_ranks import Blocks, blocks, cut, meet, step, weights
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError
-from torchrl_ext.launch.processes import free_port
+from torchrl_ext.serving.processes import free_port
 from torchrl_ext.stores import Chain, LocalStore
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.transports.base import Update

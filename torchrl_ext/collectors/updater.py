@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torchrl.collectors import Collector, WeightUpdaterBase
 
-from torchrl_ext.collectors.from_torchrl_ends import as_engine
+from torchrl_ext.compat.torchrl_llm.ends import as_engine
 from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.registry import transports
 from torchrl_ext.rpc.client import EngineClient

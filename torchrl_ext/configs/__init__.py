@@ -1,6 +1,6 @@
 """Hydra groups by transport name; importing this package adds those of `torchrl_ext.configs.hydra`.
 
-Where hydra is not installed there are none; `torchrl_ext.planning.options` does not need it.
+Where hydra is not installed there are none; `torchrl_ext.compat.flags.options` does not need it.
 """
 
 import importlib

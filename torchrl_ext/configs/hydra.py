@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from typing import Any
 
-from torchrl_ext.collectors.from_torchrl import SGLangWeightSyncScheme
 from torchrl_ext.collectors.scheme import TransportWeightSyncScheme, check_settings
+from torchrl_ext.compat.torchrl_llm.schemes import SGLangWeightSyncScheme
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.registry import transports
 from torchrl_ext.types import dtype_from_name

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import torchrl_ext
-from torchrl_ext.embedded.dialects import Dialects
+from torchrl_ext.compat.slime.embedded import Dialects
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest, is_token
 from torchrl_ext.embedded.sequences import answer

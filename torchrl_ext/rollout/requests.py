@@ -11,14 +11,16 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.rollout.completions import Continuation
 from torchrl_ext.rollout.dialects import Dialect, dialects
 from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest
 from torchrl_ext.rpc.connections import each, number_from
 from torchrl_ext.rpc.http import AsyncSession, Keys, normalise_urls
+
+if TYPE_CHECKING:
+    from torchrl_ext.compat.skyrl.completions import Continuation
 
 __all__ = ["Asked", "Requests", "Target", "targets"]
 

@@ -46,8 +46,8 @@ from torchrl_ext.errors import (
     TransportError,
     WeightSyncError,
 )
-from torchrl_ext.launch.processes import free_port
 from torchrl_ext.registry import transports
+from torchrl_ext.serving.processes import free_port
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.transports.base import Handoff, Transport, WorkerEnd
 from torchrl_ext.transports.standalone import StandaloneTransport

@@ -21,7 +21,7 @@ from rich.table import Table
 from torchrl_ext.bench.runner import at_most
 from torchrl_ext.bench.sharded.ends import ENDED, MODELS, WORKERS, Case, Seat, needed_bytes
 from torchrl_ext.errors import DeadlineError, TransportError
-from torchrl_ext.launch.processes import GuardedProcess, free_port
+from torchrl_ext.serving.processes import GuardedProcess, free_port
 from torchrl_ext.transports.sharded.transport import BUCKET_BYTES
 
 __all__ = ["add_arguments", "measure", "tables"]
@@ -106,9 +106,9 @@ def _synthetic(args: argparse.Namespace, folder: str, say: Callable[[str], None]
 
 
 def _with_engine(args: argparse.Namespace, folder: str, say: Callable[[str], None]) -> dict[str, Any]:
-    from torchrl_ext.launch.engines.sglang import SGLangServer
-    from torchrl_ext.launch.engines.vllm import VLLMServer
-    from torchrl_ext.launch.tiny import make_tiny_lm
+    from torchrl_ext.serving.engines.sglang import SGLangServer
+    from torchrl_ext.serving.engines.vllm import VLLMServer
+    from torchrl_ext.testing.tiny import make_tiny_lm
 
     say("making a checkpoint")
     dtype = getattr(torch, args.dtype)

@@ -195,7 +195,7 @@ def _engines(
 ) -> tuple[list[str], str]:
     """Find or start the engines; return their addresses, and the checkpoint that they and the trainer start from."""
     if args.engines:
-        from torchrl_ext.planning.options import WeightUpdateConfig
+        from torchrl_ext.compat.flags.options import WeightUpdateConfig
 
         found = _discovered(args)
         args.engine = found[0].kind
@@ -203,8 +203,8 @@ def _engines(
             args.transport = WeightUpdateConfig().transport_config(found).name  # another, where some lack our plugin
         args.verify = "outputs" if any(info.stock for info in found) else True  # those compare no digests
         return [info.url for info in found], args.model or _served_model(args)
-    from torchrl_ext.launch.tiny import make_tiny_lm
     from torchrl_ext.registry import launchers
+    from torchrl_ext.testing.tiny import make_tiny_lm
 
     model_dir = args.model or str(make_tiny_lm(root / "model", seed=args.seed))
     progress.say(f"starting the {args.engine} engine")

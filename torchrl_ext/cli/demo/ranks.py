@@ -21,7 +21,7 @@ from torch import distributed as dist
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError, why
-from torchrl_ext.launch.processes import GuardedProcess
+from torchrl_ext.serving.processes import GuardedProcess
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

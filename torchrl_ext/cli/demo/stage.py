@@ -15,10 +15,10 @@ from rich.console import Console
 
 from torchrl_ext.cli.demo.policy import MAX_TOKENS, Policy
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.launch.tiny import make_tiny_lm
 from torchrl_ext.registry import launchers
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rpc.discovery import discover
+from torchrl_ext.testing.tiny import make_tiny_lm
 from torchrl_ext.types import Info, SyncReport
 
 __all__ = ["Check", "Stage"]

@@ -69,7 +69,7 @@ class Served:
 
     Attributes:
         kind: ``"embedded"``, ``"vllm"``, ``"sglang"``.
-        launch: settings of the server (`torchrl_ext.launch`): ``model_dir``, ``dtype``, ...
+        launch: settings of the server (`torchrl_ext.serving`): ``model_dir``, ``dtype``, ...
         client: settings of its client (`torchrl_ext.rpc`).
     """
 

@@ -15,10 +15,10 @@ import torch
 import torchrl_ext as tx
 from torchrl_ext.cli.demo.policy import MAX_TOKENS, read_model
 from torchrl_ext.cli.demo.stage import Stage
-from torchrl_ext.planning.options import WeightUpdateConfig
-from torchrl_ext.planning.serving import make_serving
-from torchrl_ext.rollout.routing import Routing
-from torchrl_ext.rollout.serving import OwnedEngines
+from torchrl_ext.compat.flags.options import WeightUpdateConfig
+from torchrl_ext.compat.flags.serving import make_serving
+from torchrl_ext.serving.routing import Routing
+from torchrl_ext.serving.served import OwnedEngines
 
 __all__ = ["run"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torchrl_ext as tx
 from torchrl_ext.cli.demo.policy import MAX_TOKENS
 from torchrl_ext.cli.demo.stage import Stage
-from torchrl_ext.rollout.remote import RemoteInferenceClient
-from torchrl_ext.rollout.routing import Routing
+from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.serving.routing import Routing
 
 __all__ = ["run"]
 

@@ -47,9 +47,9 @@ def run(stage: Stage) -> None:
 
 def _beside(stage: Stage, other: str, wide: str) -> None:
     """Run this file with vLLM's interpreter, and take over what it saw."""
-    from torchrl_ext.launch.engines.vllm import VLLMSpec
-    from torchrl_ext.launch.processes import GuardedProcess
-    from torchrl_ext.launch.server import make_overlay, on_path
+    from torchrl_ext.serving.engines.vllm import VLLMSpec
+    from torchrl_ext.serving.processes import GuardedProcess
+    from torchrl_ext.serving.server import make_overlay, on_path
 
     spec = VLLMSpec(stage.model_dir, report=stage.say)
     python, overlay, seen = spec.interpreter(), stage.folder / "overlay", stage.folder / "seen.json"

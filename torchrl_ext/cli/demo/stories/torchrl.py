@@ -17,9 +17,9 @@ from torchrl.weight_update import WeightSyncScheme
 import torchrl_ext as tx
 from torchrl_ext.cli.demo.stage import Stage
 from torchrl_ext.collectors import backends
-from torchrl_ext.collectors.from_torchrl import VLLMWeightSyncScheme, get_model_metadata
-from torchrl_ext.launch.processes import free_port
-from torchrl_ext.launch.tiny import make_tokenizer
+from torchrl_ext.compat.torchrl_llm.schemes import VLLMWeightSyncScheme, get_model_metadata
+from torchrl_ext.serving.processes import free_port
+from torchrl_ext.testing.tiny import make_tokenizer
 
 __all__ = ["run"]
 

@@ -1,0 +1,222 @@
+"""Requests for tokens by SkyRL's names, held against servers that write down what they are asked."""
+
+import base64
+import io
+import re
+import threading
+
+import numpy
+import pytest
+
+from tests.compat.skyrl_client import made, sent
+from tests.processes import WAIT_S
+from tests.rpc.servers import GOOD, running
+from torchrl_ext.compat.skyrl import RemoteInferenceClient
+from torchrl_ext.errors import ConfigError, EngineRefusedError
+from torchrl_ext.serving.engines.vllm import VLLMSpec
+
+ROUTED = numpy.arange(12).reshape(3, 2, 2)
+
+
+@pytest.fixture
+def server():
+    with running(GOOD) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server):
+    client = made(server)
+    yield client
+    client.close()
+
+
+def test_the_end_of_a_session_never_fails(server, client, caplog):
+    for empty in ("", None):
+        client.run(client.finish_session(empty))
+    client.run(client.finish_session(7))  # no such route
+    assert not caplog.records
+    server.answers["POST /finish_session"] = (500, {"error": "boom"})
+    client.run(client.finish_session("a"))
+    assert sent(server, "finish_session") == [({"session_id": "7"}, None), ({"session_id": "a"}, None)]
+    gone = RemoteInferenceClient(proxy_url="http://127.0.0.1:1", server_urls=[server.url])
+    gone.run(gone.finish_session("a"))
+    assert len(caplog.records) == 2
+    gone.close()
+
+
+def test_where_adapters_are_trained_a_request_has_to_name_its_model(server):
+    server.answers["POST /v1/completions"] = (200, {"choices": [{"text": "a"}]})  # without a finish reason
+    client, chat = made(server, model_name="base", uses_lora_weight_sync=True), {"json": {"messages": []}}
+    calls = [client.generate({"prompt_token_ids": [[1]]}), client.sample({"json": {}}), client.sample([1])]
+    calls += [client.completion({"json": {"prompt": "a"}}), client.chat_completion(chat), client.render(chat)]
+    for call in calls:
+        with pytest.raises(ValueError, match="LoRA is enabled"):
+            client.run(call)
+    client.run(client.completion({"json": {"prompt": "a", "model": "policy"}}))
+    assert [body["model"] for _, body in sent(server, "v1/completions")] == ["policy"]
+    adapted = made(server, uses_lora_weight_sync=True, adapter="mine")
+    adapted.run(adapted.completion({"json": {"prompt": "a"}}))
+    assert sent(server, "v1/completions")[-1][1]["model"] == "mine"
+    client.close(), adapted.close()
+
+
+def answer(asked):
+    """Two tokens per choice, without an index, as SkyRL's own route has it."""
+    sampling, ids = asked["sampling_params"], asked["token_ids"]
+    choices = [
+        {"token_ids": [i, i + 1], "finish_reason": "stop", "logprobs": {"content": [{"logprob": -0.1 * (i + 1)}]}}
+        for i in range(sampling.get("n", 1))
+    ]
+    told = {"choices": choices}
+    if sampling.get("prompt_logprobs") is not None:
+        row = lambda token: {"900": {"logprob": -2.0}, str(token): {"logprob": -0.5}, "901": {"logprob": -1.0}}  # noqa: E731
+        told["prompt_logprobs"] = [None, *map(row, ids[1:])]
+    return 200, told
+
+
+def test_samples_have_log_probabilities_of_the_prompt_where_they_are_asked_for(server, client):
+    server.answers["POST /inference/v1/generate"] = answer
+    body = {"prompt": {"chunks": [{"tokens": [1, 2]}, {"tokens": [3]}]}, "num_samples": 2, "topk_prompt_logprobs": 2}
+    body["sampling_params"] = {"max_tokens": 2, "stop_strings": ["x"], "stop_tokens": [5]}
+    plain = client.run(client.sample({"json": body}))
+    assert plain["sequences"] == [
+        {"tokens": [0, 1], "logprobs": [-0.1], "stop_reason": "stop"},
+        {"tokens": [1, 2], "logprobs": [-0.2], "stop_reason": "stop"},
+    ]
+    assert plain["prompt_logprobs"] is None and plain["topk_prompt_logprobs"] is None
+    told = client.run(client.sample({"json": {**body, "include_prompt_logprobs": True}}))
+    assert told["prompt_logprobs"] == [None, -0.5, -0.5]
+    assert told["topk_prompt_logprobs"] == [None, [(2, -0.5), (901, -1.0)], [(3, -0.5), (901, -1.0)]]
+    ((_, first), (_, second)) = sent(server, "inference/v1/generate")
+    assert first["token_ids"] == [1, 2, 3] and first["sampling_params"]["stop"] == ["x"]
+    assert first["sampling_params"]["stop_token_ids"] == [5] and "prompt_logprobs" not in first["sampling_params"]
+    assert second["sampling_params"]["prompt_logprobs"] == 2
+    server.answers["POST /inference/v1/generate"] = lambda asked: (200, {"choices": answer(asked)[1]["choices"]})
+    with pytest.raises(EngineRefusedError, match="log-probabilities of the prompt"):
+        client.run(client.sample({"json": {**body, "include_prompt_logprobs": True}}))
+
+
+def test_images_of_a_sample_take_their_place_between_the_text(server, client):
+    places = [{"offset": 1, "length": 2}, {"offset": 3, "length": 1}]
+    features = {
+        "mm_hashes": {"image": ["a", "b"]},
+        "mm_placeholders": {"image": places},
+        "kwargs_data": {"image": ["x", "y"]},
+    }
+    server.answers["POST /v1/chat/completions/render"] = (200, {"token_ids": [0, 71, 72, 81, 0], "features": features})
+    server.answers["POST /inference/v1/generate"] = answer
+    image, pointer = (
+        {"type": "image", "data": b"AA==", "format": "png"},
+        {"type": "image_asset_pointer", "location": "l"},
+    )
+    chunks = [{"tokens": [1, 2, 3]}, image, {"tokens": [4]}, pointer]
+    client.run(client.sample({"json": {"prompt": {"chunks": chunks}}}))
+    ((_, rendered),) = sent(server, "v1/chat/completions/render")
+    assert [part["image_url"]["url"] for part in rendered["messages"][0]["content"]] == [
+        "data:image/png;base64,AA==",
+        "l",
+    ]
+    ((_, body),) = sent(server, "inference/v1/generate")
+    assert body["token_ids"] == [1, 2, 3, 71, 72, 4, 81]
+    moved = {"image": [{"offset": 3, "length": 2}, {"offset": 6, "length": 1}]}
+    assert body["features"] == {**features, "mm_placeholders": moved}
+    with pytest.raises(EngineRefusedError, match="rendered 2 images"):
+        client.run(client.sample({"json": {"prompt": {"chunks": [image]}}}))
+
+
+def test_generations_carry_features_and_salts_that_vllm_accepts(server, client):
+    server.answers["POST /inference/v1/generate"] = answer
+    server.answers["POST /detokenize"] = (200, {"prompt": "a"})
+    for salt in ("org/policy@3", "org:policy:3", "", "x" * 500, "x" * 501):
+        batch = {"prompt_token_ids": [[1]], "mm_features": [{"mm_hashes": {}}], "cache_salt": salt}
+        client.run(client.generate(batch))
+    bodies = [body for _, body in sent(server, "inference/v1/generate")]
+    assert all(body["features"] == {"mm_hashes": {}} for body in bodies)
+    salts = [body.get("cache_salt") for body in bodies]
+    assert salts[:3] == ["org%2Fpolicy%403", "org:policy:3", None]
+    assert len(set(salts)) == 5 and not any(re.search(r"[@/\\\0]|.{129}", salt or "") for salt in salts)
+
+
+def test_routed_experts_are_read_in_skyrls_form_and_in_vllms(server):
+    client = made(server, enable_return_routed_experts=True)
+    raw = ROUTED.astype("int16")
+    packed = {"data": base64.b64encode(raw.tobytes()).decode(), "shape": [3, 2, 2], "dtype": "int16"}
+    file = io.BytesIO()
+    numpy.save(file, ROUTED.astype("uint8"))
+    text = base64.b64encode(file.getvalue()).decode()
+    server.answers["POST /detokenize"] = (200, {"prompt": "a"})
+
+    def routed(experts):
+        return lambda asked: (200, {"choices": [{**answer(asked)[1]["choices"][0], "routed_experts": experts}]})
+
+    def generate():
+        (found,) = client.run(client.generate({"prompt_token_ids": [[1, 2]]}))["rollout_expert_indices"]
+        return found
+
+    server.answers["POST /inference/v1/generate"] = routed(text)  # there is no route of SkyRL's
+    found = generate()
+    assert found.dtype == "uint8" and (found == ROUTED).all()
+    server.answers["POST /skyrl/v1/generate"] = routed(packed)
+    found = generate()
+    assert found.dtype == "int16" and (found == ROUTED).all()
+    for wrong in (ROUTED.tolist(), {**packed, "shape": [3, 2, 3]}, {**packed, "dtype": "object"}, None):
+        server.answers["POST /skyrl/v1/generate"] = routed(wrong)
+        with pytest.raises(EngineRefusedError, match="must return packed"):
+            generate()
+    client.close()
+
+
+def test_the_experts_of_an_aborted_generation_are_joined(server):
+    client = made(server, enable_return_routed_experts=True)
+    server.answers["POST /detokenize"] = (200, {"prompt": "a"})
+
+    def routed(reason, experts):
+        small = numpy.asarray(experts, "uint8")
+        packed = {"data": base64.b64encode(small.tobytes()).decode(), "shape": list(small.shape), "dtype": "uint8"}
+        choice = {"token_ids": [5], "finish_reason": reason, "routed_experts": packed}
+        return 200, {"choices": [choice]}
+
+    first, second = routed("abort", [[[1]], [[2]]]), routed("stop", [[[7]], [[8]], [[9]]])
+    server.answers["POST /skyrl/v1/generate"] = [first, second]
+    told = client.run(client.generate({"prompt_token_ids": [[3, 4]], "sampling_params": {"max_tokens": 4}}))
+    assert told["response_ids"] == [[5, 5]]
+    assert told["rollout_expert_indices"][0].tolist() == [[[1]], [[2]], [[9]]]
+    client.close()
+
+
+@pytest.mark.parametrize("variable", ["SKYRL_GENERATE_CONCURRENCY_PER_ENGINE", "SKYRL_HTTP_CONNECTION_LIMIT"])
+def test_limits_of_the_environment_count_where_none_is_given(server, monkeypatch, variable):
+    arrived, leave = threading.Semaphore(0), threading.Event()
+
+    def slow(asked):
+        arrived.release()
+        leave.wait(WAIT_S)
+        return answer(asked)
+
+    server.answers["POST /inference/v1/generate"] = slow
+    server.answers["POST /detokenize"] = (200, {"prompt": "a"})
+    monkeypatch.setenv(variable, "2")
+    client = made(server)
+    thread = threading.Thread(target=lambda: client.run(client.generate({"prompt_token_ids": [[1]] * 5})), daemon=True)
+    thread.start()
+    assert arrived.acquire(timeout=WAIT_S) and arrived.acquire(timeout=WAIT_S)
+    assert not arrived.acquire(timeout=0.3)  # the others wait for these two
+    leave.set()
+    thread.join(WAIT_S)
+    assert len(sent(server, "inference/v1/generate")) == 5
+    client.close()
+
+
+def test_a_limit_of_the_environment_that_is_no_number_is_said_so(server, monkeypatch):
+    monkeypatch.setenv("SKYRL_GENERATE_CONCURRENCY_PER_ENGINE", "many")
+    with pytest.raises(ConfigError, match="SKYRL_GENERATE_CONCURRENCY_PER_ENGINE='many'"):
+        made(server)
+    made(server, concurrency_per_engine=1).close()
+
+
+def test_engines_get_the_time_to_start_that_the_environment_names(monkeypatch):
+    assert VLLMSpec(model_dir="model").start_timeout_s == 300
+    monkeypatch.setenv("SKYRL_WAIT_UNTIL_INFERENCE_SERVER_HEALTHY_TIMEOUT_S", "7")
+    assert VLLMSpec(model_dir="model").start_timeout_s == 7
+    assert VLLMSpec(model_dir="model", start_timeout_s=8).start_timeout_s == 8

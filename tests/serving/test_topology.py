@@ -1,0 +1,125 @@
+"""What the YAML of owned engines means, and what it cannot say."""
+
+import logging
+
+import pytest
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.serving.launchers import _arguments
+from torchrl_ext.serving.topology import Topology
+
+FILE = """
+sglang:
+  - name: actor
+    num_gpus_per_engine: 2
+    server_groups:
+      - {worker_type: regular, num_gpus: 4, overrides: {max-running-requests: 8}}
+      - {worker_type: placeholder, num_gpus: 1}
+      - {worker_type: encoder, num_gpus: 1, num_gpus_per_engine: 1}
+  - name: reward
+    model_path: /models/reward
+    engine_groups:
+      - {worker_type: prefill, num_gpus: 1}
+      - {worker_type: decode, num_gpus: 2}
+  - name: tools
+    update_weights: false
+    server_groups: []
+"""
+
+
+def parse(models, **settings):
+    return Topology.parse({"vllm": models}, **{"hf_checkpoint": "/models/policy", **settings})
+
+
+def group(worker_type="regular", num_gpus=1, **more):
+    return {"worker_type": worker_type, "num_gpus": num_gpus, **more}
+
+
+def test_a_file_is_resolved_to_engines_with_their_devices(tmp_path, caplog):
+    path = tmp_path / "engines.yaml"
+    path.write_text(FILE)
+    with caplog.at_level(logging.WARNING, "torchrl_ext"):
+        found = Topology.load(path, hf_checkpoint="/models/policy", rollout_num_gpus=9)
+    actor, reward, tools = found.models
+    assert found.kind == "sglang" and found.num_gpus == 9
+    assert [(plan.name, plan.gpus) for plan in actor.engines] == [
+        ("actor/encoder/0", (5,)),  # first, since the others are told its address
+        ("actor/regular/0", (0, 1)),
+        ("actor/regular/1", (2, 3)),
+    ]
+    assert actor.engines[1].overrides == {"max_running_requests": 8}
+    assert actor.update_weights and actor.model_path == "/models/policy"
+    assert [(plan.worker_type, plan.gpus) for plan in reward.engines] == [
+        ("prefill", (6,)),
+        ("decode", (7,)),
+        ("decode", (8,)),
+    ]
+    assert not reward.update_weights and "'reward' does not follow" in caplog.text
+    assert tools.engines == () and not tools.update_weights
+
+
+def test_the_path_of_a_group_goes_before_the_models_and_the_trainers():
+    (model,) = parse(
+        [{"name": "a", "model_path": "/b", "server_groups": [group(overrides={"model-path": "/c"})]}]
+    ).models
+    assert model.model_path == model.engines[0].model_path == "/c" and model.engines[0].overrides == {}
+
+
+def test_update_weights_is_what_was_said_or_whether_the_path_is_the_trainers():
+    for said, path, meant in (
+        ("auto", "/models/policy", True),
+        ("auto", "/other", False),
+        (True, "/other", True),
+        (False, "/models/policy", False),
+    ):
+        row = {"name": "a", "model_path": path, "update_weights": said, "server_groups": [group()]}
+        assert parse([row]).models[0].update_weights is meant
+
+
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [
+        ([], "at least one model"),
+        ([{"server_groups": []}], "name is None"),
+        ([{"name": "a"}, {"name": "a"}], "two models are called 'a'"),
+        ([{"name": "a", "gpus": 1}], "a model has gpus"),
+        ([{"name": "a", "server_groups": [group(tp=2)]}], "a group of 'a' has tp"),
+        ([{"name": "a", "server_groups": [group("router")]}], "worker_type 'router'"),
+        ([{"name": "a", "server_groups": [group(num_gpus=0)]}], "num_gpus of a group of 'a' is 0"),
+        ([{"name": "a", "server_groups": [group(num_gpus=3, num_gpus_per_engine=2)]}], "3 GPUs for engines of 2"),
+        ([{"name": "a", "server_groups": [group("prefill")]}], "prefill engines alone"),
+        ([{"name": "a", "server_groups": [group("prefill"), group("decode"), group()]}], "pools and regular"),
+        ([{"name": "a", "server_groups": [group("encoder")]}], "encoders alone"),
+        ([{"name": "a", "update_weights": "yes", "server_groups": [group()]}], "update_weights of 'a' is 'yes'"),
+        (
+            [{"name": "a", "server_groups": [group(), group(overrides={"model_path": "/x"})]}],
+            "different paths: /models/policy, /x",
+        ),
+        ([{"name": "a", "server_groups": [], "engine_groups": []}], "server_groups and engine_groups"),
+    ],
+)
+def test_what_cannot_work_is_named(models, words):
+    with pytest.raises(ConfigError, match=words):
+        parse(models)
+
+
+def test_devices_have_to_add_up_and_a_path_has_to_come_from_somewhere(tmp_path):
+    row = {"name": "a", "server_groups": [group(num_gpus=2)]}
+    with pytest.raises(ConfigError, match=r"2 GPUs in all.*rollout_num_gpus=3"):
+        parse([row], rollout_num_gpus=3)
+    with pytest.raises(ConfigError, match="'a' has no model_path"):
+        parse([row], hf_checkpoint=None)
+    with pytest.raises(ConfigError, match="one key of vllm, sglang"):
+        Topology.parse({"vllm": [], "sglang": []})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Topology.load(tmp_path / "nothing.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("vllm: [")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Topology.load(broken)
+
+
+def test_overrides_that_no_setting_takes_become_arguments():
+    settings = {"swap_space": 4, "enable_x": True, "disable_y": False, "kv": {"a": 1}, "urls": ["b", "c"], "z": None}
+    flags = ["--swap-space", "4", "--enable-x", "--no-disable-y", "--kv", '{"a": 1}', "--urls", "b", "c"]
+    assert _arguments(settings) == flags

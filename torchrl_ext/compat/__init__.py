@@ -1,0 +1,1 @@
+"""What speaks the words of other systems: their options, names and routes. The core imports none of it."""

@@ -1,0 +1,79 @@
+"""Reach or start the engines that options name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchrl_ext.compat.flags.options import WeightUpdateConfig
+from torchrl_ext.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchrl_ext.serving.served import Serving
+    from torchrl_ext.serving.topology import Topology
+
+__all__ = ["make_serving"]
+
+
+def make_serving(
+    config: WeightUpdateConfig, *, hf_checkpoint: str | Path | None = None, kind: str = "vllm", **settings: Any
+) -> Serving:
+    """Reach or start the engines that options name, behind a router.
+
+    They are those at `rollout_external_engine_addrs`; or those of a YAML, `vllm_config` or `sglang_config`; or as many
+    as `rollout_num_gpus` has room for, of one model called ``default``, in two pools with `prefill_num_servers`.
+
+    Args:
+        config: the options. ``vllm_router_ip`` and ``vllm_router_port`` name a router that runs already, for external
+            engines or for the only model that the job owns.
+        hf_checkpoint: what the trainer starts from; for owned engines.
+        kind: of owned engines without a YAML: ``"vllm"``, ``"sglang"`` or ``"embedded"``.
+        settings: of `ExternalEngines` or `OwnedEngines`.
+
+    Raises:
+        ConfigError: the options name no engine, a YAML that cannot work or is of the other kind, or one router for
+            several models.
+        EngineError, DeadlineError: an engine or a router does not answer, or does not start.
+    """
+    from torchrl_ext.serving.processes import reachable
+    from torchrl_ext.serving.served import ExternalEngines, OwnedEngines
+
+    given: dict[str, Any] = {}
+    if config.vllm_router_ip is not None:
+        given["router"] = f"{reachable(config.vllm_router_ip)}:{config.vllm_router_port}"
+    if config.rollout_external_engine_addrs:
+        return ExternalEngines(*config.rollout_external_engine_addrs, **given, **settings)
+    topology = _owned(config, hf_checkpoint, kind)
+    if given:
+        settings["router"] = {**(settings.get("router") or {}), **given}
+    return OwnedEngines(topology, **settings)
+
+
+def _owned(config: WeightUpdateConfig, hf_checkpoint: str | Path | None, kind: str) -> Topology:
+    """Return the plans of the engines that options have the job start.
+
+    Raises:
+        ConfigError: as for `make_serving`.
+    """
+    from torchrl_ext.serving.topology import Topology
+
+    gpus, each, prefill = config.rollout_num_gpus, config.rollout_num_gpus_per_engine, config.prefill_num_servers
+    sizes: dict[str, Any] = {
+        "hf_checkpoint": hf_checkpoint, "rollout_num_gpus": gpus, "num_gpus_per_engine": each,
+    }  # fmt: skip
+    paths = {"vllm": config.vllm_config, "sglang": config.sglang_config}
+    named = {make: path for make, path in paths.items() if path is not None}
+    if len(named) == 1:
+        ((make, path),) = named.items()
+        topology = Topology.load(path, **sizes)
+        if topology.kind != make:
+            raise ConfigError(f"{make}_config {path} describes engines of kind {topology.kind!r}")
+        return topology
+    if named or gpus is None:
+        raise ConfigError(
+            "the options name both kinds of engines" if named else "the options name no engine",
+            expected="one of rollout_external_engine_addrs, vllm_config, sglang_config, rollout_num_gpus",
+        )
+    counts = {"regular": gpus} if prefill is None else {"prefill": prefill * each, "decode": gpus - prefill * each}
+    groups = [{"worker_type": name, "num_gpus": count} for name, count in counts.items()]
+    return Topology.parse({kind: [{"name": "default", "server_groups": groups}]}, **sizes)

@@ -1,0 +1,1 @@
+"""Routes of slime and vime."""

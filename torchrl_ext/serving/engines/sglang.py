@@ -1,0 +1,136 @@
+"""Run a stock SGLang server with our plugin in it as a child process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.serving.server import Server, StockSpec, as_flags, on_cpu
+
+__all__ = ["SGLangServer", "SGLangSpec"]
+
+# --sleep-on-idle: an idle scheduler would keep one of the few cores busy
+_CPU_FLAGS = ("--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle")
+_SLEEP_FLAGS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
+_CPU_ARGUMENTS = {
+    "device": "cpu",
+    "attention-backend": "torch_native",
+    "sampling-backend": "pytorch",
+    "grammar-backend": "none",
+    "mem-fraction-static": "0.2",
+    "max-total-tokens": "4096",
+    "max-running-requests": "8",
+}
+_SIZES = (
+    ("--tp-size", "--tensor-parallel-size", "--tp"),
+    ("--pp-size", "--pipeline-parallel-size", "--pp"),
+    ("--dp-size", "--data-parallel-size", "--dp"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGLangSpec(StockSpec):
+    """The settings of an SGLang server that follows a trainer, with those of `ServerSpec`, `EngineSpec`, `StockSpec`.
+
+    Sleep mode needs `torch_memory_saver` in the server's environment; without the plugin the server follows by full
+    files only.
+    """
+
+    name: ClassVar[str] = "sglang"
+    health: ClassVar[str] = "/health_generate"  # only at the start: nobody has paused it yet
+    # /health generates a token, so that a server that is paused for new weights hangs for 20 s and answers 503, unless
+    # it has SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 (servers that we start have it). /ping is 200 while it is paused
+    # (0.5.23; releases without /ready always say 200) and wants the key where there is one, which /health does not.
+    # /ready is 503 while it is paused.
+    probes: ClassVar[tuple[str, ...]] = ("/ping", "/health")
+    shared_memory: ClassVar[tuple[str, ...]] = ("sgl_shm_", "sglang_loads_")
+
+    @classmethod
+    def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
+        if worker_type == "encoder":
+            return {"encoder_only": True}
+        mode: dict[str, Any] = {"language_only": True, "encoder_urls": list(encoders)} if encoders else {}
+        if worker_type in ("prefill", "decode"):
+            mode["disaggregation_mode"] = worker_type
+        if worker_type == "prefill":  # two on one machine would share SGLang's default
+            mode["disaggregation_bootstrap_port"] = bootstrap_port()
+        return mode
+
+    def command(self, python: Path, port: int) -> list[str]:
+        cpu = on_cpu(python)
+        arguments = {
+            "model-path": self.model,
+            "host": self.host,
+            "port": port,
+            "dtype": self.dtype,
+            "tp-size": self.tensor_parallel_size,
+            "context-length": self.max_model_len,
+            **(_CPU_ARGUMENTS if cpu else {}),
+        }
+        command = [str(python), "-m", "sglang.launch_server", *as_flags(arguments), "--skip-server-warmup"]
+        command += [*(_CPU_FLAGS if cpu else ()), *_lora(self.lora_rank, self.lora_adapters, cpu)]
+        return [*command, *(_SLEEP_FLAGS if self.sleep_mode and not cpu else ()), *self.extra_args]
+
+    def variables(self, python: Path, command: Sequence[str]) -> dict[str, str]:
+        # the folder that we are called from, which may be a checkout of ours, says nothing about the engine
+        environ = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
+        environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # see `probes`: keepers and routers ask /health
+        allowed = os.environ.get("SGLANG_PLUGINS")  # an allow-list
+        if allowed:
+            environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys([*allowed.split(","), "torchrl_ext"]))
+        if on_cpu(python):
+            environ["SGLANG_USE_CPU_ENGINE"] = "1"
+            environ["TORCHRL_EXT_UNPINNED"] = "1"  # its LoRA pins memory, which takes a GPU
+            environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "2")
+            workers = _workers(command)
+            if workers > 1:
+                environ["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(workers)
+        return environ
+
+
+class SGLangServer(Server):
+    """Starts a stock SGLang server and waits until it is healthy; takes the fields of `SGLangSpec` as arguments."""
+
+    spec = SGLangSpec
+
+
+def _lora(rank: int | None, adapters: int, cpu: bool) -> list[str]:
+    """Return arguments with room for the base, the adapters, and the older version of each that requests still use."""
+    if rank is None:
+        return []
+    if rank < 1 or adapters < 1:
+        raise ConfigError(f"lora_rank={rank}, lora_adapters={adapters}", expected="1 or more of each")
+    return [
+        "--enable-lora",
+        f"--max-lora-rank={rank}",
+        "--lora-target-modules=all",
+        f"--max-loras-per-batch={1 + 2 * adapters}",
+        *(["--lora-backend=torch_native"] if cpu else []),
+    ]
+
+
+def _workers(command: Sequence[str]) -> int:
+    """Return how many processes compute, replicas included: SGLang has to be told the cores of each."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for names in _SIZES:
+        parser.add_argument(*names, type=int, default=1, dest=names[0])
+    parser.add_argument("--enable-dp-attention", action="store_true", dest="shared")
+    try:
+        told = vars(parser.parse_known_args(list(command))[0])
+    except argparse.ArgumentError:
+        return 1  # SGLang itself reports what is wrong
+    tensor, pipeline, data = (max(1, told[names[0]]) for names in _SIZES)
+    return tensor * pipeline * (1 if told["shared"] else data)  # replicas of attention alone share the tensor workers
+
+
+def _cores(workers: int) -> str:
+    """Return the cores of each worker in SGLang's form, ``"0,1|2,3"``; workers share cores where these are too few."""
+    mine = sorted(os.sched_getaffinity(0))
+    each = max(1, len(mine) // workers)
+    shares = ([mine[(worker * each + i) % len(mine)] for i in range(each)] for worker in range(workers))
+    return "|".join(",".join(map(str, share)) for share in shares)

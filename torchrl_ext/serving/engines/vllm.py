@@ -1,0 +1,131 @@
+"""Run a stock vLLM server with our plugin in it as a child process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.routes import BACKEND
+from torchrl_ext.serving.server import Server, StockSpec, as_flags, on_cpu
+
+__all__ = ["VLLMServer", "VLLMSpec"]
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLMSpec(StockSpec):
+    """The settings of a vLLM server that follows a trainer, with those of `ServerSpec`, `EngineSpec`, `StockSpec`.
+
+    The rank of LoRA adapters is rounded up to one that vLLM knows. On a CPU, tensor-parallel workers share the cores,
+    unless ``OMP_NUM_THREADS`` is set.
+
+    Attributes:
+        plain_linears: CPU only: keep linear weights as plain tensors, as a GPU does, instead of packing them.
+    """
+
+    name: ClassVar[str] = "vllm"
+    key_variable: ClassVar[str | None] = "VLLM_API_KEY"
+    negates: ClassVar[bool] = True
+    shared_memory: ClassVar[tuple[str, ...]] = ("vllm_dist_",)
+
+    plain_linears: bool = False
+
+    @classmethod
+    def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
+        roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
+        if worker_type == "encoder":
+            raise ConfigError("vLLM has no encoder workers", expected="regular, prefill or decode")
+        if worker_type not in roles:
+            return {}
+        return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": roles[worker_type]}}
+
+    def command(self, python: Path, port: int) -> list[str]:
+        cpu = on_cpu(python)
+        arguments = {
+            "model": self.model,
+            "host": self.host,
+            "port": port,
+            "dtype": self.dtype,
+            "tensor-parallel-size": self.tensor_parallel_size,
+            "max-model-len": self.max_model_len,
+            "served-model-name": "policy",
+            "weight-transfer-config": json.dumps({"backend": BACKEND}),
+        }
+        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
+        command += ["--enable-scale-out"] if _has_scale_out(python) else []  # /inference/v1/generate
+        command += [*(["--enforce-eager"] if cpu else []), *_lora(self.lora_rank, self.lora_adapters)]
+        return [*command, *(["--enable-sleep-mode"] if self.sleep_mode and not cpu else []), *self.extra_args]
+
+    def variables(self, python: Path, command: Sequence[str]) -> dict[str, str]:
+        environ = {
+            "VLLM_SERVER_DEV_MODE": "1",  # vLLM has its RL routes only then
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        allowed = os.environ.get("VLLM_PLUGINS")  # an allow-list, and vLLM takes routes only from plugins on it
+        others = _installed_plugins(python) if allowed is None else filter(None, allowed.split(","))
+        environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*others, "torchrl_ext"]))
+        if on_cpu(python):
+            environ["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+            environ["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+            if self.tensor_parallel_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+                # unbound, every worker would take a thread per core, and all of them wait for each other by spinning
+                environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // self.tensor_parallel_size))
+        if self.plain_linears:
+            environ["TORCHRL_EXT_PLAIN_LINEARS"] = "1"
+        return environ
+
+
+class VLLMServer(Server):
+    """Starts a stock vLLM server and waits until it is healthy; takes the fields of `VLLMSpec` as arguments."""
+
+    spec = VLLMSpec
+
+
+def _lora(rank: int | None, adapters: int) -> list[str]:
+    """Return arguments with room for the adapters, and for the older version of each that requests still use."""
+    if rank is None:
+        return []
+    room = next((known for known in _RANKS if known >= rank), None)
+    if room is None or rank < 1 or adapters < 1:
+        raise ConfigError(
+            f"lora_rank={rank}, lora_adapters={adapters}", expected=f"a rank up to {_RANKS[-1]}, and 1 adapter or more"
+        )
+    return [
+        "--enable-lora",
+        f"--max-lora-rank={room}",
+        f"--max-loras={2 * adapters}",
+        f"--max-cpu-loras={4 * adapters}",
+    ]
+
+
+def _has_scale_out(python: Path) -> bool:
+    """Return whether an environment's vLLM has the option; earlier releases (0.29) have its routes without it.
+
+    The sources are read as text: an import takes seconds. Where they are not found, it is taken to have it.
+    """
+    if python == Path(sys.executable):
+        spec = importlib.util.find_spec("vllm")
+        folders = [Path(place) for place in spec.submodule_search_locations or ()] if spec is not None else []
+    else:
+        folders = list(python.parent.parent.glob("lib/python3*/site-packages/vllm"))
+    found = [path for folder in folders for path in folder.glob("entrypoints/**/cli_args.py")]
+    return not found or any("enable_scale_out" in path.read_text(errors="replace") for path in found)
+
+
+def _installed_plugins(python: Path) -> list[str]:
+    """Return the names of the plugins that vLLM finds in an environment by itself."""
+    here = python == Path(sys.executable)
+    folders = [] if here else [str(path) for path in python.parent.parent.glob("lib/python3*/site-packages")]
+    found = importlib.metadata.distributions() if here else importlib.metadata.distributions(path=folders)
+    points = (point for distribution in found for point in distribution.entry_points)
+    return sorted({point.name for point in points if point.group.startswith("vllm.") and "endpoint" not in point.group})

@@ -1,0 +1,180 @@
+"""Start an engine of a plan: `LocalLauncher` does so on this machine, other kinds of `EngineLauncher` elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.registry import launchers
+from torchrl_ext.serving.processes import free_port
+from torchrl_ext.serving.topology import EnginePlan
+
+__all__ = ["EngineLauncher", "LocalLauncher", "RunningEngine"]
+
+
+class RunningEngine(Protocol):
+    """An engine that a launcher has started."""
+
+    url: str
+
+    def alive(self) -> bool:
+        """Return whether its process runs."""
+
+    def log(self) -> str:
+        """Return the end of what it has printed."""
+
+    def stop(self) -> None:
+        """End the engine and wait until it has ended. May be called twice."""
+
+
+class EngineLauncher(ABC):
+    """Starts engines; the interface that a `Keeper` uses, wherever the engines run.
+
+    Attributes:
+        api_key: the key that its engines ask for; None where they ask for none.
+    """
+
+    api_key: str | None = None
+
+    @abstractmethod
+    def launch(
+        self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
+    ) -> RunningEngine:
+        """Start an engine and wait until it is healthy; the same plan again starts it at the same address.
+
+        Args:
+            plan: what to start.
+            encoders: addresses of the encoders of its model.
+            cancel: set by another thread that wants the start given up, which then raises soon.
+
+        Raises:
+            ConfigError: the plan cannot work here.
+            EngineError, DeadlineError: it ended while starting, was given up, or was not healthy in time.
+        """
+
+
+class LocalLauncher(EngineLauncher):
+    """Starts engines as processes of this machine, each with its devices.
+
+    Overrides that the engine's launcher knows as settings go there; others become arguments of the server. The device
+    numbers of a plan count what this process sees: where its ``CUDA_VISIBLE_DEVICES`` is ``4,5``, device 0 is 4.
+
+    Args:
+        log_folder: gets a file per engine; None takes temporary ones.
+        devices: what plans count, in the words of ``CUDA_VISIBLE_DEVICES``; None takes those that this process sees.
+            Where there are none, as on a machine without GPUs, plans count workers and nothing is pinned.
+        api_key: the key that engines ask for; with None they serve whoever reaches 127.0.0.1, or their ``host``.
+            It goes by the environment, and to SGLang, which has no variable for it, among the arguments.
+        settings: for every engine's launcher, such as ``dtype``; overrides of a plan go first.
+    """
+
+    def __init__(
+        self,
+        *,
+        log_folder: str | Path | None = None,
+        devices: Sequence[str] | None = None,
+        api_key: str | None = None,
+        **settings: Any,
+    ) -> None:
+        self.api_key = api_key
+        self._log_folder = None if log_folder is None else Path(log_folder)
+        self._settings, self._devices = settings, devices
+        self._ports: dict[str, int] = {}
+
+    def launch(
+        self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
+    ) -> RunningEngine:
+        make = launchers.load(plan.kind)
+        known, variable = make.settings(), make.spec.key_variable
+        bootstrap = functools.partial(self._port, f"{plan.name} bootstrap")
+        try:
+            role = make.spec.role(plan.worker_type, encoders, bootstrap)
+        except ConfigError as error:
+            raise ConfigError(f"{plan.name}: {error.what}", expected=error.expected) from None
+        wanted = {**self._settings, **role, **plan.overrides}
+        secret = {}
+        if self.api_key is not None and variable is None:
+            wanted.setdefault("api_key", self.api_key)
+        elif self.api_key is not None:
+            secret = {variable: self.api_key}
+        settings = {name: value for name, value in {**wanted, "cancel": cancel}.items() if name in known}
+        others = {name: value for name, value in wanted.items() if name not in known}
+        if others and "extra_args" not in known:
+            raise ConfigError(
+                f"{plan.name}: an engine of kind {plan.kind!r} has no setting {', '.join(sorted(others))}",
+                expected=f"some of {', '.join(known)}",
+            )
+        if others:
+            if not make.spec.negates and (false := [name for name, value in others.items() if value is False]):
+                raise ConfigError(
+                    f"{plan.name}: an engine of kind {plan.kind!r} has no argument that makes {', '.join(false)} false",
+                    expected="true, or another value",
+                    state="it was not started",
+                    hint="leave it out: the engine's own default counts then",
+                )
+            settings["extra_args"] = (*settings.get("extra_args", ()), *_arguments(others))
+        if "tensor_parallel_size" in known:
+            settings.setdefault("tensor_parallel_size", len(plan.gpus))
+        elif len(plan.gpus) > 1:
+            raise ConfigError(f"{plan.name}: an engine of kind {plan.kind!r} has one worker", expected="one GPU each")
+        devices = self._devices
+        if devices is None:
+            devices = named_devices(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        pinned = _pinned(plan, devices)
+        settings["environ"] = {**pinned, **secret, **settings.get("environ", {})}
+        settings.setdefault("port", self._port(plan.name))
+        if self._log_folder is not None:
+            self._log_folder.mkdir(parents=True, exist_ok=True)
+            settings.setdefault("log_path", self._log_folder / f"{plan.name.replace('/', '-')}.log")
+        return make(plan.model_path, **settings)
+
+    def _port(self, name: str) -> int:
+        """Return a free port for a name, the same one for every later start."""
+        return self._ports.setdefault(name, free_port())
+
+
+def named_devices(count: int, told: str | None) -> tuple[str, ...]:
+    """Return the names in ``CUDA_VISIBLE_DEVICES`` of the ``count`` devices of a process where that is ``told``."""
+    if told is None:
+        return tuple(map(str, range(count)))
+    return tuple(name.strip() for name in told.split(","))[:count]
+
+
+def _pinned(plan: EnginePlan, devices: Sequence[str]) -> dict[str, str]:
+    """Return the variable that gives an engine its devices and no others."""
+    if not devices:
+        return {}
+    beyond = [number for number in plan.gpus if number >= len(devices)]
+    if beyond:
+        raise ConfigError(
+            f"{plan.name} is to have device {beyond[0]} of the job",
+            expected=f"one of the {len(devices)} that the launcher has: CUDA_VISIBLE_DEVICES={','.join(devices)}",
+            state="it was not started",
+            hint="let the job see more devices, or plan with fewer; engines on other machines need another launcher",
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in plan.gpus)}
+
+
+def _arguments(settings: dict[str, Any]) -> list[str]:
+    """Return arguments: ``{"swap_space": 4, "x": True, "y": False}`` -> ``["--swap-space", "4", "--x", "--no-y"]``."""
+    found: list[str] = []
+    for name, value in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            found.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, dict):
+            found += [flag, json.dumps(value)]
+        elif isinstance(value, (list, tuple)):
+            found += [flag, *map(str, value)]
+        elif value is not None:
+            found += [flag, str(value)]
+    return found

@@ -1,0 +1,223 @@
+"""`RayLauncher` starts engines of a plan on the nodes of a Ray cluster, each under an actor that ends it."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
+from torchrl_ext.registry import launchers
+from torchrl_ext.rpc.connections import number_from
+from torchrl_ext.serving.launchers import EngineLauncher, LocalLauncher, RunningEngine
+from torchrl_ext.serving.topology import EnginePlan
+
+__all__ = ["RayLauncher"]
+
+log = logging.getLogger("torchrl_ext")
+
+_ANSWER_S = 30.0
+_POLL_S = 0.2
+
+
+class RayLauncher(EngineLauncher):
+    """Starts each engine in a Ray actor; Ray picks the GPUs, and the node, which stays the same for every later start.
+
+    Args:
+        remote: options of an engine's actor (``num_cpus``, ``resources``, ...), or a callable that takes the plan and
+            returns them; None asks for the plan's number of GPUs where the cluster has any.
+        start_timeout_s: deadline of a start, in seconds; waiting for a node with room included. None takes
+            ``SKYRL_RAY_PG_TIMEOUT_IN_S`` of the environment, or 600.
+        api_key: the key that engines ask for; None makes one. Clients need it (`OwnedEngines` hands it on).
+        expose: let engines of kind vllm and sglang listen on their node's address, which other nodes, and strangers,
+            reach; else on 127.0.0.1, and a plan that Ray places on another node than this process's is refused.
+            SGLang's key guards all routes; vLLM's guards requests and routes of ours, and leaves its own ``/pause``,
+            ``/update_weights`` and ``/collective_rpc`` open, so that the network has to keep strangers out.
+        settings: of `LocalLauncher` on the node.
+
+    Raises:
+        ConfigError: Ray is not installed, or not initialised.
+    """
+
+    def __init__(
+        self,
+        *,
+        remote: Mapping[str, Any] | Callable[[EnginePlan], Mapping[str, Any]] | None = None,
+        start_timeout_s: float | None = None,
+        api_key: str | None = None,
+        expose: bool = False,
+        **settings: Any,
+    ) -> None:
+        self._ray, self.api_key = _ray(), api_key or secrets.token_urlsafe(32)
+        self._remote, self._settings, self._expose = remote, settings, expose
+        patience = number_from("SKYRL_RAY_PG_TIMEOUT_IN_S", 600) if start_timeout_s is None else start_timeout_s
+        self._timeout_s = float(patience)
+        self._first: dict[str, _Engine] = {}
+
+    def launch(
+        self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
+    ) -> RunningEngine:
+        wanted = self._remote(plan) if callable(self._remote) else self._remote
+        if wanted is None:
+            wanted = {"num_gpus": len(plan.gpus)} if self._ray.cluster_resources().get("GPU") else {}
+        settings, before = {**self._settings, "api_key": self.api_key}, self._first.get(plan.name)
+        if before is not None:  # others know it by that address
+            settings["port"] = urlsplit(before.url).port
+            wanted = {**wanted, **self._on_node(before)}
+        home = None if self._expose else self._ray.util.get_node_ip_address()
+        actor = self._ray.remote(_Node).options(**{"num_cpus": 1, **wanted}).remote(settings, home)
+        engine = _Engine(self._ray, actor, plan.name)
+        try:
+            engine.url, engine.node = engine.ask(
+                "launch", plan, tuple(encoders), timeout_s=self._timeout_s, cancel=cancel
+            )
+            if before is not None and engine.url != before.url:
+                raise EngineError(
+                    f"engine {plan.name} came up at {engine.url}",
+                    expected=before.url,
+                    state="it was ended",
+                    hint="let remote= place it where it was",
+                )
+        except BaseException:
+            engine.kill()  # an actor that has no node, or still launches, would not answer a request to stop
+            raise
+        if plan.kind == "vllm" and self._expose:
+            log.warning(
+                "%s listens at %s: vLLM's key guards requests and our routes, and not its own /pause, /update_weights "
+                "and /collective_rpc; keep strangers out of that network",
+                plan.name,
+                engine.url,
+            )
+        self._first.setdefault(plan.name, engine)
+        return engine
+
+    def _on_node(self, before: _Engine) -> dict[str, Any]:
+        """Return the options of an actor on the node where an engine was, or on one that came back at its address."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        node, address = before.node
+        there = [row["NodeID"] for row in self._ray.nodes() if row["Alive"] and row["NodeManagerAddress"] == address]
+        if not there:
+            raise EngineError(
+                f"the node {address} of engine {before.name} is not part of the Ray cluster",
+                expected=f"a node where the engine can be started again at {before.url}",
+                state="the engine does not run",
+                hint="bring the node back; it is tried again with the next look",
+            )
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node if node in there else there[0], soft=False)}
+
+
+class _Node:
+    """The actor that starts an engine on its node. The engine's guard ends it when the actor's process dies.
+
+    Args:
+        settings: of `LocalLauncher`.
+        home: the address of the job's node, where alone an engine on 127.0.0.1 is reached; None lets it listen on the
+            address of its own node.
+    """
+
+    def __init__(self, settings: dict[str, Any], home: str | None) -> None:
+        self._settings, self._home = settings, home
+        self._engine: RunningEngine | None = None
+
+    def launch(self, plan: EnginePlan, encoders: tuple[str, ...]) -> tuple[str, tuple[str, str]]:
+        """Start the engine, and return its address, and the id and the address of the node."""
+        ray, settings = _ray(), dict(self._settings)
+        context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
+        if "host" in launchers.load(plan.kind).settings() and "host" not in settings:
+            if self._home is None:
+                settings["host"] = address
+            elif self._home != address:
+                raise ConfigError(
+                    f"{plan.name} would listen on 127.0.0.1 of node {address}, and the job runs on node {self._home}",
+                    expected="engines on the job's node, or expose=True",
+                    state="it was not started",
+                    hint="RayLauncher(expose=True) opens its routes to whoever reaches the node: keep strangers out",
+                )
+        # device numbers of the job mean nothing on a node; the engine gets those of Ray, whatever variables Ray has set
+        plan = replace(plan, gpus=tuple(range(len(plan.gpus))))
+        settings.setdefault("devices", tuple(map(str, context.get_accelerator_ids().get("GPU", ()))))
+        self._engine = LocalLauncher(**settings).launch(plan, encoders)
+        return self._engine.url, (context.get_node_id(), address)
+
+    def alive(self) -> bool:
+        return self._engine is not None and self._engine.alive()
+
+    def log(self) -> str:
+        return "" if self._engine is None else self._engine.log()
+
+    def stop(self) -> None:
+        if self._engine is not None:
+            self._engine.stop()
+
+
+class _Engine:
+    """A `RunningEngine` that calls the actor of an engine."""
+
+    def __init__(self, ray: Any, actor: Any, name: str) -> None:
+        self._ray, self._actor, self.name = ray, actor, name
+        self.url, self.node = "", ("", "")
+
+    def alive(self) -> bool:
+        try:
+            return self.ask("alive")
+        except WeightSyncError:
+            return False
+
+    def log(self) -> str:
+        try:
+            return self.ask("log")
+        except WeightSyncError as error:
+            return str(error)
+
+    def stop(self) -> None:
+        with suppress(WeightSyncError):  # an engine that cannot be asked ends with its actor
+            self.ask("stop")
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the actor, which ends its engine too."""
+        self._ray.kill(self._actor)
+
+    def ask(
+        self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S, cancel: threading.Event | None = None
+    ) -> Any:
+        """Call a method of the actor.
+
+        Raises:
+            EngineError: the actor is dead, ``cancel`` was set, or the method failed.
+            WeightSyncError: what the method itself raised.
+            DeadlineError: it did not answer in time.
+        """
+
+        def late() -> WeightSyncError:
+            if cancel is not None and cancel.is_set():
+                return EngineError(f"to {method} engine {self.name} was given up", state="its actor is ended")
+            return DeadlineError(
+                f"the actor of engine {self.name} did not {method} within {timeout_s:g} s",
+                hint="a node with the resources that it asks for may be missing: ray status",
+            )
+
+        try:
+            answer = getattr(self._actor, method).remote(*arguments)
+            within = Deadline(timeout_s, stop=cancel)
+            within.poll(lambda: self._ray.wait([answer], timeout=_POLL_S)[0], late=late, longest_s=0.0)
+            return self._ray.get(answer)
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, WeightSyncError) else EngineError(str(error)) from error
+        except self._ray.exceptions.RayError as error:
+            raise EngineError(f"the actor of engine {self.name} is dead: {error}") from error
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("engines on a Ray cluster need Ray", hint="pip install 'torchrl_ext[ray]'") from error
+    return ray
