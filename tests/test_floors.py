@@ -28,7 +28,8 @@ FLOORS = [
     {"collectors"},
     {"configs", "embedded", "planning", "plugins"},
     {"compat"},
-    {"bench", "cli", "testing"},
+    {"testing"},
+    {"bench", "cli"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 HOMES = {

@@ -15,6 +15,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -22,7 +23,7 @@ from torchrl_ext.errors import ConfigError
 
 log = logging.getLogger("torchrl_ext")
 
-__all__ = ["Registry", "engines", "launchers", "transports"]
+__all__ = ["Make", "Makes", "Registry", "engines", "transports"]
 
 
 class Registry:
@@ -78,15 +79,7 @@ class Registry:
                 expected=f"one of {', '.join(sorted(self._entries))}",
                 hint=f"did you mean {close[0]!r}?" if close else None,
             )
-        path, _ = self._entries[name]
-        module, _, attribute = path.partition(":")
-        try:
-            return getattr(importlib.import_module(module), attribute)
-        except Exception as error:  # whatever another package's module raises while it is imported
-            hint = f"{path} is what its package names: install a release of it that has this class"
-            if isinstance(error, ImportError):
-                hint = "install the package that the message names"
-            raise ConfigError(f"{self._kind} {name!r} cannot be imported: {error}", hint=hint) from error
+        return self._imported(name, self._entries[name][0])
 
     def make(self, name: str, **settings: Any) -> Any:
         """Build the class behind ``name`` with ``settings``.
@@ -95,7 +88,9 @@ class Registry:
             ConfigError: unknown name, failing import, or settings that the class does not take. What a constructor
                 raises by itself is raised as it is.
         """
-        cls = self.load(name)
+        return self._built(name, self.load(name), settings)
+
+    def _built(self, name: str, cls: Any, settings: Mapping[str, Any]) -> Any:
         signature = inspect.signature(cls)
         try:
             signature.bind(**settings)
@@ -105,6 +100,16 @@ class Registry:
                 expected=f"some of {', '.join(signature.parameters)}" if signature.parameters else "none",
             ) from error
         return cls(**settings)
+
+    def _imported(self, name: str, path: str) -> Any:
+        module, _, attribute = path.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except Exception as error:  # whatever another package's module raises while it is imported
+            hint = f"{path} is what its package names: install a release of it that has this class"
+            if isinstance(error, ImportError):
+                hint = "install the package that the message names"
+            raise ConfigError(f"{self._kind} {name!r} cannot be imported: {error}", hint=hint) from error
 
     def _load_entry_points(self) -> None:
         """Add what installed packages have in the entry-point group, once; a name that is taken keeps its class.
@@ -154,25 +159,66 @@ transports = Registry(
     aliases={"nccl": "collective", "broadcast": "collective", "cuda_ipc": "ipc"},  # SkyRL's words
 )
 
-engines = Registry(
+
+@dataclass(frozen=True, kw_only=True)
+class Make:
+    """A make of engine, by its parts: objects, or import paths (``"package.module:name"``) that are followed on use.
+
+    A package names its record in the entry-point group ``torchrl_ext.engines``::
+
+        [project.entry-points."torchrl_ext.engines"]
+        dove = "my_package.dove:MAKE"
+
+    Attributes:
+        client: makes the `torchrl_ext.EngineClient` of an engine, from ``url=`` and further settings.
+        describe: takes the `torchrl_ext.rpc.http.HTTPSession` of an address, and returns its `EngineInfo`; None where
+            an engine of another make, or none, answers there. None for a make that no address leads to.
+        dialect: the `torchrl_ext.rollout.dialects.Dialect` of its requests for tokens.
+        server: the `torchrl_ext.serving.server.ServerSpec` of a server that this library starts.
+        router: the spec of the router that goes with it.
+    """
+
+    client: Any
+    describe: Any = None
+    dialect: Any = None
+    server: Any = None
+    router: Any = None
+
+
+class Makes(Registry):
+    """The table of makes of engines."""
+
+    def make(self, name: str, **settings: Any) -> Any:
+        """Build the client of an engine of the make called ``name``; see `Registry.make`."""
+        return self._built(name, self.part(name, "client"), settings)
+
+    def part(self, name: str, role: str) -> Any:
+        """Return a part of the make called ``name``, a field of `Make`.
+
+        Raises:
+            ConfigError: there is no such make, its imports fail, or it has no such part.
+        """
+        found = getattr(self.load(name), role)
+        if found is None:
+            raise ConfigError(f"{name!r} engines have no {role}", expected=f"one of {', '.join(self.having(role))}")
+        return self._imported(name, found) if isinstance(found, str) else found
+
+    def having(self, role: str) -> list[str]:
+        """Return the names of the makes that have a part, a field of `Make`."""
+        return [name for name in self.names() if getattr(self.load(name), role) is not None]
+
+
+engines = Makes(
     "engine",
     {
-        "vllm": ("rpc.engines.vllm:VLLMEngine", "a vLLM server over HTTP"),
-        "sglang": ("rpc.engines.sglang:SGLangEngine", "an SGLang server over HTTP"),
-        "embedded": ("rpc.engines.vllm:EmbeddedEngine", "the embedded transformers engine over HTTP"),
+        "vllm": ("rpc.engines.vllm:VLLM", "a vLLM server over HTTP"),
+        "sglang": ("rpc.engines.sglang:SGLANG", "an SGLang server over HTTP"),
+        "embedded": ("rpc.engines.vllm:EMBEDDED", "the embedded transformers engine over HTTP"),
         "inprocess": (
-            "sync.engines.inprocess:InProcessEngine",
+            "sync.engines.inprocess:INPROCESS",
             "a module, a receiver or a vLLM object in this process",
         ),
-        "ray": ("sync.engines.ray:connect_actors", "engines in Ray actors, and TorchRL's vLLM engines"),
+        "ray": ("sync.engines.ray:RAY", "engines in Ray actors, and TorchRL's vLLM engines"),
     },
-)
-
-launchers = Registry(
-    "engine to start",
-    {
-        "embedded": ("serving.engines.embedded:EmbeddedServer", "the embedded transformers engine"),
-        "vllm": ("serving.engines.vllm:VLLMServer", "a stock vLLM server"),
-        "sglang": ("serving.engines.sglang:SGLangServer", "a stock SGLang server"),
-    },
+    group="torchrl_ext.engines",
 )

@@ -94,7 +94,7 @@ def _one_turn(tensors: dict[str, Tensor]) -> float:
 def _rehearsal(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as folder:
         models = [str(make_model(f"{folder}/model{seed}", args.size, seed=seed)) for seed in range(2)]
-        with registry.launchers.load(args.engine)(models[0], dtype="bfloat16", max_model_len=256) as server:
+        with registry.engines.part(args.engine, "server")(models[0], dtype="bfloat16", max_model_len=256) as server:
             engine = registry.engines.make(args.engine, url=server.url)
             sender = WeightSender(registry.transports.make("disk", root=Path(folder) / "root"), engine)
             first = sender.update_weights(models[1])

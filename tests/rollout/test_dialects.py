@@ -2,8 +2,9 @@
 
 from tests.rpc.servers import running
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
+from torchrl_ext.registry import engines
 from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.rollout.dialects import SGLangDialect, VLLMDialect, dialects
+from torchrl_ext.rollout.dialects import SGLangDialect, VLLMDialect
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, version_number
 
 REQUEST = GenerationRequest(
@@ -84,5 +85,5 @@ def test_a_version_without_a_number_is_unknown():
 
 
 def test_each_kind_of_engine_has_a_dialect():
-    assert {"embedded", "sglang", "vllm"} == set(dialects.names())
-    assert dialects.load("embedded") is VLLMDialect
+    assert {"embedded", "sglang", "vllm"} == set(engines.having("dialect"))
+    assert engines.part("embedded", "dialect") is VLLMDialect

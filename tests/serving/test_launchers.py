@@ -8,7 +8,7 @@ import pytest
 
 from tests.models import tiny_checkpoint
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.registry import launchers
+from torchrl_ext.registry import engines
 from torchrl_ext.serving.launchers import LocalLauncher, named_devices
 from torchrl_ext.serving.topology import EnginePlan
 
@@ -46,7 +46,9 @@ def test_devices_are_called_what_the_jobs_own_variable_calls_them():
 
 def test_a_setting_that_a_plan_makes_false_reaches_vllm(monkeypatch):
     given = {}
-    monkeypatch.setattr(launchers.load("vllm"), "__init__", lambda self, model, **settings: given.update(settings))
+    monkeypatch.setattr(
+        engines.part("vllm", "server"), "__init__", lambda self, model, **settings: given.update(settings)
+    )
     LocalLauncher(devices=()).launch(plan(kind="vllm", overrides={"enable_prefix_caching": False}))
     assert given["extra_args"] == ("--no-enable-prefix-caching",)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchrl_ext.cli.interrupts import Interrupts
 from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.registry import launchers
+from torchrl_ext.registry import engines
 from torchrl_ext.types import API_KEY_VARIABLE
 
 __all__ = ["add_parser", "run"]
@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "routes (/v1/completions, /v1/chat/completions) are vLLM's and SGLang's alone. Keys of servers come from the "
         f"environment: VLLM_API_KEY, and {API_KEY_VARIABLE} for the embedded engine.",
     )
-    parser.add_argument("engine", choices=list(launchers.names()), help="which engine")
+    parser.add_argument("engine", choices=engines.having("server"), help="which engine")
     parser.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
     parser.add_argument("--release", metavar="X.Y.Z", help="a release other than the default (vllm, sglang)")
     parser.add_argument("--host", help="address to listen on, by default 127.0.0.1 (vllm, sglang)")
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _start(args: argparse.Namespace) -> Any:
     """Start the engine with the options that were given; one that it has no setting for is an error."""
-    make = launchers.load(args.engine)
+    make = engines.part(args.engine, "server")
     known = make.settings()
     given = {option: getattr(args, option) for option in _SETTINGS}
     given = {option: value for option, value in given.items() if value not in (None, False)}

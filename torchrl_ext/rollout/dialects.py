@@ -6,12 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from torchrl_ext.registry import Registry
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, spans
 from torchrl_ext.types import Info
 from torchrl_ext.weights.adapter import adapter_version
 
-__all__ = ["Dialect", "SGLangDialect", "VLLMDialect", "dialects"]
+__all__ = ["Dialect", "SGLangDialect", "VLLMDialect"]
 
 
 class Dialect(ABC):
@@ -136,9 +135,3 @@ def _of_adapter(label: str, tokens: Sequence[int] | None) -> tuple[VersionSpan, 
     """Return one span over all tokens, of the version that an adapter's label names; none for any other label."""
     version = adapter_version(label)
     return () if version is None else (VersionSpan(version=str(version), start=0, end=len(tokens or ())),)
-
-
-dialects = Registry("dialect")
-dialects.register("vllm", f"{__name__}:VLLMDialect", "token ids in and out over /inference/v1/generate")
-dialects.register("embedded", f"{__name__}:VLLMDialect", "as vllm")
-dialects.register("sglang", f"{__name__}:SGLangDialect", "token ids in and out over /generate")

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.rollout.dialects import Dialect, dialects
+from torchrl_ext.registry import engines
+from torchrl_ext.rollout.dialects import Dialect
 from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest
 from torchrl_ext.rpc.connections import each, number_from
 from torchrl_ext.rpc.http import AsyncSession, Keys, normalise_urls
@@ -50,7 +51,8 @@ def targets(urls: Sequence[str], kinds: Sequence[str]) -> tuple[Target, ...]:
     if len(kinds) != len(urls):
         raise ConfigError(f"{len(kinds)} kinds for {len(urls)} addresses", expected="one kind, or one per address")
     return tuple(
-        Target(url=url, dialect=dialects.make(kind)) for url, kind in zip(normalise_urls(urls), kinds, strict=True)
+        Target(url=url, dialect=engines.part(kind, "dialect")())
+        for url, kind in zip(normalise_urls(urls), kinds, strict=True)
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.registry import launchers
+from torchrl_ext.registry import engines
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.serving.launchers import EngineLauncher, RunningEngine
 from torchrl_ext.serving.topology import EnginePlan
@@ -190,7 +190,7 @@ class Keeper:
         if not kept.engine.alive():
             return False
         kept.failures += 1
-        for route in launchers.load(kept.plan.kind).spec.probes:
+        for route in engines.part(kept.plan.kind, "server").spec.probes:
             with suppress(WeightSyncError):
                 if HTTPSession(kept.url, timeout_s=self._timeout_s).call("GET", route).status == 200:
                     kept.failures = 0

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.registry import launchers
+from torchrl_ext.registry import engines
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.serving.topology import EnginePlan
 
@@ -93,7 +93,7 @@ class LocalLauncher(EngineLauncher):
     def launch(
         self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
     ) -> RunningEngine:
-        make = launchers.load(plan.kind)
+        make = engines.part(plan.kind, "server")
         known, variable = make.settings(), make.spec.key_variable
         bootstrap = functools.partial(self._port, f"{plan.name} bootstrap")
         try:

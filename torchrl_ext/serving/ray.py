@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
-from torchrl_ext.registry import launchers
+from torchrl_ext.registry import engines
 from torchrl_ext.rpc.connections import number_from
 from torchrl_ext.serving.launchers import EngineLauncher, LocalLauncher, RunningEngine
 from torchrl_ext.serving.topology import EnginePlan
@@ -130,7 +130,7 @@ class _Node:
         """Start the engine, and return its address, and the id and the address of the node."""
         ray, settings = _ray(), dict(self._settings)
         context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
-        if "host" in launchers.load(plan.kind).settings() and "host" not in settings:
+        if "host" in engines.part(plan.kind, "server").settings() and "host" not in settings:
             if self._home is None:
                 settings["host"] = address
             elif self._home != address:

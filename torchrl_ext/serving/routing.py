@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, UpdateError, WeightSyncError
 from torchrl_ext.registry import engines
-from torchrl_ext.rollout.dialects import dialects
 from torchrl_ext.rpc.discovery import connect, discover
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.rpc.http import normalise_url
@@ -354,9 +353,8 @@ def _meeting(info: EngineInfo) -> int | None:
     return info.bootstrap_port if info.kind != "vllm" and info.worker_type == "prefill" else None
 
 
-def _check(engines: Sequence[EngineInfo]) -> None:
-    asked = {type(dialects.make(info.kind)) for info in engines}
-    if len(asked) > 1:
-        kinds = ", ".join(sorted({info.kind for info in engines}))
+def _check(infos: Sequence[EngineInfo]) -> None:
+    if len({engines.part(info.kind, "dialect") for info in infos}) > 1:
+        kinds = ", ".join(sorted({info.kind for info in infos}))
         raise ConfigError(f"{kinds} are asked in different dialects", expected="engines of one kind behind a router")
-    check_pools("a router", {info.worker_type for info in engines})
+    check_pools("a router", {info.worker_type for info in infos})

@@ -169,7 +169,7 @@ def _act(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    from torchrl_ext.registry import launchers, transports
+    from torchrl_ext.registry import engines, transports
 
     transports.load(args.transport)
     if args.transport == "memory":
@@ -180,7 +180,7 @@ def _check(args: argparse.Namespace) -> None:
     for flag, given in (("--steps", args.steps), ("--trainer-ranks", args.trainer_ranks), ("--tp", args.tp)):
         if given < 1:
             raise ConfigError(f"{flag} is {given}", expected="at least 1")
-    launcher = launchers.load(args.engine)
+    launcher = engines.part(args.engine, "server")
     if args.tp > 1 and args.engines:
         raise ConfigError("--tp is of an engine that the demo starts, and --engines names some that run already")
     if args.tp > 1 and _TENSOR_PARALLEL not in launcher.settings():
@@ -203,12 +203,12 @@ def _engines(
             args.transport = WeightUpdateConfig().transport_config(found).name  # another, where some lack our plugin
         args.verify = "outputs" if any(info.stock for info in found) else True  # those compare no digests
         return [info.url for info in found], args.model or _served_model(args)
-    from torchrl_ext.registry import launchers
+    from torchrl_ext.registry import engines
     from torchrl_ext.testing.tiny import make_tiny_lm
 
     model_dir = args.model or str(make_tiny_lm(root / "model", seed=args.seed))
     progress.say(f"starting the {args.engine} engine")
-    cls = launchers.load(args.engine)
+    cls = engines.part(args.engine, "server")
     threads = None if args.model else 1
     wanted = {"dtype": "float32", "threads": threads, "log_path": root / "engine.log", "report": progress.say}
     wanted[_TENSOR_PARALLEL] = args.tp

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from torchrl_ext.cli.demo.policy import MAX_TOKENS, Policy
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.registry import launchers
+from torchrl_ext.registry import engines
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.testing.tiny import make_tiny_lm
@@ -114,7 +114,7 @@ class Stage:
         if self.given:
             return list(self._urls)
         self.say(f"starting {count} {self.kind} engine(s)")
-        cls = launchers.load(self.kind)
+        cls = engines.part(self.kind, "server")
         threads = 1 if self._model is None else None
         wanted = {"dtype": "float32", "threads": threads, "max_model_len": _MAX_MODEL_LEN, "report": self.say}
         settings = {name: value for name, value in wanted.items() if name in cls.settings()}

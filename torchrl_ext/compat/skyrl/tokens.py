@@ -12,7 +12,7 @@ from typing import Any, overload
 from torchrl_ext.compat.skyrl import sampling as samples
 from torchrl_ext.compat.skyrl.completions import ChatContinuation, Continuation, TextContinuation
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
-from torchrl_ext.rollout.dialects import dialects
+from torchrl_ext.registry import engines
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, checked_prompt
 from torchrl_ext.rollout.requests import Asked, Requests
 from torchrl_ext.rpc.connections import PerLoop, each
@@ -145,7 +145,7 @@ class TokenRequests(ABC):
         ids, features = samples.spliced(chunks, rendered)
         count = body.get("num_samples", 1)
         request = dataclasses.replace(_request(ids, {"logprobs": 0, **samples.sampling_of(body)}, 0), n=count)
-        apart = dialects.make(self.kind).one_seed_per_request and request.seed is not None
+        apart = engines.part(self.kind, "dialect")().one_seed_per_request and request.seed is not None
         requests = request.split() if apart else [request]
         each_with = [{"features": features}] * len(requests)
         found = await self._all(requests, [session_id] * len(requests), model, each_with)
@@ -300,7 +300,7 @@ class TokenRequests(ABC):
     def _body(self, payload: Mapping[str, Any]) -> tuple[Info, Any]:
         body = dict(payload.get("json") or {})
         model = self._resolved(body.pop("model", None))
-        named = dialects.make(self.kind).adapted(self.adapter) if model is None else {"model": model}
+        named = engines.part(self.kind, "dialect")().adapted(self.adapter) if model is None else {"model": model}
         body = {**named, **body}
         session_id = body.pop("session_id", None)
         return body, None if session_id == "" else session_id

@@ -32,6 +32,7 @@ from torchrl_ext import messages
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.messages import Message
+from torchrl_ext.registry import Make
 from torchrl_ext.routes import CHANNEL, Flush, ListAdapters, merged
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.adapters import AdapterClient
@@ -423,3 +424,10 @@ class SGLangEngine(HTTPEngine):
                 return self._http.get(older)
             except EngineRefusedError as second:
                 raise restated(second, f"{error.what}; {second.what}") from error
+
+
+SGLANG = Make(
+    client=SGLangEngine,
+    dialect="torchrl_ext.rollout.dialects:SGLangDialect",
+    server="torchrl_ext.serving.engines.sglang:SGLangServer",
+)

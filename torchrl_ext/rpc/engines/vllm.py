@@ -32,6 +32,7 @@ from typing import Any, ClassVar, final
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
 from torchrl_ext.messages import Message
+from torchrl_ext.registry import Make
 from torchrl_ext.routes import ADAPTERS_ROUTE, ANSWERS, BACKEND, answers_in, unescaped
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.engines.adapters import AdapterClient
@@ -414,3 +415,15 @@ class EmbeddedEngine(VLLMRoutes):
 
     def _scores(self, told: Any, prompt: list[int]) -> list[Any]:
         return told["logprobs"][0]
+
+
+VLLM = Make(
+    client=VLLMEngine,
+    dialect="torchrl_ext.rollout.dialects:VLLMDialect",
+    server="torchrl_ext.serving.engines.vllm:VLLMServer",
+)
+EMBEDDED = Make(
+    client=EmbeddedEngine,
+    dialect="torchrl_ext.rollout.dialects:VLLMDialect",
+    server="torchrl_ext.serving.engines.embedded:EmbeddedServer",
+)

@@ -83,7 +83,7 @@ class Served:
         Returns:
             The client, and the server.
         """
-        server = registry.launchers.make(self.kind, **self.launch)
+        server = registry.engines.part(self.kind, "server")(**self.launch)
         return registry.engines.make(self.kind, url=server.url, **self.client), server
 
 

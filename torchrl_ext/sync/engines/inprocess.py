@@ -30,6 +30,7 @@ from torchrl_ext.messages import (
     replaced_by,
     stamped,
 )
+from torchrl_ext.registry import Make
 from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
 from torchrl_ext.sync.engines.hosts import Host, ModuleHost, VLLMHost, host_of
 from torchrl_ext.sync.engines.switching import Switch
@@ -271,3 +272,6 @@ class InProcessEngine(EngineClient):
     @cached_property
     def _switch(self) -> Switch:
         return Switch(self, self._host, transport=self._transport)
+
+
+INPROCESS = Make(client=InProcessEngine)

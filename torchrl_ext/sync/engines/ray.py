@@ -22,6 +22,7 @@ from torchrl_ext.errors import (
     EngineUnreachableError,
     WeightSyncError,
 )
+from torchrl_ext.registry import Make
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.fleet import Fleet
 from torchrl_ext.sync.engines.actors import Answer, EngineActor, Served, answer, as_remote, begin, the_ray
@@ -279,3 +280,6 @@ def connect_actors(engine: Any, **settings: Any) -> EngineClient:
 def _async_llm(replica: Any, **settings: Any) -> InProcessEngine:
     """Return the client of the `AsyncLLM` in a replica of `AsyncVLLM`; it is called in the replica's actor."""
     return InProcessEngine(replica.engine, **settings)
+
+
+RAY = Make(client=connect_actors)
