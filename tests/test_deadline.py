@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.processes import python
 from torchrl_ext.deadline import Deadline, beside, in_thread, one_at_a_time
 from torchrl_ext.errors import DeadlineError, TransportError
 
@@ -136,3 +137,15 @@ def test_a_thread_that_never_returns_is_waited_for_no_longer_than_asked():
     assert time.monotonic() - began < WAIT_S
     stuck.set()
     assert job.result(WAIT_S)
+
+
+def test_an_object_that_is_dropped_with_the_process_is_waited_for():
+    said = python(
+        "from torchrl_ext.deadline import in_thread\n"
+        "class Last:\n"
+        "    def __del__(self):\n"
+        "        print(in_thread(lambda: 'done', 'last').result(5))\n"
+        "last = Last()",
+        bare=True,
+    )
+    assert said == "done\n"

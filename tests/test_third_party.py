@@ -1,4 +1,4 @@
-"""A transport of another package, installed as packages are: its own tests, and engines that follow it by its name."""
+"""A transport and a make of engine of other packages, installed as packages are, and known by their names."""
 
 from __future__ import annotations
 
@@ -31,6 +31,46 @@ sender.shutdown()
 """
 
 
+FLIGHT = """
+import sys, tempfile
+import torch
+import torchrl_ext as tx
+from dove import Dovecote
+from torchrl_ext.errors import IntegrityError, UpdateError
+
+def broken(message):
+    loaded(message)
+    raise IntegrityError("it broke")
+
+module, policy = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+with Dovecote(module) as cote:
+    engine = tx.make_engine("dove", url=cote.url)
+    with tempfile.TemporaryDirectory() as root:
+        sender = tx.WeightSender(tx.DiskTransport(root), engine)
+        for _ in range(2):
+            torch.nn.init.normal_(policy.weight)
+            report = sender.update_weights(policy)
+            assert report.verified and report.engines[0].state == "serving", report
+            assert torch.equal(policy.weight, module.weight) and torch.equal(policy.bias, module.bias)
+        assert engine.info().weight_version == str(report.version) and engine.pause() and not cote.flies
+        engine.resume()
+        loaded, cote.receiver.load = cote.receiver.load, broken
+        try:
+            sender.update_weights(policy)
+        except UpdateError as error:
+            assert "it broke" in str(error) and "did not load the new weights" in str(error), error
+            assert not cote.flies
+        else:
+            raise AssertionError("it did not fail")
+        cote.receiver.load = loaded
+        sender.update_weights(policy)
+        assert cote.flies and engine.rows()[0].state == "serving"
+        sender.shutdown()
+    cote.shutdown()
+print("it followed")
+"""
+
+
 CONTRACT = """
 import os, sys
 import pytest
@@ -49,10 +89,7 @@ def package(tmp_path_factory):
 @pytest.fixture(scope="session")
 def site(package, tmp_path_factory):
     """A directory into which it is installed."""
-    site = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
-    subprocess.run([*command, "--target", str(site), str(package)], check=True, timeout=300)
-    return site
+    return install(package, tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture
@@ -60,6 +97,12 @@ def installed(site, monkeypatch):
     """It is installed for the processes that a test starts, engines among them."""
     there = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(site), str(ROOT), there))))
+
+
+def install(package, site):
+    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+    subprocess.run([*command, "--target", str(site), str(package)], check=True, timeout=300)
+    return site
 
 
 def run(*command, cwd=ROOT):
@@ -75,6 +118,14 @@ def test_it_is_as_short_as_the_page_says():
 
 def test_it_passes_the_contract_that_is_shipped(package, site):
     assert " passed" in python(CONTRACT, site, package, bare=True)
+
+
+def test_a_make_of_engine_by_somebody_else_follows_a_trainer(tmp_path, monkeypatch):
+    package = shutil.copytree(ROOT / "tests/third_party/dove", tmp_path / "dove")
+    assert len(list(filter(str.strip, (package / "dove.py").read_text().splitlines()))) <= 150
+    site = install(package, tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(site), str(ROOT))))
+    assert "it followed" in run("-c", FLIGHT, cwd=tmp_path)
 
 
 @pytest.mark.exhaustive

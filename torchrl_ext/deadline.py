@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -150,7 +151,10 @@ def in_thread(call: Callable[[], Found], name: str) -> Future[Found]:
         except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits
             job.set_exception(error)
 
-    threading.Thread(target=work, name=name, daemon=True).start()
+    if sys.is_finalizing():  # a thread that is started now never runs; an object that is dropped last may ask for one
+        work()
+    else:
+        threading.Thread(target=work, name=name, daemon=True).start()
     return job
 
 

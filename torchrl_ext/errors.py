@@ -6,8 +6,8 @@ from typing import Any
 
 __all__ = [
     "ConcurrentUpdateError", "ConfigError", "DeadlineError", "EngineError", "EngineRefusedError",
-    "EngineUnreachableError", "IntegrityError", "ManifestError", "NotConnectedError", "StaleBaseError", "StoreError",
-    "TransportError", "UpdateError", "WeightSyncError",
+    "EngineUnreachableError", "IntegrityError", "ManifestError", "NotConnectedError", "RouteAbsent", "StaleBaseError",
+    "StoreError", "TransportError", "UpdateError", "WeightSyncError",
 ]  # fmt: skip
 
 
@@ -100,6 +100,10 @@ class EngineRefusedError(EngineError):
     def __init__(self, what: str, *, status: int | None = None, reason: str = "", **more: Any) -> None:
         super().__init__(what, **more)
         self.status, self.reason = status, reason
+
+
+class RouteAbsent(EngineRefusedError):
+    """The server has no such route, or none that takes this method (HTTP 404, 405, 501)."""
 
 
 class UpdateError(EngineError):

@@ -14,7 +14,7 @@ import importlib
 import inspect
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -174,8 +174,8 @@ class Make:
         describe: takes the `torchrl_ext.rpc.http.HTTPSession` of an address, and returns its `EngineInfo`; None where
             an engine of another make, or none, answers there. None for a make that no address leads to.
         dialect: the `torchrl_ext.rollout.dialects.Dialect` of its requests for tokens.
-        server: the `torchrl_ext.serving.server.ServerSpec` of a server that this library starts.
-        router: the spec of the router that goes with it.
+        server: the `torchrl_ext.serving.server.EngineSpec` of a server that this library starts.
+        router: the `torchrl_ext.serving.router.RouterSpec` of the router that goes with it.
     """
 
     client: Any
@@ -198,22 +198,30 @@ class Makes(Registry):
         Raises:
             ConfigError: there is no such make, its imports fail, or it has no such part.
         """
-        found = getattr(self.load(name), role)
+        found = getattr(self.load(name), role) if name in self.names() else None
         if found is None:
-            raise ConfigError(f"{name!r} engines have no {role}", expected=f"one of {', '.join(self.having(role))}")
+            what = f"{name!r} engines have no {role}" if name in self.names() else f"there is no engine called {name!r}"
+            raise ConfigError(what, expected=f"one of {', '.join(sorted(self.having(role)))}")
         return self._imported(name, found) if isinstance(found, str) else found
 
-    def having(self, role: str) -> list[str]:
-        """Return the names of the makes that have a part, a field of `Make`."""
-        return [name for name in self.names() if getattr(self.load(name), role) is not None]
+    def having(self, role: str) -> Iterator[str]:
+        """Yield the names of the makes that have a part, a field of `Make`; one that cannot be imported is left out."""
+        for name in self.names():
+            try:
+                found = getattr(self.load(name), role)
+            except ConfigError as error:
+                log.warning("%s", error)
+            else:
+                if found is not None:
+                    yield name
 
 
 engines = Makes(
     "engine",
     {
-        "vllm": ("rpc.engines.vllm:VLLM", "a vLLM server over HTTP"),
-        "sglang": ("rpc.engines.sglang:SGLANG", "an SGLang server over HTTP"),
-        "embedded": ("rpc.engines.vllm:EMBEDDED", "the embedded transformers engine over HTTP"),
+        "vllm": ("rpc.makes.vllm:VLLM", "a vLLM server over HTTP"),
+        "sglang": ("rpc.makes.sglang:SGLANG", "an SGLang server over HTTP"),
+        "embedded": ("rpc.makes.vllm:EMBEDDED", "the embedded transformers engine over HTTP"),
         "inprocess": (
             "sync.engines.inprocess:INPROCESS",
             "a module, a receiver or a vLLM object in this process",

@@ -6,6 +6,7 @@ An engine's plugin and its client share the names and readers here, and the mess
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from torchrl_ext.types import Info, least
 
 __all__ = [
     "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "OPEN_UPDATE", "TAKE_OVER", "Flush", "ListAdapters",
-    "answers_in", "bears_key", "escaped", "merged", "refusal", "unescaped",
+    "answers_in", "asleep_by", "bears_key", "escaped", "merged", "refusal", "unescaped",
 ]  # fmt: skip
 
 BACKEND = "torchrl_ext"
@@ -36,7 +37,9 @@ OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
 ADAPTERS_ROUTE = "/torchrl_ext/adapters"
 """The route on which our plugin in vLLM lists LoRA adapters (GET), and takes the messages about them (POST)."""
 
-_IF_ANY, _IF_ALL = ("working", "needed", "empty"), ("flushed", "restored", "whole")
+_IF_ANY, _IF_ALL = ("working", "needed", "empty", "paused"), ("flushed", "restored", "whole")
+
+_GAUGE = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]*\}\s+([0-9.e+]+)', re.MULTILINE)
 
 
 class Flush(Message, frozen=True, kw_only=True):
@@ -63,6 +66,24 @@ def answers_in(content: Any) -> list[Info]:
     if isinstance(content, dict) and isinstance(content.get("answer"), dict):
         answers.append(content["answer"])
     return answers
+
+
+def asleep_by(metrics: str) -> Info:
+    """Return what vLLM's gauge says of a paused engine: ``paused``, ``asleep``, a set of tags, and ``dropped``.
+
+    Level 0 of its sleep and a cache that sleeps alone look the same there.
+
+    Args:
+        metrics: as vLLM's server answers to ``GET /metrics``.
+    """
+    rows = _GAUGE.findall(metrics)
+    found = {state for state, value in rows if float(value) > 0}
+    if not rows or "awake" in found:
+        return {"paused": True}
+    if found & {"weights_offloaded", "discard_all"}:
+        both = frozenset({"weights", "kv_cache"})
+        return {"paused": True, "asleep": both, "dropped": "discard_all" in found}
+    return {"paused": True, "asleep": frozenset({"kv_cache"})}
 
 
 def escaped(words: str) -> str:

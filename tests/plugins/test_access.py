@@ -196,7 +196,7 @@ def test_a_body_beyond_what_an_update_needs_is_refused_before_it_is_read(http):
         for _ in range(65):
             yield b" " * (1 << 20)
 
-    answer = http.post("/update_weights", content=body())
+    answer = http.post("/update_weights", content=body(), headers={"content-type": "application/json"})
     assert answer.status_code == 400 and "more than 67108864 bytes" in answer.json()["error"]["message"]
 
 

@@ -112,7 +112,8 @@ def test_an_update_wakes_a_sleeping_engine(server, engine, sender, level):
     model = tiny_model(4)
     report = sender.update_weights(model)
     assert report.verified and report.engines[0].state == "serving"
-    assert ask(server, "/is_sleeping") == {"is_sleeping": False, "tags": []}
+    woken = ask(server, "/is_sleeping")
+    assert not woken["is_sleeping"] and woken["tags"] == []
     assert tokens(server) == greedy(model)
 
 

@@ -22,6 +22,7 @@ PLUGIN = ("torchrl_ext.plugins.vllm.adapters", "torchrl_ext.plugins.vllm.endpoin
 ABSENT = (
     "fastapi",
     "fastapi.responses",
+    "fastapi.routing",
     "vllm.distributed.weight_transfer.base",
     "vllm.lora.peft_helper",
     "vllm.lora.request",

@@ -14,8 +14,8 @@ from tests.processes import python
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.plugins.sglang import register
 from torchrl_ext.serving.engines.sglang import SGLangServer
+from torchrl_ext.serving.overlay import make_overlay
 from torchrl_ext.serving.processes import free_port
-from torchrl_ext.serving.server import make_overlay
 
 LOOK = """
 import sys

@@ -9,8 +9,8 @@ import pytest
 
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.serving.engines.vllm import VLLMServer
-from torchrl_ext.serving.server import make_overlay
-from torchrl_ext.sync.engines.hosts import VLLMHost
+from torchrl_ext.serving.overlay import make_overlay
+from torchrl_ext.sync.engines.local import VLLMObjectPort
 
 LOOK = """
 import sys
@@ -64,7 +64,8 @@ class Caches:
         self.encoder_dropped = True
 
     async def dropped(self, timeout_s=10.0):
-        host = VLLMHost(self, pause_mode="keep", loop=asyncio.get_running_loop(), timeout_s=timeout_s)
+        host = VLLMObjectPort(self, pause_mode="keep", loop=asyncio.get_running_loop())
+        host.timeout_s = timeout_s
         await asyncio.to_thread(host.drop_cached)
 
 

@@ -14,8 +14,10 @@ from tests.embedded import EmbeddedServer
 from tests.models import VOCAB, tiny_checkpoint, tiny_model
 from torchrl_ext.errors import ConfigError, EngineRefusedError, UpdateError
 from torchrl_ext.proof.outputs import Probe, bound_of, gaps, random_prompts
-from torchrl_ext.rpc.engines.vllm import EmbeddedEngine
-from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.engine import Engine
+from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rpc.makes.vllm import EmbeddedPort
+from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import PROOFS, ParamMeta, least
 from torchrl_ext.weights.scoring import score
@@ -24,7 +26,7 @@ from torchrl_ext.weights.scoring import score
 @contextmanager
 def sending(*engines, transport="memory", **settings):
     """A sender to engines of this process or another one."""
-    engine = engines[0] if len(engines) == 1 else Fleet(engines)
+    engine = engines[0] if len(engines) == 1 else Pool(engines)
     sender = tx.WeightSender(tx.make_transport(transport), engine, **{"verify": "outputs", **settings})
     try:
         yield sender
@@ -327,20 +329,20 @@ class TestEmbedded:
                 assert 1e-3 < row.max_gap < 0.5  # the trainer computes in float32
 
     def test_a_server_that_died_is_unreachable(self, tmp_path):
-        class Dying(EmbeddedEngine):
-            def commit(self, version):
-                super().commit(version)
+        class Dying(EmbeddedPort):
+            def release(self):
+                super().release()
                 server.stop()
 
         server = EmbeddedServer(tiny_checkpoint(tmp_path / "model"), dtype="float32")
-        with server, sending(Dying(server.url), transport="ipc") as sender:
+        with server, sending(Engine(Dying(HTTPSession(server.url))), transport="ipc") as sender:
             with pytest.raises(UpdateError, match="gave no log-probabilities") as told:
                 sender.update_weights(tiny_model(1))
             assert told.value.rows[0].state == "unreachable"
 
     @pytest.mark.parametrize(
         ("prompts", "said"),
-        [([[1, VOCAB]], "does not know"), ([[]], "0 tokens"), ([[1] * 600], "600 tokens"), ([["a"]], "token ids")],
+        [([[1, VOCAB]], "does not know"), ([[]], "0 tokens"), ([[1] * 600], "600 tokens"), ([["a"]], "Expected `int`")],
     )
     def test_prompts_that_are_none_are_refused(self, servers, prompts, said):
         engine = tx.make_engine("embedded", url=servers[0].url)

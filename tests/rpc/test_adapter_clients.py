@@ -8,9 +8,9 @@ from tests.rpc.adapter_servers import actions, serving_adapters
 from tests.rpc.servers import bare, running
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.routes import ADAPTERS_ROUTE
-from torchrl_ext.rpc.engines.sglang import SGLangEngine
-from torchrl_ext.rpc.engines.vllm import EmbeddedEngine, VLLMEngine
-from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.makes.sglang import sglang_engine
+from torchrl_ext.rpc.makes.vllm import embedded_engine, vllm_engine
+from torchrl_ext.rpc.pool import Pool
 
 HANDOFF = {"version": 3, "path": "/root/a/weight_v000003"}
 
@@ -23,8 +23,8 @@ def told(**versions):
 def test_a_version_is_staged_then_served_and_vllm_is_neither_paused_nor_flushed():
     with serving_adapters() as server:
         server.adapters.in_use = [2, 3]
-        adapter = VLLMEngine(server.url).adapter("a")
-        adapter.connect({"root": "/root/a", "params": []})
+        adapter = vllm_engine(server.url).adapter("a")
+        adapter.connect({"transport": "disk", "root": "/root/a", "params": []})
         adapter.prefetch(3)
         with adapter.updating(3):
             server.adapters.staged["a"] = 3  # what the load leaves behind
@@ -37,14 +37,22 @@ def test_a_version_is_staged_then_served_and_vllm_is_neither_paused_nor_flushed(
             (f"GET {ADAPTERS_ROUTE}", None),
         ]
         (row,) = adapter.rows()
-        assert (row.engine, row.state, row.version, row.pause_s) == (server.url, "serving", 3, 0)
+        assert (row.engine, row.state, row.version) == (server.url, "serving", 3)
         assert adapter.oldest(3) == 2, "requests are at work with version 2"
+
+
+def test_an_update_of_an_adapter_has_no_pause():
+    with serving_adapters() as server:
+        adapter = vllm_engine(server.url).adapter("a")
+        with adapter.updating(3):
+            server.adapters.staged["a"] = 3
+        assert adapter.rows()[0].pause_s == 0
 
 
 def test_sglang_is_told_by_messages():
     with running({"POST /weights_checker": told(a=3)}) as server:
-        adapter = SGLangEngine(server.url).adapter("a")
-        adapter.connect({"root": "/root/a", "params": []})
+        adapter = sglang_engine(server.url).adapter("a")
+        adapter.connect({"transport": "disk", "root": "/root/a", "params": []})
         with adapter.updating(3):
             adapter.load(HANDOFF)
         adapter.unload()
@@ -59,7 +67,7 @@ def test_sglang_is_told_by_messages():
 
 def test_a_version_counts_only_when_the_engine_says_that_it_serves_it():
     with running({"POST /weights_checker": told(a=2)}) as server:
-        adapter = SGLangEngine(server.url).adapter("a")
+        adapter = sglang_engine(server.url).adapter("a")
         with pytest.raises(EngineRefusedError, match=r"(?s)serves version 2 of 'a'.*a@3"):
             adapter.commit(3)
         (row,) = adapter.rows()
@@ -69,23 +77,23 @@ def test_a_version_counts_only_when_the_engine_says_that_it_serves_it():
 @pytest.mark.parametrize(
     ("kind", "answer", "hint"),
     [
-        (VLLMEngine, (404, {"detail": "Not Found"}), "VLLM_PLUGINS"),
-        (VLLMEngine, (400, {"error": "ConfigError: LoRA is not enabled"}), "--enable-lora"),
-        (SGLangEngine, (400, {"message": "Unsupported action: torchrl_ext"}), "install torchrl_ext"),
-        (SGLangEngine, (400, {"message": "ConfigError: LoRA is not enabled"}), "--lora-target-modules"),
+        (vllm_engine, (404, {"detail": "Not Found"}), "VLLM_PLUGINS"),
+        (vllm_engine, (400, {"error": "ConfigError: LoRA is not enabled"}), "--enable-lora"),
+        (sglang_engine, (400, {"message": "Unsupported action: torchrl_ext"}), "install torchrl_ext"),
+        (sglang_engine, (400, {"message": "ConfigError: LoRA is not enabled"}), "--lora-target-modules"),
     ],
 )
 def test_a_server_that_serves_no_adapters_is_told_apart(kind, answer, hint):
     with running({f"POST {ADAPTERS_ROUTE}": answer, "POST /weights_checker": answer}) as server:
         adapter = kind(server.url).adapter("a")
-        with pytest.raises(EngineRefusedError, match=f"(?s)make ready for adapter 'a'.*{hint}"):
-            adapter.connect({"params": []})
+        with pytest.raises(EngineRefusedError, match=f"(?s)did not join the transport.*{hint}"):
+            adapter.connect({"transport": "disk", "params": []})
         assert adapter.rows()[0].state == "serving"
 
 
 def test_an_unknown_name_cannot_be_unloaded():
     with serving_adapters() as server, pytest.raises(EngineRefusedError, match="no adapter 'a' is loaded") as error:
-        VLLMEngine(server.url).adapter("a").unload()
+        vllm_engine(server.url).adapter("a").unload()
     assert "VLLM_PLUGINS" not in str(error.value), "the plugin is there"
 
 
@@ -94,19 +102,19 @@ def test_workers_words_come_without_their_wrapping():
     with serving_adapters() as server:
         server.answers[f"POST {ADAPTERS_ROUTE}"] = (400, {"error": words})
         with pytest.raises(EngineRefusedError, match="rank 16") as error:
-            VLLMEngine(server.url).adapter("a").connect({"params": []})
+            vllm_engine(server.url).adapter("a").connect({"transport": "disk", "params": []})
         assert "Call to" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["", "../a", "a b", "a@7", ".a", "a" * 200])
 def test_names_are_checked_before_anything_is_asked(name):
     with pytest.raises(ConfigError, match="cannot be called"):
-        VLLMEngine("host:1").adapter(name)
+        vllm_engine("host:1").adapter(name)
 
 
 def test_other_engines_serve_no_adapters():
-    fleet = Fleet([VLLMEngine("host:1"), EmbeddedEngine("host:2")])
+    fleet = Pool([vllm_engine("host:1"), embedded_engine("host:2")])
     with pytest.raises(ConfigError, match="embedded engines serve no LoRA adapters"):
         fleet.adapter("a")
     with pytest.raises(ConfigError, match="unload adapters only"):
-        VLLMEngine("host:1").unload()
+        vllm_engine("host:1").unload()

@@ -1,11 +1,7 @@
 """Discovery against servers that are slow, strange or hostile: a clear error within the deadline, or the facts."""
 
-import asyncio
 import json
 import socket
-import socketserver
-import ssl
-import subprocess
 import threading
 import time
 import traceback
@@ -13,11 +9,16 @@ from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import torchrl_ext as tx
-from tests.rpc.servers import CONFIG, GOOD, running
+from tests.processes import python
+from tests.rpc.servers import CONFIG, running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.rpc.http import AsyncSession, HTTPSession
+from torchrl_ext.registry import Make
+from torchrl_ext.rpc.server_info import read_server_info
+from torchrl_ext.types import EngineInfo
 
 FLAT = {
     "engine": "embedded",
@@ -63,17 +64,11 @@ class Scripted(BaseHTTPRequestHandler):
         pass
 
 
-class Six(ThreadingHTTPServer):
-    address_family = socket.AF_INET6
-
-
 @contextmanager
-def scripted(script, cls=ThreadingHTTPServer, host="127.0.0.1", context=None):
-    server = cls((host, 0), Scripted)
+def scripted(script):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
     server.daemon_threads, server.script, server.seen = True, script, []
     server.stopped = threading.Event()
-    if context is not None:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     server.port = server.server_address[1]
@@ -135,12 +130,7 @@ def test_one_error_has_both_routes_and_their_answers():
         told(b""),
         told(b"[" * 100_000),
         told(b"\xff\xfe\x00 no text"),
-        told("a string"),
-        told(None),
         told([]),
-        told({"vllm_config": "text"}),
-        told({"vllm_config": CONFIG | {"parallel_config": {"tensor_parallel_size": "two"}}}),
-        told({"vllm_config": CONFIG | {"parallel_config": {"tensor_parallel_size": -1}}}),
         told({"vllm_config": CONFIG | {"parallel_config": {"data_parallel_size": 1e300}}}),
         told(b'{"engine": "embedded", "parallel_config": {"tensor_parallel_size": NaN}}'),
         told(SGLANG | {"tp_size": 10**12}),
@@ -246,17 +236,6 @@ def test_one_is_not_lost_where_its_kind_is_unknown_or_another_refuses(answer, er
         tx.connect(gone, missing="ignore")
 
 
-def test_an_engine_over_ipv6_is_found_under_its_bracketed_address():
-    try:
-        with scripted({"/server_info": told(FLAT)}, Six, "::1") as server:
-            (info,) = tx.discover(f"[::1]:{server.port}")
-            assert info.url == f"http://[::1]:{server.port}"
-            with pytest.raises(ConfigError, match="no engine address"):
-                tx.discover(f"::1:{server.port}")
-    except OSError:
-        pytest.skip("this machine has no IPv6 loopback")
-
-
 def test_a_bearer_key_is_sent_and_its_absence_is_explained():
     with scripted({"/server_info": (401, {}, b'{"error": "Unauthorized"}')}) as server:
         with pytest.raises(EngineRefusedError, match=r"401: Unauthorized.*api_key") as caught:
@@ -304,21 +283,48 @@ def test_a_server_that_wants_a_key_or_lacks_the_routes_is_not_said_to_be_no_engi
         assert ("api_key" in text) == (status != 501)
 
 
-def test_where_prefilling_engines_meet_those_that_decode_is_told():
-    port = {"disaggregation_bootstrap_port": 8998}
-    for mode, more, expected in (
-        ("prefill", port, 8998),
-        ("decode", port, None),
-        ("null", port, None),
-        ("prefill", {}, None),
-        ("prefill", {"disaggregation_bootstrap_port": "8998; rm"}, None),
-        ("prefill", {"disaggregation_bootstrap_port": 70000}, None),
-    ):
-        with scripted({"/server_info": told({**SGLANG, "disaggregation_mode": mode, **more})}) as server:
-            assert tx.discover(f"127.0.0.1:{server.port}")[0].bootstrap_port == expected
+@given(
+    st.sampled_from(["vllm", "sglang"]),
+    st.sampled_from(["prefill", "decode", "regular"]),
+    st.one_of(st.integers(-1, 1 << 17), st.none(), st.text(), st.booleans()),
+)
+def test_an_engine_that_prefills_says_at_which_port_it_meets_those_that_decode(kind, role, port):
+    if kind == "vllm":
+        named = {"prefill": "kv_producer", "decode": "kv_consumer", "regular": "kv_both"}[role]
+        config = {**CONFIG, "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": named}}
+        answer = {"vllm_config": config, "vllm_env": {"VLLM_NIXL_SIDE_CHANNEL_PORT": port}}
+    else:
+        answer = {**SGLANG, "disaggregation_mode": role, "disaggregation_bootstrap_port": port}
+    info = read_server_info("http://host:1", answer).info
+    known = role == "prefill" and type(port) is int and 0 < port < 1 << 16
+    assert (info.kind, info.worker_type, info.bootstrap_port) == (kind, role, port if known else None)
+
+
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3))
+
+
+@given(st.data())
+def test_an_answer_with_any_fields_is_described_or_refused(data):
+    fields = {
+        "vllm_config": ["parallel_config", "model_config", "kv_transfer_config", "load_config"],
+        "engine": ["engine", "version", "model", "worker_type", "dtype", "weight_version"],
+        "model_path": ["tp_size", "dp_size", "disaggregation_mode", "weight_cache_mode", "enable_dp_attention"],
+    }
+    of = data.draw(st.sampled_from(sorted(fields)))
+    drawn = {name: data.draw(JSON | st.dictionaries(st.just("tensor_parallel_size"), JSON)) for name in fields[of]}
+    answer = {"vllm_config": drawn} if of == "vllm_config" else {**(SGLANG if of == "model_path" else FLAT), **drawn}
+    try:
+        found = read_server_info("http://host:1", answer)
+    except EngineRefusedError as error:
+        assert "http://host:1" in str(error)
+    else:
+        assert found.info.world_size >= 1 and all(isinstance(name, str) for name in found.kv_connectors)
 
 
 def test_of_a_vllm_server_its_description_alone_is_enough():
+    with running() as server:
+        (info,) = tx.discover(server.url)
+    assert (info.tp_size, info.dp_size, info.world_size, info.weight_version) == (2, 3, 6, "7")
     config = {**CONFIG, "weight_transfer_config": {"backend": "nccl"}, "load_config": {"load_format": "auto"}}
     with running({"GET /server_info": (200, {"vllm_config": config})}) as server:
         (info,) = tx.discover(server.url)
@@ -326,96 +332,36 @@ def test_of_a_vllm_server_its_description_alone_is_enough():
     assert (info.weight_version, info.worker_type, info.transports) == ("", "prefill", ("disk", "native"))
 
 
-@pytest.mark.parametrize(
-    ("role", "told_port", "expected"),
-    [
-        ("kv_producer", 5600, 5600),
-        ("kv_consumer", 5600, None),
-        ("kv_both", 5600, None),
-        ("kv_producer", "5600; rm", None),
-        ("kv_producer", 70000, None),
-        ("kv_producer", None, None),
-    ],
-)
-def test_where_prefilling_vllm_servers_meet_those_that_decode_is_told_by_their_variables(role, told_port, expected):
-    config = {**CONFIG, "kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": role}}
-    described = {"vllm_config": config, "vllm_env": {"VLLM_NIXL_SIDE_CHANNEL_PORT": told_port}}
-    with running(get_server_info=(200, described)) as server:
-        (info,) = tx.discover(server.url)
-    assert info.bootstrap_port == expected
+STRANGER = """
+from tests.rpc.test_discovery import told, scripted
+import torchrl_ext as tx
+from torchrl_ext.registry import engines
+
+engines.register("dove", "tests.rpc.test_discovery:DOVE", "an engine of another package")
+engines.register("broken", "tests.rpc.nowhere:MAKE", "its module is missing")
+with scripted({"/coo": told({"model": "/m"})}) as server:
+    (info,) = tx.discover(f"127.0.0.1:{server.port}")
+    asked = [path.partition("?")[0] for path, _ in server.seen]
+    print(info.kind, info.model, *(asked.count(path) for path in ("/server_info", "/list_workers", "/coo")))
+"""
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """A key and a self-signed certificate for 127.0.0.1."""
-    folder = tmp_path_factory.mktemp("tls")
-    names = {"keyout": folder / "key.pem", "out": folder / "cert.pem"}
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", names["keyout"], "-out", names["out"]]
-    try:
-        subprocess.run(command, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("this machine has no openssl to make a certificate with")
-    return names["out"], names["keyout"]
+def dove(session):
+    return EngineInfo(url=session.url, kind="dove", model=session.get("/coo")["model"])
 
 
-@pytest.fixture
-def tls(certificate):
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(*certificate)
-    return context
+DOVE = Make(client=object, describe=dove)
 
 
-def test_https_works_with_an_authority_that_the_environment_names(tls, certificate, monkeypatch):
-    with scripted({"/server_info": told(FLAT)}, context=tls) as server:
-        with pytest.raises(EngineUnreachableError, match="SSL_CERT_FILE"):
-            tx.discover(f"https://127.0.0.1:{server.port}")
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
-        (info,) = tx.discover(f"https://127.0.0.1:{server.port}")
-        assert info.url == f"https://127.0.0.1:{server.port}" and info.kind == "embedded"
+def test_a_make_of_another_package_describes_its_own_engines_and_nothing_is_asked_twice():
+    assert python(STRANGER).split() == ["dove", "/m", "1", "1", "1"]
+    for answer in (SGLANG, FLAT):
+        with scripted({"/server_info": told(answer)}) as server:
+            tx.discover(f"127.0.0.1:{server.port}")
+            asked = [path.partition("?")[0] for path, _ in server.seen]
+            assert asked.count("/server_info") == 1 and "/get_server_info" not in asked
 
 
-def test_sessions_of_both_kinds_trust_the_same_authorities(tls, certificate, monkeypatch):
-    async def ask(url):
-        session = AsyncSession()
-        try:
-            return await session.json("GET", url, until=time.monotonic() + LIMIT_S)
-        finally:
-            await session.close()
-
-    with scripted({"/server_info": told(FLAT)}, context=tls) as server:
-        url = f"https://127.0.0.1:{server.port}"
-        for known in (False, True, False):
-            if known:
-                monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
-                assert HTTPSession(url).get("/server_info") == asyncio.run(ask(f"{url}/server_info")) == FLAT
-                monkeypatch.delenv("SSL_CERT_FILE")
-                continue
-            for call in (lambda: HTTPSession(url).get("/server_info"), lambda: asyncio.run(ask(f"{url}/server_info"))):
-                with pytest.raises(EngineUnreachableError, match="CERTIFICATE_VERIFY_FAILED"):
-                    call()
-
-
-def test_https_at_a_plain_server_says_what_to_try():
-    with scripted({"/server_info": told(FLAT)}) as server, pytest.raises(EngineUnreachableError, match="http://"):
-        tx.discover(f"https://127.0.0.1:{server.port}")
-
-
-def test_a_server_that_speaks_no_http_is_unreachable():
-    class Noise(socketserver.BaseRequestHandler):
-        def handle(self):
-            self.request.recv(1 << 16)
-            self.request.sendall(b"SSH-2.0-OpenSSH_9.6\r\n" * 4)
-
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Noise) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        with pytest.raises(EngineUnreachableError, match=str(server.server_address[1])):
-            tx.discover(f"127.0.0.1:{server.server_address[1]}", timeout_s=10)
-        server.shutdown()
-
-
-def test_the_world_of_a_vllm_server_is_what_it_tells():
-    with running() as server:
-        (info,) = tx.discover(server.url)
-    assert (info.tp_size, info.dp_size, info.world_size, info.worker_type) == (2, 3, 6, "prefill")
-    assert info.weight_version == GOOD["GET /weight_info"][1]["weight_version"]
+def test_an_engine_of_a_make_that_nobody_brought_is_refused():
+    with scripted({"/server_info": told(FLAT | {"engine": "dove"})}) as server:
+        assert "of no make that is known here. Expected: one of vllm, sglang, embedded" in refused(server)

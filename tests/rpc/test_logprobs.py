@@ -8,9 +8,9 @@ import pytest
 from tests.rpc.servers import running
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.rpc.client import NullEngine
-from torchrl_ext.rpc.engines.sglang import SGLangEngine
-from torchrl_ext.rpc.engines.vllm import EmbeddedEngine, VLLMEngine
-from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.makes.sglang import sglang_engine
+from torchrl_ext.rpc.makes.vllm import embedded_engine, vllm_engine
+from torchrl_ext.rpc.pool import Pool
 
 PROMPTS = ((17, 3, 42), (5, 17))
 VALUES = {17: -1.5, 3: -7.25, 42: -0.125, 5: -3.0}
@@ -29,9 +29,9 @@ def sglang_answers(sent):
 
 
 KINDS = {
-    VLLMEngine: ("POST /inference/v1/generate", vllm_answers),
-    SGLangEngine: ("POST /generate", sglang_answers),
-    EmbeddedEngine: (
+    vllm_engine: ("POST /inference/v1/generate", vllm_answers),
+    sglang_engine: ("POST /generate", sglang_answers),
+    embedded_engine: (
         "POST /prompt_logprobs",
         lambda sent: (200, {"logprobs": [[VALUES[token] for token in prompt[1:]] for prompt in sent["prompts"]]}),
     ),
@@ -55,7 +55,7 @@ def test_without_prompts_nobody_is_asked(kind):
 
 def test_vllm_is_asked_by_tokens_for_the_prompts_own_and_past_its_cache():
     with running({"POST /inference/v1/generate": vllm_answers}) as server:
-        VLLMEngine(server.url).logprobs(PROMPTS[:1])
+        vllm_engine(server.url).logprobs(PROMPTS[:1])
         ((_, _, sent),) = server.calls
     sampling = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True, "max_tokens": 1, "temperature": 1.0}
     assert sent == {"token_ids": [17, 3, 42], "sampling_params": sampling}
@@ -63,7 +63,7 @@ def test_vllm_is_asked_by_tokens_for_the_prompts_own_and_past_its_cache():
 
 def test_sglang_is_asked_by_tokens_from_the_first_one_on():
     with running({"POST /generate": sglang_answers}) as server:
-        SGLangEngine(server.url).logprobs(PROMPTS[:1])
+        sglang_engine(server.url).logprobs(PROMPTS[:1])
         ((_, _, sent),) = server.calls
     assert sent == {
         "input_ids": [17, 3, 42],
@@ -76,19 +76,19 @@ def test_sglang_is_asked_by_tokens_from_the_first_one_on():
 @pytest.mark.parametrize(
     ("kind", "answer"),
     [
-        (VLLMEngine, {"choices": []}),
-        (VLLMEngine, {"prompt_logprobs": None}),
-        (VLLMEngine, {"prompt_logprobs": [None, {"3": {"logprob": -1.0}}]}),
-        (VLLMEngine, {"prompt_logprobs": [None, {"3": {"logprob": -1.0}}, {"7": {"logprob": -1.0}}]}),
-        (VLLMEngine, {"prompt_logprobs": [None, None, {"42": {"logprob": -1.0}}]}),
-        (VLLMEngine, [1]),
-        (SGLangEngine, {"meta_info": {}}),
-        (SGLangEngine, {"meta_info": {"input_token_logprobs": [[None, 17, None], [-1.0, 3, None]]}}),
-        (SGLangEngine, {"meta_info": {"input_token_logprobs": [[None, 17, None], [-1.0, 3, None], [-1.0, 7, None]]}}),
-        (SGLangEngine, [1]),
-        (EmbeddedEngine, {}),
-        (EmbeddedEngine, {"logprobs": [["much"]]}),
-        (EmbeddedEngine, [1]),
+        (vllm_engine, {"choices": []}),
+        (vllm_engine, {"prompt_logprobs": None}),
+        (vllm_engine, {"prompt_logprobs": [None, {"3": {"logprob": -1.0}}]}),
+        (vllm_engine, {"prompt_logprobs": [None, {"3": {"logprob": -1.0}}, {"7": {"logprob": -1.0}}]}),
+        (vllm_engine, {"prompt_logprobs": [None, None, {"42": {"logprob": -1.0}}]}),
+        (vllm_engine, [1]),
+        (sglang_engine, {"meta_info": {}}),
+        (sglang_engine, {"meta_info": {"input_token_logprobs": [[None, 17, None], [-1.0, 3, None]]}}),
+        (sglang_engine, {"meta_info": {"input_token_logprobs": [[None, 17, None], [-1.0, 3, None], [-1.0, 7, None]]}}),
+        (sglang_engine, [1]),
+        (embedded_engine, {}),
+        (embedded_engine, {"logprobs": [["much"]]}),
+        (embedded_engine, [1]),
     ],
 )
 def test_an_answer_without_one_for_each_token_is_refused(kind, answer):
@@ -116,7 +116,7 @@ def test_what_json_has_no_number_for_is_none(kind):
         assert math.isnan(found)
 
 
-@pytest.mark.parametrize("kind", [VLLMEngine, SGLangEngine])
+@pytest.mark.parametrize("kind", [vllm_engine, sglang_engine])
 def test_a_server_that_refuses_says_so_in_its_row(kind):
     with running({KINDS[kind][0]: (400, {"error": {"message": "the prompt is too long"}})}) as server:
         engine = kind(server.url)
@@ -134,8 +134,8 @@ def test_a_server_that_is_paused_or_full_has_as_long_as_a_load(kind):
 
 
 def test_a_fleet_is_asked_one_by_one_and_no_engine_not_at_all():
-    engines = [VLLMEngine("http://127.0.0.1:1"), SGLangEngine("http://127.0.0.1:2")]
-    fleet = Fleet(engines)
+    engines = [vllm_engine("http://127.0.0.1:1"), sglang_engine("http://127.0.0.1:2")]
+    fleet = Pool(engines)
     assert fleet.each() == tuple(engines)
     assert engines[0].each() == (engines[0],)
     assert NullEngine().each() == ()

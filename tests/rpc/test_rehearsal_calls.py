@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.rpc.servers import Resting, bare, rehearsing, running
+from tests.rpc.servers import bare, rehearsing, running
 from torchrl_ext.errors import EngineRefusedError
-from torchrl_ext.rpc.engines.vllm import VLLMEngine
-from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.makes.vllm import vllm_engine
+from torchrl_ext.rpc.pool import Pool
 
 INIT = "POST /init_weight_transfer_engine"
 
@@ -17,7 +17,7 @@ def changes(server):
 def rehearsal(how="once", **answers):
     """The client, and what it called between a connection and an update."""
     with running(post_init_weight_transfer_engine=rehearsing(**answers)) as server:
-        engine = VLLMEngine(server.url, timeout_s=5)
+        engine = vllm_engine(server.url, timeout_s=5)
         failure = None
         try:
             engine.rehearse(how)
@@ -38,20 +38,6 @@ def test_an_engine_is_paused_for_it_and_proves_the_least_of_its_workers():
     assert engine.rows()[0].state == "serving" and engine.rows()[0].proof == "in place"
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_one_that_others_paused_or_put_to_sleep_stays_so(level):
-    resting, rehearses = Resting(), rehearsing()
-    resting.sleep({"level": level})
-
-    def tell(body):
-        return rehearses(body) if body["init_info"]["kind"] == "rehearse" else resting.tell(body)
-
-    with running(resting.answers, post_init_weight_transfer_engine=tell) as server:
-        VLLMEngine(server.url, timeout_s=5).rehearse()
-        assert resting.paused and resting.asleep == ({"kv_cache"} if level else set())
-        assert "POST /inference/v1/generate" not in server.routes()  # it would not answer
-
-
 def test_one_that_has_nothing_to_show_is_not_paused():
     engine, _, calls, asked = rehearsal("always", needed=False)
     assert (
@@ -68,7 +54,7 @@ def test_one_that_refuses_serves_again_only_where_it_was_brought_back(restored, 
 
 def test_one_whose_plugin_knows_no_rehearsals_proves_what_it_was_handed():
     with running() as server:
-        engine = VLLMEngine(server.url, timeout_s=5)
+        engine = vllm_engine(server.url, timeout_s=5)
         engine.rehearse()
         assert engine.proof == "sent" and changes(server) == [INIT]
         engine.close()
@@ -76,7 +62,7 @@ def test_one_whose_plugin_knows_no_rehearsals_proves_what_it_was_handed():
 
 def test_a_fleet_proves_the_least_of_its_engines():
     with running(post_init_weight_transfer_engine=rehearsing()) as one, running() as other:
-        fleet = Fleet([VLLMEngine(server.url, timeout_s=5) for server in (one, other)])
+        fleet = Pool([vllm_engine(server.url, timeout_s=5) for server in (one, other)])
         fleet.members()
         fleet.rehearse()
         assert fleet.proof == "sent" and {row.proof for row in fleet.rows()} == {"sent", "in place"}

@@ -9,8 +9,8 @@ from tests.models import PROMPT, greedy, tiny_model
 from tests.rpc.adapter_servers import serving_adapters
 from torchrl_ext.errors import ConfigError, EngineError, StoreError, UpdateError
 from torchrl_ext.routes import ADAPTERS_ROUTE
-from torchrl_ext.rpc.engines.vllm import VLLMEngine
 from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rpc.makes.vllm import vllm_engine
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def versions(root):
 def test_what_is_published_is_an_adapter_that_peft_loads(policy, tmp_path, pair):
     from peft import PeftModel
 
-    adapters = tx.AdapterSender(tmp_path, VLLMEngine(pair[0].url))
+    adapters = tx.AdapterSender(tmp_path, vllm_engine(pair[0].url))
     randomise(policy, 1)
     report = adapters.load("a", policy)
     folder = tmp_path / "a" / "weight_v000001"
@@ -87,7 +87,7 @@ def test_an_engine_that_died_is_told_in_its_row_while_the_others_go_on(policy, t
 
 
 def test_names_have_versions_and_roots_of_their_own(policy, tmp_path, pair):
-    adapters = tx.AdapterSender(tmp_path, VLLMEngine(pair[0].url))
+    adapters = tx.AdapterSender(tmp_path, vllm_engine(pair[0].url))
     for name in ("a", "b", "a"):
         adapters.load(name, policy)
     assert pair[0].adapters.served == {"a": 2, "b": 1}
@@ -103,9 +103,9 @@ def test_names_have_versions_and_roots_of_their_own(policy, tmp_path, pair):
 
 def test_a_trainer_in_an_emptied_root_goes_on_behind_what_the_engine_serves(policy, tmp_path, pair):
     pair[0].adapters.served["a"] = 41
-    adapters = tx.AdapterSender(tmp_path, VLLMEngine(pair[0].url))
+    adapters = tx.AdapterSender(tmp_path, vllm_engine(pair[0].url))
     assert adapters.load("a", policy).version == 42
-    other = tx.AdapterSender(tmp_path, VLLMEngine(pair[1].url))
+    other = tx.AdapterSender(tmp_path, vllm_engine(pair[1].url))
     with pytest.raises(UpdateError, match="another trainer") as error:
         other.load("a", policy)
     assert isinstance(error.value.__cause__, StoreError)
@@ -115,7 +115,7 @@ def test_a_trainer_in_an_emptied_root_goes_on_behind_what_the_engine_serves(poli
 
 
 def test_only_rank_0_talks_and_writes(policy, tmp_path, pair):
-    adapters = tx.AdapterSender(tmp_path, VLLMEngine(pair[0].url), rank=1)
+    adapters = tx.AdapterSender(tmp_path, vllm_engine(pair[0].url), rank=1)
     assert adapters.load("a", policy).version == 1
     adapters.unload("a")
     assert pair[0].calls == [] and not (tmp_path / "a").exists()
@@ -124,7 +124,7 @@ def test_only_rank_0_talks_and_writes(policy, tmp_path, pair):
 def test_the_adapter_is_cast_on_the_way_out(policy, tmp_path, pair):
     from safetensors.torch import load_file
 
-    adapters = tx.AdapterSender(tmp_path, VLLMEngine(pair[0].url), dtype=torch.bfloat16)
+    adapters = tx.AdapterSender(tmp_path, vllm_engine(pair[0].url), dtype=torch.bfloat16)
     adapters.load("a", policy)
     tensors = load_file(tmp_path / "a" / "weight_v000001" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
@@ -132,7 +132,7 @@ def test_the_adapter_is_cast_on_the_way_out(policy, tmp_path, pair):
 
 
 def test_nothing_is_sent_of_what_is_no_adapter(tmp_path, pair):
-    adapters = tx.AdapterSender(tmp_path, VLLMEngine(pair[0].url))
+    adapters = tx.AdapterSender(tmp_path, vllm_engine(pair[0].url))
     with pytest.raises(ConfigError, match="holds no LoRA adapter"):
         adapters.load("a", tiny_model(0))
     assert HTTPSession(pair[0].url).get(ADAPTERS_ROUTE) == {"adapters": {}}

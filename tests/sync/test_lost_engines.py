@@ -13,70 +13,22 @@ from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.errors import EngineError, UpdateError
 from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.serving.processes import free_port
 
 
-class Doomed(EngineClient):
-    """An engine whose process is killed as soon as it is asked to do ``step``."""
+def doomed(server, step):
+    """A client of an engine whose process is killed as soon as it is asked to do ``step``."""
+    engine = tx.make_engine("embedded", url=server.url)
+    real = getattr(engine, step)
 
-    kind = "embedded"
+    def killed(*arguments, **more):
+        os.kill(server.pid, signal.SIGKILL)
+        setattr(engine, step, real)
+        return real(*arguments, **more)
 
-    def __init__(self, server, step):
-        self._engine, self._pid, self._step = tx.make_engine("embedded", url=server.url), server.pid, step
-
-    def _kill(self, step):
-        if step == self._step:
-            self._step = None
-            os.kill(self._pid, signal.SIGKILL)
-
-    @property
-    def url(self):
-        return self._engine.url
-
-    def info(self):
-        self._kill("info")
-        return self._engine.info()
-
-    def connect(self, info, on_failure=lambda: None):
-        self._kill("connect")
-        self._engine.connect(info, on_failure)
-
-    def rehearse(self, how="once"):
-        self._kill("rehearse")
-        self._engine.rehearse(how)
-
-    def prefetch(self, version, part=None):
-        self._kill("prefetch")
-        self._engine.prefetch(version, part)
-
-    def begin(self, version):
-        self._kill("begin")
-        self._engine.begin(version)
-
-    def load(self, info, on_failure=lambda: None):
-        self._kill("load")
-        self._engine.load(info, on_failure)
-
-    def verify(self, digests):
-        self._engine.verify(digests)
-
-    def commit(self, version):
-        self._kill("commit")
-        self._engine.commit(version)
-
-    def pause(self):
-        self._engine.pause()
-
-    def resume(self):
-        self._engine.resume()
-
-    def rows(self):
-        return self._engine.rows()
-
-    def close(self):
-        self._engine.close()
+    setattr(engine, step, killed)
+    return engine
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +72,7 @@ def test_one_killed_is_reported_the_other_goes_on_and_it_catches_up_when_it_is_b
     policy, port = tiny_model(seed=1), free_port()
     transport = tx.make_transport(name, timeout_s=20, **({"root": tmp_path / "root"} if name == "delta" else {}))
     with serve(checkpoint, port) as server:
-        fleet = Fleet([tx.make_engine("embedded", url=steady.url), Doomed(server, point)])
+        fleet = Pool([tx.make_engine("embedded", url=steady.url), doomed(server, point)])
         sender = tx.WeightSender(transport, fleet)
         with pytest.raises(UpdateError) as told:
             sender.update_weights(policy)
@@ -145,7 +97,7 @@ def test_one_killed_is_reported_the_other_goes_on_and_it_catches_up_when_it_is_b
 
 def test_without_any_engine_that_answers_nothing_begins(checkpoint, tmp_path):
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
-    fleet = Fleet([tx.make_engine("embedded", url=url) for url in urls])
+    fleet = Pool([tx.make_engine("embedded", url=url) for url in urls])
     sender = tx.WeightSender(tx.DiskTransport(tmp_path), fleet)
     for _ in range(2):
         with pytest.raises(EngineError, match="no engine of the fleet answers") as told:

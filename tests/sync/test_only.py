@@ -16,7 +16,7 @@ from tests.sync.by_hand import invitation, limited, prepared
 from torchrl_ext.errors import ConfigError, EngineUnreachableError, IntegrityError, ManifestError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader, WeightLoader
 from torchrl_ext.messages import Finish, Prefetch, Start
-from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.only import chosen, trainable
 from torchrl_ext.types import Part
@@ -333,7 +333,7 @@ class TestSender:
         _, trained, _ = made
         served = [policy(), policy()]
         one, other = (Losing(module, url=f"engine-{n}") for n, module in enumerate(served))
-        sender = tx.WeightSender(tx.MemoryTransport(), Fleet([one, other]))
+        sender = tx.WeightSender(tx.MemoryTransport(), Pool([one, other]))
         sender.register_model(trained)
         sender.update_weights()
         other.lost = True

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
 
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.transports.chains import folder
 from tests.versions.layouts import write_skyrl
 from tests.versions.test_slime_chains import write_slime
-from torchrl_ext.compat.slime.embedded import Dialects
+from torchrl_ext.compat.slime.embedded import routes
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest
 from torchrl_ext.errors import ConfigError, StoreError, UpdateError
@@ -117,7 +119,8 @@ def test_damaged_files_are_not_served_and_the_next_good_version_is(engine, base,
 def test_a_call_of_another_trainer_lands_versions_that_are_decoded_with_all_old_bytes(engine, base, tmp_path, publish):
     publish(tmp_path / "root", [5, 6], base)
     told = {"model_path": str(tmp_path / "root"), "load_format": "delta", "weight_version": "two"}
-    Dialects(engine).update(told)
+    client = TestClient(Starlette(routes=routes(engine)))
+    assert client.post("/update_weights_from_disk", json=told).json()["success"]
     assert engine.scheduler.version == "two" and says(engine) == greedy(tiny_model(6), PROMPT, 8)
 
 

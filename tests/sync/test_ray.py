@@ -17,7 +17,6 @@ from tests.models import tiny_model
 from tests.rpc.ray_cluster import two_nodes
 from tests.sync.vllm_objects import Alone, Replica, said, says
 from tests.sync.vllm_objects import net as talker
-from torchrl_ext.compat.torchrl_llm.ends import as_engine
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     ConfigError,
@@ -28,9 +27,10 @@ from torchrl_ext.errors import (
     NotConnectedError,
     UpdateError,
 )
+from torchrl_ext.rpc.discovery import as_engine
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.sync.engines.ray import EngineActor, RayEngine, Served, as_remote
+from torchrl_ext.sync.engines.ray import EngineActor, Served, as_remote, ray_engine
 
 ray = pytest.importorskip("ray")
 WAIT_S = 120
@@ -163,7 +163,7 @@ def make_engine():
 
 def test_an_update_that_was_not_begun_leaves_an_actors_engine_serving_and_its_row_says_so(actors):
     handle = actors(EngineActor, make_engine)
-    engine = RayEngine(handle, start_timeout_s=WAIT_S)
+    engine = ray_engine(handle, start_timeout_s=WAIT_S)
     with pytest.raises(NotConnectedError):
         engine.begin(1)  # it joined no transport
     assert ray.get(handle.apply.remote(serves), timeout=WAIT_S) and engine.rows()[0].state == "serving"
@@ -192,19 +192,19 @@ def test_an_actor_that_dies_is_reported_as_that_and_the_other_serves_the_version
 
 def test_an_actor_that_hangs_is_named_at_the_deadline(actors):
     handle = actors(EngineActor, make_net)
-    engine = RayEngine(handle, timeout_s=1.0)
+    engine = ray_engine(handle, timeout_s=1.0)
     assert engine.info().kind == "ray"
     _, pid = ray.get(handle.apply.remote(where), timeout=WAIT_S)
     os.kill(pid, signal.SIGSTOP)
     try:
-        with pytest.raises(DeadlineError, match=r"no answer to 'info' within 1 s from ray:.*EngineActor"):
+        with pytest.raises(DeadlineError, match=r"no answer to 'describe' within 1 s from ray:.*EngineActor"):
             engine.info()
     finally:
         os.kill(pid, signal.SIGCONT)
 
 
 def test_what_an_actor_refuses_keeps_its_class_and_words(actors):
-    engine = RayEngine(actors(EngineActor, make_net))
+    engine = ray_engine(actors(EngineActor, make_net))
     params = [[name, "float32", list(tensor.shape)] for name, tensor in make_net().state_dict().items()]
     with pytest.raises(ConfigError, match="no transport called 'pigeon'"):
         engine.connect({"transport": "pigeon", "params": params})
@@ -218,7 +218,7 @@ def fail_to_start():
 
 def test_an_engine_that_cannot_be_made_says_why(actors):
     with pytest.raises((EngineRefusedError, EngineUnreachableError), match="no room in the actor"):
-        RayEngine(actors(EngineActor, fail_to_start)).info()
+        ray_engine(actors(EngineActor, fail_to_start)).info()
 
 
 def test_an_actor_needs_no_options(cluster):
@@ -263,7 +263,7 @@ def test_a_sender_and_a_receiver_are_actors_on_two_nodes(actors, settings, trans
 
 def test_a_sender_in_an_actor_drives_engines_in_actors(actors, settings):
     handle = actors(EngineActor, make_net)
-    sender = actors(Trainer, "delta", RayEngine(handle), on="trainer", **settings("delta"))
+    sender = actors(Trainer, "delta", ray_engine(handle), on="trainer", **settings("delta"))
     for version in (1, 2):
         sent = ray.get(sender.step.remote(), timeout=WAIT_S)
         report = ray.get(sender.update_weights.remote(), timeout=WAIT_S)
@@ -277,22 +277,22 @@ def test_an_engine_server_runs_on_the_node_of_its_actor(actors, settings, tmp_pa
     model_dir = tiny_checkpoint(tmp_path / "model")
     served = Served(kind="embedded", launch={"model_dir": str(model_dir), "dtype": "float32", "threads": 1})
     handle = actors(EngineActor, served)
-    engine = RayEngine(handle)
-    assert engine.address().startswith("http://127.0.0.1:")
+    engine = ray_engine(handle)
+    assert engine.port.address().startswith("http://127.0.0.1:")
     policy = tiny_model(seed=3)
     sender = tx.WeightSender(tx.make_transport("delta", **settings("delta")), engine)
     sender.register_model(policy)
     for _ in range(2):
         assert sender.update_weights().verified
         step(policy)
-    assert tx.discover(engine.address())[0].weight_version == "2"
+    assert tx.discover(engine.port.address())[0].weight_version == "2"
     sender.shutdown()
     ray.get(handle.stop.remote(), timeout=WAIT_S)
 
 
 def test_a_replaced_sender_that_shuts_down_leaves_the_actor_to_the_new_one(actors, tmp_path, caplog):
     handle, policy = actors(EngineActor, make_net), make_net(1)
-    old, new = (tx.WeightSender(tx.DiskTransport(tmp_path / name), RayEngine(handle)) for name in ("old", "new"))
+    old, new = (tx.WeightSender(tx.DiskTransport(tmp_path / name), ray_engine(handle)) for name in ("old", "new"))
     for sender in (old, new):
         sender.update_weights(policy)
     old.shutdown()
@@ -398,13 +398,13 @@ def test_what_an_actor_of_any_class_holds_is_an_engine_when_it_is_told_where(clu
 
     holder, stranger = (ray.remote(num_cpus=0)(Holder).remote(known) for known in (True, False))
     pick, policy = operator.attrgetter("model"), nn.Linear(2, 2)
-    sender = tx.WeightSender(tx.make_transport("disk", **settings("disk")), RayEngine(holder, pick=pick))
+    sender = tx.WeightSender(tx.make_transport("disk", **settings("disk")), ray_engine(holder, pick=pick))
     try:
         assert sender.update_weights(policy).verified
         held = ray.get(holder.__ray_call__.remote(operator.methodcaller("__getattribute__", "model")), timeout=WAIT_S)
         assert same(weights_of(held), weights_of(policy))
         with pytest.raises(ConfigError, match="install this package in the environment of the actor"):
-            RayEngine(stranger, pick=pick).info()
+            ray_engine(stranger, pick=pick).info()
     finally:
         sender.shutdown()
         for actor in (holder, stranger):

@@ -10,10 +10,11 @@ from torchrl.modules.llm.backends.vllm import LocalLLMWrapper, RLvLLMEngine
 import torchrl_ext as tx
 from tests.sync.vllm_objects import LLM, says
 from tests.sync.vllm_objects import net as talker
-from torchrl_ext.compat.torchrl_llm.ends import as_engine
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
+from torchrl_ext.messages import Join, replaced_by
 from torchrl_ext.routes import ANSWERS, TAKE_OVER
+from torchrl_ext.rpc.discovery import as_engine
 from torchrl_ext.sync.engines import actors
 from torchrl_ext.weights.source import as_source
 
@@ -108,20 +109,20 @@ def test_what_a_client_gave_up_asking_for_is_dropped_when_it_closes_and_what_oth
     held = Serving()
 
     def begun(client, job, method):
-        assert actors.begin(held, lambda held: held.model, client, job, "", method) is None
+        assert actors.begin(held, lambda held: held.model, client, job, "call", method, {}) is None
         Deadline(60).poll(actors._jobs[client][job].done)
 
-    begun("left", "late", "info")
-    begun("stays", "other", "info")
-    begun("left", "last", "close")
-    assert actors.answer(held, "left", "last")[0] is None
+    begun("left", "late", ("describe",))
+    begun("stays", "other", ("describe",))
+    begun("left", "last", ("close", ""))
+    assert actors.answer(held, "left", "last") == (None,)
     assert actors._jobs.keys() == actors._hosted.keys() == {"stays"}
     with pytest.raises(NotConnectedError, match="left the engine"):
         actors.answer(held, "left", "late")
-    info, row, verifies = actors.answer(held, "stays", "other")
-    assert (info.world_size, row.state, verifies) == (1, "serving", True) and not actors._jobs
-    begun("stays", "last", "close")
-    assert actors.answer(held, "stays", "last")[0] is None and not actors._hosted
+    (info,) = actors.answer(held, "stays", "other")
+    assert info.world_size == 1 and not actors._jobs
+    begun("stays", "last", ("close", ""))
+    assert actors.answer(held, "stays", "last") == (None,) and not actors._hosted
 
 
 class Plain:
@@ -137,10 +138,10 @@ def test_a_client_that_joins_ends_those_of_trainers_that_died_without_a_close(ki
     params = as_source(held.model).params()
 
     def called(client, method, *args):
-        found = actors.begin(held, lambda held: held.model, client, method, client, method, *args)
+        found = actors.begin(held, lambda held: held.model, client, "job", method, args, {})
         if found is None:
-            Deadline(60).poll(actors._jobs[client][method].done)
-            found = actors.answer(held, client, method)
+            Deadline(60).poll(actors._jobs[client]["job"].done)
+            found = actors.answer(held, client, "job")
         return found[0]
 
     def joining(name):
@@ -150,9 +151,11 @@ def test_a_client_that_joins_ends_those_of_trainers_that_died_without_a_close(ki
                 "rank_offset": 1, "timeout_s": 60.0}  # fmt: skip
 
     for name in ("first", "second", "third"):
-        called(name, "connect", joining(name))
+        info = joining(name)
+        called(name, "suited", info)
+        called(name, "call", "tell", Join.of(info))
         assert actors._hosted.keys() == {name} and not actors._jobs
-    assert called("first", "replaced", "first")  # it lives, and has to join anew
+    assert replaced_by(lambda message: called("first", "call", "tell", message), "first")  # it lives, and joins anew
     for name in [*actors._hosted]:
-        called(name, "close")
+        called(name, "call", "close", "")
     assert not actors._hosted

@@ -13,7 +13,7 @@ from torch import nn
 import torchrl_ext as tx
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, TransportError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, same_bits
 from torchrl_ext.weights.digests import tensor_digest
@@ -341,7 +341,7 @@ def test_a_root_that_is_no_directory_fails_with_the_version_that_was_tried(tmp_p
 def test_the_message_of_a_failed_update_of_a_fleet_of_one_has_one_state(transport):
     stubborn, engine = stubborn_engine(nn.Linear(2, 2))
     stubborn.refusing = True
-    sender = tx.WeightSender(transport, Fleet([engine]))
+    sender = tx.WeightSender(transport, Pool([engine]))
     with pytest.raises(UpdateError) as told:
         sender.update_weights(nn.Linear(2, 2))
     assert str(told.value).count("State:") == 1 and "the engine is paused" in told.value.state
@@ -352,15 +352,15 @@ class TestFleet:
     def test_a_fleet_among_its_engines_stands_for_its_members(self, transport):
         served = [nn.Linear(3, 2) for _ in range(3)]
         a, b, c = (InProcessEngine(model, url=f"engine {i}") for i, model in enumerate(served))
-        fleet = Fleet([Fleet([a, b]), c])
+        fleet = Pool([Pool([a, b]), c])
         policy = nn.Linear(3, 2)
         report = tx.WeightSender(transport, fleet).update_weights(policy)
         assert [row.engine for row in report.engines] == ["engine 0", "engine 1", "engine 2"]
         assert all(equal(policy, model) for model in served) and fleet.each() == (a, b, c)
         with pytest.raises(ConfigError, match="engine 1 is listed twice"):
-            Fleet([Fleet([a, b]), b])
+            Pool([Pool([a, b]), b])
         with pytest.raises(ConfigError, match="data_parallel_size=1"):
-            Fleet([Fleet([a, b], data_parallel_size=2), c])
+            Pool([Pool([a, b], data_parallel_size=2), c])
 
     def test_one_that_fails_has_its_own_row_and_the_others_serve(self, transport):
         served = [nn.Linear(3, 2) for _ in range(3)]
@@ -370,7 +370,7 @@ class TestFleet:
             stubborn,
             InProcessEngine(served[2], url="engine 2"),
         ]
-        sender = tx.WeightSender(transport, Fleet(engines))
+        sender = tx.WeightSender(transport, Pool(engines))
         sender.update_weights(nn.Linear(3, 2))
         loader.refusing = True
         policy = nn.Linear(3, 2)
@@ -391,7 +391,7 @@ class TestFleet:
     def test_a_version_that_only_some_took_is_not_pruned_from_disk(self, tmp_path):
         served = [nn.Linear(3, 2) for _ in range(2)]
         loader, stubborn = stubborn_engine(served[1])
-        sender = tx.WeightSender(tx.DiskTransport(tmp_path), Fleet([InProcessEngine(served[0]), stubborn]))
+        sender = tx.WeightSender(tx.DiskTransport(tmp_path), Pool([InProcessEngine(served[0]), stubborn]))
         sender.update_weights(nn.Linear(3, 2))
         loader.refusing = True
         with pytest.raises(UpdateError):

@@ -139,6 +139,9 @@ class Online(Base):
     async def check_health(self):
         return None
 
+    async def is_paused(self):
+        return not self.runs.is_set()
+
     async def is_sleeping(self):
         return self.freed
 

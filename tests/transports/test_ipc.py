@@ -23,7 +23,7 @@ from tests.transports import ipc_ends
 from tests.transports.ipc_ends import FATAL_TRAINER, FROZEN_WORKER, SMALL_BYTES, WORKER, everywhere, weights
 from torchrl_ext.bench.runner import track_peak
 from torchrl_ext.errors import DeadlineError, TransportError, WeightSyncError
-from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, any_bits, same_bits
 from torchrl_ext.transports.ipc.cuda_memory import CudaHandle
@@ -169,7 +169,7 @@ class TestFleet:
         good, bad = torch.nn.Linear(300, 200), torch.nn.Linear(300, 200)
         receivers = [tx.WeightReceiver(model) for model in (good, bad)]
         engines = [InProcessEngine(one, url=name) for one, name in zip(receivers, ("good", "bad"), strict=True)]
-        sender = tx.WeightSender(tx.make_transport("ipc", bucket_bytes=SMALL_BYTES), Fleet(engines))
+        sender = tx.WeightSender(tx.make_transport("ipc", bucket_bytes=SMALL_BYTES), Pool(engines))
         sender.update_weights(policy)
         assert torch.equal(bad.weight, policy.weight)
         receivers[1]._end.close()  # its connection breaks

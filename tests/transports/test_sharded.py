@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.transports import sharded_engine
 from tests.transports.sharded_engine import LineEngine
 from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import WeightSource, as_source
@@ -56,7 +56,7 @@ def step(made):
             parameter += 0.5 + number
 
 def engines():
-    return Fleet([LineEngine(one, 2) for one in ports]) if rank == 0 else None
+    return Pool([LineEngine(one, 2) for one in ports]) if rank == 0 else None
 
 def expected(made, dtype=torch.float32):
     return sharded_engine.expected({name: tensor.to(dtype) for name, tensor in as_source(made)})  # gathers

@@ -72,7 +72,7 @@ import datetime, json, torch, torch.distributed as dist, torchrl_ext as tx
 from tests.transports import sharded_engine
 from tests.transports.sharded_engine import LineEngine
 from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import WeightSource
@@ -112,7 +112,7 @@ def say(what):
 
 engines = [LineEngine(one, 2) for one in ports]
 transport = tx.make_transport("sharded", bucket_bytes=256, timeout_s=15)
-sender = tx.WeightSender(transport, Fleet(engines) if rank == 0 else None, rank=rank)
+sender = tx.WeightSender(transport, Pool(engines) if rank == 0 else None, rank=rank)
 sender.update_weights(Source(1))
 dist.barrier()  # rank 1 is told how an update ended by rank 0, which may die at the first step of the next one
 steps.count = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -244,24 +243,6 @@ class EngineClient(ABC):
         self.begin(version)
         yield
         self.commit(version)
-
-
-class Stopwatch:
-    """Measures the seconds from a pause to the resume after it."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-        self.seconds = 0.0
-
-    def start(self) -> None:
-        """Start to measure, unless it has started."""
-        self._since = self._since if self._since is not None else time.perf_counter()
-
-    def stop(self) -> None:
-        """Stop, and keep the result in ``seconds``."""
-        if self._since is not None:
-            self.seconds = time.perf_counter() - self._since
-            self._since = None
 
 
 class NullEngine(EngineClient):

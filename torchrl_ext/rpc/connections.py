@@ -1,4 +1,4 @@
-"""Event loops for callers that have none, and a loop's connections: look-up of names, reuse, TLS authorities."""
+"""Coroutines from synchronous code; and what connections need: look-up of names, TLS authorities."""
 
 from __future__ import annotations
 
@@ -21,26 +21,50 @@ import certifi
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
 
-__all__ = ["Background", "PerLoop", "authorities", "connections", "each", "let_go", "number_from"]
+__all__ = ["Background", "PerLoop", "Resolver", "authorities", "each", "run"]
 
 _T = TypeVar("_T")
 _END_TIMEOUT_S, _DROP_TIMEOUT_S = 10.0, 1.0
 
 
+def run(call: Coroutine[Any, Any, _T]) -> _T:
+    """Run ``call`` in an event loop of its own and return its result; ctrl-c cancels it.
+
+    The loop runs in the calling thread, and in another one if that runs a loop already.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return _in_new_loop(call)
+    return in_thread(lambda: _in_new_loop(call), "torchrl-ext-http").result()
+
+
+def _in_new_loop(call: Coroutine[Any, Any, _T]) -> _T:
+    """Do as `asyncio.run`, which would also take the thread's current loop away from others."""
+    loop = asyncio.new_event_loop()
+    try:
+        return loop.run_until_complete(call)
+    finally:
+        left = asyncio.all_tasks(loop)  # of a call that was interrupted
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left))
+        loop.close()
+
+
 class Background:
     """Runs coroutines for any number of threads, on a loop that is opened when it is needed, also after `close`.
 
-    Control calls of a process share one. A client for requests has its own, since what it runs may be a caller's
-    coroutine, which may make a control call and wait for it. The loop's thread is a daemon, so that the process can end
-    without it; it ends with `close`, or when nobody refers to this object any more.
+    The loop's thread is a daemon, so that the process can end without it; it ends with `close`, or when nobody refers
+    to this object any more.
 
     Args:
         name: of the thread.
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock, self._calls = threading.Lock(), set[concurrent.futures.Future[Any]]()
+        self._name, self._lock = name, threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -64,7 +88,6 @@ class Background:
                 raise ConfigError(f"{what} would wait for itself", hint="await it in place of run")
             loop = self._opened()
             future = asyncio.run_coroutine_threadsafe(call, loop)
-            self._calls.add(future)
         try:
             return future.result(timeout_s)
         except concurrent.futures.CancelledError:
@@ -81,7 +104,6 @@ class Background:
             raise DeadlineError(f"{what} took longer than {timeout_s:g} s") from error
         finally:
             future.cancel()
-            self._calls.discard(future)
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
         """Cancel what runs, so that each `run` ends with an error; then await ``last`` and end the thread.
@@ -92,22 +114,28 @@ class Background:
             DeadlineError: something did not end in time.
         """
         with self._lock:
-            loop, thread, calls = self._loop, self._thread, tuple(self._calls)
+            loop, thread = self._loop, self._thread
             self._loop = self._thread = None
         if loop is None or thread is None or not thread.is_alive():
             last.close()
             return
-        for call in calls:
-            call.cancel()
+
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await last
+
         try:
-            asyncio.run_coroutine_threadsafe(_after_the_others(last), loop).result(_END_TIMEOUT_S)
+            asyncio.run_coroutine_threadsafe(end(), loop).result(_END_TIMEOUT_S)
         except concurrent.futures.TimeoutError:
             raise DeadlineError(
                 f"requests did not end within {_END_TIMEOUT_S:g} s of their cancellation",
                 state="the loop is told to stop",
             ) from None
         finally:
-            _end(loop)
+            _stop(loop)
         thread.join(_END_TIMEOUT_S)
 
     def _opened(self) -> asyncio.AbstractEventLoop:
@@ -117,31 +145,20 @@ class Background:
             self._thread = threading.Thread(target=_serve, args=(self._loop,), name=self._name, daemon=True)
             self._thread.start()
             # not run at the end of the process: other finalizers may still make calls then
-            weakref.finalize(self, _end, self._loop).atexit = False
+            weakref.finalize(self, _stop, self._loop).atexit = False
         return self._loop
 
 
-async def _after_the_others(last: Coroutine[Any, Any, None]) -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    await last
-
-
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    async def dropped() -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:
-            await asyncio.wait(others, timeout=_DROP_TIMEOUT_S)  # connections that are being dropped
-
     loop.run_forever()
+    left = asyncio.all_tasks(loop)  # connections that are being dropped
     with contextlib.suppress(RuntimeError):  # it was told to stop once more
-        loop.run_until_complete(dropped())
+        if left:
+            loop.run_until_complete(asyncio.wait(left, timeout=_DROP_TIMEOUT_S))
     loop.close()
 
 
-def _end(loop: asyncio.AbstractEventLoop) -> None:
+def _stop(loop: asyncio.AbstractEventLoop) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(loop.stop)
 
@@ -194,76 +211,34 @@ async def each(calls: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
         raise
 
 
-def number_from(variable: str, default: int) -> int:
-    """Return the number that an environment variable holds; ``default`` where it is not set.
+def authorities() -> ssl.SSLContext:
+    """Return the TLS context that trusts the authorities that SSL_CERT_FILE and SSL_CERT_DIR name; without these
+    variables those of the system and of certifi.
 
     Raises:
-        ConfigError: it holds something else.
-    """
-    given = os.environ.get(variable)
-    if given is not None and not given.isdecimal():
-        raise ConfigError(f"{variable}={given!r} in the environment", expected="a whole number")
-    return default if given is None else int(given)
-
-
-def connections(keep_s: float, limit: int = 0) -> aiohttp.ClientSession:
-    """Return a session of the running event loop, with at most ``limit`` connections; 0 for as many as there are calls.
-
-    A connection is kept for ``keep_s`` seconds after its last call. With 0 it is dropped at once; each call then looks
-    its name up anew, too, and waits for no other call's look-up.
-    """
-    keeping: dict[str, Any] = {"keepalive_timeout": keep_s} if keep_s else {"force_close": True, "use_dns_cache": False}
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=limit, resolver=_Resolver(), **keeping),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        trust_env=False,
-    )
-
-
-def let_go(client: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop) -> None:
-    """Drop connections that nobody closed, from any thread; else aiohttp logs an error about them.
-
-    Args:
-        client: as `connections` made it.
-        loop: in which it was made; it may be closed.
-    """
-    connector = client.connector
-    if connector is None or connector.closed:
-        return
-    client.detach()
-
-    async def close() -> None:
-        await connector.close()
-
-    here = None
-    with contextlib.suppress(RuntimeError):  # no loop runs in this thread
-        here = asyncio.get_running_loop()
-    if loop.is_closed() or here is loop:
-        with contextlib.suppress(StopIteration):
-            close().send(None)  # the first step closes them; the rest only waits until they are closed
-    else:
-        asyncio.run_coroutine_threadsafe(close(), loop)
-
-
-def authorities() -> ssl.SSLContext:
-    """Return the TLS context that trusts the authorities of the system and of certifi.
-
-    As with OpenSSL, SSL_CERT_FILE and SSL_CERT_DIR name other authorities of the system.
+        ConfigError: what the variables name cannot be read.
     """
     return _authorities(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
 
 
 @cache
 def _authorities(file: str | None, folder: str | None) -> ssl.SSLContext:
-    """Read the authorities, once per value of the two variables, which OpenSSL reads itself: it takes longer than a
-    call."""
+    """Read the authorities, once per value of the two variables: it takes longer than a call."""
+    try:
+        if file or folder:
+            return ssl.create_default_context(cafile=file, capath=folder)
+    except OSError as error:
+        raise ConfigError(
+            f"SSL_CERT_FILE={file or ''} SSL_CERT_DIR={folder or ''} in the environment cannot be read: {error}",
+            expected="a file of certificates (PEM), a directory of them, or neither variable",
+        ) from None
     context = ssl.create_default_context(cafile=certifi.where())
     context.load_default_certs()
     return context
 
 
 @final
-class _Resolver(aiohttp.abc.AbstractResolver):
+class Resolver(aiohttp.abc.AbstractResolver):
     """Looks names up, each in a thread that nobody has to join, since a look-up cannot be interrupted."""
 
     async def resolve(

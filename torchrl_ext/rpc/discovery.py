@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from typing import Any
 
 from torchrl_ext.deadline import in_thread
-from torchrl_ext.errors import (
-    ConfigError,
-    DeadlineError,
-    EngineError,
-    EngineRefusedError,
-    EngineUnreachableError,
-    WeightSyncError,
-    why,
-)
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError, why
 from torchrl_ext.registry import engines
-from torchrl_ext.rpc.engines.base import HTTPEngine
-from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.rpc.http import HTTPSession, normalise_urls
+from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.rpc.http import Answer, HTTPSession, Keys, normalise_urls
+from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.rpc.router import refuse_router
-from torchrl_ext.rpc.server_info import is_sglang_info, parse_server_info
 from torchrl_ext.types import EngineInfo
+from torchrl_ext.weights.source import is_torchrl
 
-__all__ = ["connect", "discover"]
+__all__ = ["as_engine", "connect", "discover"]
 
 _TIMEOUT_S = 30.0
-_SHORTEST_S = 0.05  # a call gets this long, however near the deadline is
 _GRACE_S = 0.5  # calls end by themselves at the deadline, with errors that say more
 _MAX_BODY_BYTES = 16 << 20
-_WANTS_KEY, _UNAVAILABLE = {401, 403}, 501
 
 
-def discover(
-    *addresses: str, timeout_s: float = _TIMEOUT_S, api_key: str | tuple[str, ...] | None = None
-) -> list[EngineInfo]:
+def discover(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: Keys = None) -> list[EngineInfo]:
     """Ask the engines at ``addresses``, all at the same time, what they are; return the answers in that order.
 
     Args:
@@ -58,20 +46,18 @@ def discover(
     return [answer for answer in answers.values() if isinstance(answer, EngineInfo)]
 
 
-def _answers(
-    addresses: Sequence[str], timeout_s: float, api_key: str | tuple[str, ...] | None
-) -> dict[str, EngineInfo | WeightSyncError]:
+def _answers(addresses: Sequence[str], timeout_s: float, api_key: Keys) -> dict[str, EngineInfo | WeightSyncError]:
     """Return what each engine is, or why it does not say so, by its base address and in the order given."""
+    until = time.monotonic() + timeout_s
 
     def ask(url: str) -> EngineInfo:
-        session = HTTPSession(url, timeout_s=timeout_s, api_key=api_key, max_body_bytes=_MAX_BODY_BYTES)
-        return _describe(session, api_key, time.monotonic() + timeout_s)
+        settings = {"timeout_s": timeout_s, "api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES}
+        return _Questions(url, until=until, **settings).describe()
 
     jobs = {url: in_thread(partial(ask, url), f"discover {url}") for url in normalise_urls(addresses)}
-    until = time.monotonic() + timeout_s + _GRACE_S
     found: dict[str, EngineInfo | WeightSyncError] = {}
     for url, job in jobs.items():
-        if not wait([job], max(0.0, until - time.monotonic())).done:
+        if not wait([job], max(0.0, until + _GRACE_S - time.monotonic())).done:
             found[url] = DeadlineError(
                 f"no answer within {timeout_s:g} s from {url} to what it is",
                 hint="look at the engine's log, or raise timeout_s",
@@ -100,20 +86,20 @@ def _raise(answers: Mapping[str, EngineInfo | WeightSyncError]) -> None:
 def connect(
     *addresses: str,
     timeout_s: float = _TIMEOUT_S,
-    api_key: str | tuple[str, ...] | None = None,
+    api_key: Keys = None,
     data_parallel_size: int = 1,
     missing: str = "raise",
     **settings: Any,
-) -> Fleet:
+) -> Pool:
     """Return one client for the engines at ``addresses``, whatever their kinds.
 
     Args:
         addresses: as for `discover`.
         timeout_s: deadline of each short call, in seconds.
         api_key: sent as a bearer token; see `HTTPSession` for several.
-        data_parallel_size: how many addresses in a row are servers of one deployment; see `Fleet`.
-        missing: ``"raise"``, or ``"lose"``: engines that do not answer belong to the fleet as lost, and come back when
-            they answer, as in `Fleet`. They are taken to be of the others' kind; where these are of several kinds, or
+        data_parallel_size: how many addresses in a row are servers of one deployment; see `Pool`.
+        missing: ``"raise"``, or ``"lose"``: engines that do not answer belong to the pool as lost, and come back when
+            they answer, as in `Pool`. They are taken to be of the others' kind; where these are of several kinds, or
             none answers, the error is raised.
         settings: for the client of each engine, such as ``pause_mode``.
 
@@ -132,61 +118,74 @@ def connect(
         engines.make(answer.kind if isinstance(answer, EngineInfo) else min(kinds), url=url, **settings)
         for url, answer in answers.items()
     ]
-    fleet = Fleet(made, data_parallel_size=data_parallel_size)
-    silent = zip(made, answers.values(), strict=True)
-    fleet._lose({engine: error for engine, error in silent if isinstance(error, WeightSyncError)})
-    return fleet
+    pool = Pool(made, data_parallel_size=data_parallel_size)
+    for engine, answer in zip(made, answers.values(), strict=True):
+        if isinstance(answer, WeightSyncError):
+            pool.lose(engine, answer)
+    return pool
 
 
-def _describe(session: HTTPSession, api_key: str | tuple[str, ...] | None, until: float) -> EngineInfo:
-    """Read ``/server_info`` in its structured form, or else ``/get_server_info``, its name in other servers."""
-    answers, statuses = [], set()
+class _Questions(HTTPSession):
+    """Asks one address each question once, whichever makes want to know it, and makes sure that it is no router's."""
 
-    def get(route: str, query: Any = None) -> Any:
-        return session.get(route, query=query, timeout_s=max(_SHORTEST_S, until - time.monotonic()))
+    def __init__(self, url: str, **settings: Any) -> None:
+        super().__init__(url, **settings)
+        self._answers: dict[tuple[str, str], Answer] = {}
 
-    def client(kind: str) -> HTTPEngine:
-        left_s = max(_SHORTEST_S, until - time.monotonic())
-        return engines.make(kind, url=session.url, api_key=api_key, timeout_s=left_s, load_timeout_s=left_s)
+    def call(self, method: str, route: str, body: Any = None, **how: Any) -> Answer:
+        if method != "GET":
+            return super().call(method, route, body, **how)
+        question = route, str(how.get("query"))
+        if question not in self._answers:
+            self._answers[question] = super().call(method, route, body, **how)
+            if len(self._answers) == 1:
+                refuse_router(self)  # it would describe one engine of many, under its own address
+        return self._answers[question]
 
-    for route, query in (("/server_info", {"config_format": "json"}), ("/get_server_info", None)):
-        try:
-            told = get(route, query)
-            refuse_router(session)  # it would describe one engine of many, under its own address
-            if is_sglang_info(told):
-                return client("sglang").info()
-            return parse_server_info(
-                session.url,
-                told,
-                world_size=_optional(lambda: get("/get_world_size")["world_size"]),
-                weight_version=_optional(lambda: str(get("/weight_info")["weight_version"])) or "",
-                followed=lambda: client("vllm").followed(),
-            )
-        except (EngineUnreachableError, DeadlineError):
-            raise
-        except EngineRefusedError as error:
-            answers.append(why(error))
-            statuses.add(error.status)
-    if statuses & _WANTS_KEY:
-        what, hint = "wants a key before it says what it is", "give its key as api_key"
-        hint += ": it does not accept the one that it got" if api_key else ""
-    elif _UNAVAILABLE in statuses:
-        what = "does not implement what it is asked"
-        hint = "is another kind of server, or a frontend without these routes, in front of the engine?"
-    else:
-        what = "does not say what engine it is"
-        hint = "give the engine's own address, not a router's; vLLM answers only with VLLM_SERVER_DEV_MODE=1"
-    raise EngineRefusedError(
-        f"{'; '.join(answers)}; {session.url} {what}",
-        expected="an answer to GET /server_info or GET /get_server_info",
-        hint=hint,
-        status=next(iter(statuses)) if len(statuses) == 1 else None,
-    )
+    def describe(self) -> EngineInfo:
+        """Return what the first make that knows the engine says of it.
+
+        Raises:
+            ConfigError: it is a router.
+            EngineUnreachableError, DeadlineError: no answer, or not in time.
+            EngineRefusedError: no make knows it; the first one's words.
+        """
+        refused: list[EngineRefusedError] = []
+        for make in engines.having("describe"):
+            try:
+                info = engines.part(make, "describe")(self)
+            except EngineRefusedError as error:
+                refused.append(error)
+            else:
+                if info is not None:
+                    return info
+        if refused:
+            raise refused[0]
+        raise EngineRefusedError(
+            f"{self.url} describes an engine, and of no make that is known here",
+            expected=f"one of {', '.join(engines.having('describe'))}",
+            hint="install the package that brings its make (entry-point group torchrl_ext.engines)",
+        )
 
 
-def _optional(read: Callable[[], Any]) -> Any:
-    """Return what ``read`` finds, or None: an engine may lack this fact."""
-    try:
-        return read()
-    except (EngineRefusedError, KeyError, TypeError, ValueError):
-        return None
+def as_engine(engine: Any) -> EngineClient | None:
+    """Return an engine client for anything that names engines.
+
+    Args:
+        engine: None (data layer only); an `EngineClient`, or several; ``"host:port"``, or several; TorchRL's
+            `AsyncVLLM`; or an object of this process that `torchrl_ext.sync.engines.inprocess.InProcessEngine` drives.
+
+    Raises:
+        ConfigError: nothing of this kind can be driven.
+        EngineError: no engine answers at an address.
+    """
+    if engine is None or isinstance(engine, EngineClient):
+        return engine
+    if isinstance(engine, str):
+        return connect(engine)
+    if isinstance(engine, Sequence) and engine:
+        if all(isinstance(one, str) for one in engine):
+            return connect(*engine)
+        return Pool([client for client in map(as_engine, engine) if client is not None])
+    elsewhere = is_torchrl(engine, "RLvLLMEngine") and not is_torchrl(engine, "LocalLLMWrapper")
+    return engines.make("ray" if elsewhere and "ray" in engines.names() else "inprocess", engine=engine)

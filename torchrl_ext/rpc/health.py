@@ -48,19 +48,23 @@ class Health:
         if before is not None and after is None:
             self._tell(url, None)
 
-    def why(self, url: str) -> Exception | None:
-        """Return the reason of a complaint about an engine; None while it is well."""
+    def why(self, url: str, *, by: str | None = None) -> Exception | None:
+        """Return the reason of a complaint about an engine; None while it is well.
+
+        Args:
+            by: asks for this party's complaint only.
+        """
         with self._lock:
-            return self._why(url)
+            return self._why(url, by)
 
     def subscribe(self, changed: Changed) -> None:
         """Call ``changed`` with an address and the reason when an engine becomes unwell, and with None when it is well
         again, in the thread that says so. A complaint that ends by its time is not announced."""
         self._subscribers.append(changed)
 
-    def _why(self, url: str) -> Exception | None:
-        now = time.monotonic()
-        return next((why for why, until in self._complaints[url].values() if until > now), None)
+    def _why(self, url: str, by: str | None = None) -> Exception | None:
+        now, complaints = time.monotonic(), self._complaints[url].items()
+        return next((why for party, (why, until) in complaints if until > now and by in (None, party)), None)
 
     def _tell(self, url: str, why: Exception | None) -> None:
         for changed in self._subscribers:

@@ -1,9 +1,8 @@
 """JSON over HTTP, for every client of an engine, a router or a rollout route.
 
-There is one core, asynchronous, on aiohttp: its deadline holds over a whole call, from the look-up of the name to the
-last byte of the answer, and one event loop owns each connection, so that none is closed while it is given to a call.
-`AsyncSession` is for event loops, with many requests for tokens at a time. `HTTPSession` is the same for everybody
-else: its calls run in one loop of the whole process.
+`AsyncSession` is for event loops, with many requests for tokens at a time; its deadline holds over a whole call, from
+the look-up of the name to the last byte of the answer. `HTTPSession` makes one such call at a time for everybody else,
+each in an event loop of its own, so that no thread, no lock and no connection is left between two of them.
 
 Connections for requests are kept for two seconds, which is less than servers keep them (uvicorn: five), so that none is
 used that the server is about to drop. Connections for control calls live for one call: they are few, and one that a
@@ -14,11 +13,10 @@ a control call has to reach exactly the engine that it names.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
-import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -29,18 +27,26 @@ from urllib.parse import urlencode, urlsplit
 import aiohttp
 from yarl import URL
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.rpc.connections import Background, PerLoop, authorities, connections, let_go
+from torchrl_ext.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    EngineRefusedError,
+    EngineUnreachableError,
+    RouteAbsent,
+)
+from torchrl_ext.rpc.connections import Resolver, authorities, run
 from torchrl_ext.types import is_loopback
 
 __all__ = ["Answer", "AsyncSession", "HTTPSession", "normalise_url", "normalise_urls"]
 
 log = logging.getLogger("torchrl_ext")
 
-_CONNECT_TIMEOUT_S, _KEEP_S, _GRACE_S = 10.0, 2.0, 5.0
+_SHORTEST_S = 0.05  # a call gets this long, however near its deadline is
 _CROWDED = "check that it runs; it may have more to accept than it can: try again, or send fewer requests at a time"
 _MESSAGE_CHARS = 2000
 _UNAUTHORIZED = 401
+_NO_ROUTE = (404, 405, 501)
 _ADDRESS = "host:port, [ipv6]:port, or an http(s) URL without query"
 
 Keys = str | tuple[str, ...] | None
@@ -100,6 +106,11 @@ class Answer:
         """Whether the status is 2xx."""
         return 200 <= self.status < 300
 
+    @property
+    def absent(self) -> bool:
+        """Whether the server has no such route, or none that takes this method: 404, 405, 501."""
+        return self.status in _NO_ROUTE
+
     def json(self) -> Any:
         """Return the body, parsed as JSON; ``{}`` where it is empty.
 
@@ -131,15 +142,15 @@ class Answer:
             where: the method and the URL, for the message.
 
         Raises:
-            EngineRefusedError: any status but 2xx, or an answer that is no JSON.
+            RouteAbsent: the server has no such route.
+            EngineRefusedError: any other status but 2xx, or an answer that is no JSON; `status` holds the former.
         """
         if not self.ok:
             log.debug("%s answered %d: %s", where, self.status, self.text)
             words = self.message() or "no reason given"
             says_why = self.status not in (401, 403) and self.text.strip(" {}") != ""  # else the status is the cause
-            raise EngineRefusedError(
-                f"{where} answered {self.status}: {words}", status=self.status, reason=words if says_why else ""
-            )
+            kind = RouteAbsent if self.absent else EngineRefusedError
+            raise kind(f"{where} answered {self.status}: {words}", status=self.status, reason=words if says_why else "")
         try:
             return self.json()
         except ValueError:
@@ -159,6 +170,7 @@ class AsyncSession:
         max_body_bytes: answers above this size are refused.
         connect_timeout_s: how long connecting may take, over all addresses of a name, in seconds.
         connection_limit: most connections at a time; 0 for as many as there are calls.
+        keep_s: seconds for which a connection is kept after its last call.
 
     Raises:
         ConfigError: a key that no header can carry.
@@ -169,10 +181,11 @@ class AsyncSession:
         *,
         api_key: Keys = None,
         max_body_bytes: int = 256 << 20,
-        connect_timeout_s: float = _CONNECT_TIMEOUT_S,
+        connect_timeout_s: float = 10.0,
         connection_limit: int = 0,
+        keep_s: float = 2.0,
     ) -> None:
-        self._bearers, self._limit = _bearers(api_key), connection_limit
+        self._bearers, self._limit, self._keep_s = _bearers(api_key), connection_limit, keep_s
         self._max_body_bytes, self._connect_timeout_s = max_body_bytes, connect_timeout_s
         self._client: aiohttp.ClientSession | None = None
 
@@ -185,7 +198,6 @@ class AsyncSession:
         until: float,
         query: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
-        over: aiohttp.ClientSession | None = None,
     ) -> Answer:
         """Call a route and return its answer, whatever the status.
 
@@ -193,23 +205,28 @@ class AsyncSession:
             url: of the route.
             body: sent as JSON; None for no body.
             until: deadline on the monotonic clock, in seconds.
-            over: connections to use; None takes the session's.
 
         Raises:
             EngineUnreachableError: nobody listens, or the connection broke.
             EngineRefusedError: a redirect, or an answer above ``max_body_bytes``.
             DeadlineError: no complete answer in time.
             EngineError: the session was closed.
+            ConfigError: the environment names TLS authorities that cannot be read.
         """
-        if over is None and self._client is None:
-            self._client = connections(_KEEP_S, self._limit)
-            weakref.finalize(self, let_go, self._client, asyncio.get_running_loop())
-        limit_s, where = max(0.001, until - time.monotonic()), f"{method} {url}"
+        if self._client is None:
+            keep_s: dict[str, Any] = {"keepalive_timeout": self._keep_s} if self._keep_s else {"force_close": True}
+            self._client = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._limit, resolver=Resolver(), **keep_s),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+            )
+            weakref.finalize(self, _let_go, self._client, asyncio.get_running_loop())
+        limit_s, where = max(_SHORTEST_S, until - time.monotonic()), f"{method} {url}"
+        until = time.monotonic() + limit_s
         asked = URL(f"{url}?{urlencode(query, doseq=True)}" if query else url, encoded=True)
         try:
             for bearer in self._bearers:
-                sent = {**bearer, **(headers or {})}
-                answer = await self._exchange(over or self._client, method, asked, body, sent, until)
+                answer = await self._exchange(method, asked, body, {**bearer, **(headers or {})}, until)
                 if answer.status != _UNAUTHORIZED:
                     break
         except aiohttp.ConnectionTimeoutError:  # tracebacks of aiohttp's add nothing to any of these errors
@@ -238,7 +255,7 @@ class AsyncSession:
 
         Raises:
             EngineUnreachableError, DeadlineError: as for `call`.
-            EngineRefusedError: any status but 2xx, or an answer that is no JSON; `status` holds the former.
+            EngineRefusedError: as for `Answer.wanted`.
         """
         return (await self.call(method, url, body, **how)).wanted(f"{method} {url}")
 
@@ -247,21 +264,23 @@ class AsyncSession:
         if self._client is not None:
             await self._client.close()
 
-    async def _exchange(
-        self, client: Any, method: str, url: URL, body: Any, headers: Mapping[str, str], until: float
-    ) -> Answer:
-        data = None
+    async def _exchange(self, method: str, url: URL, body: Any, headers: Mapping[str, str], until: float) -> Answer:
+        data, client = None, self._client
         if body is not None:
             data = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
             headers = {**headers, "content-type": "application/json"}
-        if client.closed:
+        if client is None or client.closed:
             raise EngineError(f"{method} {url}: the client was closed", state="the request gets no answer")
-        left_s = max(0.001, until - time.monotonic())
-        timeout = aiohttp.ClientTimeout(total=left_s, connect=self._connect_timeout_s)
-        asked = client.request(
-            method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False, ssl=authorities()
-        )
-        async with asked as response:
+        left_s = max(_SHORTEST_S, until - time.monotonic())
+        async with client.request(
+            method,
+            url,
+            data=data,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=left_s, connect=self._connect_timeout_s),
+            allow_redirects=False,
+            ssl=authorities() if url.scheme == "https" else True,
+        ) as response:
             chunks, size = [], 0
             async for chunk in response.content.iter_any():
                 size += len(chunk)
@@ -272,19 +291,21 @@ class AsyncSession:
                         status=response.status,
                     )
                 chunks.append(chunk)
-            told = {name.lower(): value for name, value in response.headers.items()}
-            return Answer(status=response.status, text=b"".join(chunks).decode("utf-8", "replace"), headers=told)
+            named = {name.lower(): value for name, value in response.headers.items()}
+            return Answer(status=response.status, text=b"".join(chunks).decode("utf-8", "replace"), headers=named)
 
 
 class HTTPSession:
-    """Calls routes of one server; safe to use from many threads.
+    """Calls routes of one server; safe to use from many threads, and after a fork.
 
     Args:
         url: base address; ``http://`` is added where no scheme is given.
         api_key: as for `AsyncSession`.
         timeout_s: deadline of a whole call, from looking up the name to the last byte of the answer, in seconds.
         max_body_bytes: answers above this size are refused.
-        check: called with a session like this one before the first call, and again until it raises nothing.
+        until: deadline of all calls together on the monotonic clock, in seconds.
+        check: called with a session like this one before the first call, within its deadline, and again until it
+            raises nothing.
 
     Raises:
         ConfigError: the address cannot work, or a key that no header can carry.
@@ -297,22 +318,27 @@ class HTTPSession:
         api_key: Keys = None,
         timeout_s: float = 60.0,
         max_body_bytes: int = 64 << 20,
+        until: float = math.inf,
         check: Callable[[HTTPSession], None] | None = None,
     ) -> None:
-        self.url = normalise_url(url)
+        self.url, self.api_key, self.timeout_s = normalise_url(url), api_key, timeout_s
+        _bearers(api_key)
         host = urlsplit(self.url).hostname or ""
         if api_key and "://" not in url and not is_loopback(host):
             log.warning("the API key goes to %s in the clear, as no scheme is given: write https:// or http://", host)
-        self.timeout_s = timeout_s
-        self._core = AsyncSession(api_key=api_key, max_body_bytes=max_body_bytes)
-        self._check, self._checking, self._until = check, threading.Lock(), math.inf
+        self._max_body_bytes, self._until, self._check = max_body_bytes, until, check
+
+    @property
+    def left_s(self) -> float:
+        """The seconds that a call may take which begins now."""
+        return max(_SHORTEST_S, min(self.timeout_s, self._until - time.monotonic()))
 
     def get(self, route: str, *, query: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
         """Call ``GET route`` and return the JSON answer (``{}`` for an empty one).
 
         Raises:
             EngineUnreachableError: nobody listens, or the connection broke.
-            EngineRefusedError: any status but 2xx, or an answer that is no JSON; `status` holds the former.
+            EngineRefusedError: as for `Answer.wanted`.
             DeadlineError: no complete answer in time.
         """
         return self.call("GET", route, query=query, timeout_s=timeout_s).wanted(f"GET {self.url}{route}")
@@ -343,52 +369,33 @@ class HTTPSession:
             EngineUnreachableError, DeadlineError: as for `get`.
             EngineRefusedError: a redirect, or an answer above `max_body_bytes`.
         """
-        limit_s, url = self.timeout_s if timeout_s is None else timeout_s, self.url + route
-        until = min(time.monotonic() + limit_s, self._until)
-        if self._check is not None:
-            self._checked(until, _late(f"{method} {url}", limit_s))
+        until = min(time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s), self._until)
+        check = self._check
+        if check is not None:  # threads that come at the same time may each make it
+            check(HTTPSession(self.url, api_key=self.api_key, timeout_s=self.timeout_s, until=until))
+            self._check = None
+        session = AsyncSession(api_key=self.api_key, max_body_bytes=self._max_body_bytes, keep_s=0.0)
 
-        async def asked() -> Answer:
-            return await self._core.call(method, url, body, until=until, query=query, over=_UNKEPT.here().client)
+        async def exchange() -> Answer:
+            try:
+                return await session.call(method, self.url + route, body, until=until, query=query)
+            finally:
+                await session.close()
 
-        # the call ends at its own deadline; the longer one is for a loop that is stuck
-        return _CONTROL.run(asked(), limit_s + _GRACE_S, f"{method} {url}")
-
-    def _checked(self, until: float, late: DeadlineError) -> None:
-        """Make the check, or wait for the thread that makes it, within the deadline of a call."""
-        if not self._checking.acquire(timeout=max(0.0, until - time.monotonic())):
-            raise late
-        try:
-            if self._check is not None:
-                plain = HTTPSession(self.url, timeout_s=self.timeout_s)
-                plain._core, plain._until = self._core, until
-                self._check(plain)
-                self._check = None
-        finally:
-            self._checking.release()
+        return run(exchange())
 
 
-class _Unkept:
-    """Holds one loop's connections for control calls, and detaches them when it goes, so that aiohttp logs nothing."""
+def _let_go(client: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop) -> None:
+    """Drop connections that nobody closed, from any thread; else aiohttp logs an error about them."""
 
-    def __init__(self) -> None:
-        self.client = connections(keep_s=0.0)
+    def drop() -> None:
+        with contextlib.suppress(StopIteration):
+            client.close().send(None)  # the first step closes them; the rest only waits until they are closed
 
-    def __del__(self) -> None:
-        self.client.detach()
-
-    async def close(self) -> None:
-        await self.client.close()
-
-
-def _fresh() -> None:
-    """Make the shared objects anew in a forked process: the loop's thread is gone, and a lock may have been held."""
-    global _CONTROL, _UNKEPT
-    _CONTROL, _UNKEPT = Background("torchrl-ext-http"), PerLoop(_Unkept)
-
-
-_CONTROL, _UNKEPT = Background("torchrl-ext-http"), PerLoop(_Unkept)
-os.register_at_fork(after_in_child=_fresh)
+    if loop.is_closed():
+        drop()
+    else:
+        loop.call_soon_threadsafe(drop)
 
 
 def _bearers(api_key: Keys) -> list[dict[str, str]]:

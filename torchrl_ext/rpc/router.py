@@ -29,15 +29,20 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
 
-__all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "engine_key", "is_router", "refuse_router"]
+__all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "engine_key", "listed_workers", "refuse_router"]
 
 WORKER_TYPES = ("regular", "prefill", "decode")
 """The types of engines that a router knows. Encoders get requests from other engines, never from a router."""
 
-_ABSENT = (404, 405, 501)
+_ROUTES = ("/workers", "/list_workers")
 _LOOK_S = 0.05
 _STATIC = "a router with prefill and decode pools is told its workers when it starts: give them to RouterProcess"
-
+_SENTENCES = {  # of a router that did not do as it was asked -> what holds; None: it is as it should be
+    "already exists": None,  # vllm-router, sglang-router
+    "PD router": _STATIC,  # vllm-router: "PD router requires specific add_prefill_server or add_decode_server"
+    "add_prefill_server": _STATIC,  # sglang-router
+}
+_NO_ROUTE = "Not Found"  # words of FastAPI and Starlette, on which engines run; routers in Rust say nothing
 
 _T = TypeVar("_T")
 
@@ -87,13 +92,12 @@ class RouterClient:
             EngineUnreachableError, DeadlineError: no answer.
             EngineRefusedError: what answers is no router.
         """
-        for route in ("/workers", "/list_workers"):
-            found = _listed(self._http.call("GET", route))
-            if found is not None:
-                return found
-        raise EngineRefusedError(
-            f"{self.url} lists no workers", expected="a router that answers GET /workers or GET /list_workers"
-        )
+        found = listed_workers(self._http)
+        if found is None:
+            raise EngineRefusedError(
+                f"{self.url} lists no workers", expected="a router that answers GET /workers or GET /list_workers"
+            )
+        return found
 
     def add(self, url: str, worker_type: str = "regular", *, bootstrap_port: int | None = None) -> None:
         """Make the router send requests to the engine at ``url``; do nothing where it does already.
@@ -122,9 +126,7 @@ class RouterClient:
             body: dict[str, Any] = {"url": url, "worker_type": worker_type}
             body |= {} if bootstrap_port is None else {"bootstrap_port": bootstrap_port}
             answer = self._http.call("POST", "/workers", body)
-            if answer.status in _ABSENT:
-                answer = self._http.call("POST", "/add_worker", query={"url": url})
-            self._accepted(answer, f"add {url} as a {worker_type} worker")
+            self._finish(answer, "/add_worker", url, f"add {url} as a {worker_type} worker")
             known = self._until(lambda: self._find(url), f"list {url}")
         if known is not None and known.worker_type != worker_type:
             self.remove(url)  # a router without pools takes any type, and sends it whole requests
@@ -154,20 +156,25 @@ class RouterClient:
         if known is None:
             return
         answer = self._http.call("DELETE", f"/workers/{quote(known.key or known.url, safe='')}")
-        if answer.status in _ABSENT:
-            answer = self._http.call("POST", "/remove_worker", query={"url": known.url})
-        self._accepted(answer, f"remove {url}")
+        self._finish(answer, "/remove_worker", known.url, f"remove {url}")
         self._until(lambda: self._find(url) is None, f"let go of {url}")
 
     def _find(self, url: str) -> RouterWorker | None:
         return next((worker for worker in self.workers() if engine_key(worker.url) == engine_key(url)), None)
 
-    def _accepted(self, answer: Answer, what: str) -> None:
-        if answer.ok or "already exists" in answer.text:
+    def _finish(self, answer: Answer, earlier: str, url: str, what: str) -> None:
+        """Change the workers by the earlier route where the router lacks the one that gave ``answer``; raise an error
+        where it did not change them."""
+        if answer.absent:
+            answer = self._http.call("POST", earlier, query={"url": url})
+        if answer.ok:
             return
         words = answer.message() or "no reason given"
-        if "PD router" in words or "add_prefill_server" in words:
-            raise ConfigError(f"{self.url} did not {what}: {words}", hint=_STATIC)
+        for sentence, hint in _SENTENCES.items():
+            if sentence in words:
+                if hint is None:
+                    return
+                raise ConfigError(f"{self.url} did not {what}: {words}", hint=hint)
         raise EngineRefusedError(
             f"{self.url} did not {what}: it answered {answer.status}: {words}", status=answer.status
         )
@@ -193,55 +200,56 @@ def engine_key(url: str) -> tuple[str, str, int | None, str]:
     return parts.scheme, host, parts.port or {"http": 80, "https": 443}[parts.scheme], parts.path
 
 
-def is_router(session: HTTPSession) -> bool:
-    """Return whether a router listens at the session's address: it lists workers, as no engine does.
+def listed_workers(session: HTTPSession) -> tuple[RouterWorker, ...] | None:
+    """Return the workers of the router at the session's address, in its order; None where no router listens there.
 
     Raises:
         EngineUnreachableError, DeadlineError: nobody answers.
     """
-    for route in ("/workers", "/list_workers"):
+    for route in _ROUTES:
         with contextlib.suppress(EngineRefusedError):  # the caller's own call raises what is wrong with the server
-            if _listed(session.call("GET", route)) is not None:
-                return True
-    return False
+            found = _listed(session.call("GET", route))
+            if found is not None:
+                return found
+    return None
 
 
 def refuse_router(session: HTTPSession) -> None:
     """Raise an error if the session's address is a router's; return if it is an engine's.
 
+    An engine is asked one question. Every router that forwards calls to routes that it does not know, and passes the
+    answers on as they are, lists its workers by the earlier route.
+
     Raises:
         ConfigError: a router listens at the session's address.
         EngineUnreachableError, DeadlineError: nobody answers.
     """
-    if is_router(session):
-        raise ConfigError(
-            f"{session.url} is a router: it would hand a control call to one engine of many",
-            expected="the address of an engine itself",
-            state="nothing was sent to any engine",
-            hint="give each engine's own address; requests for tokens are what a router is for",
-        )
+    for route in reversed(_ROUTES):
+        with contextlib.suppress(EngineRefusedError):
+            answer = session.call("GET", route)
+            if answer.status == 404 and answer.message() == _NO_ROUTE:
+                return
+            if _listed(answer) is not None:
+                raise ConfigError(
+                    f"{session.url} is a router: it would hand a control call to one engine of many",
+                    expected="the address of an engine itself",
+                    state="nothing was sent to any engine",
+                    hint="give each engine's own address; requests for tokens are what a router is for",
+                )
 
 
 def _listed(answer: Answer) -> tuple[RouterWorker, ...] | None:
     """Return the workers in an answer to ``/workers`` or ``/list_workers``; None where it is no such answer."""
-    if not answer.ok:
-        return None
     try:
-        told = answer.json()
-    except ValueError:
-        return None
-    if not isinstance(told, dict):
-        return None
-    rows: Any = told.get("workers", told.get("urls"))
-    if not isinstance(rows, list):
-        return None
-    try:
-        return tuple(_worker({"url": row} if isinstance(row, str) else row) for row in rows)
-    except (KeyError, TypeError, AttributeError, ConfigError):
+        rows: Any = answer.json()
+        rows = rows.get("workers", rows.get("urls")) if answer.ok else None
+        return tuple(map(_worker, rows)) if isinstance(rows, list) else None
+    except (ValueError, KeyError, TypeError, AttributeError):  # ConfigError, of an address, is a ValueError
         return None
 
 
-def _worker(row: dict[str, Any]) -> RouterWorker:
+def _worker(row: Any) -> RouterWorker:
+    row = {"url": row} if isinstance(row, str) else row
     return RouterWorker(
         url=normalise_url(row["url"]),
         worker_type=str(row.get("worker_type") or "regular").lower(),

@@ -1,115 +1,255 @@
-"""Read engines' descriptions of themselves, the answers to ``/server_info``, into `EngineInfo`."""
+"""`ServerInfo`: what engines say of themselves at ``/server_info``, read once.
+
+vLLM answers in a structured form, under ``vllm_config``, the embedded engine flat, with a field ``engine``, and SGLang
+with its settings, flat. Names of SGLang's settings in earlier and later releases are those that slime's engine
+discovery knows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torchrl_ext.errors import EngineRefusedError
+from torchrl_ext.errors import EngineRefusedError, why
 from torchrl_ext.routes import BACKEND
+from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.types import STOCK, EngineInfo
 
-__all__ = [
-    "is_guest", "is_sglang_info", "keeps_copies", "kv_connectors", "parse_server_info", "parse_sglang_info", "sees",
-    "sglang_transports", "stores_keys", "transfer_backend",
-]  # fmt: skip
+__all__ = ["ServerInfo", "read_server_info", "server_info"]
 
-_AXES = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
+_AXES = {"tp_size": "tensor_parallel_size", "pp_size": "pipeline_parallel_size", "dp_size": "data_parallel_size"}
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
-_SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_PORT"
+_GUEST = "ipc_cache"
+_LOADS_NO_FILES = (_GUEST, "dummy")  # it maps the weights of a daemon; and what it made up it does not replace
 _MOST = 1 << 20  # most workers of one engine that are believed
+_WANTS_KEY, _UNAVAILABLE = {401, 403}, 501
 
 
-def parse_server_info(
-    url: str,
-    told: Any,
-    *,
-    world_size: Any = None,
-    weight_version: str = "",
-    followed: Callable[[], Iterable[str]] = tuple,
-) -> EngineInfo:
-    """Return the `EngineInfo` of a vLLM server or an embedded engine, from the structured form of ``/server_info``.
+@dataclass(frozen=True, kw_only=True)
+class ServerInfo:
+    """What an engine says of itself at ``/server_info``.
+
+    Attributes:
+        info: the engine; its transports are those by which it follows without our plugin.
+        dtype: of its model, as it says it; empty where it does not.
+        transfer_backend: of a vLLM server's weight transfer.
+        is_guest: whether a vLLM server maps weights that a daemon owns, as other engines may (``--load-format
+            ipc_cache``). An update in place would change them for all of these, and for every engine that is started
+            later.
+        is_multimodal: whether a vLLM server's model takes more than text.
+        kv_connectors: names of a vLLM server's KV connectors.
+        stores_keys: whether an SGLang server keeps keys and values in a store outside itself.
+        copies: how an SGLang server keeps copies of its weights (``weight_cache_mode``), with which it ends where it
+            gets others; empty where it keeps none.
+        is_quantised: whether an SGLang server quantises its model.
+        has_backup: whether an SGLang server keeps its weights on the host while they sleep.
+    """
+
+    info: EngineInfo
+    dtype: str = ""
+    transfer_backend: str | None = None
+    is_guest: bool = False
+    is_multimodal: bool = False
+    kv_connectors: tuple[str, ...] = ()
+    stores_keys: bool = False
+    copies: str = ""
+    is_quantised: bool = False
+    has_backup: bool = False
+
+    @property
+    def has_backend(self) -> bool:
+        """Whether a vLLM server runs our weight-transfer backend; its workers say which transports they follow."""
+        return self.transfer_backend == BACKEND and not self.is_guest
+
+    def serving(self, *, world_size: Any = None, weight_version: Any = None, model: Any = None) -> EngineInfo:
+        """Return `info` with what other routes say of the engine now; None where they say nothing.
+
+        Raises:
+            EngineRefusedError: ``world_size`` is no count.
+        """
+        size = _count(self.info.url, "world_size", world_size, self.info.world_size)
+        return replace(
+            self.info,
+            num_gpus=size,
+            world_size=size,
+            weight_version=str(weight_version or self.info.weight_version),
+            model=str(model or self.info.model),
+        )
+
+
+def server_info(session: HTTPSession, kinds: Collection[str] = ()) -> ServerInfo:
+    """Ask an engine what it is: ``/server_info`` in its structured form, or ``/get_server_info``, its earlier name.
+
+    Args:
+        kinds: those that are expected; without any, every kind is.
+
+    Raises:
+        EngineUnreachableError, DeadlineError: nobody answers.
+        EngineRefusedError: what listens there describes no engine; the message has the answers of both routes.
+    """
+    answers, statuses = [], set()
+    for route, query in (("/server_info", {"config_format": "json"}), ("/get_server_info", None)):
+        try:
+            found = read_server_info(session.url, session.get(route, query=query))
+        except EngineRefusedError as error:
+            answers.append(why(error))
+            statuses.add(error.status)
+        else:
+            if kinds and found.info.kind not in kinds:
+                raise EngineRefusedError(
+                    f"{session.url}{route} describes an engine of kind {found.info.kind}", expected=" or ".join(kinds)
+                )
+            return found
+    if statuses & _WANTS_KEY:
+        what, hint = "wants a key before it says what it is", "give its key as api_key"
+        hint += ": it does not accept the one that it got" if session.api_key else ""
+    elif _UNAVAILABLE in statuses:
+        what = "does not implement what it is asked"
+        hint = "is another kind of server, or a frontend without these routes, in front of the engine?"
+    else:
+        what = "does not say what engine it is"
+        hint = "give the engine's own address, not a router's; vLLM answers only with VLLM_SERVER_DEV_MODE=1"
+    raise EngineRefusedError(
+        f"{'; '.join(answers)}; {session.url} {what}",
+        expected="an answer to GET /server_info or GET /get_server_info",
+        hint=hint,
+        status=next(iter(statuses)) if len(statuses) == 1 else None,
+    )
+
+
+def read_server_info(url: str, answer: Any) -> ServerInfo:
+    """Read an answer to ``/server_info``.
 
     Args:
         url: the engine's base address.
-        told: the route's answer: nested under ``vllm_config`` (vLLM), or flat with an ``engine`` field.
-        world_size: from ``/get_world_size``; tp * pp * dp where that was not asked.
-        weight_version: from ``/weight_info``.
-        followed: asks a vLLM server that runs our backend which transports it can follow.
+        answer: the parsed JSON.
 
     Raises:
-        EngineRefusedError: ``told`` describes no engine.
+        EngineRefusedError: it describes no engine.
     """
-    if not isinstance(told, Mapping) or not (isinstance(told.get("vllm_config"), Mapping) or "engine" in told):
-        raise EngineRefusedError(
-            f"{url}/server_info describes no engine that torchrl_ext knows",
-            expected="the structured form of vLLM's (?config_format=json) or of the embedded engine's",
-            hint="give the address of the engine itself, not of a router",
-        )
-    embedded = "engine" in told
-    config = told if embedded else told["vllm_config"]
-    parallel, model = _mapping(config, "parallel_config"), _mapping(config, "model_config")
-    axes = [f"{axis}_parallel_size" for axis in _AXES.values()]
-    tp, pp, dp = (_count(url, axis, parallel.get(axis)) for axis in axes)
-    workers = _count(url, "world_size", world_size, tp * pp * dp)
-    role = str(_mapping(config, "kv_transfer_config").get("kv_role"))
-    worker_type = str(told.get("worker_type") or _ROLES.get(role, "regular"))
-    if embedded:
-        transports = told.get("transports") or ()
-    elif is_guest(told):
-        transports = ()
-    else:
-        transports = followed() if transfer_backend(told) == BACKEND else _vllm_transports(told)
+    if isinstance(answer, Mapping):
+        if isinstance(answer.get("vllm_config"), Mapping):
+            return _vllm(url, answer)
+        if "engine" in answer:
+            return _embedded(url, answer)
+        if {"model_path", "disaggregation_mode"} <= answer.keys():
+            return _sglang(url, answer)
+    raise EngineRefusedError(
+        f"{url}/server_info describes no engine that torchrl_ext knows",
+        expected="the structured form of vLLM's (?config_format=json), SGLang's settings, or the embedded engine's",
+        hint="give the address of the engine itself, not of a router",
+    )
+
+
+def _vllm(url: str, answer: Mapping[str, Any]) -> ServerInfo:
+    config, system = answer["vllm_config"], _mapping(answer, "system_env")
+    transfer, model = _mapping(config, "kv_transfer_config"), _mapping(config, "model_config")
+    load = _mapping(config, "load_config").get("load_format")
+    backend = _mapping(config, "weight_transfer_config").get("backend")
+    names = STOCK if backend == "nccl" else STOCK[:1]
+    info = _engine(
+        url,
+        "vllm",
+        _mapping(config, "parallel_config"),
+        worker_type=answer.get("worker_type") or _ROLES.get(str(transfer.get("kv_role")), "regular"),
+        version=answer.get("version") or system.get("vllm_version"),
+        model=answer.get("model") or model.get("model"),
+        weight_version=answer.get("weight_version"),
+        transports=() if load in _LOADS_NO_FILES else names,
+        port=_mapping(answer, "vllm_env").get("VLLM_NIXL_SIDE_CHANNEL_PORT"),
+    )
+    return ServerInfo(
+        info=info,
+        dtype=_dtype(model),
+        transfer_backend=None if backend is None else str(backend),
+        is_guest=load == _GUEST,
+        is_multimodal=bool(model.get("multimodal_config")),
+        kv_connectors=_kv_connectors(transfer),
+    )
+
+
+def _embedded(url: str, answer: Mapping[str, Any]) -> ServerInfo:
+    facts: dict[str, Any] = {name: answer.get(name) for name in ("version", "model", "weight_version", "transports")}
+    role = answer.get("worker_type") or "regular"
+    info = _engine(url, str(answer["engine"]), _mapping(answer, "parallel_config"), worker_type=role, **facts)
+    return ServerInfo(info=info, dtype=_dtype(answer))
+
+
+def _sglang(url: str, answer: Mapping[str, Any]) -> ServerInfo:
+    mode, copies = str(answer.get("disaggregation_mode")), str(answer.get("weight_cache_mode") or "off")
+    role = mode if mode in ("prefill", "decode") else "regular"
+    info = _engine(
+        url,
+        "sglang",
+        answer,
+        replicas=not answer.get("enable_dp_attention"),
+        worker_type="encoder" if answer.get("encoder_only") else role,
+        version=answer.get("version"),
+        model=answer["model_path"],
+        weight_version=answer.get("weight_version"),
+        port=answer.get("disaggregation_bootstrap_port"),
+    )
+    # it gives the workers of every stage and replica the same ranks, and ends where copies of its weights are stale
+    takes_broadcasts = info.pp_size == info.dp_size == 1 and copies == "off"
+    return ServerInfo(
+        info=replace(info, transports=STOCK if takes_broadcasts else STOCK[:1]),
+        dtype=_dtype(answer),
+        stores_keys=bool(answer.get("hicache_storage_backend") or answer.get("enable_lmcache")),
+        copies="" if copies == "off" else copies,
+        is_quantised=bool(answer.get("quantization")),
+        has_backup=bool(answer.get("enable_weights_cpu_backup")),
+    )
+
+
+def _engine(
+    url: str,
+    kind: str,
+    sizes: Mapping[str, Any],
+    *,
+    worker_type: Any,
+    version: Any,
+    model: Any,
+    weight_version: Any,
+    transports: Any = (),
+    port: Any = None,
+    replicas: bool = True,
+) -> EngineInfo:
+    """Return the engine's description.
+
+    Args:
+        sizes: of the parallel axes, by short or long names.
+        port: where an engine that prefills meets those that decode.
+        replicas: whether each data-parallel rank has workers of its own.
+    """
+    tp, pp, dp = (_count(url, name, sizes.get(name) or sizes.get(longer)) for name, longer in _AXES.items())
+    workers = tp * pp * (dp if replicas else 1)
+    is_port = worker_type == "prefill" and type(port) is int and 1 <= port <= 65535
     return EngineInfo(
         url=url,
-        kind=str(told["engine"]) if embedded else "vllm",
-        version=str(told.get("version") or _mapping(told, "system_env").get("vllm_version") or ""),
-        worker_type=worker_type,
+        kind=kind,
+        version=str(version or ""),
+        worker_type=str(worker_type),
         num_gpus=workers,
         tp_size=tp,
         pp_size=pp,
         dp_size=dp,
         world_size=workers,
-        model=str(told.get("model") or model.get("model") or ""),
-        weight_version=str(weight_version or told.get("weight_version") or ""),
-        transports=tuple(transports),
-        bootstrap_port=_port(_mapping(told, "vllm_env").get(_SIDE_CHANNEL)) if worker_type == "prefill" else None,
+        model=str(model or ""),
+        weight_version=str(weight_version or ""),
+        transports=tuple(map(str, transports)) if isinstance(transports, (list, tuple)) else (),
+        bootstrap_port=port if is_port else None,
     )
 
 
-def transfer_backend(told: Any) -> str | None:
-    """Return the name of a vLLM server's weight-transfer backend, from the structured form of its ``/server_info``."""
-    config = _mapping(told, "vllm_config") if isinstance(told, Mapping) else {}
-    backend = _mapping(config, "weight_transfer_config").get("backend")
-    return None if backend is None else str(backend)
-
-
-def is_guest(told: Any) -> bool:
-    """Return whether a vLLM server maps weights that a daemon owns, as other engines may (``--load-format ipc_cache``).
-
-    An update in place would change them for all of these, and for every engine that is started later.
-    """
-    config = _mapping(told, "vllm_config") if isinstance(told, Mapping) else {}
-    return _mapping(config, "load_config").get("load_format") == "ipc_cache"
-
-
-def _vllm_transports(told: Any) -> tuple[str, ...]:
-    """Return how a vLLM server follows that does not run our backend."""
-    if _mapping(told["vllm_config"], "load_config").get("load_format") == "dummy":  # it does not load files later
-        return ()
-    return STOCK if transfer_backend(told) == "nccl" else STOCK[:1]
-
-
-def sglang_transports(url: str, told: Any) -> tuple[str, ...]:
-    """Return how an SGLang server follows that lacks our plugin, from its ``/server_info``."""
-    info = parse_sglang_info(url, told)
-    alone = info.pp_size == info.dp_size == 1  # it gives the workers of every stage and replica the same ranks
-    return STOCK if alone and not keeps_copies(told) else STOCK[:1]
-
-
-def keeps_copies(told: Any) -> bool:
-    """Return whether an SGLang server keeps copies of its weights, with which it ends where it gets others."""
-    return isinstance(told, Mapping) and told.get("weight_cache_mode") not in (None, "off")
+def _kv_connectors(transfer: Mapping[str, Any]) -> tuple[str, ...]:
+    names, rest = [], [transfer]
+    while rest:
+        config = rest.pop(0)
+        names += [str(config["kv_connector"])] if config.get("kv_connector") else []
+        inner = _mapping(config, "kv_connector_extra_config").get("connectors")  # of a MultiConnector
+        rest += [row for row in inner if isinstance(row, Mapping)] if isinstance(inner, list) else []
+    return tuple(names)
 
 
 def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -117,8 +257,8 @@ def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _port(value: Any) -> int | None:
-    return value if type(value) is int and 1 <= value <= 65535 else None
+def _dtype(model: Mapping[str, Any]) -> str:
+    return str(model.get("dtype") or "").removeprefix("torch.")
 
 
 def _count(url: str, name: str, value: Any, default: int = 1) -> int:
@@ -136,69 +276,3 @@ def _count(url: str, name: str, value: Any, default: int = 1) -> int:
             hint="is this an engine's address?",
         )
     return value
-
-
-def sees(told: Any) -> bool:
-    """Return whether ``told``, the structured form of vLLM's ``/server_info``, describes a multimodal model."""
-    config = _mapping(told, "vllm_config") if isinstance(told, Mapping) else {}
-    return bool(_mapping(config, "model_config").get("multimodal_config"))
-
-
-def kv_connectors(told: Any) -> list[str]:
-    """Return the names of a vLLM server's KV connectors, from the structured form of its ``/server_info``."""
-    found: list[str] = []
-    rest = [_mapping(_mapping(told, "vllm_config"), "kv_transfer_config")] if isinstance(told, Mapping) else []
-    while rest:
-        config = rest.pop(0)
-        found += [str(config["kv_connector"])] if config.get("kv_connector") else []
-        inner = _mapping(config, "kv_connector_extra_config").get("connectors")  # of a MultiConnector
-        rest += [row for row in inner if isinstance(row, Mapping)] if isinstance(inner, list) else []
-    return found
-
-
-def is_sglang_info(told: Any) -> bool:
-    """Return whether ``told`` is SGLang's ``/server_info``: its settings, flat."""
-    return isinstance(told, Mapping) and {"model_path", "disaggregation_mode"} <= told.keys()
-
-
-def stores_keys(told: Any) -> bool:
-    """Return whether an SGLang server keeps keys and values in a store outside itself, by its ``/server_info``."""
-    return isinstance(told, Mapping) and bool(told.get("hicache_storage_backend") or told.get("enable_lmcache"))
-
-
-def parse_sglang_info(url: str, told: Any, served: Any = None, *, transports: tuple[str, ...] = ()) -> EngineInfo:
-    """Return the `EngineInfo` of an SGLang server, from ``/server_info`` (its settings) and ``/model_info``.
-
-    The latter, in ``served``, says what the server serves now; None where it gave no answer.
-
-    Names of settings in earlier and later releases are those that slime's engine discovery knows.
-
-    Raises:
-        EngineRefusedError: ``told`` describes no SGLang server.
-    """
-    if not is_sglang_info(told):
-        raise EngineRefusedError(
-            f"{url}/server_info describes no SGLang server",
-            expected="its settings as one flat object",
-            hint="give the address of the engine itself, not of a router",
-        )
-    model = served if isinstance(served, Mapping) else {}
-    names = {f"{short}_size": f"{axis}_parallel_size" for short, axis in _AXES.items()}
-    tp, pp, dp = (_count(url, name, told.get(name) or told.get(other)) for name, other in names.items())
-    replicas = 1 if told.get("enable_dp_attention") else dp  # else each has workers of its own
-    mode = str(told.get("disaggregation_mode"))
-    return EngineInfo(
-        url=url,
-        kind="sglang",
-        version=str(told.get("version") or ""),
-        worker_type="encoder" if told.get("encoder_only") else mode if mode in ("prefill", "decode") else "regular",
-        num_gpus=tp * pp * replicas,
-        tp_size=tp,
-        pp_size=pp,
-        dp_size=dp,
-        world_size=tp * pp * replicas,
-        model=str(model.get("model_path") or told["model_path"]),
-        weight_version=str(model.get("weight_version") or told.get("weight_version") or ""),
-        transports=transports,
-        bootstrap_port=_port(told.get("disaggregation_bootstrap_port")) if mode == "prefill" else None,
-    )

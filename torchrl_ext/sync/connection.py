@@ -16,6 +16,7 @@ from typing import final
 from torchrl_ext.deadline import Deadline, beside, one_at_a_time
 from torchrl_ext.errors import ConcurrentUpdateError, UpdateError, WeightSyncError, why
 from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.transports.base import Handoff
 from torchrl_ext.types import EngineRow, ParamMeta, SyncReport
 
@@ -150,8 +151,10 @@ class Connection:
         engine = self.engine.info()
         if self._joined is not None:  # with other members, or for other parameters
             self.delivered = None
-        if engine.weight_version.isdecimal():
-            self.newest = max(self.newest, int(engine.weight_version))
+        # a pool is described by its oldest version; a number that any of its engines has is used up
+        infos = self.engine.infos() if isinstance(self.engine, Pool) else [engine]
+        labels = [info.weight_version for info in infos]
+        self.newest = max([self.newest, *(int(label) for label in labels if label.isdecimal())])
         within = Deadline(self._timeout_s, f"the workers of {self.engine.url}")
         with spans.of("connect"):
             handoff = self._invite(engine.world_size, params, within)

@@ -46,11 +46,14 @@ from torchrl_ext.errors import (
     TransportError,
     WeightSyncError,
 )
+from torchrl_ext.messages import Message, read
 from torchrl_ext.registry import transports
+from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.serving.processes import free_port
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.local import ModulePort
 from torchrl_ext.transports.base import Handoff, Transport, WorkerEnd
 from torchrl_ext.transports.standalone import StandaloneTransport
+from torchrl_ext.types import Info
 from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.shards.blocks import Shard
 from torchrl_ext.weights.source import MappingSource, as_source
@@ -234,14 +237,15 @@ def _break(trainer: Transport, step: str, patch: pytest.MonkeyPatch, met: list[s
             patch.setattr(kind, "join", then(kind.join, joined))
 
 
-class _Remote(InProcessEngine):
-    """An engine of this process, told everything in JSON, as one of another process is."""
+class _Remote(ModulePort):
+    """A module of this process that gets every message as JSON, as an engine of another process does."""
 
-    def connect(self, info: dict[str, Any], on_failure: Callable[[], None] = lambda: None) -> None:
-        super().connect(json.loads(json.dumps(info)), on_failure)
+    def tell(self, message: Message) -> list[Info]:
+        return super().tell(read(json.loads(json.dumps(message.to_json()))))
 
-    def load(self, info: dict[str, Any], on_failure: Callable[[], None] = lambda: None) -> None:
-        super().load(json.loads(json.dumps(info)), on_failure)
+
+def _remote(served: Any) -> Engine:
+    return Engine(_Remote(served))
 
 
 def _every_bit() -> Iterator[tuple[str, Tensor]]:
@@ -320,14 +324,14 @@ class TransportContract(ABC):
     def test_every_bit_arrives_in_an_engine(self, trainer: Transport, case: str) -> None:
         weights = dict(_WEIGHTS[case]())
         held = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
-        assert tx.WeightSender(trainer, _Remote(held)).update_weights(weights).verified
+        assert tx.WeightSender(trainer, _remote(held)).update_weights(weights).verified
         assert_held(held, weights)
 
     def test_a_worker_that_is_replaced_gets_the_next_version_and_the_old_one_nothing_more(
         self, trainer: Transport
     ) -> None:
         policy, first, second = (nn.Linear(6, 5) for _ in range(3))
-        sender = tx.WeightSender(trainer, _Remote(first))
+        sender = tx.WeightSender(trainer, _remote(first))
         sender.register_model(policy)
         for served in (first, second):
             assert sender.update_weights().verified
@@ -335,7 +339,7 @@ class TransportContract(ABC):
             _train(policy)
             if served is first:
                 before = {name: tensor.clone() for name, tensor in as_source(first)}
-                sender.init_all_workers_group(vllm_engine=_Remote(second))
+                sender.init_all_workers_group(vllm_engine=_remote(second))
         assert_held(first, before)
         assert sender.update_weights().verified
         assert_held(second, policy)
@@ -344,9 +348,9 @@ class TransportContract(ABC):
     def test_two_senders_take_turns_on_one_engine(self, trainers: Callable[[], Transport], shared: bool) -> None:
         held = nn.Linear(6, 5)
         receiver = tx.WeightReceiver(held)
-        client = _Remote(receiver)
+        client = _remote(receiver)
         policies = [nn.Linear(6, 5) for _ in range(2)]
-        senders = [tx.WeightSender(trainers(), client if shared else _Remote(receiver)) for _ in policies]
+        senders = [tx.WeightSender(trainers(), client if shared else _remote(receiver)) for _ in policies]
         for turn in (0, 1, 0, 0, 1, 1, 0):
             _train(policies[turn])
             assert senders[turn].update_weights(policies[turn]).verified
@@ -359,7 +363,7 @@ class TransportContract(ABC):
         self, trainer: Transport, step: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         policy, served = (nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 7)) for _ in range(2))
-        engine = _Remote(served)
+        engine = _remote(served)
         sender = tx.WeightSender(trainer, engine)
         sender.register_model(policy)
         met: list[str] = []  # the steps that broke; a worker may receive one version, and stage the next
@@ -389,7 +393,7 @@ class TransportContract(ABC):
         self, trainer: Transport, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         policy, served = nn.Linear(6, 5), nn.Linear(6, 5)
-        sender, met = tx.WeightSender(trainer, _Remote(served)), list[str]()
+        sender, met = tx.WeightSender(trainer, _remote(served)), list[str]()
         with monkeypatch.context() as patch:
             _break(trainer, "served", patch, met)
             assert sender.update_weights(policy).verified
@@ -401,7 +405,7 @@ class TransportContract(ABC):
 
     def test_a_sender_keeps_an_in_process_engine_at_the_policy(self, trainer: Transport) -> None:
         policy, served = (nn.Sequential(nn.Linear(60, 50), nn.BatchNorm1d(50)) for _ in range(2))
-        sender = tx.WeightSender(trainer, _Remote(served))
+        sender = tx.WeightSender(trainer, _remote(served))
         sender.register_model(policy)
         for step in range(1, 4):
             with torch.no_grad():
@@ -418,7 +422,7 @@ class TransportContract(ABC):
 
     def test_a_part_of_the_model_arrives_alone_and_the_rest_stays_as_it_was(self, trainer: Transport) -> None:
         policy, served = (nn.Sequential(nn.Linear(60, 50), nn.Linear(50, 7)) for _ in range(2))
-        sender = tx.WeightSender(trainer, _Remote(served))
+        sender = tx.WeightSender(trainer, _remote(served))
         sender.register_model(policy)
         assert not sender.update_weights(only="1").part, "there was nothing to build on"
         for only in (["1.weight", "1.bias"], ["0.bias", "1.weight"], ["1.weight"], None, ["0.weight"]):
@@ -437,7 +441,7 @@ class TransportContract(ABC):
     def test_an_update_that_cannot_land_fails_by_name_and_the_next_one_recovers(self, trainer: Transport) -> None:
         policy, served = nn.Linear(3, 4), nn.Linear(3, 4)
         before = served.weight.detach().clone()
-        sender = tx.WeightSender(trainer, _Remote(served))
+        sender = tx.WeightSender(trainer, _remote(served))
         with pytest.raises(WeightSyncError, match="weight"):
             sender.update_weights(nn.Linear(5, 4))
         assert same_bits(served.weight.detach(), before)

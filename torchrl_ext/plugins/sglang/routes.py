@@ -151,8 +151,19 @@ async def _ask(manager: Any, message: Message) -> dict[str, Any]:
     return merged(answers_in({"message": words}))
 
 
+async def state(original: Callable[..., Any], manager: Any, told: Any, request: Any = None) -> Any:
+    """Wrap the server's part of ``/weights_checker``: add to the workers' answer to `State` whether the server itself
+    is paused, which its schedulers do not know of every pause."""
+    success, words, *rest = await original(manager, told, request)
+    action = str(told.action)
+    if success and action.startswith(CHANNEL) and json.loads(action.removeprefix(CHANNEL)).get("kind") == "state":
+        words += " | " + json.dumps({"server": True, "paused": bool(manager.is_pause)})
+    return (success, words, *rest)
+
+
 _MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{_MANAGER}.__init__": init,
+    f"{_MANAGER}.check_weights": state,
     f"{_MANAGER}.update_weights_from_disk": update,
 }

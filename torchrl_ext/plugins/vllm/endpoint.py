@@ -1,6 +1,8 @@
 """Entry point of group ``vllm.endpoint_plugins``: slime's ``/update_weights_from_disk`` and ``/pull_weights``.
 
-The routes of `torchrl_ext.plugins.vllm.adapters` come with it.
+The routes of `torchrl_ext.plugins.vllm.adapters` come with it. In vLLM's development mode
+``GET /is_sleeping`` also answers ``is_paused``, ``tags`` that sleep, ``dropped``, ``empty`` and ``whole``, so that a
+trainer learns in one request what it has to know before it pauses the engine, or lets it serve.
 
 vLLM loads the plugin only where ``VLLM_PLUGINS`` names it (`torchrl_ext`, the name of our general plugin too).
 
@@ -24,6 +26,8 @@ message says whether the engine serves what it served, or is paused.
 from __future__ import annotations
 
 import asyncio
+import importlib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -31,19 +35,26 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, WeightSyncError
-from torchrl_ext.messages import Finish, Pull, Reset
+from torchrl_ext.messages import Finish, Pull, Reset, State
+from torchrl_ext.plugins.vllm import names as vllm
 from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
-from torchrl_ext.routes import BACKEND, bears_key
-from torchrl_ext.sync.engines.hosts import VLLMHost
+from torchrl_ext.routes import BACKEND, asleep_by, bears_key
+from torchrl_ext.rpc.port import EngineState
+from torchrl_ext.sync.engines.local import VLLMObjectPort
 from torchrl_ext.sync.published import DiskLoads
+from torchrl_ext.types import Info
 
 __all__ = ["UpdateFromDisk"]
 
+log = logging.getLogger("torchrl_ext")
+
 ROUTE = "/update_weights_from_disk"
 PULL = "/pull_weights"
+STATE = "/is_sleeping"
 _STEP_S = 600.0
 _FILES_S = 7200.0  # a large model is read, or copied to the host first
 
@@ -56,6 +67,7 @@ class UpdateFromDisk:
 
     def __init__(self) -> None:
         self._loads: Any = None
+        self._reloadable: Any = None
         self._files: Any = None
         self._adapters = AdapterRoutes()
         self._keys: list[str] = []
@@ -67,6 +79,12 @@ class UpdateFromDisk:
         guarded.add_api_route(ROUTE, self.update, methods=["POST"])
         guarded.add_api_route(PULL, self.pull, methods=["POST"])
         app.include_router(guarded)
+        if any(getattr(route, "path", None) == STATE for route in app.routes):  # ours goes first, and says more
+            app.router.routes.insert(0, APIRoute(STATE, self.state, methods=["GET"]))
+
+    async def state(self) -> JSONResponse:
+        """Answer one call of ``/is_sleeping``."""
+        return JSONResponse(await asyncio.wrap_future(in_thread(self._reloadable.report, "torchrl_ext")))
 
     async def require_key(self, request: Request) -> None:
         """Refuse a request without the server's key, where it has one, with status 401."""
@@ -77,9 +95,10 @@ class UpdateFromDisk:
         """Remember the engine, and the checkpoint that it was started with."""
         self._adapters.init(engine_client, state)
         served: dict[str, Any] = {"pause_mode": "keep", "loop": asyncio.get_running_loop()}
-        self._files = _Files(engine_client, timeout_s=_FILES_S, **served)
-        reloadable = _Reloadable(engine_client, timeout_s=_STEP_S, files=self._files, model=args.model, **served)
-        self._loads = DiskLoads(reloadable)
+        self._files = _Files(engine_client, **served)
+        self._reloadable = _Reloadable(engine_client, files=self._files, model=args.model, **served)
+        self._files.timeout_s, self._reloadable.timeout_s = _FILES_S, _STEP_S
+        self._loads = DiskLoads(self._reloadable)
         self._keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]  # as vLLM finds them
 
     async def update(self, request: Request) -> JSONResponse:
@@ -100,7 +119,7 @@ class UpdateFromDisk:
         return "Success."
 
 
-class _Files(VLLMHost):
+class _Files(VLLMObjectPort):
     """The engine for what takes as long as reading a model's files."""
 
     @property
@@ -123,7 +142,7 @@ class _Files(VLLMHost):
         self._workers("reload_weights", weights_path=path)
 
 
-class _Reloadable(VLLMHost):
+class _Reloadable(VLLMObjectPort):
     """The engine as `DiskLoads` drives it, from a thread beside the server's loop."""
 
     def __init__(self, engine: Any, *, files: _Files, model: str, **settings: Any) -> None:
@@ -131,7 +150,31 @@ class _Reloadable(VLLMHost):
         self._files, self.model = files, model
 
     def paused(self) -> bool:
-        return bool(self._done(self._llm.is_paused()))
+        return bool(super().paused())
+
+    def report(self) -> Info:
+        """Return the engine's state for `torchrl_ext.rpc.makes.vllm`; what workers of another backend hold is left
+        out."""
+        sleeps = bool(self._do(self._llm.is_sleeping))
+        try:
+            gauge = asleep_by(_metrics()) if sleeps else {}
+        except Exception:  # whatever another release raises: the trainer asks for the metrics itself
+            log.debug("this vLLM's metrics cannot be read here", exc_info=True)
+            return {"is_sleeping": sleeps}
+        workers = self.handle(State()) if self._files.made_with_ours else {}
+        return {
+            "is_sleeping": sleeps,
+            "is_paused": self.paused(),
+            "tags": sorted(gauge.get("asleep", ())),
+            "dropped": gauge.get("dropped", False),
+            **{name: workers[name] for name in ("empty", "whole") if name in workers},
+        }
+
+    def pause(self) -> None:
+        self.hold(EngineState(paused=None))
+
+    def resume(self) -> None:
+        self.release()
 
     def label(self) -> str | None:
         found: str | None = self._done(self._llm.get_weight_version())
@@ -140,6 +183,7 @@ class _Reloadable(VLLMHost):
     def finish(self, message: Finish, label: str | None) -> None:
         self.handle(message)
         self._name(label)
+        self.drop_cached()
 
     def reload(self, path: str, label: str | None) -> None:
         self._files.reload(path)
@@ -150,13 +194,19 @@ class _Reloadable(VLLMHost):
 
     def undo(self, landing: bool) -> bool:
         if not landing:
-            with suppress(Exception):  # workers that had not begun have nothing to end
-                self._workers("finish_weight_update")
+            with suppress(Exception):  # the engine is gone
+                self.abandon()
         return not landing  # nobody can tell what workers hold then
 
     def _name(self, label: str | None) -> None:
         if label is not None:
             self._done(self._llm.update_weight_version(label))
+
+
+def _metrics() -> str:
+    """Return what the server answers to ``GET /metrics``."""
+    exposition = importlib.import_module("prometheus_client")  # by name: it comes with vLLM
+    return str(exposition.generate_latest(vllm.get_prometheus_registry()).decode())
 
 
 async def _answered(request: Request, call: Callable[[Mapping[str, Any]], str]) -> JSONResponse:

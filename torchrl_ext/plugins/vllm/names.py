@@ -52,6 +52,10 @@ _NEEDED = {
     "parse_fine_tuned_lora_name": ("vllm.lora.utils:parse_fine_tuned_lora_name", _ADAPTERS),
     "PEFTHelper": ("vllm.lora.peft_helper:PEFTHelper", _ADAPTERS),
     "LoRARequest": ("vllm.lora.request:LoRARequest", _ADAPTERS),
+    "get_prometheus_registry": (
+        "vllm.v1.metrics.prometheus:get_prometheus_registry",
+        "a trainer asks in two requests how it sleeps",
+    ),
     "WeightTransferInitRequest": ("vllm.distributed.weight_transfer.base:WeightTransferInitRequest", _ADAPTERS),
 }
 """Name here -> where vLLM has it (places of several releases are divided by ``|``), and what follows without it."""

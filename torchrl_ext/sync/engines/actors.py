@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import inspect
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,21 +15,18 @@ from typing import Any
 from torchrl_ext import registry
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, NotConnectedError
-from torchrl_ext.messages import replaced
 from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.types import EngineRow
+from torchrl_ext.types import Info
 
-__all__ = ["Answer", "EngineActor", "Served", "answer", "as_remote", "begin", "the_ray"]
+__all__ = ["EngineActor", "Served", "Traits", "answer", "as_remote", "begin", "the_ray"]
 
-log = logging.getLogger("torchrl_ext")
+Traits = tuple[bool, bool, bool]
+"""`Port.pauses`, `Port.proves` and `Port.drops_first`."""
 
-Answer = tuple[Any, EngineRow, bool]
-"""What a client's method returned, the engine's row after it, and whether the engine compares digests."""
-
-_STEPS = {"rehearse", "prefetch", "begin", "load", "verify", "commit", "close"}
 _hosted: dict[str, EngineActor] = {}
-_jobs: dict[str, dict[str, Future[Answer]]] = {}  # by client, and by name
+_jobs: dict[str, dict[str, Future[Any]]] = {}  # by client, and by name
 
 
 def the_ray() -> Any:
@@ -69,7 +65,7 @@ class Served:
 
     Attributes:
         kind: ``"embedded"``, ``"vllm"``, ``"sglang"``.
-        launch: settings of the server (`torchrl_ext.serving`): ``model_dir``, ``dtype``, ...
+        launch: fields of the make's server spec (`torchrl_ext.serving.server.ServerSpec`): ``model``, ``dtype``, ...
         client: settings of its client (`torchrl_ext.rpc`).
     """
 
@@ -83,7 +79,7 @@ class Served:
         Returns:
             The client, and the server.
         """
-        server = registry.engines.part(self.kind, "server")(**self.launch)
+        server = registry.engines.part(self.kind, "server")(**self.launch).start()
         return registry.engines.make(self.kind, url=server.url, **self.client), server
 
 
@@ -94,33 +90,30 @@ class EngineActor:
         make: called in the actor; returns what takes the weights (a module, a TensorDict, a `WeightReceiver` or an
             `EngineClient`). `Served` makes a server.
 
-    ``EngineActor.as_remote({"resources": {"engine": 1}}).remote(make)`` places one; `RayEngine` drives it.
+    ``EngineActor.as_remote({"resources": {"engine": 1}}).remote(make)`` places one; `ray_engine` drives it.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
         made = make()
         self.target, self._server = made if isinstance(made, tuple) else (made, None)
-        self._connection = ""  # of the sender that joined last
-        self._client = self.target if isinstance(self.target, EngineClient) else InProcessEngine(self.target)
+        engine = self.target if isinstance(self.target, Engine) else InProcessEngine(self.target)
+        self._own = self._port = engine.port
 
     @classmethod
     def as_remote(cls, remote_config: Mapping[str, Any] | None = None) -> Any:
         """Return this class as a Ray actor class with room for two calls: one waits for weights, one asks or closes."""
         return as_remote(cls, {"max_concurrency": 2, **(remote_config or {})})
 
-    def call(self, connection: str, name: str, *args: Any) -> Answer:
-        """Call a method of the engine's client, without callbacks, for the sender that joined as ``connection``.
+    def call(self, name: str, *args: Any, **settings: Any) -> Any:
+        """Call a method of the engine's `Port`, and return its answer."""
+        return getattr(self._port, name)(*args, **settings)
 
-        Raises:
-            EngineRefusedError: a step of an update, and another sender has joined since; nothing is touched.
-        """
-        if name == "connect":
-            self._connection = connection
-        elif name in _STEPS and self._connection not in ("", connection):
-            raise replaced("another one has joined")
-        found = getattr(self._client, name)(*args)
-        (row,) = self._client.rows()
-        return found, row, self._client.verifies
+    def suited(self, info: Info) -> Traits:
+        """Take the port that the engine needs to join a transport; see `Port.suited`."""
+        before, self._port = self._port, self._own.suited(info)
+        if before is not self._port:
+            before.close("")
+        return self._port.pauses, self._port.proves, self._port.drops_first
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(target, *args)``, where the target is what ``make`` returned."""
@@ -133,9 +126,9 @@ class EngineActor:
 
 
 def begin(
-    held: Any, pick: Callable[[Any], Any], client: str, job: str, connection: str, name: str, *args: Any
-) -> Answer | None:
-    """Run `EngineActor.call` over what ``pick`` finds in ``held``; to be run in the actor of ``held``.
+    held: Any, pick: Callable[[Any], Any], client: str, job: str, name: str, args: tuple[Any, ...], settings: Info
+) -> tuple[Any] | None:
+    """Call a method of an `EngineActor` over what ``pick`` finds in ``held``; to be run in the actor of ``held``.
 
     Ray starts no other call of the actor before this one returns. An actor with coroutines goes on meanwhile, so a
     thread does the job there. Any other actor does one thing at a time, and this is it.
@@ -145,50 +138,40 @@ def begin(
         pick: takes it; returns what takes the weights, as ``make`` of `EngineActor` does.
         client: names the client, which has an `EngineActor` of its own.
         job: names this call, for `answer`.
-        connection, name, args: of `EngineActor.call`.
+        name, args, settings: the method, and its arguments.
 
     Returns:
-        None where the job has begun; or the answer.
+        None where the job has begun; or the answer, in a tuple.
     """
     if client not in _hosted:
         _hosted[client] = EngineActor(partial(pick, held))
-    call = partial(_hosted[client].call, connection, name, *args)
-    if name == "connect":
-        call = partial(_in_place_of, _end_others(client), call)
-    if name == "close":
+    call = partial(getattr(_hosted[client], name), *args, **settings)
+    if name == "suited":  # the client joins a transport
+        _end_others(client)
+    if args[:1] == ("close",):
         del _hosted[client]
         running = {key: one for key, one in _jobs.pop(client, {}).items() if not one.done()}
         _jobs.update({client: running} if running else {})  # of calls that were given up nobody asks any more
     if not inspect.getmembers(type(held), inspect.iscoroutinefunction):
-        return call()
+        return (call(),)
     _jobs.setdefault(client, {})[job] = in_thread(call, f"torchrl-ext-{name}")
     return None
 
 
-def _end_others(client: str) -> list[EngineActor]:
-    """Forget the clients of the same engine for which no job runs, and return what they have here.
+def _end_others(client: str) -> None:
+    """Forget the clients of the same engine for which no job runs; its workers leave what these joined by themselves.
 
     One sender at a time drives an engine. Those of a trainer that died never close; one that lives joins anew.
     """
     target = _hosted[client].target
     found = [name for name, one in _hosted.items() if name != client and one.target is target]
-    idle = [name for name in found if all(job.done() for job in _jobs.get(name, {}).values())]
-    for name in idle:
+    for name in [name for name in found if all(job.done() for job in _jobs.get(name, {}).values())]:
         _jobs.pop(name, None)
-    return [_hosted.pop(name) for name in idle]
+        del _hosted[name]
 
 
-def _in_place_of(others: Sequence[EngineActor], connect: Callable[[], Answer]) -> Answer:
-    for other in others:
-        try:
-            other.call(other._connection, "close")
-        except Exception:
-            log.warning("a client that another one replaces did not leave its transport", exc_info=True)
-    return connect()
-
-
-def answer(held: Any, client: str, job: str) -> Answer | None:
-    """Return the answer of a client's job, or None while it runs; raise what it raised.
+def answer(held: Any, client: str, job: str) -> tuple[Any] | None:
+    """Return the answer of a client's job, in a tuple, or None while it runs; raise what it raised.
 
     Raises:
         NotConnectedError: the client was closed before it asked.
@@ -202,4 +185,4 @@ def answer(held: Any, client: str, job: str) -> Answer | None:
     found = jobs.pop(job)
     if not jobs:
         del _jobs[client]
-    return found.result()
+    return (found.result(),)

@@ -8,39 +8,21 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
-from torchrl_ext.messages import (
-    Finish,
-    Join,
-    Leave,
-    Load,
-    Message,
-    Prefetch,
-    Rehearse,
-    Start,
-    State,
-    Verify,
-    partial_version,
-    replaced_by,
-    stamped,
-)
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import Make
-from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
-from torchrl_ext.sync.engines.hosts import Host, ModuleHost, VLLMHost, host_of
+from torchrl_ext.rpc.engine import Engine
+from torchrl_ext.sync.engines.local import ModulePort, VLLMObjectPort, local_port
 from torchrl_ext.sync.engines.switching import Switch
 from torchrl_ext.sync.only import Only
-from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
 
 __all__ = ["InProcessEngine"]
 
 
-class InProcessEngine(EngineClient):
+class InProcessEngine(Engine):
     """Drives an object of this process, and switches its weights between requests.
 
     Args:
@@ -64,9 +46,6 @@ class InProcessEngine(EngineClient):
     `serving` is cleared while a module is paused: a loop that generates with it waits on it between tokens.
     """
 
-    kind: ClassVar[str] = "inprocess"
-    url: str = "inprocess"
-
     def __init__(
         self,
         engine: Any,
@@ -86,14 +65,10 @@ class InProcessEngine(EngineClient):
                 else f"keep_cache means nothing with pause mode {pause_mode!r}",
                 expected="pause_mode='keep', and no free_cache",
             )
-        self._host: Host = host_of(engine, pause_mode=pause_mode, keep_cache=keep_cache, loop=loop, timeout_s=timeout_s)
-        self.url, self._transport = url, transport or self._host.transport
-        self._free_cache, self._freed = free_cache, False
-        self._connection: str | None = None  # of the sender that joined last through this client
-        self._state, self._watch = "serving", Stopwatch()
-        self._version: int | None = None
-        self._proof = "sent"
-        self._rehearsed: tuple[Info, ...] = ()
+        settings: dict[str, Any] = {"pause_mode": pause_mode, "keep_cache": keep_cache, "loop": loop}
+        self._object = local_port(engine, url=url, timeout_s=timeout_s, **settings)
+        super().__init__(self._object, free_cache=free_cache)
+        self._transport = transport or self._object.transport
 
     @property
     def serving(self) -> threading.Event:
@@ -102,128 +77,9 @@ class InProcessEngine(EngineClient):
         Raises:
             AttributeError: the engine is no module; it keeps its own requests back.
         """
-        if not isinstance(self._host, ModuleHost):
+        if not isinstance(self._object, ModulePort):
             raise AttributeError("only a module needs to be told when it may serve")
-        return self._host.serving
-
-    def info(self) -> EngineInfo:
-        return replace(self._host.info(self.url), kind=self.kind, weight_version=str(self._version or ""))
-
-    def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        message = Join.of(info)
-        self._connection = message.connection
-        self._host.handle(message)
-
-    def replaced(self, connection: str) -> str:
-        return replaced_by(self._host.handle, connection)
-
-    def _handle(self, message: Message) -> Info:
-        return self._host.handle(stamped(message, self._connection or ""))
-
-    @property
-    def proof(self) -> str:
-        return self._proof
-
-    @property
-    def rehearsed(self) -> tuple[Info, ...]:
-        return self._rehearsed
-
-    def rehearse(self, how: str = "once") -> None:
-        """Rehearse an update where the host needs it, paused meanwhile; see `EngineClient.rehearse`."""
-        told = self._host.handle(Rehearse(how=how, ask=True))
-        if told.get("needed"):
-            served = self.pause()
-            try:
-                told = self._handle(Rehearse(how=how))
-            except WeightSyncError:
-                if served and self._host.handle(Rehearse(ask=True)).get("restored", True):
-                    self.resume()
-                raise
-            if served:
-                self.resume()
-        self._rehearsed = (told,)
-        self._proof = str(told["proof"])
-
-    def prefetch(self, version: int, part: Part | None = None) -> None:
-        self._handle(Prefetch(version=version, part=part))
-
-    def begin(self, version: int) -> None:
-        served = self.pause()
-        try:
-            if self._free_cache and not self._freed:  # an update that failed before left it freed
-                self._freed = True  # first: of one that fails at its deadline nobody knows what it freed
-                self._host.free()
-            self._handle(Start())
-        except BaseException:
-            if served:
-                self.resume()  # nothing was changed
-            raise
-
-    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self._handle(Load.of(info))
-
-    def _compare(self, digests: Mapping[str, str]) -> None:
-        self._handle(Verify(digests={**digests}))
-
-    def commit(self, version: int) -> None:
-        self._handle(Finish(version=version))
-        self._version = version
-        self.resume()
-
-    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return, per prompt, the log-probability of each token after the first; see `EngineClient.logprobs`.
-
-        A module, and the embedded engine's object, answer while paused too.
-
-        Raises:
-            ConfigError: what takes the weights is no causal LM, or its `WeightReceiver` hides it behind a loader.
-        """
-        return self._host.logprobs(prompts)
-
-    def pause(self) -> bool:
-        served, self._state = self._state == "serving", "paused"
-        try:
-            self._host.pause()
-        except BaseException:
-            if served:  # one that was to wait for requests may hold new ones back already
-                self.resume()
-            raise
-        self._watch.start()
-        return served
-
-    def resume(self) -> None:
-        """See `EngineClient.resume`.
-
-        Raises:
-            EngineRefusedError: a part of a version landed, and the rest did not.
-        """
-        if not self._host.handle(State()).get("whole", True):
-            raise partial_version(self.url)
-        if self._freed:
-            self._host.regain()
-        self._freed = False
-        self._host.resume()
-        self._watch.stop()
-        self._state = "serving"
-
-    def rows(self) -> tuple[EngineRow, ...]:
-        return (
-            EngineRow(
-                engine=self.url,
-                kind=self.kind,
-                state=self._state,
-                version=self._version,
-                pause_s=self._watch.seconds,
-                proof=self._proof,
-            ),
-        )
-
-    def close(self) -> None:
-        """See `EngineClient.close`. An `AsyncLLM` cannot be told on its own event loop, nor once that has ended."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with suppress(ConfigError, EngineError, DeadlineError):  # it may be gone
-                self._host.handle(Leave(connection=connection))
+        return self._object.serving
 
     # online switching
 
@@ -265,13 +121,13 @@ class InProcessEngine(EngineClient):
         return await self._switched(lambda switch: switch.to_state_dict(state_dict, mapper))
 
     async def _switched(self, how: Callable[[Switch], Any]) -> Any:
-        if isinstance(self._host, VLLMHost):
-            self._host.at_home(asyncio.get_running_loop())
+        if isinstance(self._object, VLLMObjectPort):
+            self._object.at_home(asyncio.get_running_loop())
         return await asyncio.to_thread(how, self._switch)
 
     @cached_property
     def _switch(self) -> Switch:
-        return Switch(self, self._host, transport=self._transport)
+        return Switch(self, self._object, transport=self._transport)
 
 
 INPROCESS = Make(client=InProcessEngine)

@@ -20,8 +20,8 @@ from torchrl_ext.weights.derived import Layered
 from torchrl_ext.weights.source import WeightSource, as_source
 
 if TYPE_CHECKING:
-    from torchrl_ext.sync.engines.hosts import Host
     from torchrl_ext.sync.engines.inprocess import InProcessEngine
+    from torchrl_ext.sync.engines.local import LocalPort
 
 __all__ = ["Switch"]
 
@@ -33,12 +33,12 @@ class Switch:
 
     Args:
         engine: takes the weights.
-        host: of the same engine.
+        port: of the same engine.
         transport: name of the transport.
     """
 
-    def __init__(self, engine: InProcessEngine, host: Host, *, transport: str) -> None:
-        self._engine, self._host = engine, host
+    def __init__(self, engine: InProcessEngine, port: LocalPort, *, transport: str) -> None:
+        self._engine, self._port = engine, port
         self._sender = WeightSender(transports.make(transport), engine)
         self._sender.holds(0)
         self._turn = threading.Lock()
@@ -73,15 +73,15 @@ class Switch:
 
     def _last_good(self) -> WeightSource:
         if self._held is None:
-            self._held = self._host.start_weights()
+            self._held = self._port.start_weights()
         return self._held
 
     def _to(self, source: WeightSource, names: frozenset[str] | None = None) -> SyncReport:
-        self._host.check()
+        self._port.check()
         good = self._last_good()
         try:
             report = self._sender.update_weights(source, only=names)
-            self._host.check()
+            self._port.check()
         except WeightSyncError as error:
             if self._engine.rows()[0].state == "serving":
                 raise

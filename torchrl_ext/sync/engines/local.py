@@ -1,4 +1,4 @@
-"""Hosts, which let `InProcessEngine` drive a module, a receiver, a vLLM object or the embedded engine's object."""
+"""Ports of engines in this process: a module, a receiver, a vLLM object, the embedded engine's object."""
 
 from __future__ import annotations
 
@@ -6,29 +6,32 @@ import asyncio
 import importlib
 import inspect
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, wait
+from contextlib import suppress
 from typing import Any, ClassVar, Final
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     ConfigError,
+    DeadlineError,
     EngineError,
     EngineRefusedError,
     EngineUnreachableError,
     WeightSyncError,
     parsed,
 )
-from torchrl_ext.messages import Finish, Join, Load, Message, Poll, Prefetch, Pull, Seal, Start, Verify
+from torchrl_ext.messages import Finish, Join, Leave, Load, Message, Poll, Prefetch, Pull, Seal, Start, State, Verify
 from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER, answers_in, merged, unescaped
+from torchrl_ext.rpc.port import EngineState, Port
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import EngineInfo, Info
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import WeightSource, as_source, is_torchrl
 
-__all__ = ["EmbeddedHost", "Host", "ModuleHost", "VLLMHost", "host_of"]
+__all__ = ["EmbeddedObjectPort", "LocalPort", "ModulePort", "VLLMObjectPort", "local_port"]
 
 _VLLM: Final = {("vllm.entrypoints.llm", "LLM"), ("vllm.v1.engine.async_llm", "AsyncLLM")}
 _EMBEDDED: Final = {("torchrl_ext.embedded.engine", "Engine")}
@@ -37,36 +40,38 @@ _COPYING_S: Final = 10.0
 _LOOK_S: Final = 1.0  # how often a wait looks whether the engine's loop still runs
 
 
-class Host(ABC):
-    """An engine object of this process, with the operations that `InProcessEngine` needs of it.
+class LocalPort(Port):
+    """An engine object of this process.
 
     Attributes:
         transport: name of the transport by which weights reach it from this process.
+        handle: does what a message says, and returns the answer when it is done; raises the errors of that step.
     """
 
+    kind: ClassVar[str] = "inprocess"
     transport: ClassVar[str]
     handle: Callable[[Message], Info]
-    """Does what a message says, and returns the answer when it is done; raises the errors of that step."""
 
-    def info(self, url: str) -> EngineInfo:
-        """Return what the engine says of itself; ``url`` is its name in reports."""
-        return EngineInfo(url=url, kind="inprocess")
+    def tell(self, message: Message) -> list[Info]:
+        return [] if isinstance(message, Poll) else [self.handle(message)]
 
-    @abstractmethod
-    def pause(self) -> None:
-        """Stop generating."""
+    def describe(self) -> EngineInfo:
+        return EngineInfo(url=self.url, kind=self.kind)
 
-    @abstractmethod
-    def resume(self) -> None:
-        """Generate again."""
-
-    def free(self) -> None:  # noqa: B027 - not everything has a cache
-        """Give up the memory of keys and values, while paused; requests that are frozen are computed again later."""
-
-    def regain(self) -> None:  # noqa: B027
-        """Take back the memory that `free` gave up, before `resume`."""
+    def state(self, *, fit: bool = False) -> EngineState:
+        answer = self.handle(State())
+        return EngineState(
+            paused=self.paused(), asleep=self.asleep(), empty=answer.get("empty"), whole=answer.get("whole")
+        )
 
     @abstractmethod
+    def paused(self) -> bool | None:
+        """Return whether it generates nothing; None where it does not say."""
+
+    def asleep(self) -> frozenset[str]:
+        """Return the tags whose memory was released."""
+        return frozenset()
+
     def check(self) -> None:
         """Raise EngineError where the engine could not take an update: it is dead, or asleep."""
 
@@ -74,27 +79,49 @@ class Host(ABC):
     def start_weights(self) -> WeightSource:
         """Return the weights that the engine holds before the first update, to fall back on."""
 
-    @abstractmethod
-    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return, per prompt, the log-probability of each token after the first; see `EngineClient.logprobs`."""
+    def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
+        """Give up the memory of keys and values, where there is any."""
+
+    def wake(self, tags: frozenset[str], state: EngineState) -> None:
+        """Take that memory back."""
+
+    def close(self, connection: str) -> None:
+        """See `Port.close`. An `AsyncLLM` cannot be told on its own event loop, nor once that has ended."""
+        if connection:
+            with suppress(ConfigError, EngineError, DeadlineError):  # it may be gone
+                self.handle(Leave(connection=connection))
 
 
-def host_of(
-    engine: Any, *, pause_mode: str, keep_cache: bool, loop: asyncio.AbstractEventLoop | None, timeout_s: float
-) -> Host:
-    """Return the host for an object; vLLM's classes are recognised by name, since this process may not have vLLM."""
+def local_port(
+    engine: Any,
+    *,
+    url: str = "inprocess",
+    pause_mode: str = "keep",
+    keep_cache: bool = False,
+    loop: asyncio.AbstractEventLoop | None = None,
+    timeout_s: float = 600.0,
+) -> LocalPort:
+    """Return the port of an object; vLLM's classes are recognised by name, since this process may not have vLLM.
+
+    Args:
+        engine: as for `torchrl_ext.sync.engines.inprocess.InProcessEngine`, as all others.
+    """
     if is_torchrl(engine, "LocalLLMWrapper"):  # its own `update_weights` does nothing
         engine = engine.llm_instance
     bases = {(base.__module__, base.__name__) for base in type(engine).__mro__}
+    found: LocalPort
     if bases & _VLLM:
-        return VLLMHost(engine, pause_mode=pause_mode, keep_cache=keep_cache, loop=loop, timeout_s=timeout_s)
-    if bases & _EMBEDDED:
-        return EmbeddedHost(engine, pause_mode=pause_mode, keep_cache=keep_cache, timeout_s=timeout_s)
-    return ModuleHost(engine)
+        found = VLLMObjectPort(engine, pause_mode=pause_mode, keep_cache=keep_cache, loop=loop)
+    elif bases & _EMBEDDED:
+        found = EmbeddedObjectPort(engine, pause_mode=pause_mode, keep_cache=keep_cache)
+    else:
+        found = ModulePort(engine)
+    found.url, found.timeout_s = url, timeout_s
+    return found
 
 
-class ModuleHost(Host):
-    """The host of a module, a mapping of tensors, a TensorDict, or a receiver.
+class ModulePort(LocalPort):
+    """A module, a mapping of tensors, a TensorDict, or a receiver.
 
     Attributes:
         serving: cleared while paused.
@@ -102,20 +129,25 @@ class ModuleHost(Host):
 
     transport = "memory"
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: Any, *, url: str = "inprocess") -> None:
         receiver = target if isinstance(target, WeightReceiver) else WeightReceiver(target)
-        self._receiver, self._target, self.handle = receiver, receiver.target, receiver.handle
+        self.url, self._target, self.handle = url, receiver.target, receiver.handle
         self.serving = threading.Event()
         self.serving.set()
 
-    def pause(self) -> None:
+    def tell(self, message: Message) -> list[Info]:
+        if isinstance(message, (Start, Load)) and self.serving.is_set():
+            raise EngineRefusedError(f"{self.url} serves", expected="a paused engine", state="nothing was touched")
+        return super().tell(message)
+
+    def paused(self) -> bool:
+        return not self.serving.is_set()
+
+    def hold(self, before: EngineState) -> None:
         self.serving.clear()
 
-    def resume(self) -> None:
+    def release(self) -> None:
         self.serving.set()
-
-    def check(self) -> None:
-        return None
 
     def start_weights(self) -> WeightSource:
         return as_source({name: tensor.clone() for name, tensor in as_source(self._target)})
@@ -124,35 +156,39 @@ class ModuleHost(Host):
         return score(self._target, prompts)
 
 
-class EmbeddedHost(Host):
-    """The host of the embedded engine's object (`torchrl_ext.embedded.engine.Engine`)."""
+class EmbeddedObjectPort(LocalPort):
+    """The embedded engine's object (`torchrl_ext.embedded.engine.Engine`)."""
 
     transport = "ipc"
 
-    def __init__(self, engine: Any, *, pause_mode: str, keep_cache: bool, timeout_s: float) -> None:
-        self._engine, self._mode, self._timeout_s = engine, pause_mode, timeout_s
-        self._keep_cache = keep_cache
+    def __init__(self, engine: Any, *, pause_mode: str, keep_cache: bool) -> None:
+        self._engine, self._mode, self._keep_cache = engine, pause_mode, keep_cache
+        self.handle = engine.handle
 
-    def handle(self, message: Message) -> Info:
-        found: Info = self._engine.handle(message)
-        if isinstance(message, Finish) and not self._keep_cache:
-            self._engine.scheduler.forget()
-        return found
+    def describe(self) -> EngineInfo:
+        return EngineInfo(url=self.url, kind=self.kind, model=self._engine.model_dir)
 
-    def info(self, url: str) -> EngineInfo:
-        return EngineInfo(url=url, kind="embedded", model=self._engine.model_dir)
+    def paused(self) -> bool:
+        return bool(self._engine.scheduler.paused)
 
-    def pause(self) -> None:
-        self._engine.pause(self._mode, self._timeout_s)
+    def asleep(self) -> frozenset[str]:
+        return frozenset(self._engine.asleep)
 
-    def resume(self) -> None:
+    def hold(self, before: EngineState) -> None:
+        self._engine.pause(self._mode, self.timeout_s)
+
+    def release(self) -> None:
         self._engine.resume()
 
-    def free(self) -> None:
+    def drop_cached(self) -> None:
+        if not self._keep_cache:
+            self._engine.scheduler.forget()
+
+    def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
         self._engine.release_kv_cache()
 
-    def regain(self) -> None:
-        self._engine.wake_up(["kv_cache"])
+    def wake(self, tags: frozenset[str], state: EngineState) -> None:
+        self._engine.wake_up(sorted(tags & state.asleep))
 
     def check(self) -> None:
         if self._engine.asleep:
@@ -165,8 +201,8 @@ class EmbeddedHost(Host):
         return self._engine.logprobs(prompts)
 
 
-class VLLMHost(Host):
-    """The host of vLLM's `AsyncLLM` or `LLM`; no code of vLLM is replaced.
+class VLLMObjectPort(LocalPort):
+    """vLLM's `AsyncLLM` or `LLM`; no code of vLLM is replaced.
 
     The workers take weights through our weight-transfer backend, by collective RPC. An engine that was made with
     another backend, or with none, gets ours before the first message. `LLM` generates only while its caller waits, and
@@ -177,7 +213,6 @@ class VLLMHost(Host):
         pause_mode: ``"keep"`` freezes running requests, ``"wait"`` lets them end, ``"abort"`` ends them.
         keep_cache: leave cached keys and values of older weights, and embeddings of images, where they are.
         loop: the event loop that `AsyncLLM` runs on; None finds it.
-        timeout_s: deadline of each call, and of staging a version, in seconds.
 
     Raises:
         ConfigError: ``keep_cache``, and the engine has a KV connector.
@@ -192,9 +227,8 @@ class VLLMHost(Host):
         pause_mode: str,
         keep_cache: bool = False,
         loop: asyncio.AbstractEventLoop | None,
-        timeout_s: float,
     ) -> None:
-        self._llm, self._mode, self._loop, self._timeout_s = llm, pause_mode, loop, timeout_s
+        self._llm, self._mode, self._loop = llm, pause_mode, loop
         self._keep_cache = keep_cache
         self._asynchronous = inspect.iscoroutinefunction(llm.collective_rpc)
         self._config = llm.vllm_config if self._asynchronous else llm.llm_engine.vllm_config
@@ -219,11 +253,11 @@ class VLLMHost(Host):
             case Finish():
                 self.handle(Seal(connection=message.connection))
                 self._workers("finish_weight_update")
-                self._label(str(message.version))
+                self._name(str(message.version))
             case Join() | Prefetch() | Pull():
                 self._ask(message)
                 ours = "" if isinstance(message, Pull) else message.connection
-                Deadline(self._timeout_s).poll(
+                Deadline(self.timeout_s).poll(
                     lambda: not self._ask(Poll(connection=ours, pull=isinstance(message, Pull))).get("working"),
                     f"vLLM's workers did not {message.kind}",
                 )
@@ -241,13 +275,13 @@ class VLLMHost(Host):
             return merged(answers_in(error.reason))
         return {}
 
-    def info(self, url: str) -> EngineInfo:
+    def describe(self) -> EngineInfo:
         if self._asynchronous and (self._loop is not None or _running_here() is not None):
             self._home()
         parallel = self._config.parallel_config
         return EngineInfo(
-            url=url,
-            kind="vllm",
+            url=self.url,
+            kind=self.kind,
             model=self._config.model_config.model,
             num_gpus=parallel.world_size,
             tp_size=parallel.tensor_parallel_size,
@@ -256,21 +290,29 @@ class VLLMHost(Host):
             world_size=parallel.world_size_across_dp,
         )
 
-    def pause(self) -> None:
+    def paused(self) -> bool | None:
+        return bool(self._do(self._llm.is_paused)) if self._asynchronous else None
+
+    def hold(self, before: EngineState) -> None:
         if self._asynchronous:
             self._do(self._llm.pause_generation, mode=self._mode, clear_cache=False)
 
-    def resume(self) -> None:
+    def release(self) -> None:
         if self._asynchronous:
             self._do(self._llm.resume_generation)
 
-    def free(self) -> None:
+    def abandon(self) -> None:
+        with suppress(EngineRefusedError):  # where it failed, workers have none to end any more
+            self._workers("finish_weight_update")
+
+    def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
+        """Give up the memory of keys and values in vLLM's sleep mode; else only forget what is cached."""
         if self._asynchronous and self._config.model_config.enable_sleep_mode:
             self._do(self._llm.release_kv_cache_memory)
         else:
             self._do(self._llm.reset_prefix_cache, self._asynchronous)
 
-    def regain(self) -> None:
+    def wake(self, tags: frozenset[str], state: EngineState) -> None:
         if self._asynchronous and self._config.model_config.enable_sleep_mode:
             self._do(self._llm.wake_up, ["kv_cache"])
 
@@ -299,14 +341,12 @@ class VLLMHost(Host):
         """Call a method of every worker; raises as `_do`, in the words of a worker."""
         self._do(self._llm.collective_rpc, method, kwargs=arguments)
 
-    def _label(self, version: str) -> None:
-        """Label the weights in service with a version, and drop what was cached of older ones."""
+    def _name(self, version: str) -> None:
+        """Label the weights in service."""
         if self._asynchronous:
             self._do(self._llm.update_weight_version, version)
         else:
             self._do(self._llm.llm_engine.set_weight_version, version)
-        if not self._keep_cache:
-            self.drop_cached()
 
     def drop_cached(self) -> None:
         """Drop cached keys and values, a connector's and running requests' too, and cached embeddings of images.
@@ -314,7 +354,9 @@ class VLLMHost(Host):
         Raises:
             EngineRefusedError: it could not be dropped.
         """
-        Deadline(min(self._timeout_s, _COPYING_S)).poll(  # a connector holds them for a moment while it copies them
+        if self._keep_cache:
+            return
+        Deadline(min(self.timeout_s, _COPYING_S)).poll(  # a connector holds them for a moment while it copies them
             lambda: self._do(self._llm.reset_prefix_cache, self._asynchronous, reset_connector=True),
             late=lambda: EngineRefusedError("vLLM could not drop cached keys and values of the old weights"),
         )
@@ -358,7 +400,7 @@ class VLLMHost(Host):
                 value.close()  # it never runs, of which Python would warn
             raise
         future = asyncio.run_coroutine_threadsafe(_awaited(value), home)
-        within = Deadline(self._timeout_s, "vLLM")
+        within = Deadline(self.timeout_s, "vLLM")
         while not wait([future], min(_LOOK_S, within.left_s)).done:
             if not home.is_running():
                 raise _ended()

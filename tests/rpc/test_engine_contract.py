@@ -1,0 +1,308 @@
+"""What every port of engines promises of each step, whatever goes wrong with each of its requests.
+
+A step that fails says so with its name and the engine's; an engine whose weights were not touched serves again, one
+whose weights were touched stays paused until they are whole, and the next good update heals it.
+"""
+
+import re
+import time
+from contextlib import suppress
+from functools import partial
+from itertools import count
+
+import pytest
+
+from tests.rpc.engines import PORTS, Trainer, client, running
+from torchrl_ext.errors import EngineError, WeightSyncError
+from torchrl_ext.rpc.pool import Pool
+
+FIRST, NEXT, RIVAL = 1, 2, 7
+UPDATE = ("connect", "prefetch", "begin", "load", "verify", "commit")
+OTHERS = ("pause", "resume", "sleep", "wake_up", "rehearse")
+FAULTS = ("fail", "cut", "lose", "junk", "twice", "between")  # and "hang", which takes its time
+NAMED = {  # words of errors, beside "did not"
+    "connect": "join the transport",
+    "prefetch": "prefetch|wake",
+    "begin": "pause|drop|wake|start",
+    "load": "load",
+    "verify": "keep the digests",
+    "commit": "finish|resume",
+    "pause": "pause",
+    "resume": "resume",
+    "sleep": "sleep|pause",
+    "wake_up": "wake up",
+    "rehearse": "rehearse|wake|compute|pause|resume",
+}
+
+
+JUNK = [
+    "words",
+    None,
+    5,
+    [[3]],
+    {},
+    {"message": 3},
+    {"message": "5 | {}"},
+    {"message": '{"needed": 3, "proof": "none that is known", "working": [], "flushed": null}'},
+    {"message": '{"torchrl_ext": 1, "asleep": 5, "empty": "x", "paused": []}'},
+    {"loads": [3, {"num_waiting_reqs": "many"}]},
+    {"world_size": "many"},
+    {"weight_version": []},
+    {"is_sleeping": True, "tags": 7},
+    {"is_sleeping": "maybe", "tags": [[1], None]},
+    {"is_paused": {}},
+    {"vllm_config": {"model_config": 3, "kv_transfer_config": {"kv_connector_extra_config": 4}}},
+    {"prompt_logprobs": [None, {"4": 3}]},
+    {"answer": {"needed": 1}},
+    {"status": []},
+    {"success": "?"},
+]
+"""Answers that no engine gives."""
+
+DEADLY = {("sglang", step, fault) for step in ("sleep", "wake_up") for fault in ("twice", "between")}
+"""SGLang's scheduler ends where memory is given up, or taken back, twice: no client can mend that."""
+
+
+START = {port: "POST /start_weight_update" for port in ("vllm", "embedded")}
+START |= {"sglang": "POST /begin_weight_update", "stock-vllm": "POST /pause", "stock-sglang": "POST /flush_cache"}
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory):
+    root = tmp_path_factory.mktemp("versions")
+    return Trainer(root / "trainer", (FIRST, NEXT)), Trainer(root / "rival", (RIVAL,))
+
+
+def prepared(engine, fake, step, trainer):
+    """Bring an engine to where ``step`` comes next; return the calls from there on."""
+    if step in UPDATE:
+        steps = trainer.steps(engine, NEXT)
+        for name in UPDATE[: UPDATE.index(step)]:
+            steps.pop(name)()
+        return steps
+    trainer.steps(engine, NEXT)["connect"]()
+    {"resume": engine.pause, "wake_up": lambda: engine.sleep(1)}.get(step, lambda: None)()
+    fake.unrehearsed = step == "rehearse"
+    return {step: getattr(engine, step)}
+
+
+def scenario(fake, step, fault, number, trainers, named=True):
+    """Let one request of a step of an engine at `FIRST` go wrong; return whether the step makes as many."""
+    trainer, rival = trainers
+    engine = client(fake, **({"timeout_s": 0.5, "load_timeout_s": 0.5} if fault == "hang" else {}))
+    steps = prepared(engine, fake, step, trainer)
+    before, error = len(fake.calls), None
+    fake.inject(
+        "pass" if fault == "between" else fault,
+        after=number,
+        junk=JUNK[number % len(JUNK)],
+        first=(lambda: rival.update(client(fake), RIVAL)) if fault == "between" else None,
+    )
+    for name, call in steps.items():
+        try:
+            call()
+        except WeightSyncError as failure:
+            error = failure
+            break
+        finally:
+            fake.heal() if name == step else None
+            made = len(fake.calls) - before if name == step else made  # noqa: F821 - of the first one
+    if made > number:
+        where = f"{fault} at request {number} of {step}, {fake.calls[before + number].route}: {error}"
+        check(fake, step, fault, error, where, named)
+    heal(fake, trainer, f"after {fault} at request {number} of {step}: {error}")
+    return made > number
+
+
+def check(fake, step, fault, error, where, named):
+    """Hold an engine, and what its client said, against the promises."""
+    versions = set(fake.versions.values())
+    assert not fake.wrongs, (where, fake.wrongs)
+    if error is None:
+        assert step not in UPDATE or (fake.serving and versions in ({NEXT}, {RIVAL})), (where, fake.versions)
+    elif fault == "between":
+        assert fake.whole or not fake.serving, where
+    else:
+        assert fake.whole or "part of an update" in str(error) or step == "begin", where
+        assert not named or (fake.url in str(error) and re.search(f"did not ({NAMED[step]})", str(error))), where
+        if step in ("connect", "prefetch", "begin", "pause", "rehearse"):  # no weight was written
+            excused = "did not resume" in str(error) or (step == "rehearse" and "still be at work" in str(error))
+            assert versions == {FIRST} and (fake.serving or not fake.whole or excused), where
+        else:
+            assert not fake.serving or (fake.whole and len(versions) == 1), (where, fake.versions)
+
+
+def port_of(fake):
+    return "module" if fake.kind == "inprocess" else f"stock-{fake.kind}" if fake.stock else fake.kind
+
+
+def heal(fake, trainer, where=""):
+    """Send the next good update by a new client."""
+    fake.unrehearsed = False
+    trainer.update(client(fake), FIRST)
+    assert fake.serving and fake.whole and set(fake.versions.values()) == {FIRST} and not fake.wrongs, where
+    assert all((tensor == FIRST).all() for tensor in fake.tensors.values()), where
+
+
+def follows(port, step):
+    if step in ("verify", "rehearse"):
+        return not port.startswith("stock")
+    return step not in ("sleep", "wake_up") or port not in ("module", "stock-sglang")
+
+
+STEPS = [(port, step) for port in PORTS for step in (*UPDATE, *OTHERS) if follows(port, step)]
+
+
+@pytest.mark.parametrize(("port", "step"), STEPS)
+def test_one_request_of_a_step_goes_wrong(port, step, trainers):
+    """Each request of each step fails in one way; further ways are for the exhaustive tier."""
+    turn = STEPS.index((port, step))
+    with running(port) as fake:
+        heal(fake, trainers[0])
+        for number in count():
+            fault = FAULTS[(number + turn) % len(FAULTS)]
+            if (port, step, fault) not in DEADLY:
+                if not scenario(fake, step, fault, number, trainers):
+                    break
+            elif number > 20:
+                break
+
+
+def every(port, step, fault, trainers):
+    with running(port) as fake:
+        heal(fake, trainers[0])
+        for number in count():
+            if not scenario(fake, step, fault, number, trainers):
+                return
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("port", "step", "fault"),
+    [(port, step, fault) for port, step in STEPS for fault in (*FAULTS, "hang") if (port, step, fault) not in DEADLY],
+)
+def test_any_request_of_a_step_goes_wrong_in_any_way(port, step, fault, trainers):
+    every(port, step, fault, trainers)
+
+
+@pytest.mark.parametrize("step", ["begin", "load", "commit", "pause"])
+@pytest.mark.parametrize("port", ["vllm", "sglang"])
+def test_an_answer_never_comes(port, step, trainers):
+    with running(port) as fake:
+        heal(fake, trainers[0])
+        for number in (0, 1):
+            scenario(fake, step, "hang", number, trainers)
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_an_engine_that_others_paused_stays_paused_where_an_update_does_not_start(port, trainers):
+    with running(port) as fake:
+        heal(fake, trainers[0])
+        engine = client(fake)
+        steps = prepared(engine, fake, "begin", trainers[0])
+        client(fake).pause()
+        fake.inject("fail", START.get(port, "start"))
+        with pytest.raises(WeightSyncError, match="it fails here"):
+            steps["begin"]()
+        assert not fake.serving and fake.whole and engine.rows()[0].state == "paused"
+        client(fake).resume()
+        assert fake.serving
+
+
+@pytest.mark.parametrize("port", [port for port in PORTS if port != "module"])
+def test_whatever_an_engine_answers_the_error_is_ours(port, trainers):
+    with running(port) as fake:
+        for number, junk in enumerate(JUNK):
+            engine = client(fake, load_timeout_s=0.05, **({"flush_timeout_s": 0.05} if fake.kind == "sglang" else {}))
+            steps = [step for name, step in trainers[0].steps(engine, NEXT).items() if name != "verify"]
+            others = (partial(engine.logprobs, [[3, 4]]), partial(engine.rehearse, "always"), partial(engine.sleep, 2))
+            calls = (engine.info, *steps, *others, engine.pause, engine.resume, engine.wake_up, engine.look)
+            for turn, call in enumerate(calls):
+                fake.inject("junk", junk=junk, after=(number + turn) % 3)
+                with suppress(WeightSyncError):
+                    call()
+                fake.heal()
+        fake.wrongs.clear()  # to some lies a client has to listen
+        heal(fake, trainers[0])
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_engines_pause_as_a_whole_or_not_at_all_and_the_error_says_who_serves(served):
+    with running("vllm") as one, running("sglang") as other:
+        if not served:
+            client(one).pause()
+        pool = Pool([client(one), client(other)])
+        other.inject("fail", "POST /pause_generation")
+        with pytest.raises(EngineError, match=r"it fails here.*; 1 of 2 engines did not pause") as caught:
+            pool.pause()
+        assert (one.serving, other.serving) == (served, True)
+        assert [row.engine for row in caught.value.rows] == [one.url, other.url]
+        assert [row.state for row in caught.value.rows] == ["serving" if served else "paused", "serving"]
+        assert caught.value.rows[0].error is None and "it fails here" in caught.value.rows[1].error
+        pool.close()
+
+
+def test_engines_that_decode_serve_again_after_those_that_prefill(trainers):
+    """Else they could take keys and values of the old weights from them."""
+    with running("sglang") as decode, running("sglang") as prefill:
+        order = []
+        for fake, role in ((decode, "decode"), (prefill, "prefill")):
+            fake.answers["GET /server_info"] = 200, {"model_path": "/models/policy", "disaggregation_mode": role}
+            late_s = 0.2 if role == "prefill" else 0.0  # the other one has every chance to be first
+            note = partial(lambda role, late_s: (time.sleep(late_s), order.append(role)), role, late_s)
+            fake.inject("pass", "POST /continue_generation", first=note)
+        pool = Pool([client(decode), client(prefill)])
+        pool.members()
+        trainers[0].update(pool, NEXT)
+        assert order == ["prefill", "decode"] and decode.serving and prefill.serving
+        pool.close()
+
+
+RESUME = {"vllm": "POST /resume", "embedded": "POST /resume", "sglang": "POST /continue_generation"}
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(200, "was told to resume, and says that it is paused"), (500, "not known whether .* serves again")],
+)
+@pytest.mark.parametrize("port", RESUME)
+def test_an_engine_that_does_not_resume_is_not_said_to_serve(port, status, words, trainers):
+    with running(port) as fake:
+        heal(fake, trainers[0])
+        engine = client(fake)
+        steps = prepared(engine, fake, "begin", trainers[0])
+        fake.answers[RESUME[port]] = status, {"status": "resumed"}
+        fake.inject("fail", START[port])
+        with pytest.raises(WeightSyncError, match=f"it fails here.*{words}"):
+            steps["begin"]()
+        assert not fake.serving and engine.rows()[0].state == "paused"
+        fake.answers.clear()
+        heal(fake, trainers[0])
+
+
+@pytest.mark.parametrize("port", RESUME)
+def test_a_row_says_what_an_engine_says_of_itself_when_it_is_looked_at(port, trainers):
+    with running(port) as fake:
+        engine = client(fake)
+        trainers[0].steps(engine, NEXT)["connect"]()
+        client(fake).pause()
+        assert [row.state for row in (*engine.rows(), *engine.look())] == ["serving", "paused"]
+        client(fake).resume()
+        for how, state in (("pass", "serving"), ("fail", "paused"), ("cut", "unreachable")):
+            for _ in range(2):  # a question whose connection breaks is asked once more
+                fake.inject(how)
+            found = engine.look()
+            fake.heal()
+            assert found[0].state == state
+
+
+def test_a_server_that_cannot_say_what_of_it_sleeps_is_told_to_wake_all_the_same():
+    absent = 404, {"detail": "Not Found"}
+    with running("stock-vllm") as fake:
+        client(fake).sleep(1)
+        fake.answers = {"GET /is_sleeping": absent, "GET /is_paused": absent}
+        engine = client(fake)
+        engine.wake_up(["weights"])
+        assert fake.asleep == {"kv_cache"} and engine.rows()[0].state == "paused"
+        engine.wake_up()
+        assert fake.serving and engine.rows()[0].state == "serving"

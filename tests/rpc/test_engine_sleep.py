@@ -1,0 +1,186 @@
+"""Pause and sleep of every make, whoever put the engine to sleep, and the order in which an update wakes it."""
+
+import httpx
+import pytest
+
+from tests.rpc.engines import Trainer, client, running
+from torchrl_ext.errors import ConfigError, EngineRefusedError
+from torchrl_ext.rpc.pool import Pool
+
+SLEEPERS = ("vllm", "embedded", "sglang", "stock-vllm")
+WAKE = {"vllm": "POST /wake_up", "embedded": "POST /wake_up", "sglang": "POST /resume_memory_occupation"}
+ALL = {
+    "vllm": {"weights", "kv_cache"},
+    "embedded": {"weights", "kv_cache"},
+    "sglang": {"weights", "kv_cache", "cuda_graph"},
+}
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    return Trainer(tmp_path_factory.mktemp("versions") / "trainer", (1, 2))
+
+
+@pytest.fixture(params=SLEEPERS)
+def fake(request, trainer):
+    with running(request.param) as fake:
+        trainer.update(client(fake), 1)
+        yield fake
+        assert not fake.wrongs
+
+
+def changes(fake):
+    """Routes that put the engine to sleep, wake it, or land weights, with their tags."""
+    words = ("sleep", "memory", "wake", "start_weight", "begin_weight", "collective_rpc", "update_weights")
+    found = [call for call in fake.calls if any(word in call.route for word in words) and call.route.startswith("POST")]
+    return [(call.route, call.query.get("tags") or (call.body or {}).get("tags")) for call in found]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_update_wakes_weights_before_it_touches_them_and_the_cache_last(fake, trainer, level):
+    engine = client(fake)
+    engine.sleep(level)
+    assert fake.asleep == ALL[fake.kind] and fake.paused
+    del fake.calls[:]
+    trainer.update(engine, 2)
+    routes, tags = zip(*changes(fake), strict=True)
+    woken = [one for one in tags if one]
+    assert routes[0] == routes[-1] == WAKE[fake.kind] and "weights" in woken[0] and "kv_cache" in woken[-1]
+    assert not any("kv_cache" in one for one in woken[:-1])
+    assert fake.serving and engine.rows()[0].state == "serving"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_colocated_order_works_with_a_client_of_its_own_for_every_step(fake, trainer, level):
+    client(fake).sleep(level)
+    client(fake).wake_up(["weights"])
+    assert fake.asleep == ALL[fake.kind] - {"weights"} and fake.paused
+    trainer.update(client(fake), 2)
+    client(fake).wake_up(["kv_cache"])
+    client(fake).wake_up()
+    assert fake.serving and fake.whole
+
+
+def test_weights_are_awake_while_a_version_is_prefetched(fake, trainer):
+    engine = client(fake)
+    trainer.steps(engine, 2)["connect"]()
+    engine.sleep(1)
+    engine.prefetch(2)
+    assert fake.paused and fake.asleep == ALL[fake.kind] - {"weights"}
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_an_engine_that_is_awake_is_not_woken(fake, trainer, paused):
+    engine = client(fake)
+    if paused:
+        engine.pause()
+    del fake.calls[:]
+    trainer.update(engine, 2)
+    assert fake.serving and not fake.counts[WAKE[fake.kind]]
+
+
+def test_weights_that_wake_last_do_not_let_an_engine_generate_during_an_update(fake, trainer):
+    engine = client(fake)
+    engine.sleep(1)
+    engine.wake_up(["kv_cache"])
+    assert fake.asleep == {"weights"}
+    trainer.update(engine, 2)  # a fake one refuses weights while it generates
+    assert fake.serving
+
+
+@pytest.mark.parametrize("stranger", [False, True])
+def test_without_weights_nothing_but_an_update_lets_it_serve(fake, trainer, stranger):
+    engine = client(fake)
+    engine.sleep(2)
+    other = client(fake) if stranger else engine
+    more = () if fake.stock else (lambda: other.wake_up(["kv_cache"]),)  # a stock one may: its weights sleep on
+    for refused in (other.resume, other.wake_up, *more):
+        with pytest.raises(EngineRefusedError, match=r"no weights to serve|is asleep"):
+            refused()
+    assert fake.paused and "kv_cache" in fake.asleep
+    trainer.update(other, 2)
+    assert fake.serving and fake.whole
+
+
+def test_the_cache_alone_is_dropped_in_a_pause(fake):
+    engine = client(fake)
+    engine.sleep(tags=["kv_cache"])
+    assert fake.paused and fake.asleep == ALL[fake.kind] - {"weights"}
+    engine.sleep(tags=["kv_cache"])
+    engine.wake_up()
+    assert fake.serving
+
+
+def test_a_client_that_resumes_a_sleeping_engine_is_refused(fake):
+    client(fake).sleep(1)
+    with pytest.raises(EngineRefusedError, match=r"is asleep.*wake_up"):
+        client(fake).resume()
+    assert fake.paused
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_a_rehearsal_leaves_an_engine_that_others_paused_as_it_was(fake, trainer, level):
+    if fake.stock:
+        return
+    client(fake).sleep(level)
+    fake.unrehearsed = True
+    engine = client(fake)
+    trainer.steps(engine, 2)["connect"]()
+    engine.rehearse()
+    assert not fake.unrehearsed and engine.proof == "rehearsed"
+    assert fake.paused and fake.asleep == (ALL[fake.kind] - {"weights"} if level else set())
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_engines_sleep_and_wake_as_a_whole(level):
+    with running("vllm") as one, running("embedded") as other:
+        pool = Pool([client(one), client(other)])
+        pool.sleep(level)
+        assert one.paused and other.paused and bool(one.asleep) == bool(other.asleep) == bool(level)
+        pool.wake_up()
+        assert one.serving and other.serving
+        pool.close()
+
+
+# vLLM
+
+
+def test_vllms_workers_hear_that_their_weights_are_gone_from_whoever_finds_that_out(trainer):
+    with running("vllm") as fake:
+        httpx.post(f"{fake.url}/sleep?level=2&mode=abort")
+        trainer.update(client(fake, pause_mode="wait"), 1)
+        resets = [call for call in fake.calls if ((call.body or {}).get("init_info") or {}).get("kind") == "reset"]
+        assert resets and resets[0].body["init_info"]["weights"] == "gone" and fake.serving
+        client(fake, pause_mode="abort").sleep(2)
+        (sleep,) = [call.query for call in fake.calls[1:] if call.route == "POST /sleep"]
+        assert sleep == {"level": "2", "mode": "abort"}
+
+
+# SGLang
+
+
+def test_a_level_that_sglang_cannot_have_is_refused_before_it_is_paused():
+    for port, words in (("sglang", "enable-weights-cpu-backup"), ("stock-sglang", "without our plugin")):
+        with running(port) as fake:
+            told = {"model_path": "/m", "disaggregation_mode": "null"}
+            fake.answers["GET /server_info"] = 200, told
+            with pytest.raises((EngineRefusedError, ConfigError), match=words):
+                client(fake).sleep(1)
+            assert fake.serving
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
+def test_sglang_gives_no_memory_up_twice_and_none_while_requests_are_frozen(mode):
+    """Its scheduler would end."""
+    with running("sglang") as fake:
+        for level, tags in ((1, ["kv_cache"]), (1, None), (1, None), (2, None)):
+            client(fake, pause_mode=mode).sleep(level, tags)
+        assert fake.asleep == ALL["sglang"] and not fake.wrongs
+
+
+def test_requests_that_sglang_froze_in_place_can_be_aborted():
+    with running("sglang") as fake:
+        client(fake, pause_mode="in_place").pause()
+        client(fake, pause_mode="abort").pause()
+        modes = [call.body["mode"] for call in fake.calls if call.route == "POST /pause_generation"]
+        assert modes == ["in_place", "retract", "abort"] and fake.paused

@@ -1,0 +1,128 @@
+"""Two clients of one engine, whose calls and failures mix in any order: nobody serves a part of an update.
+
+The engine is a fake one over HTTP, a module of this process, or a real embedded one that serves from it.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from tests.embedded import served_here
+from tests.models import tiny_checkpoint, tiny_model
+from tests.rpc.engines import RealEngine, Trainer, client, running
+from torchrl_ext.embedded.engine import Engine
+from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.weights.source import as_source
+
+VERSIONS = {0: 2, 1: 3}  # of each client's trainer
+FAULTS = ("fail", "cut", "lose", "junk", "twice")
+WHO = st.sampled_from((0, 1))
+EXAMPLES = 8
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory):
+    root = tmp_path_factory.mktemp("versions")
+    return [Trainer(root / f"trainer {who}", (version,)) for who, version in VERSIONS.items()]
+
+
+class TwoClients(RuleBasedStateMachine):
+    """Calls of two clients, each of which has an own trainer; subclasses say of which make the engine is."""
+
+    port, trainers, engine = "", (), staticmethod(running)
+
+    @initialize()
+    def start(self):
+        self.running = self.engine(self.port)
+        self.fake = self.running.__enter__()
+        self.clients = [client(self.fake) for _ in VERSIONS]
+
+    def take(self, call, *given):
+        """Make a call; what it raises is ours."""
+        try:
+            call(*given)
+        except WeightSyncError:
+            return False
+        return True
+
+    @rule(
+        who=WHO,
+        first=st.sampled_from((0, 0, 2, 3)),
+        count=st.integers(1, 6),
+        fault=st.sampled_from((None, *FAULTS)),
+        impatient=st.sampled_from((None, 0, 1)),
+    )
+    def steps(self, who, first, count, fault, impatient):
+        """Take some steps of an update in their order, whether those before them were taken or not; then some client
+        is impatient, and resumes the engine."""
+        steps = list(self.trainers[who].steps(self.clients[who], VERSIONS[who]).values())[first : first + count]
+        for number, step in enumerate(steps):
+            if fault and number == len(steps) - 1:
+                self.fake.inject(fault)
+            self.take(step)
+        if impatient is not None:
+            self.take(self.clients[impatient].resume)
+
+    @rule(who=WHO, call=st.sampled_from(("pause", "resume", "rehearse", "look")))
+    def control(self, who, call):
+        self.take(getattr(self.clients[who], call))
+
+    @rule(
+        who=WHO,
+        level=st.sampled_from((0, 1, 2)),
+        wake=st.sampled_from((None, ["weights"], ["kv_cache"])),
+    )
+    def sleep(self, who, level, wake):
+        if self.port != "module" and self.take(self.clients[who].sleep, level):
+            self.take(self.clients[1 - who].wake_up, wake)
+
+    @rule(how=st.sampled_from(FAULTS), after=st.integers(0, 4))
+    def fault(self, how, after):
+        self.fake.inject(how, after=after)
+
+    @rule(who=WHO)
+    def good_update(self, who):
+        """Whatever was before: a good update of a client that knows nothing of it heals the engine."""
+        self.fake.heal()
+        self.trainers[who].update(client(self.fake), VERSIONS[who])
+        assert self.fake.serving and set(self.fake.versions.values()) == {VERSIONS[who]}
+
+    @invariant()
+    def nothing_but_whole_versions_is_served(self):
+        if hasattr(self, "fake"):
+            assert not self.fake.wrongs, self.fake.wrongs
+
+    def teardown(self):
+        if hasattr(self, "fake"):
+            self.good_update(0)
+            self.running.__exit__(None, None, None)
+
+
+def run(request, port, trainers, **more):
+    """Let a machine run; ``more`` are further members of it."""
+    exhaustive = request.config.getoption("--exhaustive")
+    run_state_machine_as_test(
+        type("Machine", (TwoClients,), {"port": port, "trainers": trainers, **more}),
+        settings=settings(
+            max_examples=300 if exhaustive else EXAMPLES,
+            stateful_step_count=30 if exhaustive else 20,
+            suppress_health_check=list(HealthCheck),
+            phases=list(Phase) if exhaustive else [Phase.generate],
+        ),
+    )
+
+
+@pytest.mark.parametrize("port", ["vllm", "sglang", "embedded", "module"])
+def test_no_order_of_calls_serves_a_part_of_an_update(port, trainers, request):
+    run(request, port, trainers)
+
+
+def test_nor_does_a_real_engine(request, tmp_path):
+    sources = {version: as_source(tiny_model(version)) for version in VERSIONS.values()}
+    trainers = [Trainer(tmp_path / f"trainer {who}", (version,), tiny_model) for who, version in VERSIONS.items()]
+    with served_here(Engine(str(tiny_checkpoint(tmp_path / "model")), dtype="float32")) as server:
+        engine = RealEngine(server.engine, server.url, sources)
+        run(request, "real", trainers, engine=staticmethod(lambda port: nullcontext(engine)))

@@ -1,0 +1,110 @@
+"""The requests of an update, as `exchanges.json` has them for each make: what vLLM 0.32 and SGLang 0.5.23 are sent.
+
+Questions are left out, of which engines may be asked as many as need be; "*" stands for any value. After a change of
+the protocol, ``python -m tests.rpc.test_exchanges`` writes the file anew.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.rpc.engines import Trainer, client, running
+from tests.rpc.servers import bare
+from torchrl_ext.routes import CHANNEL
+
+FILE = Path(__file__).with_suffix("").with_name("exchanges.json")
+QUESTIONS = ("state", "poll", "inspect")
+VARY = ("path", "root", "probe", "run_id", "host", "connection", "weights_path", "model_path", "a", "b")
+PARAMS = [["a", "bfloat16", [2, 3]], ["none", "float32", [0, 4]], ["b", "float32", [5]]]
+LOAD = {"transport": "native", "version": 8, "params": PARAMS, "calls": [[0, 1], [1, 2], [2, 3]]}
+GROUP = {"master_address": "10.0.0.1", "master_port": 29500, "world_size": 3}
+NATIVE = {"transport": "native", "bucket_bytes": 4096, "params": [], "rank_offset": 2, "world_size": 3}
+GROUPS = {
+    "sglang": {"make": "sglang", "group": {**GROUP, "group_name": "torchrl_ext", "backend": "gloo"}},
+    "vllm": {"make": "vllm", "group": {**GROUP, "nccl_unique_id_b64": "QUJD"}},
+}
+SCENARIOS = {
+    "vllm": ("vllm", {"pause_mode": "wait"}),
+    "vllm, keep_cache": ("vllm", {"keep_cache": True}),
+    "embedded": ("embedded", {"pause_mode": "abort"}),
+    "sglang": ("sglang", {}),
+    "sglang, keep_cache": ("sglang", {"keep_cache": True}),
+    "stock vllm": ("stock-vllm", {}),
+    "stock vllm by broadcasts": ("stock-vllm", {}),
+    "stock sglang": ("stock-sglang", {"pause_mode": "abort"}),
+    "stock sglang by broadcasts": ("stock-sglang", {}),
+}
+
+
+def exchanges(scenario, trainer):
+    """Requests of an update that change something, twice where the engine is stock: route with query, and body."""
+    port, settings = SCENARIOS[scenario]
+    versions = (1, 2) if port.startswith("stock") else (2,)
+    with running(port) as fake:
+        engine = client(fake, **settings)
+        if "broadcasts" in scenario:
+            engine.connect({**NATIVE, **GROUPS[fake.kind]})
+            for version in versions:
+                engine.prefetch(version)
+                with engine.updating(version):
+                    engine.load({**LOAD, "version": version})
+        else:
+            for version in versions:
+                trainer.update(engine, version)
+        engine.close()
+        assert fake.serving and engine.rows()[0].version == 2 and not fake.wrongs
+        return [row for call in fake.calls if (row := told(call)) is not None]
+
+
+def told(call):
+    """A request in the form of the file; None for a question."""
+    body = call.body
+    if isinstance(body, dict):
+        message = next((one for one in body.values() if isinstance(one, dict) and "kind" in one), None)
+        if str(body.get("action")).startswith(CHANNEL):
+            message = json.loads(body["action"].removeprefix(CHANNEL))
+        if message is not None:
+            if message["kind"] in QUESTIONS:
+                return None
+            body = bare(message)
+    elif call.route.startswith("GET"):
+        return None
+    query = "&".join(f"{name}={value}" for name, value in call.query.items())
+    return [call.route + (f"?{query}" if query else ""), json.loads(json.dumps(body, sort_keys=True))]
+
+
+def masked(value, name=""):
+    """The same, with "*" for what differs from run to run."""
+    if isinstance(value, dict):
+        return {key: masked(one, key) for key, one in value.items()}
+    if isinstance(value, list):
+        return [masked(one) for one in value]
+    return "*" if name in VARY else value
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    return Trainer(tmp_path_factory.mktemp("versions") / "trainer", (1, 2))
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_an_update_sends_what_the_file_says(scenario, trainer):
+    found = masked(exchanges(scenario, trainer))
+    assert found == json.loads(FILE.read_text())[scenario]
+
+
+def write():
+    with tempfile.TemporaryDirectory() as root:
+        trainer = Trainer(Path(root) / "trainer", (1, 2))
+        rows = {scenario: masked(exchanges(scenario, trainer)) for scenario in SCENARIOS}
+    blocks = (
+        f"{json.dumps(name)}: [\n  " + ",\n  ".join(map(json.dumps, found)) + "\n]" for name, found in rows.items()
+    )
+    FILE.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(write())

@@ -1,0 +1,171 @@
+"""`Pool` over clients in memory: who is called, who is lost, who pauses, and what others hear of it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import torchrl_ext as tx
+from tests.processes import WAIT_S
+from torchrl_ext.errors import DeadlineError, EngineError, EngineUnreachableError, UpdateError
+from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.rpc.health import Health
+from torchrl_ext.rpc.pool import Pool
+from torchrl_ext.types import EngineInfo, EngineRow
+
+
+class Scripted(EngineClient):
+    """Keeps what it is told, and fails the calls that it should."""
+
+    kind = "scripted"
+
+    def __init__(self, name, *, serving=True, version="", fails=()):
+        self._url, self.serving, self.version, self.fails, self.calls = name, serving, version, set(fails), []
+
+    @property
+    def url(self):
+        return self._url
+
+    def _called(self, name):
+        self.calls.append(name)
+        if name in self.fails:
+            raise EngineUnreachableError(f"{self.url} does not {name}")
+
+    def info(self):
+        self._called("info")
+        return EngineInfo(url=self.url, kind=self.kind, world_size=1, weight_version=self.version, transports=("disk",))
+
+    def connect(self, info, on_failure=lambda: None):
+        self._called("connect")
+
+    def prefetch(self, version, part=None):
+        self._called("prefetch")
+
+    def begin(self, version):
+        self._called("begin")
+        self.serving = False
+
+    def load(self, info, on_failure=lambda: None):
+        self._called("load")
+
+    def _compare(self, digests):
+        self._called("compare")
+
+    def commit(self, version):
+        self._called("commit")
+        self.version, self.serving = str(version), True
+
+    def pause(self):
+        served = self.serving
+        self._called("pause")
+        self.serving = False
+        return served
+
+    def resume(self):
+        self._called("resume")
+        self.serving = True
+
+    def rows(self):
+        return (EngineRow(engine=self.url, kind=self.kind, state="serving" if self.serving else "paused"),)
+
+    def close(self):
+        self._called("close")
+
+
+def test_sixty_four_engines_are_paused_at_the_same_time():
+    together = threading.Barrier(64)
+
+    class Waiting(Scripted):
+        def pause(self):
+            together.wait(WAIT_S)  # for all the others
+            return super().pause()
+
+    engines = [Waiting(f"e{i}") for i in range(64)]
+    assert Pool(engines).pause() and not any(engine.serving for engine in engines)
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.sampled_from([(), ("pause",), ("pause", "resume"), ("resume",)])), min_size=1)
+)
+def test_all_pause_or_those_that_served_serve_again(script):
+    engines = [Scripted(f"e{i}", serving=serving, fails=fails) for i, (serving, fails) in enumerate(script)]
+    refusing = [engine for engine in engines if "pause" in engine.fails]
+    if not refusing:
+        assert Pool(engines).pause() == any(serving for serving, _ in script)
+        assert not any(engine.serving for engine in engines)
+        return
+    with pytest.raises(EngineError) as caught:
+        Pool(engines).pause()
+    for engine, (serving, fails) in zip(engines, script, strict=True):
+        assert engine.serving == ((serving and "resume" not in fails) or (serving and "pause" in fails))
+    if len(engines) > 1:
+        assert f"{len(refusing)} of {len(engines)} engines did not pause" in str(caught.value)
+        assert {row.engine for row in caught.value.rows if row.error} >= {engine.url for engine in refusing}
+
+
+def test_the_version_of_a_pool_is_its_oldest_and_no_number_of_any_engine_is_used_again(tmp_path):
+    engines = [Scripted("new", version="9"), Scripted("old", version="3")]
+    pool = Pool(engines)
+    assert pool.info().weight_version == "3" and pool.info().world_size == 2
+    report = tx.WeightSender(tx.DiskTransport(tmp_path), pool, verify=False).update_weights({"x": torch.ones(2)})
+    assert report.version == 10 and [engine.version for engine in engines] == ["10", "10"]
+
+
+def test_others_hear_which_engines_an_update_or_a_probe_lost(tmp_path):
+    heard, health = [], Health()
+    health.subscribe(lambda url, why: heard.append((url, why is None)))
+    steady, failing, gone = Scripted("steady"), Scripted("failing", fails=["load"]), Scripted("gone", fails=["info"])
+    pool = Pool([steady, failing, gone], health=health)
+    sender = tx.WeightSender(tx.DiskTransport(tmp_path), pool, verify=False)
+    with pytest.raises(UpdateError, match="2 of 3 engines did not take version 1"):
+        sender.update_weights({"x": torch.ones(2)})
+    assert heard == [("gone", False), ("failing", False)] and health.why("steady") is None
+    assert "does not info" in str(health.why("gone", by="pool")) and health.why("failing", by="pool") is None
+    failing.fails, gone.fails = set(), set()
+    sender.update_weights({"x": torch.zeros(2)})
+    assert heard[2:] == [("gone", True), ("failing", True)]
+    failing.fails = {"commit"}
+    with pytest.raises(UpdateError):
+        sender.update_weights({"x": torch.ones(2)})
+    pool.resume()
+    assert heard[4:] == [("failing", False), ("failing", True)]
+
+
+def test_a_lost_engine_that_hangs_is_not_waited_for_and_comes_back_with_its_answer(monkeypatch):
+    monkeypatch.setattr("torchrl_ext.rpc.pool._PROBE_S", 0.05)
+    leave = threading.Event()
+
+    class Hanging(Scripted):
+        def info(self):
+            if not leave.wait(WAIT_S):
+                raise DeadlineError("too late")
+            return super().info()
+
+    engines = [Scripted("steady"), Hanging("hanging")]
+    pool = Pool(engines)
+    pool.lose(engines[1], EngineUnreachableError("it does not answer"))
+    assert pool.members() == pool.members() == ("steady",)
+    assert [row.state for row in pool.rows()] == ["serving", "unreachable"]
+    leave.set()
+    monkeypatch.setattr("torchrl_ext.rpc.pool._PROBE_S", WAIT_S)
+    assert pool.members() == ("steady", "hanging") and engines[1].calls == ["info"]
+
+
+def test_a_lost_engine_that_fails_with_a_deadline_is_asked_again():
+    engines = [Scripted("steady"), Scripted("late")]
+    answers = iter([DeadlineError("too late"), None])
+
+    def info():
+        error = next(answers)
+        if error is not None:
+            raise error
+        return EngineInfo(url="late", kind="scripted")
+
+    engines[1].info = info
+    pool = Pool(engines)
+    pool.lose(engines[1], EngineUnreachableError("it does not answer"))
+    assert pool.members() == ("steady",) and pool.members() == ("steady", "late")

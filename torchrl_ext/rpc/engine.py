@@ -1,0 +1,573 @@
+"""`Engine`: the steps of an update, for every make of engine; each names itself, and undoes itself where it fails.
+
+An engine that holds a part of a version, or no weights, is never told to serve.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import final
+
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    EngineRefusedError,
+    EngineUnreachableError,
+    parsed,
+)
+from torchrl_ext.messages import (
+    REPLACED,
+    Finish,
+    Inspect,
+    Join,
+    Load,
+    Message,
+    Poll,
+    Prefetch,
+    Rehearse,
+    Reset,
+    Start,
+    State,
+    Verify,
+    partial_version,
+    replaced_by,
+    stamped,
+)
+from torchrl_ext.routes import OPEN_UPDATE
+from torchrl_ext.rpc.client import EngineClient, _nothing
+from torchrl_ext.rpc.port import TAGS, EngineState, Port, check_sleep, check_wake, restated
+from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, least
+
+__all__ = ["Engine"]
+
+log = logging.getLogger("torchrl_ext")
+
+_UNTOUCHED = "the engine's weights and its pause are what they were"
+_PART = "part of an update"
+_KV = frozenset({"kv_cache"})
+_WEIGHTS = frozenset({"weights"})
+_PROBE = [*range(3, 19)]
+_SAME_NATS, _TRIES = 0.05, 3
+
+
+class Engine(EngineClient):
+    """Drives one engine through a `Port`.
+
+    Args:
+        port: the engine.
+        free_cache: give up the memory of keys and values for the time of a load.
+    """
+
+    def __init__(self, port: Port, *, free_cache: bool = False) -> None:
+        self.kind = port.kind  # type: ignore[misc]
+        self._own = self.port = port
+        self._free_cache, self._freed = free_cache, False
+        self._connection = ""  # of the sender that joined last through this client
+        self._torn = False  # a part of a version was sent by this client, and counts where workers do not say more
+        self._before = EngineState(paused=None)  # before the current update
+        self._since: float | None = None  # when the pause began
+        self._row = EngineRow(engine=port.url, kind=self.kind, state="serving", proof="sent")
+        self._rehearsed: tuple[Info, ...] = ()
+        self._followed: tuple[str, ...] = ()
+
+    @property
+    def url(self) -> str:
+        return self.port.url
+
+    def info(self) -> EngineInfo:
+        info = self.port.describe()
+        return info if info.weight_version else replace(info, weight_version=str(self._row.version or ""))
+
+    @property
+    def world_size(self) -> int:
+        return self.port.count_workers()
+
+    @property
+    def verifies(self) -> bool:
+        return self.port.proves
+
+    @property
+    def proof(self) -> str:
+        return self._row.proof
+
+    @property
+    def rehearsed(self) -> tuple[Info, ...]:
+        return self._rehearsed
+
+    def oldest(self, version: int) -> int | None:
+        return self.port.oldest(version)
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        with self._step("compute log-probabilities"):
+            return self.port.logprobs(prompts)
+
+    def adapter(self, name: str) -> EngineClient:
+        return Engine(self.port.adapter(name))
+
+    def unload(self) -> None:
+        with self._step("unload it"):
+            self.port.unload()
+        self._row = replace(self._row, version=None)
+
+    def tell(self, message: Message) -> list[Info]:
+        """Give every worker a message, and return the answers of those that have one.
+
+        Raises:
+            EngineRefusedError: a worker refuses, or the engine lacks our plugin.
+            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
+        """
+        return self.port.tell(stamped(message, self._connection))
+
+    def inspect(self, question: Inspect) -> list[Info]:
+        """Ask every worker about its environment (`torchrl_ext.sync.inspection`); return at least one answer.
+
+        Raises:
+            EngineRefusedError: the engine lacks our plugin.
+            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
+        """
+        answers = [found for found in self.tell(question) if "torchrl_ext" in found and "host" in found]
+        if not answers:
+            raise EngineRefusedError(
+                f"no worker of {self.url} answers",
+                expected="an answer of torchrl_ext's plugin",
+                hint="install this version of torchrl_ext in the engine's environment",
+            )
+        return answers
+
+    def followed(self) -> tuple[str, ...]:
+        """Return the names of the transports that all workers can follow, those of other packages among them.
+
+        An answer is kept, and they are not asked again. Where they do not say, there are none, and a warning is logged.
+        """
+        if not self._followed:
+            try:
+                known = [answer.get("transports") for answer in self.inspect(Inspect())]
+            except (EngineError, DeadlineError) as error:
+                log.warning("%s does not say which transports it can follow: %s", self.url, error)
+                return ()
+            names = [set(map(str, told)) if isinstance(told, list) else set() for told in known]
+            self._followed = tuple(sorted(set.intersection(*names)))
+        return self._followed
+
+    def state(self) -> EngineState:
+        """Ask the engine how it is.
+
+        Raises:
+            EngineUnreachableError, EngineRefusedError, DeadlineError: it gives no answer, or no usable one.
+        """
+        return self.port.state()
+
+    # the sender
+
+    @final
+    def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        """See `EngineClient.connect`. The engine generates meanwhile; an update that was left open is ended first.
+
+        Raises:
+            ConfigError: the engine would serve wrong weights with this client's settings.
+            EngineRefusedError: the engine cannot follow by this transport, or the parameters cannot land in its model,
+                or the world size is not the transport's. It keeps serving what it served.
+            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
+        """
+        with self._step("join the transport", state=_UNTOUCHED):
+            port, before = self._own.suited(info), self.port
+            if before is not port:
+                before.close(self._connection)  # it may hold a group from before a failure
+            self.port, message = port, Join.of(info)
+            self._connection = message.connection
+            try:
+                port.tell(message)
+            except EngineRefusedError as error:
+                if OPEN_UPDATE not in error.what:
+                    raise
+                port.abandon()  # what an earlier trainer left open
+                port.tell(message)
+            self._settle("join the transport")
+
+    def replaced(self, connection: str) -> str:
+        if not connection or not self.port.proves:
+            return ""
+        return replaced_by(self.port.tell, connection)
+
+    def speak_for(self, connection: str) -> None:
+        """Take steps for a sender that joined by another client, as ``connection``."""
+        self._connection = connection
+
+    @final
+    def rehearse(self, how: str = "once") -> None:
+        """See `EngineClient.rehearse`. Weights that sleep are woken for it. Where workers know no rehearsals, `proof`
+        stays ``"sent"``."""
+        if not self.port.proves:
+            return
+        self._wake_weights()
+        with self._step("rehearse an update"):
+            told = self._rehearsal(Rehearse(how=how, ask=True))
+            if any(answer.get("needed") for answer in told):
+                told = self._rehearse(Rehearse(how=how))
+        self._rehearsed = tuple(told)
+        self._row = replace(self._row, proof=least(str(answer.get("proof", "sent")) for answer in told))
+
+    def _rehearse(self, message: Rehearse) -> list[Info]:
+        probe = self._answers() if self._asked().serves else None
+        served = self.pause()  # others may have paused it, or put it to sleep
+        try:
+            told = self._rehearsal(message)  # takes as long as loading the weights a few times
+        except (EngineError, DeadlineError):
+            if served and all(answer.get("restored", True) for answer in self._rehearsal(Rehearse(ask=True))):
+                self.resume()
+            raise
+        if served:
+            self.resume()
+            self._refuse_other_answers(probe)
+        return told
+
+    def _rehearsal(self, message: Rehearse) -> list[Info]:
+        return [answer for answer in self.tell(message) if "proof" in answer]
+
+    def _answers(self) -> list[float] | None:
+        """Return the log-probabilities of a fixed probe; None where the engine cannot be asked for them."""
+        try:
+            return [value for row in self.port.logprobs([_PROBE]) for value in row]
+        except (ConfigError, EngineError, DeadlineError):
+            return None
+
+    def _refuse_other_answers(self, before: list[float] | None) -> None:
+        """Refuse an engine whose answers to the probe changed: it shows what digests could not read. Other requests in
+        the same batch may change the last bits of an answer, so the best of a few answers counts."""
+        off = 0.0
+        for _ in range(_TRIES if before is not None else 0):
+            after = self._answers()
+            if after is None:
+                return
+            off = max(abs(one - other) for one, other in zip(before or (), after, strict=True))
+            if off <= _SAME_NATS:
+                return
+        if off > _SAME_NATS:
+            self.pause()
+            raise EngineRefusedError(
+                f"{self.url} answers a probe otherwise than before the rehearsal, by {off:.3g} nats",
+                expected=f"at most {_SAME_NATS:g}: it holds the weights that it was started with",
+                state="the engine is paused; no weight of the trainer was loaded",
+                hint="start it again, and report its version and kernel backends",
+            )
+
+    # one update
+
+    @final
+    def prefetch(self, version: int, part: Part | None = None) -> None:
+        """See `EngineClient.prefetch`. Workers stage while they generate."""
+        self._wake_weights()  # staging checks changes against them
+        with self._step(f"prefetch version {version}", state="the engine serves what it served"):
+            self.tell(Prefetch(version=version, part=part))
+            self._settle(f"stage version {version}")
+
+    @final
+    def begin(self, version: int) -> None:
+        """See `EngineClient.begin`. Where it fails, no weight was changed, and an engine that served before serves
+        again."""
+        before = self._before = self._halt(f"pause for version {version}")
+        undo = self._undo_of(before)
+        with self._step(f"drop what it cached for version {version}", undo=undo):
+            if self.port.drops_first:
+                self.port.drop_cached()
+            if self._free_cache and not self._freed:  # an update that failed before left it freed
+                self._freed = True  # first: of one that fails at its deadline nobody knows what it freed
+                self.port.sleep(1, _KV, before)
+        with self._step(f"start version {version}", undo=lambda: self._abandoned(undo)):
+            if self._connection and self.port.proves:
+                self.port.tell(State(connection=self._connection))  # which another sender's workers refuse
+            self._wake_weights(before)
+            self.tell(Start())
+
+    def _abandoned(self, undo: Callable[[], str]) -> str:
+        """End the update on workers that have started it, then undo; return the state that holds, in words."""
+        try:
+            self.port.abandon()
+        except (EngineError, DeadlineError) as error:
+            return self._paused(f"the weights it had, which could not be confirmed: {error.what}")
+        return undo()
+
+    @final
+    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        self._torn = True
+        with self._step("load the new weights", state=self._paused(_PART)):
+            self.tell(Load.of(info))
+
+    @final
+    def _compare(self, digests: Mapping[str, str]) -> None:
+        self._torn = True
+        with self._step("keep the digests of the new weights", state=self._paused(_PART)):
+            self.tell(Verify(digests={**digests}))
+
+    @final
+    def commit(self, version: int) -> None:
+        with self._step(f"finish version {version}", state=self._paused(_PART)):
+            self.tell(Finish(version=version))
+        self._torn = False
+        with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
+            self.port.label_as(version)
+            if not self.port.drops_first:
+                self.port.drop_cached()
+            self._row = replace(self._row, version=version)
+            self._wake(_KV, self._before, serving=False)
+            self._serve()
+
+    # pause and sleep
+
+    @final
+    def pause(self) -> bool:
+        """See `EngineClient.pause`. An engine that served, and fails to pause, is told to serve again."""
+        return self._halt("pause").serves
+
+    @final
+    def resume(self) -> None:
+        """See `EngineClient.resume`.
+
+        Raises:
+            EngineRefusedError: it sleeps, has no weights, or holds a part of a version; or it refuses.
+        """
+        with self._step("resume"):
+            state = self.port.state(fit=True)
+            self._refuse_unfit(state)
+            if "weights" in state.asleep:
+                raise EngineRefusedError(
+                    f"{self.url} is asleep", state="asleep", hint="call wake_up, or update_weights: an update wakes it"
+                )
+            self._wake(_KV, state, serving=False)
+            self._serve()
+
+    @final
+    def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
+        wanted = check_sleep(level, tags)
+        with self._step(f"sleep at level {level}", state=f"{self.url} was not told to pause"):
+            self.port.refuse_sleep(level, wanted)
+        before = self._halt("pause")
+        if not wanted:
+            return
+        with self._step(f"sleep at level {level}", undo=self._undo_of(before)):
+            self.port.make_idle()
+        with self._step(f"sleep at level {level}", state=self._paused("what it had, or gave that up")):
+            if level == 2 and "weights" in wanted:
+                self._tell_gone()
+            self.port.sleep(level, None if tags is None else wanted, before)
+
+    @final
+    def wake_up(self, tags: Collection[str] | None = None, *, paused: bool = False) -> None:
+        """See `EngineClient.wake_up`. Parts that are awake already are left alone. If the server cannot report its
+        sleep state, the wake is sent anyway.
+
+        Args:
+            paused: the engine stays paused when it is wholly awake.
+        """
+        wanted = check_wake(tags)
+        with self._step("wake up"):
+            state = self.port.state(fit=True)
+            if "kv_cache" in wanted or state.asleep <= wanted:  # the weights come first, so this may be the last one
+                self._refuse_unfit(state, wanted)
+            self._note("paused")
+            if state.known and not paused:
+                self._wake(wanted, state, serving=True)
+                return
+            if not state.known or state.asleep & wanted:
+                self.port.wake(wanted, state)
+            if paused:
+                self.port.hold(state)
+            elif wanted == TAGS:
+                self._served()  # by itself, with the wake of its last part
+
+    # helpers
+
+    def _halt(self, what: str) -> EngineState:
+        """Pause the engine, and return its state from before."""
+        before = EngineState(paused=False)
+        if self.port.pauses:
+            with self._step(what, state=f"{self.url} was not told to pause"):
+                before = self._asked()
+            with self._step(what, undo=self._undo_of(before)):
+                self.port.hold(before)
+            self._since = time.perf_counter() if self._since is None else self._since
+        self._note("paused")
+        return before
+
+    def _asked(self) -> EngineState:
+        """Return the engine's state; where it cannot say whether it is paused, this client's last call counts."""
+        state = self.port.state()
+        return replace(state, paused=self._row.state != "serving") if state.paused is None else state
+
+    def _serve(self) -> None:
+        if self.port.pauses:
+            self.port.release()
+        self._served()
+
+    def _served(self) -> None:
+        """Note that the engine serves."""
+        pause_s = self._row.pause_s if self._since is None else time.perf_counter() - self._since
+        self._since, self._freed = None, False
+        self._row = replace(self._row, state="serving", error=None, pause_s=pause_s)
+
+    def _note(self, state: str) -> None:
+        self._row = replace(self._row, state=state)
+
+    def _undo_of(self, before: EngineState) -> Callable[[], str]:
+        """Return the undo for a step that fails without a change of weights, by the engine's state before its pause."""
+        if before.serves:
+            return self._undone
+
+        def stays() -> str:
+            self._note("paused")
+            return self._paused("what it held before")
+
+        return stays
+
+    def _undone(self) -> str:
+        """Resume an engine after a step that failed and changed no weight; return, in words, the state it reports."""
+        if not self.port.pauses:
+            self._served()
+            return self._paused("")
+        try:
+            if self.port.state(fit=True).whole is False:
+                return self._paused("a part of another sender's version")
+            if self._freed:
+                self.port.wake(_KV, EngineState(paused=True, asleep=_KV))
+            self.port.release()
+            state = self.port.state()
+        except (EngineError, DeadlineError) as error:
+            self._note("unreachable" if isinstance(error, EngineUnreachableError) else "paused")
+            return f"no weight was changed; it is not known whether {self.url} serves again: {error.what}"
+        if state.paused:
+            self._note("paused")
+            return f"no weight was changed; {self.url} was told to resume, and says that it is paused"
+        self._served()
+        if state.paused is None:
+            return f"no weight was changed; {self.url} was told to resume, and has no way to say whether it serves"
+        return f"nothing was changed, and it serves again: {self.url} says so"
+
+    def _refuse_unfit(self, state: EngineState, waking: Collection[str] = ()) -> None:
+        """Raise an error if the engine has no weights to serve, or a part of a version.
+
+        Args:
+            state: before the parts of ``waking`` wake.
+            waking: tags. Where workers do not know it, weights that were dropped, and wake with the cache, got none.
+        """
+        if (state.dropped and "weights" in waking) if state.empty is None else state.empty:
+            raise EngineRefusedError(
+                f"{self.url} slept at level 2 and holds no weights to serve",
+                state="paused",
+                hint="call update_weights: it wakes the engine in the right order",
+            )
+        if not (not self._torn if state.whole is None else state.whole):
+            raise partial_version(self.url)
+
+    def _wake(self, wanted: frozenset[str], state: EngineState, *, serving: bool) -> None:
+        """Wake the parts of ``wanted`` that sleep, and leave the engine paused, or serving where it is wholly awake.
+
+        Some engines serve as soon as their last part wakes, so the engine is asked again.
+        """
+        if self._freed and "kv_cache" in wanted:
+            state = replace(state, asleep=state.asleep | _KV)
+        if not state.asleep & wanted:
+            if serving and not state.asleep:
+                self._serve()
+            return
+        self.port.wake(wanted, state)
+        after = self.port.state()
+        if not serving:
+            if not after.paused and not after.asleep:
+                self.port.hold(after)
+        elif not after.asleep:
+            self._serve()
+
+    def _wake_weights(self, state: EngineState | None = None) -> None:
+        """Wake the weights, and nothing else, before they are touched.
+
+        Args:
+            state: before the pause; None asks for it.
+        """
+        if self.port.pauses:
+            with self._step("wake its weights", state=f"{self.url} sleeps"):
+                state = self.port.state() if state is None else state
+                if state.dropped:
+                    self._tell_gone()  # whoever put it to sleep may not have said so
+                if "weights" in state.asleep:
+                    self._wake(_WEIGHTS, state, serving=False)
+
+    def _tell_gone(self) -> None:
+        """Tell the workers that their weights are gone. A server without our plugin has none that remembers."""
+        try:
+            self.port.tell(Reset(weights="gone"))
+        except EngineRefusedError as error:
+            if not self.port.lacks_plugin(error):
+                raise
+
+    def _settle(self, what: str) -> None:
+        """Wait until the workers have no work in progress.
+
+        Raises:
+            EngineRefusedError: the work failed.
+            DeadlineError: they did not ``what`` in time.
+        """
+        if self.port.proves:
+            Deadline(self.port.timeout_s).poll(
+                lambda: not any(answer.get("working") for answer in self.tell(Poll())), f"{self.url} did not {what}"
+            )
+
+    def rows(self) -> tuple[EngineRow, ...]:
+        return (self._row,)
+
+    def look(self) -> tuple[EngineRow, ...]:
+        try:
+            state = self.port.state()
+        except EngineUnreachableError:
+            self._note("unreachable")
+        except (EngineError, DeadlineError):
+            self._note("paused")  # or worse
+        else:
+            if state.paused is not None:
+                self._note("serving" if state.serves else "paused")
+        return self.rows()
+
+    def close(self) -> None:
+        """See `EngineClient.close`. The engine serves on."""
+        connection, self._connection = self._connection, ""
+        self.port.close(connection)
+
+    def _paused(self, holding: str) -> str:
+        if not self.port.pauses:
+            version = "no version" if self._row.version is None else f"version {self._row.version}"
+            return f"{self.url} goes on serving, with {version}"
+        return f"{self.url} is paused, serves nobody, and holds {holding}; the next good update resumes it"
+
+    @contextmanager
+    def _step(self, what: str, state: str | None = None, undo: Callable[[], str] | None = None) -> Iterator[None]:
+        """Name the step and the engine's state in an error of the body, and keep the error for the report.
+
+        Args:
+            state: what holds after a failure.
+            undo: in its place: restores the engine, and returns what holds then.
+        """
+        try:
+            yield
+        except (EngineError, DeadlineError) as error:
+            if REPLACED in error.what:  # nothing is undone either: the other one may be in an update
+                state = "another sender drives the engine, and nothing of what it did was touched"
+            elif undo is not None:
+                state = undo()
+            elif isinstance(error, EngineUnreachableError):
+                self._note("unreachable")
+            reason, rest = parsed(
+                error.reason if isinstance(error, EngineRefusedError) and error.reason else error.what
+            )
+            rest |= {"state": state or error.state or rest.get("state", "")}
+            found = restated(error, f"{reason}; {self.url} did not {what}", **rest)
+            self._row = replace(self._row, error=str(found))
+            raise found from error
+        except BaseException:  # what a wait that was interrupted raises, or an engine of this process
+            if undo is not None:
+                undo()
+            raise

@@ -1,0 +1,136 @@
+"""The port of one LoRA adapter of an engine, beside base weights that stay.
+
+The engine is never paused for it. A new version is loaded under a label of its own (``policy-lora@7``) while the engine
+serves, and once every engine of a fleet has it, the name is pointed at it. Requests that began before end with the
+version that they began with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import ClassVar, final
+
+from torchrl_ext.errors import ConfigError, EngineRefusedError
+from torchrl_ext.messages import CheckAdapter, Finish, Join, Load, Message, ServeAdapter, StageAdapter, UnloadAdapter
+from torchrl_ext.rpc.makes.http import is_absent
+from torchrl_ext.rpc.port import EngineState, Port, restated
+from torchrl_ext.types import EngineInfo, Info
+from torchrl_ext.weights.adapter import adapter_label
+
+__all__ = ["AdapterPort"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@final
+class AdapterPort(Port):
+    """One LoRA adapter of an engine.
+
+    Args:
+        engine: the port of the engine itself.
+        name: the adapter's name in requests.
+        served: asks the engine which version each name stands for: ``{name: {"version": 7}}``.
+        say: gives the engine a message about adapters; returns its answer.
+        plugin, lora: hints of errors, where the engine lacks our plugin, and where it was started without adapters.
+
+    Raises:
+        ConfigError: a name that cannot be both a folder's and a model's.
+    """
+
+    pauses: ClassVar[bool] = False
+    proves: bool = False
+
+    def __init__(
+        self,
+        engine: Port,
+        name: str,
+        served: Callable[[], Info],
+        say: Callable[[Message], Info],
+        *,
+        plugin: str,
+        lora: str,
+    ) -> None:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"an adapter cannot be called {name!r}", expected="letters, digits, '.', '_' and '-', at most 128"
+            )
+        self._engine, self.name, self._served, self._say = engine, name, served, say
+        self._plugin, self._lora = plugin, lora
+        self.kind, self.url = engine.kind, engine.url  # type: ignore[misc]
+        self._versions: list[int] = []  # those that this port put in service, the newest two
+        self._in_use: list[int] | None = None  # versions whose files requests may still read, where the engine says so
+
+    def describe(self) -> EngineInfo:
+        """See `Port.describe`; ``weight_version`` is the adapter's, "" while there is none."""
+        with self._explained():
+            version = self._serving()
+        return replace(
+            self._engine.describe(), weight_version="" if version is None else str(version), transports=("disk",)
+        )
+
+    def state(self, *, fit: bool = False) -> EngineState:
+        return self._engine.state(fit=fit)
+
+    def tell(self, message: Message) -> list[Info]:
+        with self._explained():
+            match message:
+                case Join():
+                    self._say(CheckAdapter(params=message.params, root=message.offer))
+                case Load():
+                    path = message.handoff.get("path")
+                    if path is None:
+                        raise ConfigError("adapters travel as files", expected="DiskTransport")
+                    self._say(StageAdapter(name=self.name, version=message.version, path=path))
+                case Finish():
+                    self._serve(message.version)
+        return []
+
+    def _serve(self, version: int) -> None:
+        """Point the name at ``version``, and check that it is."""
+        self._in_use = self._say(ServeAdapter(name=self.name, version=version)).get("in_use")
+        found = self._serving()
+        if found != version:
+            raise EngineRefusedError(
+                f"{self.url} serves version {found} of {self.name!r}",
+                expected=adapter_label(self.name, version),
+                hint="does another trainer load adapters under this name?",
+            )
+        self._versions = [*self._versions[-1:], version]
+
+    def oldest(self, version: int) -> int:
+        """See `Port.oldest`. Requests read their version's files again where vLLM had to drop it meanwhile."""
+        return version if self._in_use is None else min([version, *self._versions, *self._in_use])
+
+    def unload(self) -> None:
+        """Take the adapter out of service: requests by its name are refused from now on."""
+        with self._explained():
+            self._say(UnloadAdapter(name=self.name))
+        self._versions = []
+
+    def adapter(self, name: str) -> Port:
+        return self._engine.adapter(name)
+
+    def hold(self, before: EngineState) -> None:
+        self._engine.hold(before)
+
+    def release(self) -> None:
+        self._engine.release()
+
+    def _serving(self) -> int | None:
+        """Return the version that the engine serves under the name; None where it serves none of ours."""
+        return self._served().get(self.name, {}).get("version")
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Add a hint to errors of the body where the engine can serve no adapters at all."""
+        try:
+            yield
+        except EngineRefusedError as error:
+            if "LoRA is not enabled" in error.what:
+                raise restated(error, error.what, hint=self._lora) from error
+            if is_absent(error) and "is loaded; there are" not in error.what:
+                raise restated(error, error.what, expected="our plugin", hint=self._plugin) from error
+            raise

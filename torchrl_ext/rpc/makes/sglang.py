@@ -1,0 +1,571 @@
+"""Ports of SGLang servers.
+
+The protocol, as far as routes and bodies go, is SGLang's (`sglang.srt.entrypoints.http_server`, 0.5.13 to 0.5.23).
+Where the server has our plugin, messages of ours travel as the ``action`` of ``/weights_checker``
+(`torchrl_ext.messages`):
+
+==========================================  ==================================================================
+``GET /server_info``                        what the server was started with; ``GET /model_info``: what it serves now
+``POST /weights_checker``                   ``{"action": "torchrl_ext:{...}"}``: our messages
+``GET /ready``                              503 while it is paused (0.5.23)
+``POST /pause_generation``                  ``{"mode": "abort" | "retract" | "in_place"}``
+``POST /flush_cache``                       without the plugin; 400 while requests hold on to the cache
+``POST /hicache/storage-backend/clear``     where keys and values are kept in a store too
+``POST /begin_weight_update``               0.5.21 and later: layers in the form that loaders write to, until
+                                            ``/end_weight_update``
+``POST /update_weight_version``             ``{"new_version": "7", "abort_all_requests": false}``
+``POST /continue_generation``
+``POST /release_memory_occupation``         ``{"tags": [...]}``; ends the server that is not idle
+``POST /resume_memory_occupation``          ``{"tags": [...]}``; ends the server where one of them is awake
+``POST /generate``                          ``logprob_start_len: 0``: log-probabilities of given tokens
+==========================================  ==================================================================
+
+A server without the plugin follows by full files, and by its own broadcasts. It does not say what it holds afterwards,
+and drops a name that it does not know with a line in its log: only its outputs prove an update (``verify="outputs"``).
+
+==========================================  ==================================================================
+``POST /init_weights_update_group``         ``{"master_address", "master_port", "world_size", "group_name", "backend",
+                                            "rank_offset"}``; answers when the group is formed
+``POST /destroy_weights_update_group``      ``{"group_name"}``
+``POST /update_weights_from_distributed``   ``{"names", "dtypes", "shapes", "load_format": "flattened_bucket", ...}``:
+                                            one broadcast
+``POST /update_weights_from_disk``          ``{"model_path", "load_format", "weight_version", ...}``; the last values of
+                                            the latter two are kept, so they are always sent
+==========================================  ==================================================================
+
+The order is pause, flush, transfer, resume: after the flush nothing of the old weights is cached, and while the server
+is paused nothing new is.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, ClassVar, final
+
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
+from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Prefetch, Start, State, Verify
+from torchrl_ext.registry import Make
+from torchrl_ext.routes import CHANNEL, Flush, ListAdapters, merged
+from torchrl_ext.rpc.engine import Engine
+from torchrl_ext.rpc.http import HTTPSession, Keys
+from torchrl_ext.rpc.makes.adapters import AdapterPort
+from torchrl_ext.rpc.makes.http import ABSENT, HTTPPort, bodies, is_absent, session, unproved, warn_of_outputs
+from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, restated
+from torchrl_ext.rpc.server_info import ServerInfo, server_info
+from torchrl_ext.types import EngineInfo, Info
+
+__all__ = ["SGLANG", "SGLangPort", "sglang_engine"]
+
+log = logging.getLogger("torchrl_ext")
+
+PAUSE_MODES = ("abort", "retract", "in_place")
+
+_NOT_READY = {200: False, 503: True}
+_GRAPHS = "cuda_graph"  # sleeps and wakes with the cache
+_LEAVE_S = 30.0
+_PLUGIN = (
+    "install torchrl_ext in the engine's environment (it needs no trainer packages), or let `torchrl-ext serve sglang` "
+    'start the server; without it, use the "disk" transport, which SGLang loads by itself, or "native"'
+)
+_ADAPTERS = (
+    "install torchrl_ext in the engine's environment, or let `torchrl-ext serve sglang --lora-rank N` start the server"
+)
+_LORA = (
+    "start the server with --enable-lora, --max-lora-rank and --lora-target-modules "
+    "(`torchrl-ext serve sglang --lora-rank N`)"
+)
+_CLEAR = ("/hicache/storage-backend/clear", "/clear_hicache_storage_backend")
+
+
+class SGLangPort(HTTPPort):
+    """An SGLang server whose workers run our plugin.
+
+    Args:
+        http, timeout_s: as for `HTTPPort`.
+        pause_mode, keep_cache, flush_timeout_s: as for `sglang_engine`.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+
+    kind: ClassVar[str] = "sglang"
+    drops_first: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        http: HTTPSession,
+        *,
+        timeout_s: float = 600.0,
+        pause_mode: str = "keep",
+        keep_cache: bool = False,
+        flush_timeout_s: float = 60.0,
+    ) -> None:
+        mode = ("in_place" if keep_cache else "retract") if pause_mode == "keep" else pause_mode
+        if mode not in PAUSE_MODES:
+            raise ConfigError(f"there is no pause mode {pause_mode!r}", expected=f"one of {', '.join(PAUSE_MODES)}")
+        if keep_cache and mode != "in_place":
+            raise ConfigError(
+                f"keep_cache means nothing with pause mode {mode!r}", expected="pause_mode='keep', or 'in_place'"
+            )
+        super().__init__(http, timeout_s=timeout_s)
+        self._pause_mode, self._keep_cache, self._flush_timeout_s = mode, keep_cache, flush_timeout_s
+        self._says = True  # until it refuses a message of ours; another process of the server is asked anew
+        self._stores = False  # whether it keeps keys and values in a store that its own flush leaves alone
+        self._pooled = False  # whether it has one of the two halves of a request, prefill or decode
+
+    def describe(self) -> EngineInfo:
+        """See `Port.describe`. ``/server_info`` suffices; ``/model_info`` and our plugin may add to it."""
+        facts = self._server_info()
+        try:
+            served = self._either("/model_info", "/get_model_info")
+        except EngineRefusedError as error:
+            served = None
+            if error.status not in ABSENT:
+                log.warning("%s does not say what it serves now: %s", self.url, error)
+        transports: tuple[str, ...] = ()  # none where control routes want a key that this client lacks
+        try:
+            transports = self.followed() if self._has_plugin() else facts.info.transports
+        except EngineRefusedError as error:
+            log.warning("%s does not say whether it has our plugin: %s", self.url, error)
+        model = served if isinstance(served, dict) else {}
+        info = facts.serving(weight_version=model.get("weight_version"), model=model.get("model_path"))
+        return replace(info, transports=transports)
+
+    def loads(self) -> list[dict[str, Any]]:
+        """Count requests by data-parallel rank, from ``/v1/loads`` or ``/get_load``.
+
+        Returns:
+            Per rank ``{"dp_rank", "running", "waiting"}``.
+        """
+        answer = self._either("/v1/loads", "/get_load")
+        found = []
+        try:
+            for row in answer["loads"] if isinstance(answer, dict) else answer:
+                waiting = int(row.get("num_waiting_reqs", 0))
+                running = int(row.get("num_running_reqs", row.get("num_reqs", waiting) - waiting))
+                found.append({"dp_rank": row.get("dp_rank", 0), "running": running, "waiting": waiting})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise EngineRefusedError(
+                f"{self.url} answered {str(answer)[:120]!r} about its load", expected="a list of counts of requests"
+            ) from error
+        return found
+
+    def suited(self, info: Info) -> Port:
+        """See `Port.suited`.
+
+        Raises:
+            ConfigError: ``keep_cache``, and the server keeps keys and values in a store.
+        """
+        has_plugin, facts = self._has_plugin(), self._server_info()
+        if facts.stores_keys and self._keep_cache:
+            raise ConfigError(
+                f"{self.url} keeps keys and values in a store, which would hand those of old weights on for ever",
+                expected="keep_cache=False, or a server without a store",
+                state="the engine's weights and its pause are what they were",
+            )
+        settings: dict[str, Any] = {"pause_mode": self._pause_mode, "keep_cache": self._keep_cache}
+        settings |= {"timeout_s": self.timeout_s, "flush_timeout_s": self._flush_timeout_s}
+        found = copy.copy(self) if has_plugin else StockSGLangPort(self.http, facts, **settings)
+        found._says, found._stores = has_plugin, facts.stores_keys
+        found._pooled = facts.info.worker_type in ("prefill", "decode")
+        return found
+
+    def state(self, *, fit: bool = False) -> EngineState:
+        """See `Port.state`. Pauses of mode ``abort`` are known to the server's first process only, which our plugin
+        asks where it can (``server``)."""
+        try:
+            answers = self._say(State()) if self._says else []
+        except EngineRefusedError as error:
+            if not self.lacks_plugin(error):
+                raise
+            self._says, answers = False, []
+        answer = merged(answers)
+        pauses = [answer.get("paused"), None if answer.get("server") else self._ready()]
+        known = [bool(one) for one in pauses if one is not None]
+        return EngineState(
+            paused=any(known) if known else None,
+            asleep=named_tags(answer.get("asleep")),
+            empty=bool(answer.get("empty")),
+            whole=answer.get("whole"),
+        )
+
+    def _ready(self) -> bool | None:
+        """Return whether the server says that it is paused; None where a release does not say."""
+        return _NOT_READY.get(self.http.call("GET", "/ready").status)
+
+    def tell(self, message: Message) -> list[Info]:
+        match message:
+            case Join(transport=transport) if transport not in ("disk", "delta"):
+                replicas = self.describe().dp_size
+                if replicas > 1:
+                    raise EngineRefusedError(
+                        f"{self.url} has {replicas} data-parallel replicas, whose workers do not know their ranks in a "
+                        "group",
+                        expected="--dp-size 1, or a transport through files",
+                    )
+            case Start():
+                opened = self._open_session()
+                return self._say(Start(connection=message.connection, bracketed=opened), self.timeout_s)
+            case Finish():
+                answers = self._say(message, self.timeout_s)
+                self._end_session()
+                return answers
+        return self._say(message, self.timeout_s)
+
+    def _say(self, message: Message, timeout_s: float | None = None) -> list[Info]:
+        """Give workers a message; each data-parallel rank gives one answer."""
+        body = {"action": CHANNEL + json.dumps(message.to_json())}
+        answer = self.http.post("/weights_checker", body, timeout_s=timeout_s)
+        try:
+            return [dict(json.loads(text)) for text in answer["message"].split(" | ")]  # SGLang's own way to join them
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+            raise EngineRefusedError(f"{self.url}/weights_checker answered {answer!r}", hint=_PLUGIN) from None
+
+    def _has_plugin(self) -> bool:
+        try:
+            return any("torchrl_ext" in answer for answer in self._say(Inspect()))
+        except EngineRefusedError as error:
+            if is_absent(error):
+                return False
+            raise
+
+    def _open_session(self) -> bool:
+        """Open SGLang's own session for an update of weights; end one first that a trainer left open.
+
+        Returns:
+            Whether this release has sessions.
+        """
+        answer = self.http.call("POST", "/begin_weight_update", {}, timeout_s=self.timeout_s)
+        if answer.status == 400 and "already open" in answer.message():
+            self._end_session()
+            answer = self.http.call("POST", "/begin_weight_update", {}, timeout_s=self.timeout_s)
+        if not answer.ok and answer.status not in ABSENT:
+            raise EngineRefusedError(
+                f"POST {self.url}/begin_weight_update answered {answer.status}: {answer.message()}",
+                status=answer.status,
+            )
+        return answer.ok
+
+    def _end_session(self, *, if_open: bool = False) -> None:
+        answer = self.http.call("POST", "/end_weight_update", {}, timeout_s=self.timeout_s)
+        is_closed = if_open and answer.status == 400 and "no weight-update session" in answer.message()
+        if not answer.ok and answer.status not in ABSENT and not is_closed:
+            raise EngineRefusedError(
+                f"POST {self.url}/end_weight_update answered {answer.status}: {answer.message()}", status=answer.status
+            )
+
+    def abandon(self) -> None:
+        self._end_session(if_open=True)
+
+    def label_as(self, version: int) -> None:
+        label = str(version)
+        self.http.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        served = self._either("/model_info", "/get_model_info")
+        found = str(served.get("weight_version")) if isinstance(served, dict) else str(served)[:120]
+        if found != label:
+            raise EngineRefusedError(f"{self.url} calls its weights {found!r}", expected=repr(label))
+
+    def hold(self, before: EngineState) -> None:
+        modes = ["abort" if self._pooled and self._pause_mode == "retract" else self._pause_mode]
+        if modes == ["abort"] and before.paused:
+            modes = ["retract", "abort"]  # abort alone would wait for ever for requests that are paused in place
+        for mode in modes:
+            self.http.post("/pause_generation", {"mode": mode}, timeout_s=self.timeout_s)
+
+    def release(self) -> None:
+        self.http.post("/continue_generation", {})
+
+    def refuse_sleep(self, level: int, tags: frozenset[str]) -> None:
+        """See `Port.refuse_sleep`. A server needs our plugin, which says what sleeps, ``--enable-memory-saver`` to give
+        memory back, and ``--enable-weights-cpu-backup`` for level 1."""
+        if not tags:
+            return
+        if not self._has_plugin():
+            raise EngineRefusedError(
+                f"{self.url} runs SGLang without our plugin, and does not say what of it sleeps", hint=_PLUGIN
+            )
+        if level == 1 and "weights" in tags and not self._server_info().has_backup:
+            raise EngineRefusedError(
+                f"{self.url} keeps no copy of its weights on the host",
+                expected="a server with --enable-weights-cpu-backup",
+                hint="start it so, sleep at level 2, or sleep(tags=['kv_cache'])",
+            )
+
+    def make_idle(self) -> None:
+        """See `Port.make_idle`. Requests go back into the queue with any ``pause_mode`` but ``"abort"``, since their
+        keys and values are dropped."""
+        if self._pause_mode == "in_place":
+            self.http.post("/pause_generation", {"mode": "retract"}, timeout_s=self.timeout_s)
+        self._flush(frozen=False)
+
+    def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
+        released = sorted({*(tags or TAGS), _GRAPHS} - state.asleep)
+        if released:  # SGLang takes an empty list for all of them
+            self.http.post("/release_memory_occupation", {"tags": released}, timeout_s=self.timeout_s)
+
+    def wake(self, tags: frozenset[str], state: EngineState) -> None:
+        wanted = state.asleep & (tags | {_GRAPHS} if "kv_cache" in tags else tags)
+        if wanted:
+            self.http.post("/resume_memory_occupation", {"tags": sorted(wanted)}, timeout_s=self.timeout_s)
+
+    def drop_cached(self) -> None:
+        """Drop keys and values: those in the server, then those that it, or an earlier one, put into a store."""
+        if not self._keep_cache:
+            self._flush(frozen=self._pause_mode == "in_place")
+
+    def _flush(self, *, frozen: bool) -> None:
+        """Drop keys and values.
+
+        Args:
+            frozen: requests that run hold on to the cache until they are resumed, so that waiting is in vain.
+        """
+        self._flush_own(frozen)
+        if not self._stores:
+            return
+        newer, older = _CLEAR
+        answer = self.http.call("POST", newer, timeout_s=self.timeout_s)
+        if answer.status in ABSENT:
+            answer = self.http.call("POST", older, timeout_s=self.timeout_s)
+        if not answer.ok:
+            raise EngineRefusedError(
+                f"{self.url} could not clear the store of keys and values of the old weights: {answer.message()}",
+                hint="look at the store's log, or start the server without --hicache-storage-backend",
+                status=answer.status,
+            )
+
+    def _flush_own(self, frozen: bool) -> None:
+        status, why = 0, ""
+        for _ in Deadline(self._flush_timeout_s).pauses():
+            status, why = self._try_flush()
+            if status == 200:
+                return
+            if frozen:
+                raise EngineRefusedError(
+                    f"requests that are paused in place keep the cache of the old weights ({self._busy()}): {why}",
+                    expected="no running request, or a pause mode that frees what they hold",
+                    hint="use pause_mode='retract', or accept old keys and values with keep_cache=True",
+                    status=status,
+                )
+        raise DeadlineError(
+            f"the cache was not dropped within {self._flush_timeout_s:g} s ({self._busy()}): {why}",
+            hint="look for requests that never end, or raise flush_timeout_s",
+        )
+
+    def _try_flush(self) -> tuple[int, str]:
+        """Try to drop the cache; return 200, or 400 while requests use it, and the reason.
+
+        SGLang's own route collects garbage too, which can take longer than an update.
+        """
+        return (200, "") if merged(self._say(Flush())).get("flushed") else (400, "the cache is in use")
+
+    def _busy(self) -> str:
+        rows = self.loads()
+        return f"{sum(row['running'] for row in rows)} running, {sum(row['waiting'] for row in rows)} waiting"
+
+    def adapter(self, name: str) -> Port:
+        """See `Port.adapter`. The server needs ``--enable-lora`` and our plugin."""
+        return AdapterPort(self, name, self._adapters, self._tell_adapters, plugin=_ADAPTERS, lora=_LORA)
+
+    def _adapters(self) -> Info:
+        return self._tell_adapters(ListAdapters())["adapters"]
+
+    def _tell_adapters(self, message: Message) -> Info:
+        answer = merged(self._say(message, self.timeout_s))
+        if isinstance(answer.get("adapters"), dict):
+            return answer
+        expected = "what the name of every adapter stands for"
+        raise EngineRefusedError(f"{self.url} answered {answer!r}", expected=expected, hint=_ADAPTERS)
+
+    def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
+        body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}}
+        return "/generate", {**body, "return_logprob": True, "logprob_start_len": 0}
+
+    def _scores(self, answer: Any, prompt: list[int]) -> list[Any]:
+        """See `HTTPPort._scores`; the answer has ``[logprob, token id, text]`` per token, with null for the first."""
+        rows = answer["meta_info"]["input_token_logprobs"]
+        if [row[1] for row in rows] != prompt:
+            raise ValueError("it is about other tokens")
+        return [row[0] for row in rows[1:]]
+
+    def _server_info(self) -> ServerInfo:
+        return server_info(self.http, ("sglang",))
+
+    def _either(self, route: str, older: str) -> Any:
+        """Return the answer of ``route``, or, where the server lacks it, of the route that earlier releases have."""
+        try:
+            return self.http.get(route)
+        except EngineRefusedError as error:
+            if error.status not in ABSENT:
+                raise
+            try:
+                return self.http.get(older)
+            except EngineRefusedError as second:
+                raise restated(second, f"{error.what}; {second.what}") from error
+
+
+@final
+class StockSGLangPort(SGLangPort):
+    """An SGLang server without our plugin, which has joined a transport.
+
+    Args:
+        http, settings: as for `SGLangPort`.
+        facts: its ``/server_info``.
+    """
+
+    proves: bool = False
+
+    def __init__(self, http: HTTPSession, facts: ServerInfo, **settings: Any) -> None:
+        super().__init__(http, **settings)
+        self._facts, self._group = facts, ""
+
+    def tell(self, message: Message) -> list[Info]:
+        match message:
+            case Join():
+                self._join(message)
+            case Prefetch(part=part) if part is not None:
+                raise EngineRefusedError(
+                    "engines without our plugin take whole versions only", state="nothing was changed"
+                )
+            case Start() if self._group:
+                self._open_session()
+            case Start():
+                self._end_session(if_open=True)  # which an update that failed left open
+            case Load():
+                self._load(message)
+            case Verify():
+                raise unproved(self.url, _PLUGIN)
+            case Finish() if self._group:
+                self._end_session()
+        return []
+
+    def _join(self, message: Join) -> None:
+        transport, offer = message.transport, message.offer
+        if transport == "native":
+            self._check(offer)
+        elif transport != "disk":
+            raise EngineRefusedError(
+                f"{self.url} runs SGLang without our plugin, and cannot follow by {transport!r}",
+                expected='the plugin in group "sglang.srt.plugins"',
+                hint=_PLUGIN,
+            )
+        warn_of_outputs(self.url, transport)
+        if transport == "native":
+            group = offer["group"]
+            self._group = str(group["group_name"])
+            self._destroy()  # an earlier trainer may have left one under this name
+            body = {**group, "rank_offset": message.rank_offset}
+            self.http.post("/init_weights_update_group", body, timeout_s=self.timeout_s)
+
+    def _check(self, offer: Info) -> None:
+        url = self.url
+        if offer.get("make") != self.kind:
+            raise EngineRefusedError(
+                f"the transport speaks to {offer.get('make')!r}, and {url} runs SGLang",
+                expected="engines of one make, and make='sglang'",
+                hint=_PLUGIN,
+            )
+        info = self._facts.info
+        if "native" not in info.transports:
+            what = (
+                f"keeps copies of its weights (weight_cache_mode {self._facts.copies!r})"
+                if self._facts.copies
+                else f"has pp {info.pp_size} x dp {info.dp_size}, and gives workers of each the same ranks"
+            )
+            raise EngineRefusedError(
+                f"{url} {what}", expected="pp 1, dp 1 and no weight cache, for its own broadcasts", hint=_PLUGIN
+            )
+        if self._facts.is_quantised and self.http.call("OPTIONS", "/begin_weight_update").status in (404, 501):
+            raise EngineRefusedError(
+                f"{url} runs a quantised model, and this release loads new weights into what it made of the old ones",
+                expected="SGLang 0.5.21 or later",
+                hint=_PLUGIN,
+            )
+
+    def _load(self, message: Load) -> None:
+        how: dict[str, Any] = {"flush_cache": False, "abort_all_requests": False}
+        if not self._group:
+            body = {"model_path": message.handoff["path"], "load_format": "auto"}
+            body |= {"weight_version": str(message.version), **how}
+            self.http.post("/update_weights_from_disk", body, timeout_s=self.timeout_s)
+            return
+        how |= {"group_name": self._group, "load_format": "flattened_bucket"}
+        try:
+            for names, dtypes, shapes in bodies(message.handoff):
+                body = {"names": names, "dtypes": dtypes, "shapes": shapes, **how}
+                self.http.post("/update_weights_from_distributed", body, timeout_s=self.timeout_s)
+        except (EngineError, DeadlineError):
+            self.close("")  # it frees workers that wait for one that has failed
+            raise
+
+    def _try_flush(self) -> tuple[int, str]:
+        answer = self.http.call("POST", "/flush_cache")
+        if answer.ok or answer.status == 400:
+            return answer.status, answer.message()
+        raise EngineRefusedError(
+            f"POST {self.url}/flush_cache answered {answer.status}: {answer.message()}", status=answer.status
+        )
+
+    def close(self, connection: str) -> None:
+        """Have the workers leave the group that they joined."""
+        if self._group:
+            self._destroy()
+            self._group = ""
+
+    def _destroy(self) -> None:
+        body = {"group_name": self._group}
+        with suppress(EngineError, DeadlineError):  # there may be none, or the server may be gone
+            self.http.call("POST", "/destroy_weights_update_group", body, timeout_s=_LEAVE_S)
+
+
+def sglang_engine(
+    url: str,
+    *,
+    pause_mode: str = "keep",
+    keep_cache: bool = False,
+    timeout_s: float = 60.0,
+    load_timeout_s: float = 600.0,
+    flush_timeout_s: float = 60.0,
+    api_key: Keys = None,
+) -> Engine:
+    """Return the client of an SGLang server.
+
+    Args:
+        url: base address of the server itself, never of a router.
+        pause_mode: what happens to running requests: ``"retract"`` puts them back into the queue, and they go on with
+            the new weights, their keys and values computed anew; ``"abort"`` ends them; ``"in_place"`` freezes them
+            together with their keys and values of the old weights. ``"keep"``, vLLM's word, is ``"retract"``, and with
+            ``keep_cache`` ``"in_place"``. In pools ``"retract"`` is ``"abort"``, since requests between the two pools
+            would use the cache for as long as these are paused.
+        keep_cache: leave keys and values of the old weights where they are: frozen requests, and later ones with the
+            same prefix, go on with them. Each token still has the version of the weights that sampled it. Not for a
+            server that keeps keys and values in a store. Without, an update of a server whose requests are frozen in
+            place is refused.
+        timeout_s: deadline of each short call, in seconds.
+        load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
+        flush_timeout_s: deadline of dropping the cache, in seconds; SGLang refuses as long as a request uses it.
+        api_key: sent as a bearer token; see `HTTPSession` for several.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+    how: dict[str, Any] = {"pause_mode": pause_mode, "keep_cache": keep_cache, "flush_timeout_s": flush_timeout_s}
+    return Engine(SGLangPort(session(url, api_key, timeout_s), timeout_s=load_timeout_s, **how))
+
+
+def describe_sglang(http: HTTPSession) -> EngineInfo | None:
+    """Describe the SGLang server at the session's address; None where another engine answers there."""
+    return SGLangPort.over(http).describe() if server_info(http).info.kind == SGLangPort.kind else None
+
+
+SGLANG = Make(
+    client=sglang_engine,
+    describe=describe_sglang,
+    dialect="torchrl_ext.rollout.dialects:SGLangDialect",
+    server="torchrl_ext.serving.engines.sglang:SGLangSpec",
+    router="torchrl_ext.serving.engines.sglang:SGLangRouterSpec",
+)

@@ -1,0 +1,608 @@
+"""Ports of vLLM servers and of the embedded engine, over vLLM's weight-transfer routes.
+
+The protocol, as far as routes and bodies go, is vLLM's (`vllm.entrypoints.rl.online.api_router` and
+`vllm.entrypoints.serve.dev.sleep.api_router`, 0.31 and 0.32). Where the server runs our backend, our messages travel in
+the bodies (`torchrl_ext.messages`):
+
+========================================  ====================================================================
+``POST /init_weight_transfer_engine``     ``{"init_info": message}``: all that loads nothing. Answers come in the
+                                          text of an error (`torchrl_ext.routes.ANSWERS`); from the embedded engine in
+                                          ``{"answer": {...}}``
+``POST /pause?mode=abort|wait|keep``      with ``clear_cache=false``, which vLLM is about to give up
+``POST /start_weight_update``
+``POST /update_weights``                  ``{"update_info": message}``: `Load`, `Verify`, or `Seal` after the last one
+``POST /finish_weight_update``            ``{"weight_version": "7"}``; after a failed update, without a body, it
+                                          ends the update that is still open
+``POST /reset_prefix_cache``              preempts what runs: its keys and values come from the old weights, as do
+                                          those that a KV connector keeps elsewhere
+``POST /reset_encoder_cache``             of multimodal models: embeddings of images come from the old weights too
+``POST /resume``
+``POST /sleep?level=0|1|2&mode=``         0 pauses; 1 keeps weights on the host and drops keys and values; 2 drops both
+``POST /wake_up?tags=``                   ``weights`` or ``kv_cache``; without tags, all. The wake that completes the
+                                          engine resumes it, too
+``POST /release_kv_cache_memory``         drops keys and values only
+``GET /is_sleeping``                      false for an engine that serves. Our plugin and the embedded engine add
+                                          ``is_paused``, ``tags``, ``dropped``, ``empty`` and ``whole``
+``GET /metrics``                          ``vllm:engine_sleep_state``: how vLLM was put to sleep, until it is wholly
+                                          awake
+``POST /inference/v1/generate``           with ``prompt_logprobs``: log-probabilities of given tokens
+========================================  ====================================================================
+
+A server without our backend takes whole versions from files, and broadcasts where it was started with backend
+``"nccl"``. It does not say what it holds afterwards, and drops a name that it does not know with a line in its log:
+only its outputs prove an update (``verify="outputs"``).
+
+========================================  ====================================================================
+``POST /init_weight_transfer_engine``     ``{"init_info": {"rank_offset", "world_size", "packed", ...}}``
+``POST /update_weights``                  ``{"update_info": {"names", "dtype_names", "shapes"}}``, several times
+``POST /shutdown_weight_transfer_engine`` 0.32
+``POST /collective_rpc``                  ``{"method": "reload_weights", "kwargs": {"weights_path"}}``
+``POST /update_weight_version``           ``{"new_version"}``, after files
+========================================  ====================================================================
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any, ClassVar, final
+
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
+from torchrl_ext.messages import Finish, Join, Load, Message, Prefetch, Reset, Seal, Start, State, Verify
+from torchrl_ext.registry import Make
+from torchrl_ext.routes import (
+    ADAPTERS_ROUTE,
+    ANSWERS,
+    BACKEND,
+    answers_in,
+    asleep_by,
+    merged,
+    unescaped,
+)
+from torchrl_ext.rpc.engine import Engine
+from torchrl_ext.rpc.http import HTTPSession, Keys
+from torchrl_ext.rpc.makes.adapters import AdapterPort
+from torchrl_ext.rpc.makes.http import HTTPPort, bodies, session, unproved, warn_of_outputs
+from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, restated
+from torchrl_ext.rpc.server_info import ServerInfo, server_info
+from torchrl_ext.types import EngineInfo, Info
+
+__all__ = ["EMBEDDED", "VLLM", "EmbeddedPort", "VLLMPort", "embedded_engine", "vllm_engine"]
+
+PAUSE_MODES = ("abort", "wait", "keep")
+
+_EVERYWHERE = {"reset_running_requests": "true", "reset_external": "true"}
+_COPYING_S, _LEAVE_S = 10.0, 30.0
+
+_PROBE = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True, "max_tokens": 1, "temperature": 1.0}
+"""Sampling settings that score a prompt: ``prompt_logprobs`` 0 asks for its own tokens, whatever their rank; the one
+token that is sampled after them is not used."""
+
+_DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment: vLLM has these routes only then"
+_ADAPTERS = (
+    "install torchrl_ext in the engine's environment and name it in VLLM_PLUGINS, or let "
+    "`torchrl-ext serve vllm --lora-rank N` start the server"
+)
+_LORA = "start the server with --enable-lora (`torchrl-ext serve vllm --lora-rank N`)"
+_FLAGS = (
+    "install torchrl_ext in the engine's environment (it needs no trainer packages) and start the server with "
+    f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\' and VLLM_SERVER_DEV_MODE=1, or let '
+    "`torchrl-ext serve vllm` do both"
+)
+
+_EXECUTORS = re.compile(
+    r"Call to \w+ method failed: "
+    r"(?:Worker failed with error '(?=.*please check the stack))?"
+    r"(?P<words>.*?)"
+    r"(?:', please check the stack trace above for the root cause)?\.?$",
+    re.DOTALL,
+)
+"""Matches the text that vLLM's executors put around a worker's error message."""
+
+
+class VLLMPort(HTTPPort):
+    """A vLLM server whose workers run our weight-transfer backend.
+
+    Args:
+        http, timeout_s: as for `HTTPPort`.
+        pause_mode, keep_cache: as for `vllm_engine`.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+
+    kind: ClassVar[str] = "vllm"
+
+    def __init__(
+        self, http: HTTPSession, *, timeout_s: float = 600.0, pause_mode: str = "keep", keep_cache: bool = False
+    ) -> None:
+        if pause_mode not in PAUSE_MODES:
+            raise ConfigError(f"there is no pause mode {pause_mode!r}", expected=f"one of {', '.join(PAUSE_MODES)}")
+        if keep_cache and pause_mode != "keep":
+            raise ConfigError(f"keep_cache means nothing with pause mode {pause_mode!r}", expected="pause_mode='keep'")
+        super().__init__(http, timeout_s=timeout_s)
+        self._pause_mode, self._keep_cache, self._is_multimodal = pause_mode, keep_cache, False
+        self._has_backend = True  # until it refuses a message of ours; another process of the server is asked anew
+        self.answer: Info = {}  # the server's own one to the last call that paused, resumed, put to sleep or woke it
+
+    def describe(self) -> EngineInfo:
+        return self._described(self._server_info(), self.count_workers(), self._labelled())
+
+    def _described(self, facts: ServerInfo, world_size: Any, weight_version: Any) -> EngineInfo:
+        info = facts.serving(world_size=world_size, weight_version=weight_version)
+        return replace(info, transports=self.followed()) if facts.has_backend else info
+
+    def _labelled(self) -> str:
+        """Return the label of the weights in service; "" where a release has no labels, so that it is not known."""
+        try:
+            return str(self._ask("/weight_info", "weight_version"))
+        except RouteAbsent:
+            return ""
+
+    def count_workers(self) -> int:
+        size = self._ask("/get_world_size", "world_size")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise EngineRefusedError(f"{self.url} says that its world size is {str(size)[:80]!r}", expected="a count")
+        return size
+
+    def _server_info(self) -> ServerInfo:
+        with self._needs_dev_mode():
+            return server_info(self.http, ("vllm", "embedded"))
+
+    def suited(self, info: Info) -> Port:
+        """See `Port.suited`.
+
+        Raises:
+            ConfigError: ``keep_cache``, and the server has a KV connector; or its weights belong to others as well.
+        """
+        facts = self._server_info()
+        if self._keep_cache and facts.kv_connectors:
+            names = ", ".join(facts.kv_connectors)
+            raise ConfigError(
+                f"{self.url} has KV connector {names}, which would hand on keys and values of old weights",
+                expected="keep_cache=False, or a server without a connector",
+                state="the engine's weights and its pause are what they were",
+            )
+        found = self._choose(facts)
+        found._is_multimodal, found._has_backend = facts.is_multimodal, True
+        return found
+
+    def _choose(self, facts: ServerInfo) -> VLLMPort:
+        """Return the port of a server that describes itself so."""
+        if facts.is_guest:
+            raise ConfigError(
+                f"{self.url} maps weights that a daemon owns: an update would change them for every engine that does",
+                expected="a server with weights of its own: another --load-format than ipc_cache",
+                state="nothing was sent",
+            )
+        backend = facts.transfer_backend
+        if backend == BACKEND:
+            return copy.copy(self)
+        settings: dict[str, Any] = {"pause_mode": self._pause_mode, "keep_cache": self._keep_cache}
+        return StockVLLMPort(
+            self.http, backend, empty=self.state().dropped or None, timeout_s=self.timeout_s, **settings
+        )
+
+    def state(self, *, fit: bool = False) -> EngineState:
+        """See `Port.state`. vLLM calls a paused engine asleep, too, and does not name the parts that sleep: without our
+        plugin its gauge has them."""
+        if fit and not self._has_backend:
+            return EngineState(**{**self._gauge(), "paused": None})
+        answer = self._optional("/is_sleeping", "is_sleeping")
+        if answer is None:
+            paused = self._optional("/is_paused", "is_paused")
+            known = {} if paused is None else {"paused": bool(paused["is_paused"])}
+            return EngineState(**{"paused": None, "known": False, **known, **(self._fitness() if fit else {})})
+        if "is_paused" in answer:
+            return EngineState(
+                paused=bool(answer["is_paused"]),
+                asleep=named_tags(answer.get("tags")) & TAGS,
+                **{name: answer.get(name) for name in ("empty", "whole")},
+                dropped=bool(answer.get("dropped")),
+            )
+        more = self._fitness() if fit else {}
+        return EngineState(**{**(self._gauge() if answer["is_sleeping"] else {"paused": False}), **more})
+
+    def _fitness(self) -> Info:
+        """Ask workers whether they are empty and whole; {} where they run nothing of ours."""
+        try:
+            answer = merged(self.tell(State()))
+        except EngineRefusedError as error:
+            if not self.lacks_plugin(error):
+                raise
+            self._has_backend = False
+            return {}
+        return {name: answer[name] for name in ("empty", "whole") if name in answer}
+
+    def _gauge(self) -> Info:
+        """Read from vLLM's gauge how it was put to sleep. Level 0 and a cache that sleeps alone look the same in it."""
+        answer = self.http.call("GET", "/metrics")
+        absent = answer.status in (404, 405)
+        if not absent and not (answer.ok and "# TYPE" in answer.text):
+            raise EngineRefusedError(
+                f"GET {self.url}/metrics answered {answer.status}: {answer.message()[:120]}",
+                expected="vLLM's metrics, which say how it sleeps",
+                status=answer.status,
+            )
+        return asleep_by("" if absent else answer.text)
+
+    def tell(self, message: Message) -> list[Info]:
+        match message:
+            case Start():
+                self._post("/start_weight_update")
+            case Load() | Verify() | Seal():
+                self._post("/update_weights", {"update_info": message.to_json()}, timeout_s=self.timeout_s)
+            case Finish():
+                self.tell(Seal(connection=message.connection))
+                self._post("/finish_weight_update", {"weight_version": str(message.version)})
+            case Join():
+                self._join(message)
+            case _:
+                return self._say(message)
+        return []
+
+    def _join(self, message: Join) -> None:
+        try:
+            self._say(message)
+        except EngineRefusedError as error:
+            if not _is_of_another_backend(error):
+                raise
+            raise restated(error, error.what, expected=f"weight-transfer backend {BACKEND!r}", hint=_FLAGS) from error
+
+    def _say(self, message: Message) -> list[Info]:
+        """Give workers a message that loads nothing."""
+        body = {"init_info": message.to_json()}
+        try:
+            answer: Any = self._post("/init_weight_transfer_engine", body, timeout_s=self.timeout_s)
+        except EngineRefusedError as error:
+            if ANSWERS not in error.what:
+                raise
+            answer = error.what
+        return answers_in(answer)
+
+    def abandon(self) -> None:
+        with suppress(EngineRefusedError):  # where it failed, workers have none to end any more
+            self._post("/finish_weight_update")
+
+    def drop_cached(self) -> None:
+        """See `Port.drop_cached`; waits for a connector that still copies keys and values."""
+        if self._keep_cache:
+            return
+        Deadline(min(self.http.timeout_s, _COPYING_S)).poll(
+            lambda: self._post("/reset_prefix_cache", query=_EVERYWHERE).get("success", True),
+            late=lambda: EngineRefusedError(f"{self.url} could not drop cached keys and values of the old weights"),
+        )
+        if self._is_multimodal:
+            self._post("/reset_encoder_cache")
+
+    def hold(self, before: EngineState) -> None:
+        # `drop_cached` comes after the load; until then the cache fits the weights, and stays where the update fails
+        query = {"mode": self._pause_mode, "clear_cache": "false"}
+        self._post("/pause", query=query, timeout_s=self.timeout_s)
+
+    def release(self) -> None:
+        self._post("/resume")
+
+    def refuse_sleep(self, level: int, tags: frozenset[str]) -> None:
+        """Refuse nothing: a server without ``--enable-sleep-mode`` does so itself."""
+
+    def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
+        if tags == frozenset({"kv_cache"}):
+            self._post("/release_kv_cache_memory", timeout_s=self.timeout_s)
+        else:
+            query: dict[str, Any] = {"level": level, "mode": self._pause_mode}
+            query |= {} if tags is None else {"tags": sorted(tags, reverse=True)}
+            self._post("/sleep", query=query, timeout_s=self.timeout_s)
+
+    def wake(self, tags: frozenset[str], state: EngineState) -> None:
+        if not state.known:
+            self._post("/wake_up", query=None if tags == TAGS else {"tags": sorted(tags)}, timeout_s=self.timeout_s)
+        for tag in sorted(state.asleep & tags, reverse=True):  # weights first: the wake of the last part resumes it
+            self._post("/wake_up", query={"tags": tag}, timeout_s=self.timeout_s)
+
+    def adapter(self, name: str) -> Port:
+        """See `Port.adapter`. The server needs ``--enable-lora``."""
+        return AdapterPort(self, name, self._adapters, self._tell_adapters, plugin=_ADAPTERS, lora=_LORA)
+
+    def _adapters(self) -> Info:
+        return self.http.get(ADAPTERS_ROUTE)["adapters"]
+
+    def _tell_adapters(self, message: Message) -> Info:
+        try:
+            return self.http.post(ADAPTERS_ROUTE, message.to_json(), timeout_s=self.timeout_s)
+        except EngineRefusedError as error:
+            raise restated(error, _own_words(error.what), reason=_own_words(error.reason)) from error
+
+    def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
+        return "/inference/v1/generate", {"token_ids": prompt, "sampling_params": _PROBE}
+
+    def _scores(self, answer: Any, prompt: list[int]) -> list[Any]:
+        """See `HTTPPort._scores`; the answer has, per token, ``{"17": {"logprob": -3.2, ...}}`` by token id, always
+        with the prompt's own."""
+        rows = zip(prompt, answer["prompt_logprobs"], strict=True)
+        return [row[str(token)]["logprob"] for token, row in rows if row is not None]  # null for the first token
+
+    def lacks_plugin(self, error: EngineRefusedError) -> bool:
+        return error.status in (404, 405) or _is_of_another_backend(error)
+
+    def _ask(self, route: str, field: str) -> Any:
+        with self._needs_dev_mode():
+            answer = self.http.get(route)
+        if not isinstance(answer, dict) or field not in answer:
+            raise EngineRefusedError(f"{self.url}{route} answered {answer!r}", expected=f"an object with {field!r}")
+        return answer[field]
+
+    def _optional(self, route: str, field: str) -> Any:
+        """Return the answer of ``GET route``, an object that has ``field``; None where the server has no such route."""
+        answer = self.http.call("GET", route)
+        if answer.status in (404, 405):
+            return None
+        try:
+            found = answer.json() if answer.ok else None
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or field not in found:
+            raise EngineRefusedError(
+                f"GET {self.url}{route} answered {answer.status}: {answer.message()}",
+                expected=f"an object with {field!r}",
+                status=answer.status,
+            )
+        return found
+
+    def _post(self, route: str, body: Any = None, **how: Any) -> Info:
+        with self._needs_dev_mode():
+            try:
+                answer = self.http.post(route, body, **how)
+            except EngineRefusedError as error:
+                raise restated(error, _own_words(error.what), reason=_own_words(error.reason)) from error
+        found = answer if isinstance(answer, dict) else {}
+        if body is None:
+            self.answer = found
+        return found
+
+    @contextmanager
+    def _needs_dev_mode(self) -> Iterator[None]:
+        try:
+            yield
+        except EngineRefusedError as error:
+            if error.status not in (404, 405):
+                raise
+            raise restated(error, error.what, expected="vLLM's RL routes", hint=_DEV_MODE) from error
+
+
+def _own_words(text: str) -> str:
+    """Return the words of a worker without those of vLLM's executors around them."""
+    return unescaped(_EXECUTORS.sub(r"\g<words>", text))
+
+
+def _is_of_another_backend(error: EngineRefusedError) -> bool:
+    """Return whether a vLLM server refused a message because its weight-transfer backend is not ours."""
+    return "not configured" in error.what or "Invalid init_info" in error.what
+
+
+@final
+class StockVLLMPort(VLLMPort):
+    """A vLLM server that does not run our backend, and has joined a transport.
+
+    Args:
+        http, settings: as for `VLLMPort`.
+        backend: its own weight-transfer backend; None where it has none.
+        empty: whether its weights were given up; None where they were not.
+    """
+
+    proves: bool = False
+
+    def __init__(self, http: HTTPSession, backend: str | None, *, empty: bool | None, **settings: Any) -> None:
+        super().__init__(http, **settings)
+        self._backend, self._empty = backend, empty
+        self._transport = ""  # that it joined
+        self._clean = False  # whether no layer is left half-filled, which vLLM cannot say
+
+    def state(self, *, fit: bool = False) -> EngineState:
+        if not fit:
+            return super().state()
+        return EngineState(**{**self._gauge(), "paused": None}, empty=self._empty)
+
+    def tell(self, message: Message) -> list[Info]:
+        match message:
+            case Join():
+                self._join(message)
+            case Prefetch(part=part) if part is not None:
+                raise EngineRefusedError(
+                    "engines without our plugin take whole versions only", state="nothing was changed"
+                )
+            case Start():
+                self._start()
+            case Load():
+                self._load(message.handoff)
+            case Verify():
+                raise unproved(self.url, _FLAGS)
+            case Finish():
+                self._finish(str(message.version))
+                self._clean, self._empty = True, None
+            case Reset():
+                self._empty = True
+        return []
+
+    def _join(self, message: Join) -> None:
+        transport, offer = message.transport, message.offer
+        if transport not in ("disk", "native"):
+            raise EngineRefusedError(
+                f"{self.url} runs vLLM without our backend, and cannot follow by {transport!r}",
+                expected=f"weight-transfer backend {BACKEND!r}",
+                hint=_FLAGS,
+            )
+        if transport == "native" and (self._backend, offer.get("make")) != ("nccl", "vllm"):
+            raise EngineRefusedError(
+                f"the transport speaks to {offer.get('make')!r} engines, and {self.url} runs vLLM with weight-transfer "
+                f"backend {self._backend!r}",
+                expected="make='vllm', and a server with --weight-transfer-config '{\"backend\": \"nccl\"}'",
+                hint=_FLAGS,
+            )
+        self._transport = transport
+        warn_of_outputs(self.url, transport)
+        if transport == "native":
+            self.close("")  # the group of an earlier trainer
+            group = offer["group"]
+            own = {"rank_offset": message.rank_offset, "world_size": group["world_size"], "packed": True}
+            own |= {"packed_buffer_size_bytes": offer["bucket_bytes"], "packed_num_buffers": 2}
+            meets = [name for name in ("nccl_unique_id_b64",) if name in group] or ["master_address", "master_port"]
+            body = {"init_info": {**own, **{name: group[name] for name in meets}}}
+            self._post("/init_weight_transfer_engine", body, timeout_s=self.timeout_s)
+
+    def _start(self) -> None:
+        """Begin an update, with layers of which nothing is left from one that failed.
+
+        After a failure vLLM 0.32 keeps what a layer was sent, and its count (`model_loader.reload.layerwise`), and goes
+        on from there in the next update. A cycle without a tensor in between resets both, while nobody generates.
+        """
+        if self._transport != "native":
+            return
+        if not self._clean:
+            with suppress(EngineRefusedError):  # one is still active
+                self._post("/start_weight_update", {}, timeout_s=self.timeout_s)
+            self._post("/finish_weight_update", timeout_s=self.timeout_s)
+        self._clean = False
+        self._post("/start_weight_update", {}, timeout_s=self.timeout_s)
+
+    def _load(self, handoff: Info) -> None:
+        if self._transport == "disk":
+            body = {"method": "reload_weights", "kwargs": {"weights_path": handoff["path"]}}
+            for _ in range(1 if self._clean else 2):  # an earlier one may have left some half-filled, as in `_start`
+                self._clean = False
+                self._post("/collective_rpc", body, timeout_s=self.timeout_s)
+            return
+        for names, dtypes, shapes in bodies(handoff):
+            body = {"update_info": {"names": names, "dtype_names": dtypes, "shapes": shapes}}
+            self._post("/update_weights", body, timeout_s=self.timeout_s)
+
+    def _finish(self, label: str) -> None:
+        if self._transport == "native":
+            self._post("/finish_weight_update", {"weight_version": label}, timeout_s=self.timeout_s)
+            return
+        try:
+            self._post("/update_weight_version", {"new_version": label})
+        except EngineRefusedError as error:  # releases before labels: generations do not say their version then
+            if error.status not in (404, 405):
+                raise
+
+    def abandon(self) -> None:
+        if self._transport == "native":
+            super().abandon()
+
+    def close(self, connection: str) -> None:
+        """Have the workers leave the group that they joined."""
+        if self._transport == "native":
+            with suppress(EngineError, DeadlineError):  # releases before 0.32 lack the route, and drop it themselves
+                self._post("/shutdown_weight_transfer_engine", timeout_s=_LEAVE_S)
+
+
+@final
+class EmbeddedPort(VLLMPort):
+    """An engine of `torchrl_ext.embedded` in another process; see `VLLMPort`."""
+
+    kind: ClassVar[str] = "embedded"
+
+    def _choose(self, facts: ServerInfo) -> VLLMPort:
+        return copy.copy(self)
+
+    def adapter(self, name: str) -> Port:
+        return Port.adapter(self, name)
+
+    def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
+        return "/prompt_logprobs", {"prompts": [prompt]}
+
+    def _scores(self, answer: Any, prompt: list[int]) -> list[Any]:
+        return answer["logprobs"][0]
+
+
+def vllm_engine(
+    url: str,
+    *,
+    pause_mode: str = "keep",
+    keep_cache: bool = False,
+    timeout_s: float = 60.0,
+    load_timeout_s: float = 600.0,
+    api_key: Keys = None,
+) -> Engine:
+    """Return the client of a vLLM server.
+
+    One that runs our weight-transfer backend follows by every transport; another one by full files, and by broadcasts
+    where it was started with backend ``"nccl"``.
+
+    Args:
+        url: base address of the server itself, never of a router.
+        pause_mode: what happens to running requests: ``"keep"`` freezes them and lets them go on with the new weights
+            (their keys and values are computed anew), ``"wait"`` lets them end first, ``"abort"`` ends them.
+        keep_cache: with ``"keep"``: leave keys and values of the old weights where they are: frozen requests go on with
+            them, and later requests to vLLM with the same prefix and no ``cache_salt`` of their own begin with them.
+            Each token still has the version of the weights that sampled it. Not for a server with a KV connector.
+        timeout_s: deadline of each short call, in seconds.
+        load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
+        api_key: sent as a bearer token; see `HTTPSession` for several.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+    http = session(url, api_key, timeout_s)
+    return Engine(VLLMPort(http, timeout_s=load_timeout_s, pause_mode=pause_mode, keep_cache=keep_cache))
+
+
+def embedded_engine(
+    url: str,
+    *,
+    pause_mode: str = "keep",
+    keep_cache: bool = False,
+    timeout_s: float = 60.0,
+    load_timeout_s: float = 600.0,
+    api_key: Keys = None,
+) -> Engine:
+    """Return the client of an engine of `torchrl_ext.embedded` in another process; see `vllm_engine`."""
+    http = session(url, api_key, timeout_s)
+    return Engine(EmbeddedPort(http, timeout_s=load_timeout_s, pause_mode=pause_mode, keep_cache=keep_cache))
+
+
+def describe_vllm(http: HTTPSession) -> EngineInfo | None:
+    """Describe the vLLM server at the session's address; None where another engine answers there."""
+    return _describe(VLLMPort, http)
+
+
+def describe_embedded(http: HTTPSession) -> EngineInfo | None:
+    """Describe the embedded engine at the session's address; None where another engine answers there."""
+    return _describe(EmbeddedPort, http)
+
+
+def _describe(port: type[VLLMPort], http: HTTPSession) -> EngineInfo | None:
+    facts = server_info(http)
+    if facts.info.kind != port.kind:
+        return None
+    size = _optional(http, "/get_world_size", "world_size")
+    return port.over(http)._described(facts, size, _optional(http, "/weight_info", "weight_version"))
+
+
+def _optional(http: HTTPSession, route: str, field: str) -> Any:
+    """Return a fact that an engine may lack; None there."""
+    try:
+        return http.get(route)[field]
+    except (EngineRefusedError, KeyError, TypeError):
+        return None
+
+
+VLLM = Make(
+    client=vllm_engine,
+    describe=describe_vllm,
+    dialect="torchrl_ext.rollout.dialects:VLLMDialect",
+    server="torchrl_ext.serving.engines.vllm:VLLMSpec",
+    router="torchrl_ext.serving.engines.vllm:VLLMRouterSpec",
+)
+EMBEDDED = Make(
+    client=embedded_engine,
+    describe=describe_embedded,
+    dialect="torchrl_ext.rollout.dialects:VLLMDialect",
+    server="torchrl_ext.serving.engines.embedded:EmbeddedSpec",
+    router="torchrl_ext.serving.engines.vllm:VLLMRouterSpec",
+)

@@ -1,0 +1,368 @@
+"""A client that drives many engines as one: calls in parallel, a rank offset and a row of the report for each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, as_completed, wait
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+from torchrl_ext.deadline import in_thread
+from torchrl_ext.errors import ConfigError, EngineError, why
+from torchrl_ext.rpc.client import EngineClient, _nothing
+from torchrl_ext.rpc.health import Health
+from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, least
+
+__all__ = ["Pool"]
+
+log = logging.getLogger("torchrl_ext")
+
+_PROBE_S = 2.0  # how long an update waits for an engine that was lost before
+_LOST, _FAILED = "pool", "update"  # in whose name a pool complains of an engine; see `Pool`
+
+
+class Pool(EngineClient):
+    """Drives a fleet of engines: fans every call out to all of them, at the same time.
+
+    An engine that fails a step of an update takes no further part in it and stays paused; the others finish the
+    version. `commit` then raises, with a row per engine. One that does not answer at all is lost: the others go on
+    without it, its row says so, and it is back in the first update before which it answers again.
+
+    Args:
+        engines: the clients, at least one; their order decides rank offsets 1, 1 + w0, 1 + w0 + w1, ... Another pool
+            stands for its members.
+        data_parallel_size: how many engines in a row are servers of one deployment. Each of them reports the workers
+            of all, so they share one offset and count once.
+        health: takes the pool's complaints of its engines: by ``"pool"`` of one that is lost, and by ``"update"`` of
+            one that failed in an update, until it takes one or is resumed. By default one of the pool's own.
+
+    Attributes:
+        health: as given.
+
+    Raises:
+        ConfigError: no engine, one address twice, or engines that are not in groups of ``data_parallel_size``.
+    """
+
+    kind: ClassVar[str] = "fleet"
+    engines: tuple[EngineClient, ...]
+    _group: int
+
+    def __init__(
+        self, engines: Sequence[EngineClient], *, data_parallel_size: int = 1, health: Health | None = None
+    ) -> None:
+        grouped = {engine._group for engine in engines if isinstance(engine, Pool)} - {1, data_parallel_size}
+        engines = [one for engine in engines for one in (engine.engines if isinstance(engine, Pool) else (engine,))]
+        urls = [engine.url for engine in engines]
+        twice = sorted({url for url in urls if urls.count(url) > 1})
+        if not engines or twice:
+            raise ConfigError(f"engine {twice[0]} is listed twice" if twice else "a fleet needs at least one engine")
+        if data_parallel_size < 1 or len(engines) % data_parallel_size or grouped:
+            raise ConfigError(
+                f"{len(engines)} engines with data_parallel_size={data_parallel_size}",
+                expected="whole groups of data_parallel_size engines",
+            )
+        self.engines = tuple(engines)
+        self.health = Health() if health is None else health
+        self._group = data_parallel_size
+        self._met = False
+        self._reported: set[EngineClient] = set()  # failures that an error has named since the engine last served
+        self._failed: dict[EngineClient, Exception] = {}  # in this update
+        self._probes: dict[EngineClient, Future[EngineInfo]] = {}
+        self._decoding: set[EngineClient] = set()
+
+    @property
+    def url(self) -> str:
+        return ", ".join(engine.url for engine in self.engines)
+
+    def members(self) -> tuple[str, ...]:
+        """Return the addresses that take part in the next update; ask engines that failed or were lost if they answer.
+
+        Raises:
+            EngineError: none answers.
+        """
+        lost = self._lost()
+        suspects = [engine for engine in self.engines if not self._met or engine in self._failed or engine in lost]
+        silent = self._silent(suspects)
+        if len(silent) == len(self.engines):
+            self._failed = silent
+            raise self._missed("no engine of the fleet answers")
+        self._met = True
+        for engine in suspects:
+            if engine in silent:
+                self.lose(engine, silent[engine])
+            elif engine in lost:
+                log.warning("engine %s is back", engine.url)
+                self.health.mend(engine.url, by=_LOST)
+        self._failed.clear()
+        self._reported &= self._lost().keys()
+        return tuple(engine.url for engine in self.each())
+
+    def lose(self, engine: EngineClient, error: Exception) -> None:
+        """Go on without an engine that does not answer, until it does; `members` asks it."""
+        if engine not in self._lost():
+            log.warning("engine %s is lost: %s", engine.url, error)
+        self.health.fail(engine.url, error, by=_LOST)
+
+    def infos(self) -> list[EngineInfo]:
+        """Return the `info` of each member, in order."""
+        return list(self._described().values())
+
+    def _described(self) -> dict[EngineClient, EngineInfo]:
+        return self._everywhere("describe themselves", lambda engine: engine.info())
+
+    def info(self) -> EngineInfo:
+        """See `EngineClient.info`. ``weight_version`` is the oldest one: what every engine has at least."""
+        described = self._described()
+        infos = list(described.values())
+        common = set(infos[0].transports).intersection(*(info.transports for info in infos))
+        return replace(
+            infos[0],
+            url=self.url,
+            kind=self.kind,
+            num_gpus=sum(info.num_gpus for info in infos),
+            world_size=sum(workers for _, workers in self._deployments(described)),
+            weight_version=min((info.weight_version for info in infos), key=_number),
+            transports=tuple(sorted(common)),
+        )
+
+    @property
+    def verifies(self) -> bool:
+        return all(engine.verifies for engine in self.each())
+
+    @property
+    def proof(self) -> str:
+        return least(engine.proof for engine in self.each())
+
+    @property
+    def rehearsed(self) -> tuple[Info, ...]:
+        return tuple(told for engine in self.each() for told in engine.rehearsed)
+
+    def rehearse(self, how: str = "once") -> None:
+        self.everywhere("rehearse an update", lambda engine: engine.rehearse(how))
+
+    def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        described, offset, offsets = self._described(), info.get("rank_offset", 1), {}
+        self._decoding.update(engine for engine, one in described.items() if one.worker_type == "decode")
+        for members, workers in self._deployments(described):
+            offsets.update(dict.fromkeys(members, offset))
+            offset += workers
+        self.everywhere(
+            "join the transport", lambda one: one.connect({**info, "rank_offset": offsets[one]}), on_failure
+        )
+
+    def _deployments(self, described: Mapping[EngineClient, EngineInfo]) -> list[tuple[list[EngineClient], int]]:
+        """Return the described engines by deployment, in order, each with the number of its workers."""
+        deployed = (self.engines[i : i + self._group] for i in range(0, len(self.engines), self._group))
+        present = ([engine for engine in members if engine in described] for members in deployed)
+        return [(members, max(described[one].world_size for one in members)) for members in present if members]
+
+    def replaced(self, connection: str) -> str:
+        return next(filter(None, self.everywhere("say who has joined", lambda one: one.replaced(connection))), "")
+
+    def prefetch(self, version: int, part: Part | None = None) -> None:
+        self._failed.clear()
+        self._while_any("prefetch", lambda engine: engine.prefetch(version, part))
+
+    def begin(self, version: int) -> None:
+        self._while_any("pause", lambda engine: engine.begin(version))
+
+    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
+        self._while_any("load", lambda engine: engine.load(info), on_failure)
+
+    def _compare(self, digests: Mapping[str, str]) -> None:
+        self._while_any("load", lambda engine: engine.verify(digests))
+
+    def commit(self, version: int) -> None:
+        """See `EngineClient.commit`. Engines that decode serve again last: by then those that prefill have dropped the
+        keys and values of the old weights."""
+        active = set(self.each())
+        for engines in (active - self._decoding, active & self._decoding):
+            for engine in self._while_any("commit", lambda engine: engine.commit(version), among=engines):
+                self.health.mend(engine.url, by=_FAILED)
+        lost = self._lost()
+        if self._failed or lost.keys() - self._reported:
+            missed = len(self._failed) + len(lost)
+            raise self._missed(f"{missed} of {len(self.engines)} engines did not take version {version}")
+
+    def each(self) -> tuple[EngineClient, ...]:
+        lost = self._lost()
+        return tuple(engine for engine in self.engines if engine not in lost)
+
+    def oldest(self, version: int) -> int | None:
+        found = [engine.oldest(version) for engine in self.each()]
+        known = [one for one in found if one is not None]
+        return min(known) if known and len(known) == len(found) else None
+
+    def adapter(self, name: str) -> Pool:
+        return Pool([engine.adapter(name) for engine in self.engines])
+
+    def unload(self) -> None:
+        self.everywhere("unload", lambda engine: engine.unload())
+
+    def pause(self) -> bool:
+        """See `EngineClient.pause`. All pause or none: where one fails to, those that served before are resumed.
+
+        Raises:
+            EngineError: some engine did not pause; has a row per engine.
+        """
+        self._failed.clear()
+        engines = self.each()
+        served = self._fan_out(engines, lambda engine: engine.pause())
+        if self._failed:
+            unpaused, self._failed = self._failed, {}
+            self._fan_out([engine for engine in served if served[engine]], lambda engine: engine.resume())
+            still = ", ".join(engine.url for engine in self._failed)
+            self._failed = {**self._failed, **unpaused}
+            raise self._error(
+                self._failed,
+                f"{len(unpaused)} of {len(engines)} engines did not pause",
+                "the rows say who serves; those that served before were told to resume, and say that they do"
+                + (f", but for {still}" if still else ""),
+            )
+        return any(served.values())
+
+    def resume(self) -> None:
+        self.everywhere("resume", lambda engine: engine.resume())
+        for engine in self.each():
+            self.health.mend(engine.url, by=_FAILED)
+
+    def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
+        self.everywhere("sleep", lambda engine: engine.sleep(level, tags))
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        self.everywhere("wake up", lambda engine: engine.wake_up(tags))
+
+    def rows(self) -> tuple[EngineRow, ...]:
+        rows, lost = [], self._lost()
+        for engine in self.engines:
+            (row,) = engine.rows()
+            error = self._failed.get(engine) or lost.get(engine)
+            row = replace(row, state="unreachable") if engine in lost else row
+            rows.append(row if error is None else replace(row, error=str(error)))
+        return tuple(rows)
+
+    def look(self) -> tuple[EngineRow, ...]:
+        self.everywhere("say how they are", lambda engine: engine.look())
+        return self.rows()
+
+    def close(self) -> None:
+        self.everywhere("close", lambda engine: engine.close())
+
+    def everywhere(
+        self, what: str, call: Callable[[Any], object], on_failure: Callable[[], None] = _nothing
+    ) -> list[Any]:
+        """Call ``call`` for each engine that is not lost, all at the same time, and return the results in order.
+
+        Args:
+            what: names the call, for the error.
+            call: with each engine's client.
+            on_failure: called as soon as one of them fails.
+
+        Raises:
+            EngineError: some engine did not; has a row per engine. A fleet of one raises that engine's own error.
+        """
+        return list(self._everywhere(what, call, on_failure).values())
+
+    def _everywhere(
+        self, what: str, call: Callable[[Any], object], on_failure: Callable[[], None] = _nothing
+    ) -> dict[EngineClient, Any]:
+        self._failed.clear()
+        engines = self.each()
+        results = self._fan_out(engines, call, on_failure)
+        if self._failed:
+            raise self._error(
+                self._failed,
+                f"{len(self._failed)} of {len(engines)} engines did not {what}",
+                "the rows say what holds; the others did as they were told",
+            )
+        return {engine: results[engine] for engine in engines}
+
+    def _lost(self) -> dict[EngineClient, Exception]:
+        """Return the engines that do not answer, and why."""
+        found = ((engine, self.health.why(engine.url, by=_LOST)) for engine in self.engines)
+        return {engine: error for engine, error in found if error is not None}
+
+    def _silent(self, engines: Sequence[EngineClient]) -> dict[EngineClient, Exception]:
+        """Return those of ``engines`` that do not answer, and why. A lost one gets little time; an answer that comes
+        later counts the next time."""
+        for engine in engines:
+            if engine not in self._probes:
+                self._probes[engine] = in_thread(engine.info, f"probe {engine.url}")
+        silent, lost = {}, self._lost()
+        wait([self._probes[engine] for engine in engines if engine in lost], _PROBE_S)
+        for engine in engines:
+            if engine in lost and not self._probes[engine].done():
+                silent[engine] = lost[engine]
+                continue
+            try:
+                self._probes.pop(engine).result()
+            except Exception as error:  # noqa: BLE001 - whatever it is, it belongs in this engine's row
+                silent[engine] = error
+        return silent
+
+    def _while_any(
+        self,
+        step: str,
+        call: Callable[[EngineClient], object],
+        on_failure: Callable[[], None] = _nothing,
+        among: Collection[EngineClient] | None = None,
+    ) -> Collection[EngineClient]:
+        """Take one step of an update on the engines that are still part of it, and return those that took it.
+
+        Raises:
+            EngineError: no engine of the update is left.
+        """
+        active = self.each()
+        wanted = [engine for engine in active if engine not in self._failed and (among is None or engine in among)]
+        took = self._fan_out(wanted, call, on_failure)
+        for engine, error in self._failed.items():
+            self.health.fail(engine.url, error, by=_FAILED)
+        self._reported.update(self._failed)  # whatever error ends this update, the rows with it name them
+        if len(self._failed) == len(active):
+            raise self._missed(f"every engine failed to {step}")
+        return took
+
+    def _fan_out(
+        self,
+        engines: Sequence[EngineClient],
+        call: Callable[[EngineClient], object],
+        on_failure: Callable[[], None] = _nothing,
+    ) -> dict[EngineClient, object]:
+        """Call ``call`` for all engines at the same time; return results, and keep errors in ``_failed``."""
+        jobs = {in_thread(partial(call, engine), f"drive {engine.url}"): engine for engine in engines}
+        results = {}
+        for job in as_completed(jobs):
+            try:
+                results[jobs[job]] = job.result()
+            except Exception as error:  # noqa: BLE001 - whatever it is, it belongs in this engine's row
+                self._failed[jobs[job]] = error
+                on_failure()
+        return results
+
+    def _missed(self, what: str) -> Exception:
+        """Return the error to raise where engines did not take a version, and remember that it names them."""
+        missed = {**self._lost(), **self._failed}
+        self._reported.update(missed)
+        return self._error(
+            missed,
+            what,
+            "the rows say whether these engines serve an older version, are paused, or do not answer"
+            + ("; the others serve the new one" if len(missed) < len(self.engines) else ""),
+            "mend the cause and call update_weights again: engines that answer then take part",
+        )
+
+    def _error(
+        self, errors: Mapping[EngineClient, Exception], what: str, state: str, hint: str | None = None
+    ) -> Exception:
+        """Return the error to raise where a call failed on some members; of a single engine, its own error."""
+        if len(self.engines) == 1:
+            return errors[self.engines[0]]
+        causes = {engine.url: why(error) for engine, error in errors.items()}
+        words = "; ".join(cause if url in cause else f"{cause} ({url})" for url, cause in causes.items())
+        return EngineError(f"{words}; {what}", rows=self.rows(), state=state, hint=hint)
+
+
+def _number(weight_version: str) -> int:
+    return int(weight_version) if weight_version.isdecimal() else 0

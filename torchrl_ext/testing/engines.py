@@ -1,0 +1,646 @@
+"""`FakeEngine`: an HTTP server with the routes of one make of engine, for tests of what drives engines.
+
+It holds real tensors, and a real `WeightReceiver` lands updates in them. Everything around them is imitated: pauses,
+sleep, labels, caches, and generation, of which it only notes whether the weights could have been served. Routes and
+bodies are those of vLLM 0.32 and SGLang 0.5.23; a request that these would not accept is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, final
+from urllib.parse import parse_qs, urlsplit
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import torchrl_ext
+from torchrl_ext import messages
+from torchrl_ext.errors import ConfigError, EngineRefusedError, WeightSyncError
+from torchrl_ext.messages import Message, partial_version
+from torchrl_ext.routes import ANSWERS, BACKEND, CHANNEL, OPEN_UPDATE, Flush, escaped
+from torchrl_ext.sync.inspection import followed, inspect
+from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.types import Info
+
+__all__ = ["FAULTS", "MAKES", "Call", "FakeEngine", "Fault"]
+
+MAKES = ("vllm", "sglang", "embedded", "stock-vllm", "stock-sglang")
+"""The makes that a `FakeEngine` imitates; a stock one runs nothing of ours."""
+
+FAULTS = ("fail", "cut", "hang", "lose", "junk", "twice", "pass")
+"""The ways of `Fault`."""
+
+Reply = tuple[int, Any]
+Route = Callable[[Info], Reply]
+
+_LATE_S: Final = 60.0
+_TAGS: Final = {"weights", "kv_cache"}
+_MODES: Final = {"vllm": ("abort", "wait", "keep"), "sglang": ("abort", "retract", "in_place")}
+_GAUGE: Final = {1: "weights_offloaded", 2: "discard_all"}
+_ABSENT: Final = (404, {"detail": "Not Found"})
+_DONE: Final = (200, {"success": True, "message": "Success"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A request as it came.
+
+    Attributes:
+        route: ``"POST /pause"``.
+        query: a value per name; a list where a name came more than once.
+        body: the JSON; None where there was none.
+        headers: by names in lower case.
+    """
+
+    route: str
+    query: Info
+    body: Any
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that goes wrong with one request.
+
+    Attributes:
+        how: ``"fail"``: it is refused with ``status``, and nothing is done. ``"cut"``: nothing is done, and the
+            connection breaks. Of the others it is done: ``"lose"``: the connection breaks before the answer.
+            ``"hang"``: no answer comes. ``"junk"``: the answer is ``junk``. ``"twice"``: it is done twice, and the
+            second answer counts. ``"pass"``: nothing goes wrong.
+        route: the request's, as in `Call`; "" for any.
+        after: how many of these requests pass before it.
+        first: called before the request is looked at, for what another client does in between.
+    """
+
+    how: str = "fail"
+    route: str = ""
+    after: int = 0
+    status: int = 500
+    junk: Any = "junk"
+    first: Callable[[], object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.how not in FAULTS:
+            raise ConfigError(f"there is no fault {self.how!r}", expected=f"one of {', '.join(FAULTS)}")
+
+
+@final
+class FakeEngine:
+    """Serves the routes of one make of engine on a free port of 127.0.0.1, in threads, until it is closed.
+
+    Args:
+        make: one of `MAKES`.
+        tensors: the weights that it starts with, by name; updates are written into them. None for two small ones.
+
+    Attributes:
+        url: its address.
+        kind: the name of its make in `torchrl_ext.make_engine`.
+        tensors, versions: the weights, and for each of them the number of the update that changed it last; 0 at first.
+        calls: every request but those that look for a router, in order.
+        answers: a reply per route, or a callable that takes the query and the body and returns one, in place of the
+            engine's own; a reply is a status and JSON, or bytes.
+        label: what the engine calls its weights.
+        paused, asleep: whether it generates nothing, and the parts of it that gave their memory up.
+        unrehearsed: whether it asks for a rehearsal.
+        wrongs: what no engine may be made to do, in words: serve a part of an update, or weights that it gave up.
+
+    Example:
+        >>> with FakeEngine("vllm") as fake:
+        ...     tx.discover(fake.url)[0].kind
+        'vllm'
+    """
+
+    def __init__(self, make: str, tensors: dict[str, Tensor] | None = None) -> None:
+        if make not in MAKES:
+            raise ConfigError(f"there is no fake of {make!r}", expected=f"one of {', '.join(MAKES)}")
+        self.kind, self.stock = make.removeprefix("stock-"), make.startswith("stock-")
+        self.tensors = {name: torch.zeros(4) for name in ("a", "b")} if tensors is None else tensors
+        self.versions = dict.fromkeys(self.tensors, 0)
+        self.calls: list[Call] = []
+        self.answers: dict[str, Any] = {}
+        self.label, self.paused, self.wrongs = "0" if make == "embedded" else "default", False, list[str]()
+        self.unrehearsed = False
+        self.asleep: set[str] = set()
+        self._receiver = WeightReceiver(self.tensors)
+        self._open = self._session = self._frozen = self._given_up = False
+        self._slept = "awake"  # vLLM's word
+        self._faults: list[list[Any]] = []
+        self._alone, self._noting, self._closed = threading.RLock(), threading.Lock(), threading.Event()
+        self._routes = {"vllm": self._vllm, "embedded": self._embedded, "sglang": self._sglang}[self.kind]()
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.fake = self
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._serve, name=f"fake {make}", daemon=True)
+        self._thread.start()
+
+    def inject(self, how: str = "fail", route: str = "", **more: Any) -> None:
+        """Let something go wrong once; see `Fault` for the arguments. Faults are taken in the order of these calls."""
+        fault = Fault(how=how, route=route, **more)
+        with self._noting:
+            self._faults.append([fault, fault.after])
+
+    def heal(self) -> None:
+        """Forget faults that did not happen yet."""
+        with self._noting:
+            self._faults.clear()
+
+    @property
+    def counts(self) -> Counter[str]:
+        """How many requests of each route came."""
+        return Counter(call.route for call in self.calls)
+
+    @property
+    def serving(self) -> bool:
+        """Whether it generates."""
+        return not self.paused and not self.asleep
+
+    @property
+    def whole(self) -> bool:
+        """Whether its weights are one version that arrived whole."""
+        return self._receiver.whole and not self._open and not self._given_up
+
+    def generate(self) -> dict[str, int]:
+        """Generate a token, and return the version of each tensor that it was generated with.
+
+        Raises:
+            EngineRefusedError: it is paused.
+        """
+        with self._alone:
+            if not self.serving:
+                raise EngineRefusedError(f"{self.url} is paused", state="paused")
+            self._watch()
+            return dict(self.versions)
+
+    def close(self) -> None:
+        """End the server; requests that hang are dropped."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._server.shutdown()
+            self._thread.join()
+            self._server.server_close()
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # requests
+
+    def _serve(self) -> None:
+        self._server.serve_forever(poll_interval=0.02)
+
+    def _respond(self, call: Call) -> Reply | None:
+        """Answer a request; None cuts its connection."""
+        if call.route in ("GET /workers", "GET /list_workers"):  # how clients see that this is no router
+            return _ABSENT
+        with self._noting:
+            self.calls.append(call)
+            fault = self._next_fault(call.route)
+        if fault.first is not None:
+            fault.first()
+        if fault.how == "cut":
+            return None
+        if fault.how == "fail":
+            return fault.status, {"error": "it fails here"}
+        reply = self._do(call)
+        if fault.how == "twice":
+            reply = self._do(call)
+        if fault.how == "hang":
+            self._closed.wait(_LATE_S)
+        if fault.how in ("hang", "lose"):
+            return None
+        return (200, fault.junk) if fault.how == "junk" else reply
+
+    def _next_fault(self, route: str) -> Fault:
+        for row in self._faults:
+            fault, left = row
+            if fault.route in ("", route):
+                row[1] -= 1
+                if left <= 0:
+                    self._faults.remove(row)
+                    return fault
+        return Fault(how="pass")
+
+    def _do(self, call: Call) -> Reply:
+        asked = {**(call.body if isinstance(call.body, dict) else {}), **call.query}
+        if call.route in self.answers:
+            answer = self.answers[call.route]
+            return answer(asked) if callable(answer) else answer
+        if call.route not in self._routes:
+            return _ABSENT
+        with self._alone:
+            try:
+                return self._routes[call.route](asked)
+            except (KeyError, AssertionError) as error:  # pydantic's checks in the engines themselves
+                return 422, {"detail": f"{call.route} does not accept {asked}: {error!r}"}
+            except WeightSyncError as error:
+                return self._refusal(f"{type(error).__name__}: {error}")
+            finally:
+                if self.serving:
+                    self._watch()
+
+    def _refusal(self, words: str) -> Reply:
+        if self.kind == "sglang":
+            return 400, {"success": False, "message": words}
+        if self.kind == "vllm":
+            words = (
+                f"Worker failed with error '{escaped(words)}', please check the stack trace above for the root cause"
+            )
+            words = f"Call to collective_rpc method failed: {words}"
+        return 500, {"error": {"message": words, "type": "InternalServerError", "code": 500}}
+
+    def _watch(self) -> None:
+        if not self.whole:
+            self.wrongs.append(f"it serves {'weights that it gave up' if self._given_up else 'a part of an update'}")
+
+    # what all makes have in common
+
+    def _tell(self, message: Message) -> Info:
+        """Do what a message says in the only worker."""
+        if isinstance(message, messages.Inspect):
+            return {"worker": 0, **inspect(message), "transports": followed()}
+        if isinstance(message, messages.Join) and self.kind == "vllm" and self._open:
+            raise EngineRefusedError(OPEN_UPDATE)
+        if isinstance(message, (messages.Start, messages.Load, messages.Verify, messages.Seal)):
+            self._refuse_busy()
+        if isinstance(message, messages.Start):
+            self._open = True
+        if isinstance(message, messages.Rehearse):
+            return self._rehearse(message)
+        before = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        try:
+            answer = self._receiver.handle(message)
+        except WeightSyncError:
+            self._open = False  # what landed so far stays, and is not whole
+            raise
+        finally:
+            if isinstance(message, messages.Load):
+                for name, tensor in self.tensors.items():
+                    if not torch.equal(tensor, before[name]):
+                        self.versions[name] = message.version
+        if isinstance(message, messages.Finish):
+            self._finished(message.version)
+        if isinstance(message, messages.State) and not message.connection:
+            return {**answer, "whole": answer["whole"] and not self._open}
+        return answer
+
+    def _rehearse(self, message: messages.Rehearse) -> Info:
+        self._receiver.refuse_replaced(message)
+        needed = self.unrehearsed and message.how != "never"
+        if needed and not message.ask:
+            self._refuse_busy()
+            self.unrehearsed = needed = False
+        return {"needed": needed, "proof": "in place" if self.unrehearsed else "rehearsed", "restored": True}
+
+    def _refuse_busy(self) -> None:
+        if self.serving:
+            raise EngineRefusedError("weights cannot change while the engine generates", state="unchanged")
+        if "weights" in self.asleep:
+            raise EngineRefusedError("the weights sleep", state="unchanged")
+
+    def _finished(self, version: int) -> None:
+        self._open = self._given_up = False
+        self.versions = dict.fromkeys(self.tensors, version)
+
+    def _reload(self, path: str, version: int) -> None:
+        """Load a checkpoint as an engine does by itself."""
+        self._refuse_busy()
+        self._receiver.apply_weights(
+            {name: one for file in Path(path).glob("*.safetensors") for name, one in load_file(file).items()}
+        )
+        self._finished(version)
+
+    def _give_up(self, parts: set[str], *, keep: bool) -> None:
+        self.asleep |= parts
+        if "weights" in parts and not keep:
+            self._given_up = True
+            self.versions = dict.fromkeys(self.tensors, -1)
+            for tensor in self.tensors.values():
+                tensor.fill_(float("nan"))
+
+    def _hold(self, mode: str) -> None:
+        assert mode in _MODES["sglang" if self.kind == "sglang" else "vllm"], mode
+        self._frozen = mode == "in_place" and (self._frozen or not self.paused)
+        self.paused = True
+
+    def _score(self, prompt: list[int]) -> list[float]:
+        bias = sum(float(tensor.float().sum()) for tensor in self.tensors.values())
+        return [-1.0 - token % 7 - abs(bias) for token in prompt]
+
+    # vLLM, and the embedded engine
+
+    def _vllm(self) -> dict[str, Route]:
+        config = {
+            "model_config": {"model": "/models/policy", "dtype": "torch.float32"},
+            "parallel_config": {f"{axis}_parallel_size": 1 for axis in ("tensor", "pipeline", "data")},
+            "weight_transfer_config": {"backend": "nccl" if self.stock else BACKEND},
+        }
+        info = {"vllm_config": config, "system_env": {"vllm_version": "0.32.0"}}
+        return {
+            "GET /server_info": lambda asked: (200, info),
+            "GET /get_world_size": lambda asked: (200, {"world_size": 1}),
+            "GET /weight_info": lambda asked: (200, {"weight_version": self.label}),
+            "GET /is_paused": lambda asked: (200, {"is_paused": self.paused}),
+            "GET /is_sleeping": self._report,
+            "GET /metrics": lambda asked: (200, self._gauge()),
+            "POST /pause": self._pause_vllm,
+            "POST /resume": self._resume_vllm,
+            "POST /sleep": self._sleep_vllm,
+            "POST /wake_up": self._wake_vllm,
+            "POST /release_kv_cache_memory": self._release_cache,
+            "POST /init_weight_transfer_engine": self._initialise,
+            "POST /shutdown_weight_transfer_engine": lambda asked: (200, {"message": "done"}),
+            "POST /start_weight_update": self._start_vllm,
+            "POST /update_weights": self._update_vllm,
+            "POST /finish_weight_update": self._finish_vllm,
+            "POST /reset_prefix_cache": self._reset_cache,
+            "POST /collective_rpc": self._call_workers,
+            "POST /update_weight_version": self._rename,
+            "POST /inference/v1/generate": self._generate_vllm,
+        }
+
+    def _embedded(self) -> dict[str, Route]:
+        info: Info = {"engine": "embedded", "version": torchrl_ext.__version__, "model": "/models/policy"}
+        info |= {"transports": followed()}
+        return {
+            **self._vllm(),
+            "GET /server_info": lambda asked: (200, info),
+            "GET /is_sleeping": lambda asked: (200, self._rest()),
+            "POST /prompt_logprobs": lambda asked: (
+                200,
+                {"logprobs": [self._score(prompt[1:]) for prompt in asked["prompts"]]},
+            ),
+        }
+
+    def _report(self, asked: Info) -> Reply:
+        sleeps = {"is_sleeping": self.paused or bool(self.asleep)}
+        return 200, sleeps if self.stock else {**self._rest(), **sleeps}
+
+    def _rest(self) -> Info:
+        told = {"is_sleeping": bool(self.asleep), "tags": sorted(self.asleep), "is_paused": self.paused}
+        more = {"empty": self._receiver.held.empty, "whole": self._receiver.whole and not self._open}
+        return {**told, **more, "dropped": self._given_up and bool(self.asleep)}
+
+    def _gauge(self) -> bytes:
+        labels = 'engine="0",model_name="policy",sleep_state'
+        names = ("awake", *_GAUGE.values())
+        rows = (f'vllm:engine_sleep_state{{{labels}="{name}"}} {float(name == self._slept)}\n' for name in names)
+        return b"# TYPE vllm:engine_sleep_state gauge\n" + "".join(rows).encode()
+
+    def _pause_vllm(self, asked: Info) -> Reply:
+        assert asked.get("clear_cache", "false") == "false", "vLLM is about to give it up"
+        self._hold(asked["mode"])
+        return 200, {"status": "paused"}
+
+    def _resume_vllm(self, asked: Info) -> Reply:
+        if self.kind == "embedded":
+            self._refuse_unfit()
+        self.paused = False
+        if self.asleep:
+            self.wrongs.append("it was resumed in its sleep")
+        return 200, {"status": "resumed"}
+
+    def _refuse_unfit(self) -> None:
+        if not self.whole or self.asleep:
+            raise partial_version(self.url)
+
+    def _sleep_vllm(self, asked: Info) -> Reply:
+        self._hold(asked["mode"])
+        level = int(asked["level"])
+        self._slept = _GAUGE.get(level, "neither")
+        if level:
+            self._give_up(_TAGS, keep=level == 1)
+            if self.kind == "embedded" and level == 2:
+                self._receiver.invalidate(empty=True)
+        return 200, {"status": "sleeping"}
+
+    def _release_cache(self, asked: Info) -> Reply:
+        assert self.paused
+        self._give_up({"kv_cache"}, keep=True)
+        self._slept = "neither"
+        return 200, {"status": "kv_cache_released"}
+
+    def _wake_vllm(self, asked: Info) -> Reply:
+        tags = asked.get("tags", sorted(_TAGS))
+        woken = {tags} if isinstance(tags, str) else set(tags)
+        assert woken <= _TAGS
+        if self.kind == "embedded" and self.asleep <= woken and not self.whole:
+            raise partial_version(self.url)
+        self.asleep -= woken
+        if not self.asleep:
+            self.paused, self._slept = False, "awake"
+        return 200, {"status": "sleeping" if self.asleep else "awake"}
+
+    def _initialise(self, asked: Info) -> Reply:
+        info = asked["init_info"]
+        if self.stock:
+            if "packed" not in info:
+                raise EngineRefusedError(f"Invalid init_info for NCCLWeightTransferEngine: unexpected {sorted(info)}")
+            assert info["world_size"] > info["rank_offset"] >= 1
+            assert "nccl_unique_id_b64" in info or {"master_address", "master_port"} <= info.keys()
+            return 200, {"message": "Weight transfer initialized"}
+        answer = self._tell(messages.read(info))
+        if answer and self.kind == "vllm":
+            return self._refusal(f"EngineError: {ANSWERS}{json.dumps(answer)}.")
+        return 200, {"message": "Weight transfer initialized", **({"answer": answer} if answer else {})}
+
+    def _start_vllm(self, asked: Info) -> Reply:
+        if self.stock:
+            if self._open:
+                raise EngineRefusedError("Weight update already active")
+            self._open = True
+        else:
+            self._tell(messages.Start(connection=self._receiver.connection))
+        return 200, {"message": "Weight update started"}
+
+    def _update_vllm(self, asked: Info) -> Reply:
+        info = asked["update_info"]
+        if not self._open:
+            raise EngineRefusedError("no weight update is open")
+        if self.stock:
+            assert info.keys() == {"names", "dtype_names", "shapes"}
+        else:
+            self._tell(messages.read(info))
+        return 200, {"message": "Weights updated"}
+
+    def _finish_vllm(self, asked: Info) -> Reply:
+        if not self._open:
+            raise EngineRefusedError("no weight update is open")
+        self._open = False
+        if "weight_version" not in asked:  # it ends one that failed
+            return 200, {"message": "Weight update finished"}
+        self.label = asked["weight_version"]
+        if not self.stock:
+            self._tell(messages.Finish(connection=self._receiver.connection, version=int(self.label)))
+        return 200, {"message": "Weight update finished"}
+
+    def _reset_cache(self, asked: Info) -> Reply:
+        assert asked == {"reset_running_requests": "true", "reset_external": "true"}
+        return 200, {"success": True}
+
+    def _call_workers(self, asked: Info) -> Reply:
+        assert asked["method"] == "reload_weights" and self.stock
+        path = asked["kwargs"]["weights_path"]
+        self._reload(path, _number(path))
+        return 200, {"results": [None]}
+
+    def _rename(self, asked: Info) -> Reply:
+        self.label = asked["new_version"]
+        return _DONE
+
+    def _generate_vllm(self, asked: Info) -> Reply:
+        prompt, wanted = asked["token_ids"], asked["sampling_params"]
+        served = self.generate()
+        rows = [
+            {str(token): {"logprob": value}} for token, value in zip(prompt[1:], self._score(prompt[1:]), strict=True)
+        ]
+        more = {"prompt_logprobs": [None, *rows]} if "prompt_logprobs" in wanted else {}
+        return 200, {"choices": [{"token_ids": [1]}], "versions": served, **more}
+
+    # SGLang
+
+    def _sglang(self) -> dict[str, Route]:
+        info: Info = {"model_path": "/models/policy", "disaggregation_mode": "null", "version": "0.5.23"}
+        info |= {"tp_size": 1, "pp_size": 1, "dp_size": 1, "enable_weights_cpu_backup": True}
+        group = ("init_weights_update_group", "destroy_weights_update_group", "update_weights_from_distributed")
+        return {
+            "GET /server_info": lambda asked: (200, info),
+            "GET /model_info": lambda asked: (200, {"model_path": "/models/policy", "weight_version": self.label}),
+            "GET /v1/loads": lambda asked: (200, {"loads": [{"dp_rank": 0, "num_running_reqs": 0}]}),
+            "GET /ready": lambda asked: (503 if self.paused else 200, ""),
+            "OPTIONS /begin_weight_update": lambda asked: (405, ""),
+            "POST /weights_checker": self._check,
+            "POST /pause_generation": self._pause_sglang,
+            "POST /continue_generation": self._continue,
+            "POST /flush_cache": lambda asked: (400 if self._frozen else 200, "Flush cache."),
+            "POST /begin_weight_update": self._begin_session,
+            "POST /end_weight_update": self._end_session,
+            "POST /update_weights_from_disk": self._from_disk,
+            "POST /update_weight_version": self._rename,
+            "POST /release_memory_occupation": self._release_memory,
+            "POST /resume_memory_occupation": self._resume_memory,
+            "POST /generate": self._generate_sglang,
+            **{f"POST /{route}": lambda asked: _DONE for route in group},
+        }
+
+    def _check(self, asked: Info) -> Reply:
+        action = asked["action"]
+        if self.stock or not action.startswith(CHANNEL):
+            return 400, {"success": False, "message": f"Unsupported action={action!r}"}
+        message = messages.read(json.loads(action.removeprefix(CHANNEL)))
+        if isinstance(message, Flush):
+            answer: Info = {"flushed": not self._frozen}
+        else:
+            answer = self._tell(message)
+        if isinstance(message, messages.State) and not message.connection:
+            answer |= {"paused": self.paused, "asleep": sorted(self.asleep)}
+            words = f"{json.dumps(answer)} | {json.dumps({'server': True, 'paused': self.paused})}"
+            return 200, {"success": True, "message": words}
+        return 200, {"success": True, "message": json.dumps(answer)}
+
+    def _pause_sglang(self, asked: Info) -> Reply:
+        if asked["mode"] == "abort" and self._frozen:
+            return 504, {"message": "it waits for requests that are frozen"}
+        self._hold(asked["mode"])
+        return _DONE
+
+    def _continue(self, asked: Info) -> Reply:
+        self.paused = self._frozen = self.paused and not self.stock and not self._receiver.whole
+        return _DONE
+
+    def _begin_session(self, asked: Info) -> Reply:
+        if self._session:
+            raise EngineRefusedError("a weight-update session is already open; call end_weight_update() first")
+        self._session = True
+        return _DONE
+
+    def _end_session(self, asked: Info) -> Reply:
+        if not self._session:
+            raise EngineRefusedError("no weight-update session is open")
+        self._session = False
+        return _DONE
+
+    def _from_disk(self, asked: Info) -> Reply:
+        assert asked["load_format"] == "auto" and not asked["flush_cache"] and not asked["abort_all_requests"]
+        self._reload(asked["model_path"], int(asked["weight_version"]))
+        self.label = asked["weight_version"]
+        return _DONE
+
+    def _release_memory(self, asked: Info) -> Reply:
+        tags = set(asked["tags"])
+        if not self.paused or self._frozen or tags & self.asleep:
+            self.wrongs.append(f"its scheduler ended: {sorted(tags)} were to sleep")
+        self._give_up(tags, keep=not self._receiver.held.empty)
+        return 200, None
+
+    def _resume_memory(self, asked: Info) -> Reply:
+        tags = set(asked["tags"])
+        if not tags <= self.asleep:
+            self.wrongs.append(f"its scheduler ended: {sorted(tags - self.asleep)} were awake")
+        self.asleep -= tags
+        return 200, None
+
+    def _generate_sglang(self, asked: Info) -> Reply:
+        prompt, served = asked["input_ids"], self.generate()
+        rows = [[value, token, None] for token, value in zip(prompt, self._score(prompt), strict=True)]
+        rows[0][0] = None
+        return 200, {"output_ids": [1], "versions": served, "meta_info": {"input_token_logprobs": rows}}
+
+
+def _number(path: str) -> int:
+    """Return the number of the version in a directory's name."""
+    found = re.search(r"(\d+)\D*$", path)
+    return int(found[1]) if found else 0
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+    fake: FakeEngine
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def do_GET(self) -> None:
+        data = self.rfile.read(int(self.headers.get("content-length", 0)))
+        parts = urlsplit(self.path)
+        try:
+            body = json.loads(data) if data else None
+        except ValueError:
+            body = data.decode(errors="replace")
+        query = {name: one if len(one) > 1 else one[0] for name, one in parse_qs(parts.query).items()}
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        call = Call(route=f"{self.command} {parts.path}", query=query, body=body, headers=headers)
+        reply = self.server.fake._respond(call)
+        if reply is None:
+            self.close_connection = True
+            return
+        status, answer = reply
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        with suppress(OSError):  # nobody may be left to read it
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    do_POST = do_OPTIONS = do_GET
+
+    def log_message(self, *args: object) -> None:
+        """Requests are in `FakeEngine.calls`."""
