@@ -23,8 +23,9 @@ from torch import Tensor
 
 from tests.bench.models import SIZES, in_vllm, make_model
 from torchrl_ext.bench.runner import at_most
-from torchrl_ext.rpc.engines.vllm import VLLMEngine
+from torchrl_ext.cli.environments import settings_for
 from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rpc.makes.vllm import vllm_engine
 from torchrl_ext.serving.engines.vllm import VLLMServer
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.sync.sender import WeightSender
@@ -96,13 +97,14 @@ def end_to_end(size: str, repeats: int, say: Callable[[str], None], *, packed: b
         start = make_model(folder / "model", size)
         weights = {name: tensor.clone() for name, tensor in CheckpointSource(start)}
         say("starting vLLM")
-        server = stack.enter_context(VLLMServer(start, max_model_len=256, plain_linears=not packed))
+        settings = settings_for("vllm") | {"max_model_len": 256, "plain_linears": not packed}
+        server = stack.enter_context(VLLMServer(start, **settings))
         busy = stack.enter_context(_Busy(server.url))
         pauses: dict[str, list[float]] = {"delta": [], "disk": []}
         reports = []
         for turn in range(2):  # each trainer in turn, so that drift of the machine weighs on both
             for way in pauses:
-                engine = VLLMEngine(server.url)
+                engine = vllm_engine(server.url)
                 root = folder / f"{way}{turn}"
                 transport = DeltaTransport(root) if way == "delta" else DiskTransport(root, files=start)
                 sender = WeightSender(transport, engine)
@@ -117,7 +119,7 @@ def end_to_end(size: str, repeats: int, say: Callable[[str], None], *, packed: b
         generated = busy.stop()
         say("one more by delta, which a cold start has to agree with")
         transport = DeltaTransport(folder / "last", keyframe_every=0)
-        sender = WeightSender(transport, VLLMEngine(server.url))
+        sender = WeightSender(transport, vllm_engine(server.url))
         sender.update_weights(weights)
         _step(weights, seed=7)
         last = sender.update_weights(weights)
@@ -126,7 +128,7 @@ def end_to_end(size: str, repeats: int, say: Callable[[str], None], *, packed: b
         checkpoint = _cold(folder / "cold-start", start, weights)
         server.stop()
         say("starting vLLM cold")
-        with VLLMServer(checkpoint, max_model_len=256, plain_linears=not packed) as cold:
+        with VLLMServer(checkpoint, **settings) as cold:
             fresh = _tokens(cold.url)
     middle = {way: statistics.median(found) for way, found in pauses.items()}
     return {

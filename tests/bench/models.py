@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
+from torchrl_ext.cli.environments import settings_for
 from torchrl_ext.errors import EngineError
-from torchrl_ext.serving.environments import VLLM_CPU
-from torchrl_ext.serving.server import make_overlay
+from torchrl_ext.serving.overlay import make_overlay
 from torchrl_ext.testing.tiny import make_tiny_lm
 
 SIZES = {
@@ -43,7 +44,7 @@ def in_vllm(script, asked, *, plain=False):
             "VLLM_CPU_KVCACHE_SPACE": "1",
         }
         done = subprocess.run(
-            [str(VLLM_CPU.python()), str(Path(__file__).with_name(script))],
+            [str(settings_for("vllm").get("python", sys.executable)), str(Path(__file__).with_name(script))],
             input=json.dumps(asked),
             capture_output=True,
             text=True,

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from tests.bench.models import SIZES, make_model
 from torchrl_ext import registry
+from torchrl_ext.cli.environments import settings_for
 from torchrl_ext.landing.patcher import READ_BACK_VERSIONS, Patcher, identity
+from torchrl_ext.serving.server import start
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.sender import WeightSender
 
@@ -94,7 +96,9 @@ def _one_turn(tensors: dict[str, Tensor]) -> float:
 def _rehearsal(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as folder:
         models = [str(make_model(f"{folder}/model{seed}", args.size, seed=seed)) for seed in range(2)]
-        with registry.engines.part(args.engine, "server")(models[0], dtype="bfloat16", max_model_len=256) as server:
+        settings = settings_for(args.engine) | {"dtype": "bfloat16", "max_model_len": 256}
+        spec = registry.engines.part(args.engine, "server")(models[0], **settings)
+        with start(spec) as server:
             engine = registry.engines.make(args.engine, url=server.url)
             sender = WeightSender(registry.transports.make("disk", root=Path(folder) / "root"), engine)
             first = sender.update_weights(models[1])

@@ -123,6 +123,7 @@ class Router:
 
 def test_engines_that_a_story_starts_from_a_yaml_follow_and_its_frozen_model_does_not(monkeypatch, tmp_path):
     monkeypatch.setattr(routing, "RouterProcess", Router)
+    monkeypatch.setattr(external, "settings_for_router", lambda *_: {})
     with stage.Stage(kind="embedded", urls=(), model=None, seed=0, folder=tmp_path) as own:
         external._owned(own)
     assert own.verified and own.syncs, own.checks

@@ -17,6 +17,7 @@ import torchrl_ext as tx
 from tests.engine.served import forked_children
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model, tiny_tokenizer
 from tests.rollout.aborts import through_aborts
+from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import EngineRow, SyncReport
 
@@ -28,7 +29,7 @@ TEMPLATE = (
 
 
 @contextmanager
-def two_servers(launcher, tmp_path_factory, **settings):
+def two_servers(served, tmp_path_factory, **settings):
     """Two servers of one model, whose tokenizer has a chat template; gives their addresses."""
     checkpoint = tiny_checkpoint(tmp_path_factory.mktemp("model") / "seed0")
     tokenizer = tiny_tokenizer()
@@ -36,8 +37,8 @@ def two_servers(launcher, tmp_path_factory, **settings):
     tokenizer.save_pretrained(checkpoint)
 
     def serve(i):
-        log = tmp_path_factory.mktemp("log") / f"{launcher.spec.name}-{i}.log"
-        return launcher(checkpoint, max_model_len=256, dtype="float32", log_path=log, **settings)
+        log = tmp_path_factory.mktemp("log") / f"{served.kind}-{i}.log"
+        return served.start(checkpoint, max_model_len=256, dtype="float32", log_path=log, **settings)
 
     with ThreadPoolExecutor(2) as pool, ExitStack() as ends:
         with forked_children():
@@ -76,7 +77,7 @@ class Routed:
 
     @pytest.fixture
     def client(self, routing):
-        made = routing.client(timeout_s=120, control_timeout_s=60, model_name=self.model_name)
+        made = RemoteInferenceClient.of(routing, timeout_s=120, control_timeout_s=60, model_name=self.model_name)
         yield made
         made.run(made.resume())
         made.close()

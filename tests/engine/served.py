@@ -11,11 +11,14 @@ import pytest
 
 from tests.models import PROMPT, doubtful, greedy
 from tests.processes import WAIT_S
+from torchrl_ext.cli.environments import settings_for, settings_for_router
 from torchrl_ext.errors import DeadlineError
+from torchrl_ext.registry import engines
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.serving.engines.sglang import SGLangServer
-from torchrl_ext.serving.engines.vllm import VLLMServer
+from torchrl_ext.serving import routing
+from torchrl_ext.serving.router import RouterProcess
+from torchrl_ext.serving.server import start
 
 _ENDS = ThreadPoolExecutor(4)
 
@@ -36,7 +39,7 @@ def serving(served, checkpoint, **settings):
     start by the launchers themselves start as a user's do.
     """
     with forked_children():
-        server = served.launcher(checkpoint, **settings)
+        server = served.start(checkpoint, **settings)
     try:
         yield served(server)
     finally:
@@ -45,6 +48,20 @@ def serving(served, checkpoint, **settings):
 
 OLDER = {"vllm": "0.31.0", "sglang": "0.5.19"}
 """The other release of each engine that the suites run on."""
+
+
+def spec_of(kind, checkpoint=".", *, release=None, **settings):
+    """What a server is started with, in the environment that `torchrl-ext serve` makes for it."""
+    return engines.part(kind, "server")(checkpoint, **settings_for(kind, release), **settings)
+
+
+def with_routers():
+    """Let routers of this process that name no interpreter run in the environments of the command line."""
+
+    def started(*given, kind="vllm", make=None, **settings):
+        return RouterProcess(*given, kind=kind, make=make, **{**settings_for_router(make or kind), **settings})
+
+    routing.RouterProcess = started
 
 
 class Served(ABC):
@@ -56,12 +73,16 @@ class Served(ABC):
     """
 
     kind = ""
-    launcher = None
     tells = True
 
     def __init__(self, server):
         self.server, self.url = server, server.url
         self.http = HTTPSession(server.url, timeout_s=120)
+
+    @classmethod
+    def start(cls, checkpoint, *, release=None, **settings):
+        """Start one, in the environment that `torchrl-ext serve` makes for it."""
+        return start(spec_of(cls.kind, checkpoint, release=release, **settings))
 
     @abstractmethod
     def generate(self, count=32, prompt=None, **sampling):
@@ -102,7 +123,7 @@ class Served(ABC):
 
 
 class ServedVLLM(Served):
-    kind, launcher = "vllm", VLLMServer
+    kind = "vllm"
 
     def generate(self, count=32, prompt=None, **sampling):
         """By ``/inference/v1/generate``."""
@@ -129,7 +150,7 @@ class ServedOlderVLLM(ServedVLLM):
 
 
 class ServedSGLang(Served):
-    kind, launcher = "sglang", SGLangServer
+    kind = "sglang"
 
     def generate(self, count=32, prompt=None, timeout_s=120, **sampling):
         """By ``/generate``, told in vLLM's words."""

@@ -47,7 +47,7 @@ class AdaptedSGLang(ServedSGLang):
         return answer["output_ids"], answer["meta_info"].get("adapter")
 
     def at_work(self):
-        return any(row["running"] for row in tx.make_engine("sglang", url=self.url).loads())
+        return any(row["running"] for row in tx.make_engine("sglang", url=self.url).port.loads())
 
     def cached_tokens(self):
         return self.found
@@ -182,9 +182,9 @@ _DIES = f"""
 import os, signal, sys
 import torchrl_ext as tx
 from tests.adapters import lora_policy
-from torchrl_ext.rpc.engines.adapters import AdapterClient
+from torchrl_ext.rpc.engine import Engine
 root, url, step = sys.argv[1:]
-setattr(AdapterClient, step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+setattr(Engine, step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 tx.AdapterSender(root, tx.connect(url)).load({NAME!r}, lora_policy(99))
 """
 

@@ -8,11 +8,10 @@ import tempfile
 
 import pytest
 
+from tests.engine.served import spec_of
 from tests.engine.test_vllm_online import COMMON, read_rows
 from tests.models import tiny_checkpoint
-from torchrl_ext.serving.engines.vllm import VLLMSpec
-from torchrl_ext.serving.environments import VLLM_CPU
-from torchrl_ext.serving.server import make_overlay, on_path
+from torchrl_ext.serving.overlay import make_overlay, on_path
 
 pytestmark = pytest.mark.engine
 BESIDE = ("ray", "msgpack", "torchrl", "tensordict", "pyvers", "hoptorch", "importlib_metadata", "zipp", "orjson")
@@ -81,17 +80,15 @@ def rays():
 
 def test_asyncvllm_says_what_the_trainer_says_by_each_transport(tmp_path, rays):
     pytest.importorskip("ray")
-    python, overlay, beside = VLLM_CPU.python(), tmp_path / "overlay", tmp_path / "beside"
-    for folder in (overlay, beside):
-        folder.mkdir()
-    make_overlay(overlay)
+    spec, overlay, beside = spec_of("vllm"), make_overlay(tmp_path / "overlay"), tmp_path / "beside"
+    beside.mkdir()
     link_distributions(beside, BESIDE)
     file = tmp_path / "own.py"
     file.write_text(REPLICAS)
     start, other = (tiny_checkpoint(tmp_path / f"seed{seed}", seed) for seed in (0, 1))
-    environ = {**os.environ, **VLLMSpec(".").variables(python, ()), "RAY_USAGE_STATS_ENABLED": "0"}
+    environ = {**os.environ, **spec.variables(), "RAY_USAGE_STATS_ENABLED": "0"}
     done = subprocess.run(
-        [python, file, start, other, tmp_path / "root", rays],
+        [spec.interpreter, file, start, other, tmp_path / "root", rays],
         env={**environ, "PYTHONPATH": os.pathsep.join([on_path(overlay), str(beside)])},
         capture_output=True,
         text=True,

@@ -6,6 +6,7 @@ import pytest
 
 import torchrl_ext as tx
 from tests.models import greedy, tiny_checkpoint, tiny_model
+from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.cli.main import main
 from torchrl_ext.serving.router import RouterProcess
 
@@ -40,7 +41,7 @@ def test_an_engine_is_rehearsed_without_a_trainer_and_says_the_same_afterwards(v
 
 
 def test_a_real_router_is_recognised(vllm, capsys):
-    with RouterProcess([vllm.url]) as router:
+    with RouterProcess([vllm.url], **settings_for_router("vllm")) as router:
         told = asked(capsys, "doctor", router.url, status=1)
     (row,) = [row for row in told["findings"] if row["check"] == "router"]
     assert row["level"] == "failure" and vllm.url in row["remedy"]

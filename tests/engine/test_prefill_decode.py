@@ -12,6 +12,9 @@ import pytest
 
 import torchrl_ext as tx
 from tests.models import VOCAB, greedy, tiny_checkpoint, tiny_model
+from torchrl_ext.cli.environments import settings_for, settings_for_router
+from torchrl_ext.compat.skyrl import RemoteInferenceClient
+from torchrl_ext.serving.launchers import LocalLauncher
 from torchrl_ext.serving.served import OwnedEngines
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
@@ -98,14 +101,15 @@ def job(make, tmp_path_factory):
     patch = pytest.MonkeyPatch()
     for name, value in make.variables.items():
         patch.setenv(name, value)
-    with OwnedEngines(folder / "job.yaml", hf_checkpoint=tiny_checkpoint(folder / "seed0")) as made:
+    settings = {"launcher": LocalLauncher(**settings_for(kind)), "router": settings_for_router(kind)}
+    with OwnedEngines(folder / "job.yaml", hf_checkpoint=tiny_checkpoint(folder / "seed0"), **settings) as made:
         patch.undo()
         yield made
 
 
 @pytest.fixture
 def client(job):
-    made = job.model("actor").client(timeout_s=120)
+    made = RemoteInferenceClient.of(job.model("actor"), timeout_s=120)
     yield made
     made.close()
 

@@ -26,7 +26,7 @@ def served(request, tmp_path_factory):
     make, settings = MAKES[request.param]
     start = tiny_checkpoint(tmp_path_factory.mktemp("model") / "start")
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with make.launcher(start, max_model_len=256, log_path=log, dtype="float32", **settings) as server:
+    with make.start(start, max_model_len=256, log_path=log, dtype="float32", **settings) as server:
         found = make(server)
         found.start = start
         yield found

@@ -105,7 +105,7 @@ def test_a_checkpoint_that_sglang_cannot_load_does_not_end_the_server(serving, t
 
 def checksum(engine):
     """SGLang's own, over the runtime parameters of all workers."""
-    return engine.post("/weights_checker", {"action": "checksum"})["body"]["per_engine_checksum"]
+    return engine.port.post("/weights_checker", {"action": "checksum"})["body"]["per_engine_checksum"]
 
 
 def test_a_400_can_mean_that_the_weights_did_change(serving, tmp_path):
@@ -119,7 +119,7 @@ def test_a_400_can_mean_that_the_weights_did_change(serving, tmp_path):
         def loaded_beside_a_request():
             (future,) = running(serving, pool, 1)
             engine.pause()
-            met = any(row["running"] for row in engine.loads())
+            met = any(row["running"] for row in engine.port.loads())
             if met:
                 assert "not flushed" in load_from_disk(serving, folder, 400, **asked) and checksum(engine) != before
             engine.resume()

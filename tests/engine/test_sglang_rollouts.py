@@ -81,7 +81,7 @@ def test_a_generation_that_is_aborted_goes_on_where_it_was(sglang, client):
     batch = {"prompt_token_ids": [[*PROMPT, i] for i in range(4)], "sampling_params": sampling}
 
     async def busy():
-        return any(row["running"] for row in await asyncio.to_thread(engine.loads))
+        return any(row["running"] for row in await asyncio.to_thread(engine.port.loads))
 
     found = client.run(through_aborts(client, lambda: client.generate(batch), busy))
     whole = client.run(client.generate(batch))

@@ -9,9 +9,10 @@ import pytest
 
 import torchrl_ext as tx
 from tests.engine.routed import Routed, two_servers
+from tests.engine.served import ServedSGLang
 from tests.models import PROMPT, greedy, tiny_model
+from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.serving.engines.sglang import SGLangServer
 from torchrl_ext.serving.router import RouterProcess
 from torchrl_ext.serving.routing import Routing
 
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory):
-    with two_servers(SGLangServer, tmp_path_factory) as found:
+    with two_servers(ServedSGLang, tmp_path_factory) as found:
         yield found
 
 
@@ -35,12 +36,13 @@ OTHER_ROUTERS = [pytest.param(whose, marks=pytest.mark.exhaustive) for whose in 
 @pytest.fixture(scope="module", params=["SGLang's", *OTHER_ROUTERS])
 def routing(request, urls):
     if request.param == "given":
-        with RouterProcess(kind="sglang", health_route="/ping") as process:
+        with RouterProcess(kind="sglang", health_route="/ping", **settings_for_router("sglang")) as process:
             with Routing.over(*urls, router=process.url) as made:
                 yield made
             assert process.alive()
         return
-    with Routing.over(*urls, make="vllm" if request.param == "vLLM's" else None) as made:
+    make = "vllm" if request.param == "vLLM's" else "sglang"
+    with Routing.over(*urls, make=make, **settings_for_router(make)) as made:
         yield made
 
 

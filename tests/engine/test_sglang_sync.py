@@ -34,7 +34,7 @@ def test_discovery_tells_what_it_is_and_what_it_follows(sglang):
     assert info.weight_version == sglang.version() and {"disk", "collective", "delta"} <= set(info.transports)
     engine = tx.make_engine("sglang", url=sglang.url)
     assert engine.info() == info
-    assert engine.loads() == [{"dp_rank": 0, "running": 0, "waiting": 0}]
+    assert engine.port.loads() == [{"dp_rank": 0, "running": 0, "waiting": 0}]
 
 
 @pytest.mark.parametrize("pause_mode", ["abort", "retract", "in_place"])
@@ -53,7 +53,7 @@ def running(served, pool, count, tokens=220):
     while time.monotonic() < until:
         futures = [pool.submit(served.generate, tokens, temperature=1.0) for _ in range(count)]
         while not all(future.done() for future in futures):
-            if sum(row["running"] for row in engine.loads()) >= count:
+            if sum(row["running"] for row in engine.port.loads()) >= count:
                 return futures
     raise AssertionError(f"never were {count} requests running at the same time")
 

@@ -9,7 +9,6 @@ from tests.engine.following import sending
 from tests.engine.following_deltas import by_route
 from tests.engine.served import ServedVLLM
 from tests.models import VOCAB, greedy, tiny_model
-from torchrl_ext.serving.engines.vllm import VLLMServer
 
 pytestmark = pytest.mark.engine
 
@@ -35,7 +34,8 @@ def served(request, checkpoint, kept, tmp_path_factory):
     patch.setenv("PYTHONPATH", str(request.config.rootpath))  # where the server finds the connector
     log = tmp_path_factory.mktemp("log") / "vllm.log"
     settings = {"dtype": "float32", "max_model_len": 256, "log_path": log}
-    with VLLMServer(checkpoint, extra_args=[f"--kv-transfer-config={json.dumps(connector)}"], **settings) as server:
+    settings["extra_args"] = [f"--kv-transfer-config={json.dumps(connector)}"]
+    with ServedVLLM.start(checkpoint, **settings) as server:
         patch.undo()
         yield ServedVLLM(server)
 

@@ -6,10 +6,9 @@ import subprocess
 
 import pytest
 
+from tests.engine.served import spec_of
 from tests.models import tiny_checkpoint
-from torchrl_ext.serving.engines.vllm import VLLMSpec
-from torchrl_ext.serving.environments import VLLM_CPU
-from torchrl_ext.serving.server import make_overlay, on_path
+from torchrl_ext.serving.overlay import make_overlay, on_path
 
 pytestmark = pytest.mark.engine
 
@@ -137,13 +136,11 @@ if __name__ == "__main__":
 
 
 def rows_of(script, tmp_path, *arguments):
-    overlay, file, python = tmp_path / "overlay", tmp_path / "own.py", VLLM_CPU.python()
-    overlay.mkdir()
-    make_overlay(overlay)
+    overlay, file, spec = make_overlay(tmp_path / "overlay"), tmp_path / "own.py", spec_of("vllm")
     file.write_text(script)
     done = subprocess.run(
-        [python, file, *arguments],
-        env={**os.environ, **VLLMSpec(".").variables(python, ()), "PYTHONPATH": on_path(overlay)},
+        [spec.interpreter, file, *arguments],
+        env={**os.environ, **spec.variables(), "PYTHONPATH": on_path(overlay)},
         capture_output=True,
         text=True,
         timeout=400,

@@ -8,8 +8,8 @@ import pytest
 
 from tests.models import tiny_checkpoint
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.registry import engines
-from torchrl_ext.serving.launchers import LocalLauncher, named_devices
+from torchrl_ext.serving import launchers
+from torchrl_ext.serving.launchers import LocalLauncher, _arguments, named_devices
 from torchrl_ext.serving.topology import EnginePlan
 
 
@@ -32,7 +32,9 @@ def test_an_engine_gets_the_device_that_its_number_means_among_those_of_the_job_
 
 
 def test_a_device_that_the_job_does_not_see_is_refused_before_anything_starts():
-    with pytest.raises(ConfigError, match=r"device 8 of the job.*one of the 2 .*CUDA_VISIBLE_DEVICES=4,5"):
+    with pytest.raises(
+        ConfigError, match=r"a/regular/0: .*device 8 of the job.*one of the 2 .*CUDA_VISIBLE_DEVICES=4,5"
+    ):
         LocalLauncher(devices=("4", "5")).launch(plan(gpus=(8,)))
 
 
@@ -44,15 +46,31 @@ def test_devices_are_called_what_the_jobs_own_variable_calls_them():
     assert named_devices(0, "") == named_devices(0, "4,5") == named_devices(0, None) == ()
 
 
-def test_a_setting_that_a_plan_makes_false_reaches_vllm(monkeypatch):
-    given = {}
-    monkeypatch.setattr(
-        engines.part("vllm", "server"), "__init__", lambda self, model, **settings: given.update(settings)
-    )
-    LocalLauncher(devices=()).launch(plan(kind="vllm", overrides={"enable_prefix_caching": False}))
-    assert given["extra_args"] == ("--no-enable-prefix-caching",)
+def test_overrides_become_fields_or_arguments_of_the_server(monkeypatch):
+    monkeypatch.setattr(launchers, "start", lambda spec: spec)
+    overrides = {"enable_prefix_caching": False, "max_model_len": 8, "extra_args": ("--x",), "environ": {"A": "b"}}
+    launcher = LocalLauncher(devices=("4", "5"), api_key="secret", dtype="float32", max_model_len=9)
+    spec, again = (launcher.launch(plan(kind="vllm", gpus=(0, 1), overrides=overrides)) for _ in range(2))
+    assert spec.extra_args == ("--x", "--no-enable-prefix-caching") and spec == again
+    assert (spec.max_model_len, spec.dtype, spec.tensor_parallel_size) == (8, "float32", 2)
+    assert spec.environ == {"CUDA_VISIBLE_DEVICES": "4,5", "VLLM_API_KEY": "secret", "A": "b"}
+    assert launcher.launch(plan(kind="sglang")).extra_args == ("--api-key", "secret")
 
 
-def test_a_setting_that_a_plan_makes_false_is_refused_where_no_argument_says_so():
-    with pytest.raises(ConfigError, match=r"a/regular/0: .*'sglang' has no argument that makes enable_x false"):
-        LocalLauncher(devices=()).launch(plan(kind="sglang", overrides={"enable_x": False}))
+@pytest.mark.parametrize(
+    ("kind", "overrides", "gpus", "words"),
+    [
+        ("sglang", {"enable_x": False}, (0,), "'sglang' has no argument that makes enable_x false"),
+        ("embedded", {"swap_space": 4}, (0,), "'embedded' has no setting swap_space"),
+        ("embedded", {}, (0, 1), "'embedded' has one worker"),
+    ],
+)
+def test_what_an_engine_has_no_argument_for_is_refused_by_the_plans_name(kind, overrides, gpus, words):
+    with pytest.raises(ConfigError, match=rf"a/regular/0: .*{words}"):
+        LocalLauncher(devices=()).launch(plan(kind=kind, overrides=overrides, gpus=gpus))
+
+
+def test_overrides_that_no_setting_takes_become_arguments():
+    settings = {"swap_space": 4, "enable_x": True, "disable_y": False, "kv": {"a": 1}, "urls": ["b", "c"], "z": None}
+    flags = ["--swap-space", "4", "--enable-x", "--no-disable-y", "--kv", '{"a": 1}', "--urls", "b", "c"]
+    assert _arguments(settings) == flags

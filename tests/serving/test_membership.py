@@ -9,10 +9,13 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.rpc.servers import Resting, running
 from tests.rpc.test_router import Earlier, Engine, Gateway, serving
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.errors import ConfigError, EngineError, UpdateError
+from torchrl_ext.rpc.health import Health
 from torchrl_ext.rpc.router import RouterClient
 from torchrl_ext.serving.launchers import EngineLauncher
 from torchrl_ext.serving.routing import Routing
@@ -85,27 +88,53 @@ def by_name(url):
     return url.replace("127.0.0.1", "localhost")
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize(
-    "renamed", [by_name, lambda url: url.replace("127.0.0.1", "[::1]") + "/"], ids=["by name", "IPv6"]
+ADDRESSES = [str, by_name, lambda url: url.replace("127.0.0.1", "[::1]") + "/"]
+"""Ways to write the address of an engine."""
+STRANGE = ["inprocess", "ray://actor", "http://elsewhere:8000", "http://:0"]
+STATES = st.sampled_from([None, ("paused", 0), ("lost", None), *(("serving", version) for version in range(4))])
+REPORTS = st.tuples(
+    st.tuples(STATES, STATES, STATES),
+    st.sampled_from(ADDRESSES),
+    st.none() | st.tuples(st.sampled_from(STRANGE), STATES),
 )
-def test_an_engine_under_another_of_its_addresses_stays_behind_its_router(urls, renamed, version):
-    with serving(Many()) as router, Routing(infos(urls), router=router.url) as routing:
-        changes = routing.follow(report(*((renamed(url), "serving", version) for url in urls)))
-        assert not changes.removed and not changes.problems and listed(router.url) == set(urls)
-        rows = [(renamed(urls[0]), "paused", 0), *((renamed(url), "serving", 3) for url in urls[1:])]
-        assert routing.follow(report(*rows)).removed == (urls[0],)
-        assert listed(router.url) == set(urls[1:])
+COMPLAINTS = st.tuples(st.integers(0, 2), st.booleans())
 
 
-@pytest.mark.parametrize("script", [lambda: Many(by_name), lambda: Many(str)], ids=["by name", "as told"])
-def test_a_router_that_lists_an_engine_by_another_address_has_it(urls, script):
-    with serving(script()) as router, Routing(infos(urls), router=router.url) as routing:
-        rows = [(url, "serving", 1) for url in urls]
-        assert routing.follow(report(*rows)).added == ()
-        assert routing.follow(report(("gone", "paused", 0), *rows[1:], (urls[0], "paused", 0))).removed == (urls[0],)
-        assert routing.follow(report(*rows)).added == (urls[0],)
-        assert len(listed(router.url)) == 3
+def test_a_router_uses_the_engines_of_which_nobody_complains_whatever_happens(urls):
+    """Reports and complaints in any order, under any of the engines' addresses."""
+
+    @settings(max_examples=25, deadline=None)
+    @given(st.lists(REPORTS | COMPLAINTS, max_size=8), st.integers(0, 1), st.sampled_from(ADDRESSES[:2]))
+    def holds(steps, lag, rename):
+        late, disliked = set(), set()
+        with serving(Many(rename)) as router, Routing(infos(urls), router=router.url, max_lag=lag) as routing:
+            for step in steps:
+                before = set(urls) - late - disliked
+                if isinstance(step[1], bool):
+                    url, dislikes = urls[step[0]], step[1]
+                    if dislikes:
+                        routing.health.fail(url, EngineError("it hangs"), by="somebody")
+                    else:
+                        routing.health.mend(url, by="somebody")
+                    (disliked.add if dislikes else disliked.discard)(url)
+                else:
+                    states, address, other = step
+                    told = {url: state for url, state in zip(urls, states, strict=True) if state}
+                    rows = [(address(url), *state) for url, state in told.items()]
+                    rows += [(other[0], *other[1])] if other and other[1] else []
+                    newest = max((version for _, state, version in rows if state == "serving"), default=0)
+                    unclear = set(urls) - set(told) if len(rows) > len(told) else set()
+                    fit = {
+                        url for url, (state, version) in told.items() if state == "serving" and version >= newest - lag
+                    }
+                    late = (late & unclear) | (set(urls) - unclear - fit)
+                    changes = routing.follow(report(*rows))
+                    assert dict(changes.problems).keys() == unclear
+                    after = set(urls) - late - disliked
+                    assert (set(changes.added), set(changes.removed)) == (after - before, before - after)
+                assert {by_name(url) for url in listed(router.url)} == set(map(by_name, set(urls) - late - disliked))
+
+    holds()
 
 
 def test_an_earlier_router_is_told_to_let_go_in_its_own_words(urls):
@@ -114,25 +143,6 @@ def test_an_earlier_router_is_told_to_let_go_in_its_own_words(urls):
         script.urls[:] = [by_name(url) for url in urls]
         routing.follow(report((urls[0], "paused", 0), *((url, "serving", 1) for url in urls[1:])))
         assert script.urls == [by_name(url) for url in urls[1:]]
-
-
-@pytest.mark.parametrize(
-    "names", [["policy on cuda:0", "inprocess"], ["ray://actor"], ["http://elsewhere:8000"], ["http://:0"]]
-)
-def test_a_report_that_names_none_of_its_engines_empties_no_router(urls, names, caplog):
-    with serving(Many()) as router, Routing(infos(urls), router=router.url) as routing:
-        changes = routing.follow(report(*((name, "serving", 1) for name in names)))
-        assert changes.removed == () and listed(router.url) == set(urls)
-        assert dict(changes.problems).keys() == set(urls) and names[0] in changes.problems[0][1]
-    assert names[0] in caplog.text
-
-
-def test_engines_beside_rows_that_cannot_be_placed_stay_and_those_that_are_told_of_go(urls):
-    with serving(Many()) as router, Routing(infos(urls), router=router.url) as routing:
-        rows = [(urls[0], "paused", 0), (urls[1], "serving", 1), ("inprocess", "serving", 1)]
-        changes = routing.follow(report(*rows))
-        assert changes.removed == (urls[0],) and dict(changes.problems).keys() == {urls[2]}
-        assert listed(router.url) == set(urls[1:])
 
 
 # routers of ours
@@ -172,25 +182,29 @@ def test_a_router_with_pools_comes_back_at_its_address_with_other_members(pools,
     assert pools.url == before and listed(before) == set(urls)
 
 
-@pytest.mark.parametrize("refused", [1, 2], ids=["before the old one goes", "when it takes the old one's place"])
-def test_the_old_router_serves_on_where_a_new_one_does_not_start(pools, urls, program, refused):
-    rows = [(urls[0], "paused", 0), *((url, "serving", 1) for url in urls[1:])]
-    refuse(program, refused)
-    changes = pools.follow(report(*rows))
-    assert changes.removed == () and "this router does not start" in dict(changes.problems)[urls[0]]
-    assert listed(pools.url) == set(urls)
-    assert pools.follow(report(*rows)).removed == (urls[0],)  # tried again
-    assert listed(pools.url) == set(urls[1:])
-
-
 def test_a_router_that_is_down_is_started_again_by_the_next_report(pools, urls, program):
     rows = [(urls[0], "paused", 0), *((url, "serving", 1) for url in urls[1:])]
-    refuse(program, 2, 3)
+    refuse(program, 1)
     changes = pools.follow(report(*rows))
     assert "is down" in dict(changes.problems)[pools.url]
     before = pools.url
     assert pools.follow(report(*rows)).removed == (urls[0],)
     assert pools.url == before and listed(before) == set(urls[1:])
+
+
+def test_pools_are_left_as_they_are_where_one_would_be_empty_or_the_router_is_given(pools, urls):
+    with Routing(pools.engines, router=pools.url) as given:
+        for routing, lost in ((pools, 2), (given, 0)):
+            rows = [(url, "paused" if i == lost else "serving", 1) for i, url in enumerate(urls)]
+            ((url, problem),) = routing.follow(report(*rows)).problems
+            assert url == urls[lost] and "keeps its pools" in problem and listed(pools.url) == set(urls)
+
+
+def test_a_closed_routing_starts_no_router_for_an_engine_that_is_lost(urls, program):
+    routing = Routing(infos(urls[:1]), python=program, start_timeout_s=20)
+    routing.close()
+    routing.health.fail(urls[0], EngineError("it is lost"), by="somebody")
+    assert starts(program) == 1 and not routing._process.alive()
 
 
 def test_one_that_died_by_itself_is_started_again_too(pools, urls):
@@ -206,39 +220,75 @@ def test_a_given_router_that_does_not_answer_is_a_problem_and_not_an_error(urls)
     routing.close()
 
 
+@pytest.fixture
+def specs(monkeypatch):
+    """The specs of the routers that are started; they list whatever they are started with."""
+    script = Many()
+
+    def start(spec):
+        found.append(spec)
+        for worker in (*spec.workers, *spec.prefill, *spec.decode):
+            url = worker if isinstance(worker, str) else worker[0]
+            script.workers[url] = {"id": url, "url": url}
+        return SimpleNamespace(url=router.url, alive=lambda: True, stop=lambda: None)
+
+    found = []
+    monkeypatch.setattr("torchrl_ext.serving.router.start", start)
+    with serving(script) as router:
+        yield found
+
+
+VLLMS = "vllm_router.launch_router --policy=consistent_hash"
+SGLANGS = "sglang_router.launch_router --policy=manual --disable-retries"
+
+
 @pytest.mark.parametrize(
-    ("kind", "module", "flag", "prefill"),
+    ("kind", "settings", "own"),
     [
-        ("vllm", "vllm_router.launch_router", "--vllm-pd-disaggregation", "{}"),
-        ("sglang", "sglang_router.launch_router", "--pd-disaggregation", "{} 9001"),
+        ("vllm", {}, f"{VLLMS} --health-check-endpoint=/health --worker-urls"),
+        ("embedded", {}, f"{VLLMS} --health-check-endpoint=/health"),
+        ("sglang", {}, f"{SGLANGS} --health-check-endpoint=/ping"),
+        ("sglang", {"api_key": "secret"}, SGLANGS),
+        ("sglang", {"make": "vllm"}, f"{VLLMS} --health-check-endpoint=/ping"),
+        ("vllm", {"make": "sglang", "policy": "random"}, "sglang_router.launch_router --policy=random"),
     ],
 )
-def test_pools_get_the_router_of_their_make_and_the_port_where_they_meet(urls, program, kind, module, flag, prefill):
+def test_engines_get_the_router_of_their_make_or_the_one_that_is_named(urls, specs, kind, settings, own):
+    with Routing([EngineInfo(url=urls[0], kind=kind)], **settings):
+        command = specs[0].command(1)
+    assert set(own.split()) <= set(command) and command[-2:] == ["--worker-urls", urls[0]]
+    assert ("--disable-retries" in command) is ("sglang_router" in own)
+    assert ("--health-check-endpoint" in " ".join(command)) is ("api_key" not in settings)
+    assert "secret" not in str(command)  # it would show in the list of processes
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag", "port"), [("vllm", "--vllm-pd-disaggregation", []), ("sglang", "--pd-disaggregation", ["9001"])]
+)
+def test_pools_are_told_the_port_where_they_meet_if_the_router_hands_it_on(urls, specs, kind, flag, port):
     members = [
         EngineInfo(url=urls[0], kind=kind, worker_type="prefill", bootstrap_port=9001),
         EngineInfo(url=urls[1], kind=kind, worker_type="decode"),
     ]
-    with Routing(members, python=program):
-        (started,) = (program.parent / "starts").read_text().splitlines()
-    assert started.startswith(f"-m {module} ") and flag in started.split()
-    assert f"--prefill {prefill.format(urls[0])} --decode {urls[1]}" in started
+    with Routing(members):
+        command = specs[0].command(1)
+    assert command[command.index(flag) + 1 :] == ["--prefill", urls[0], *port, "--decode", urls[1]]
+    with serving(Many()) as router:
+        Routing(members, router=router.url).close()
+        sent = [body for method, path, body in router.calls if (method, path) == ("POST", "/workers")]
+    assert [body.get("bootstrap_port") for body in sent] == [*([9001] if port else [None]), None]
 
 
-@pytest.mark.parametrize(
-    ("kind", "make", "module", "own"),
-    [
-        ("vllm", None, "vllm_router.launch_router", "--policy=consistent_hash"),
-        ("embedded", None, "vllm_router.launch_router", "--policy=consistent_hash"),
-        ("sglang", None, "sglang_router.launch_router", "--policy=manual --disable-retries"),
-        ("sglang", "vllm", "vllm_router.launch_router", "--policy=consistent_hash"),
-        ("vllm", "sglang", "sglang_router.launch_router", "--policy=manual --disable-retries"),
-    ],
-)
-def test_engines_get_the_router_of_their_make_or_the_one_that_is_named(urls, program, kind, make, module, own):
-    with Routing([EngineInfo(url=urls[0], kind=kind)], python=program, make=make):
-        (started,) = (program.parent / "starts").read_text().splitlines()
-    assert started.startswith(f"-m {module} ") and set(own.split()) <= set(started.split())
-    assert ("--disable-retries" in started.split()) is ("sglang" in module)
+def test_a_router_of_a_model_without_engines_yet_is_the_one_for_their_kind(specs):
+    topology = Topology.parse({"sglang": [{"name": "a", "model_path": "/m"}]})
+    with OwnedEngines(topology):
+        assert specs[0].module == "sglang_router.launch_router"
+
+
+def test_a_router_of_no_known_make_is_refused_before_it_is_made(urls, specs):
+    with pytest.raises(ConfigError, match="'nginx'"):
+        Routing([EngineInfo(url=urls[0], kind="sglang")], make="nginx")
+    assert not specs
 
 
 def owned(urls, router, kind):
@@ -270,40 +320,66 @@ def test_a_jobs_own_engines_give_memory_back_though_others_do_not_answer():
             assert not resting.asleep and not resting.paused
 
 
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_lost_engine_is_out_until_it_is_up_and_where_it_follows_until_an_update_reached_it(follows):
+    runs, listed_meanwhile = [], []
+
+    class Launcher(EngineLauncher):
+        def launch(self, plan, encoders=(), *, cancel=None):
+            listed_meanwhile.append(listed(router.url))
+            runs.append(True)
+            return SimpleNamespace(url=engine.url, alive=lambda: runs[-1], log=str, stop=lambda: None)
+
+    model = {"name": "a", "model_path": "/m", "update_weights": follows}
+    model["server_groups"] = [{"worker_type": "regular", "num_gpus": 1}]
+    settings = {"router": {}, "supervisor": {"interval_s": 0}, "launcher": Launcher()}
+    with running({**Resting().answers, "GET /health": (200, {})}) as engine, serving(Many()) as router:
+        settings["router"]["router"] = router.url
+        with OwnedEngines(Topology.parse({"vllm": [model]}), **settings) as job:
+            assert job.recover() == () and listed(router.url) == {engine.url}
+            runs[-1] = False
+            assert job.recover() == (engine.url,) and listed_meanwhile == [set(), set()]
+            assert listed(router.url) == (set() if follows else {engine.url})
+            job.model("a").follow(report((engine.url, "serving", 1)))
+            assert listed(router.url) == {engine.url}
+
+
 def test_a_jobs_own_engines_are_registered_with_a_router_that_is_given(urls):
     with serving(Many()) as router, owned(urls, router, "sglang") as job:
         assert job.model("a").url == router.url and listed(router.url) == set(urls)
-        assert job.model("a").withdraw(urls[0]).removed == (urls[0],)
-        assert job.model("a").restore(urls[0]).added == (urls[0],)
+        job.health.fail(urls[0], EngineError("it hangs"), by="somebody")
+        assert listed(router.url) == set(urls[1:])
+        job.health.mend(urls[0], by="somebody")
+        assert listed(router.url) == set(urls)
 
 
-def test_a_router_of_a_model_without_engines_yet_is_the_one_for_their_kind(program):
-    topology = Topology.parse({"sglang": [{"name": "a", "model_path": "/m"}]})
-    with OwnedEngines(topology, router={"python": program}):
-        (started,) = (program.parent / "starts").read_text().splitlines()
-    assert started.startswith("-m sglang_router.launch_router ")
+def test_an_adopted_engine_waits_for_its_first_report_and_a_failed_update_is_followed_too(urls):
+    def failing():
+        raise UpdateError("one engine is lost", report=report((urls[0], "paused", 1), *good[1:], version=2))
+
+    good = [(url, "serving", 2) for url in urls]
+    with serving(Many()) as router, Routing(infos(urls[:2]), router=router.url, update_weights=False) as routing:
+        routing.adopt(infos(urls)[2])
+        assert listed(router.url) == set(urls[:2])
+        assert routing.following(lambda: report(*good))().version == 1
+        assert listed(router.url) == set(urls)
+        with pytest.raises(UpdateError):
+            routing.following(failing)()
+        assert listed(router.url) == set(urls[1:])
+        with pytest.raises(ConfigError, match="'default' does not follow the trainer"):
+            routing.fleet()
 
 
-def test_a_router_of_no_known_make_is_refused_before_it_is_made(urls, program):
-    with pytest.raises(ConfigError, match="no router of make 'nginx'"):
-        Routing([EngineInfo(url=urls[0], kind="sglang")], python=program, make="nginx")
-    assert not (program.parent / "starts").exists()
+def test_complaints_before_a_router_listened_count(urls):
+    health = Health()
+    health.fail(urls[0], EngineError("it hangs"), by="somebody")
+    with serving(Many()) as router, Routing(infos(urls), router=router.url, health=health):
+        assert listed(router.url) == set(urls[1:])
 
 
-@pytest.mark.parametrize(("key", "given"), [(None, True), ("secret", False)])
-def test_a_router_asks_sglang_for_no_token_where_it_can(urls, program, key, given):
-    with Routing([EngineInfo(url=urls[0], kind="sglang")], python=program, api_key=key):
-        (started,) = (program.parent / "starts").read_text().splitlines()
-    assert ("--health-check-endpoint=/ping" in started.split()) is given
-    assert "secret" not in started  # it would show in the list of processes
-
-
-def test_a_given_router_is_told_the_port_where_pools_meet(urls):
-    members = [
-        EngineInfo(url=urls[0], kind="sglang", worker_type="prefill", bootstrap_port=9001),
-        EngineInfo(url=urls[1], kind="sglang", worker_type="decode"),
-    ]
+def test_a_router_that_takes_no_engine_back_is_said_to_whoever_mends_it(urls):
     with serving(Many()) as router:
-        Routing(members, router=router.url).close()
-        told = [body for method, path, body in router.calls if (method, path) == ("POST", "/workers")]
-    assert [body.get("bootstrap_port") for body in told] == [9001, None]
+        routing = Routing(infos(urls), router=router.url)
+        routing.health.fail(urls[0], EngineError("it hangs"), by="somebody")
+    with routing, pytest.raises(EngineError, match="did not take it back"):
+        routing.health.mend(urls[0], by="somebody")

@@ -14,7 +14,7 @@ import pytest
 
 from tests.processes import WAIT_S, running_python
 from torchrl_ext.errors import DeadlineError, EngineError
-from torchrl_ext.serving.processes import ServerProcess, free_port
+from torchrl_ext.serving.processes import GuardedProcess, free_port
 
 SERVER = textwrap.dedent(
     """
@@ -42,7 +42,7 @@ def impatient(monkeypatch):
 
 def start(port, **settings):
     command = [sys.executable, "-c", STUBBORN, str(port)]
-    return ServerProcess(command, name="toy", url=f"http://127.0.0.1:{port}", **settings)
+    return GuardedProcess(command, name="toy", url=f"http://127.0.0.1:{port}", **settings)
 
 
 def gone(pid, within_s=20.0):
@@ -85,7 +85,7 @@ def test_shared_memory_that_a_server_leaves_behind_is_removed_and_no_other(tmp_p
     command = [sys.executable, "-c", MAPPING, str(port), str(mine), str(other)]
     settings = {"name": "toy", "url": f"http://127.0.0.1:{port}", "shared_memory": (mine.name,)}
     try:
-        with ServerProcess(command, **settings):
+        with GuardedProcess(command, **settings):
             assert mine.exists() and other.exists()
         assert other.exists() and not mine.exists()
     finally:
@@ -96,7 +96,7 @@ def test_shared_memory_that_a_server_leaves_behind_is_removed_and_no_other(tmp_p
 def test_a_server_that_ends_while_starting_shows_the_end_of_its_log(tmp_path):
     command = [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"]
     with pytest.raises(EngineError, match="no such model"):
-        ServerProcess(command, name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
+        GuardedProcess(command, name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
 
 
 def test_errors_that_others_only_follow_from_are_named_too(tmp_path):
@@ -104,20 +104,38 @@ def test_errors_that_others_only_follow_from_are_named_too(tmp_path):
     with pytest.raises(
         EngineError, match="printed: OSError: no space left; RuntimeError: see above; its log ends with: x"
     ) as caught:
-        ServerProcess([sys.executable, "-c", code], name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
+        GuardedProcess([sys.executable, "-c", code], name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
     assert "see above" in str(caught.value)
+
+
+def test_errors_of_an_earlier_run_in_the_same_log_are_not_this_ones(tmp_path):
+    log = tmp_path / "log"
+    log.write_text("OSError: yesterday\n")
+    with pytest.raises(EngineError, match="printed: RuntimeError: today; its log ends with: Traceback") as caught:
+        start_of("raise RuntimeError('today')", log)
+    assert "yesterday" not in str(caught.value) and str(log) in str(caught.value)
+    assert log.read_text().startswith("OSError: yesterday\n")
+
+
+def test_a_log_that_nobody_named_goes_with_its_server():
+    port = free_port()
+    with GuardedProcess(
+        [sys.executable, "-c", SERVER, str(port)], name="toy", url=f"http://127.0.0.1:{port}"
+    ) as server:
+        assert "listening" in server.log() and server.log_path.exists()
+    assert server.log() == server.errors() == "" and not server.log_path.parent.exists()
 
 
 def test_a_program_that_does_not_exist_is_an_error(tmp_path):
     with pytest.raises(EngineError, match="/no/such/program"):
-        ServerProcess(["/no/such/program"], name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
+        GuardedProcess(["/no/such/program"], name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
 
 
 def test_a_server_that_is_never_healthy_reaches_the_deadline_and_is_ended(tmp_path):
     command = ["sh", "-c", "echo $$; exec sleep 600"]  # which says so at once, also beside much else
     log = tmp_path / "log"
     with pytest.raises(DeadlineError, match=r"not healthy within 2 s"):
-        ServerProcess(command, name="toy", url="http://127.0.0.1:1", log_path=log, start_timeout_s=2)
+        GuardedProcess(command, name="toy", url="http://127.0.0.1:1", log_path=log, start_timeout_s=2)
     text = log.read_text().split()
     assert text and gone(int(text[0]))
 
@@ -133,7 +151,7 @@ def test_a_start_that_another_thread_gives_up_ends_the_server(tmp_path):
 
     threading.Thread(target=give_up, daemon=True).start()
     with pytest.raises(EngineError, match="was given up"):
-        ServerProcess(command, name="toy", url="http://127.0.0.1:1", log_path=log, cancel=cancel)
+        GuardedProcess(command, name="toy", url="http://127.0.0.1:1", log_path=log, cancel=cancel)
     assert gone(int(log.read_text()))
 
 
@@ -150,7 +168,7 @@ ORPHANED = ORPHANED.replace("import signal;", "import os, signal;")
 def start_of(code, log):
     port = free_port()
     command = [sys.executable, "-u", "-c", code, str(port)]
-    return ServerProcess(command, name="toy", url=f"http://127.0.0.1:{port}", log_path=log)
+    return GuardedProcess(command, name="toy", url=f"http://127.0.0.1:{port}", log_path=log)
 
 
 def last_number(log):
@@ -186,9 +204,9 @@ def test_a_daemon_that_a_server_left_behind_ends_with_it(tmp_path):
 FORKING = textwrap.dedent(
     """
     import os, signal, sys
-    from torchrl_ext.serving.processes import ServerProcess
+    from torchrl_ext.serving.processes import GuardedProcess
     port, code = sys.argv[1:]
-    server = ServerProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")
+    server = GuardedProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")
     worker = os.fork()  # as a DataLoader does: it holds whatever we have open
     if not worker:
         signal.pause()
@@ -238,7 +256,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path, how, server):
         from torchrl_ext.serving import processes
         port, code = sys.argv[1:]
         processes._GRACE_S = 1.5
-        server = processes.ServerProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")
+        server = processes.GuardedProcess([sys.executable, "-c", code, port], name="toy", url=f"http://127.0.0.1:{port}")
         print(server.pid, flush=True)
         signal.pause()
         """
@@ -255,7 +273,7 @@ def test_a_server_ends_with_the_process_that_started_it(tmp_path, how, server):
 def test_the_servers_environment_has_what_was_asked_for_and_no_path_of_ours(tmp_path):
     code = "import os, sys; print(os.environ['ASKED'], [p for p in sys.path if 'torchrl' in p]); sys.exit(1)"
     with pytest.raises(EngineError, match=r"yes \[\]"):
-        ServerProcess(
+        GuardedProcess(
             [sys.executable, "-I", "-c", code],
             name="toy",
             url="http://127.0.0.1:1",

@@ -17,6 +17,7 @@ import torchrl_ext as tx
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
 from tests.rpc.ray_cluster import two_nodes
+from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError
 from torchrl_ext.serving import ray
 from torchrl_ext.serving.ray import RayLauncher
@@ -43,7 +44,13 @@ def job_of(tmp_path):
         launcher = RayLauncher(
             **{"dtype": "float32", "threads": 1, "remote": {"resources": {"rollout": 1}}, **launcher}
         )
-        return OwnedEngines(path, hf_checkpoint=checkpoint, launcher=launcher, keeper={"interval_s": 0})
+        return OwnedEngines(
+            path,
+            hf_checkpoint=checkpoint,
+            launcher=launcher,
+            supervisor={"interval_s": 0},
+            router=settings_for_router("vllm"),
+        )
 
     return made
 

@@ -16,6 +16,7 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
+from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.serving.launchers import LocalLauncher
 from torchrl_ext.serving.processes import free_port
@@ -48,7 +49,12 @@ def job(checkpoint, tmp_path_factory):
     path.write_text(YAML)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torchrl_ext.serving.processes._GRACE_S", 2.0)  # for an engine that hangs, and heeds no SIGTERM
-        with OwnedEngines(path, hf_checkpoint=checkpoint, keeper={"interval_s": 0, "timeout_s": 1.0}) as made:
+        with OwnedEngines(
+            path,
+            hf_checkpoint=checkpoint,
+            router=settings_for_router("vllm"),
+            supervisor={"interval_s": 0, "timeout_s": 1.0},
+        ) as made:
             yield made
 
 
@@ -67,11 +73,8 @@ def version(url):
 def generated(model):
     client = model.client(timeout_s=60)
     try:
-        asked = {
-            "prompt_token_ids": [PROMPT],
-            "sampling_params": {"max_tokens": 8, "temperature": 0, "ignore_eos": True},
-        }
-        return client.run(client.generate(asked))
+        (found,) = client.generate([PROMPT], max_tokens=8, temperature=0, ignore_eos=True)
+        return found
     finally:
         client.close()
 
@@ -89,7 +92,7 @@ def test_each_model_has_its_engines_and_a_router_of_its_own(job):
     assert len({model.url for model in job.models.values()}) == 3
     for name in ("actor", "reference"):
         assert listed(job.model(name)) == set(urls(job, name))
-        assert generated(job.model(name))["response_ids"] == [greedy(tiny_model(0), PROMPT, 8)]
+        assert generated(job.model(name)).token_ids == tuple(greedy(tiny_model(0), PROMPT, 8))
     assert httpx.get(f"{job.model('spare').url}/list_workers").json() == {"urls": []}
 
 
@@ -109,9 +112,9 @@ def test_only_models_that_follow_the_trainer_ever_get_a_weight_call(job, tmp_pat
     assert [version(url) for url in urls(job, "actor")] == [str(report.version)] * 2
     assert version(urls(job, "reference")[0]) == "default"
     found = generated(actor)
-    assert found["response_ids"] == [greedy(trained, PROMPT, 8)]
-    assert found["weight_versions"] == [[report.version] * 8]
-    assert generated(job.model("reference"))["response_ids"] == [greedy(tiny_model(0), PROMPT, 8)]
+    assert found.token_ids == tuple(greedy(trained, PROMPT, 8))
+    assert found.token_versions() == [report.version] * 8
+    assert generated(job.model("reference")).token_ids == tuple(greedy(tiny_model(0), PROMPT, 8))
 
 
 def test_a_lost_engine_is_started_again_and_gets_requests_once_it_caught_up(job, tmp_path):
@@ -126,7 +129,7 @@ def test_a_lost_engine_is_started_again_and_gets_requests_once_it_caught_up(job,
     actor.following(sender.update_weights)()
     sender.shutdown()
     assert listed(actor) == {lost, other}
-    assert generated(actor)["response_ids"] == [greedy(trained, PROMPT, 8)]
+    assert generated(actor).token_ids == tuple(greedy(trained, PROMPT, 8))
     assert job.recover() == ()
 
 
@@ -153,12 +156,12 @@ def test_an_engine_that_hangs_is_lost_too(job):
     assert httpx.get(f"{kept.url}/health").status_code == 200
 
 
-def test_the_keeper_looks_by_itself_and_the_end_of_the_job_is_the_end_of_its_processes(checkpoint, tmp_path):
+def test_the_supervisor_looks_by_itself_and_the_end_of_the_job_is_the_end_of_its_processes(checkpoint, tmp_path):
     path = tmp_path / "engines.yaml"
     path.write_text("embedded: [{name: a, server_groups: [{worker_type: regular, num_gpus: 1}]}]")
     launcher = LocalLauncher(dtype="float32", threads=1, log_folder=tmp_path / "logs")
-    keeper = {"first_wait_s": 0.1, "interval_s": 0.1}
-    with OwnedEngines(path, hf_checkpoint=checkpoint, launcher=launcher, keeper=keeper) as job:
+    more = {"supervisor": {"first_wait_s": 0.1, "interval_s": 0.1}, "router": settings_for_router("vllm")}
+    with OwnedEngines(path, hf_checkpoint=checkpoint, launcher=launcher, **more) as job:
         (kept,) = job.engines
         os.kill(kept.engine.pid, signal.SIGKILL)
         until = time.monotonic() + WAIT_S
@@ -183,7 +186,7 @@ def test_what_cannot_be_started_takes_the_others_with_it(checkpoint, tmp_path):
 
 def test_external_engines_are_one_model_and_nobody_elses_life_is_touched(checkpoint, caplog):
     with EmbeddedServer(checkpoint, dtype="float32", threads=1) as server:
-        with ExternalEngines(server.url) as serving:
+        with ExternalEngines(server.url, **settings_for_router("vllm")) as serving:
             assert list(serving.models) == list(serving.updatable()) == ["default"]
             assert listed(serving.model("default")) == {server.url}
             with caplog.at_level(logging.WARNING, "torchrl_ext"):

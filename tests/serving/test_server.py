@@ -4,6 +4,7 @@ import os
 import re
 import socket
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -12,12 +13,11 @@ import pytest
 
 from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.serving.engines.embedded import EmbeddedServer
-from torchrl_ext.serving.engines.sglang import SGLangServer
+from torchrl_ext.serving.engines.sglang import SGLangServer, SGLangSpec
 from torchrl_ext.serving.engines.vllm import VLLMServer, VLLMSpec
-from torchrl_ext.serving.environments import RELEASES
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.serving.router import RouterProcess
-from torchrl_ext.serving.server import Server, ServerSpec, as_flags, usable_port
+from torchrl_ext.serving.server import ServerSpec, as_flags, start, usable_port
 
 ENGINES = [EmbeddedServer, VLLMServer, SGLangServer]
 
@@ -41,13 +41,16 @@ def test_a_port_in_use_is_refused_by_engines(tmp_path, launcher, taken):
         launcher(tmp_path, port=taken, python=sys.executable)
 
 
-@pytest.mark.parametrize("launcher", [VLLMServer, SGLangServer])
-def test_a_release_without_a_recipe_or_beside_an_interpreter_is_refused(tmp_path, launcher):
-    with pytest.raises(ConfigError, match=r"no recipe for \w+ 0\.0\.1"):
-        launcher(tmp_path, release="0.0.1")
-    release = list(RELEASES[launcher.spec.name])[-1]
-    with pytest.raises(ConfigError, match=f"release='{re.escape(release)}'"):
-        launcher(tmp_path, release=release, python=sys.executable)
+def test_a_package_that_is_not_here_is_named_with_where_it_can_come_from(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for starts, words in (
+        (lambda: VLLMServer(tmp_path), r"has no vllm\b(.|\n)*python=(.|\n)*torchrl-ext serve vllm"),
+        (lambda: SGLangServer(tmp_path), r"has no sglang\b(.|\n)*python=(.|\n)*torchrl-ext serve sglang"),
+        (RouterProcess, r"has no vllm_router\b(.|\n)*python="),
+        (lambda: RouterProcess(kind="sglang"), r"has no sglang_router\b(.|\n)*python="),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            starts()
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def test_a_vllm_is_told_to_have_its_routes_for_tokens_where_it_knows_the_option(
         sources = tmp_path / "lib/python3.11/site-packages/vllm/entrypoints/openai"
         sources.mkdir(parents=True)
         (sources / "cli_args.py").write_text(text)
-    command = VLLMSpec(tmp_path).command(tmp_path / "bin" / "python", 1)
+    command = VLLMSpec(tmp_path, python=tmp_path / "bin" / "python").command(1)
     assert ("--enable-scale-out" in command) is given
 
 
@@ -69,6 +72,7 @@ def test_a_port_in_use_is_refused_by_routers(taken):
 
 def test_a_port_is_picked_where_none_is_asked_for_and_else_kept(taken):
     picked = usable_port(0)
+    assert len({free_port() for _ in range(500)} | {picked}) == 501  # none is given twice
     assert picked not in (0, taken)
     assert usable_port(picked) == usable_port(picked, "0.0.0.0") == picked
 
@@ -88,53 +92,64 @@ def test_a_port_that_was_picked_can_be_used_while_another_thread_starts_a_proces
     held[0].close()
 
 
+@pytest.mark.parametrize(
+    ("spec", "worker_type", "role"),
+    [
+        (VLLMSpec, "regular", {}),
+        (VLLMSpec, "decode", {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}}),
+        (VLLMSpec, "encoder", "vLLM has no encoder workers"),
+        (SGLangSpec, "regular", {"language_only": True, "encoder_urls": ["http://e"]}),
+        (SGLangSpec, "encoder", {"encoder_only": True}),
+        (
+            SGLangSpec,
+            "prefill",
+            {
+                "language_only": True,
+                "encoder_urls": ["http://e"],
+                "disaggregation_mode": "prefill",
+                "disaggregation_bootstrap_port": 9,
+            },
+        ),
+    ],
+)
+def test_workers_of_each_type_have_their_settings(spec, worker_type, role):
+    with pytest.raises(ConfigError, match=role) if isinstance(role, str) else nullcontext():
+        assert spec.role(worker_type, ["http://e"], lambda: 9) == role
+
+
+def test_adapters_have_room_for_the_older_version_of_each(tmp_path):
+    for spec, flags in (
+        (VLLMSpec, ["--max-lora-rank=16", "--max-loras=4", "--max-cpu-loras=8"]),
+        (SGLangSpec, ["--max-lora-rank=9", "--max-loras-per-batch=5"]),
+    ):
+        assert set(flags) <= set(spec(tmp_path, lora_rank=9, lora_adapters=2).command(1))
+        with pytest.raises(ConfigError, match="lora_rank=0"):
+            spec(tmp_path, lora_rank=0).command(1)
+
+
 def test_only_arguments_with_a_value_become_flags():
     assert as_flags({"port": 0, "max-model-len": None, "dtype": "auto"}) == ["--port=0", "--dtype=auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BrokenSpec(ServerSpec):
+class Broken(ServerSpec):
     """A server that says where its plugin was, and ends."""
 
     name: ClassVar[str] = "broken"
+    module: ClassVar[str] = "sys"
     plugin: bool = True
 
-    def check(self):
-        pass
-
-    def interpreter(self):
-        return Path(sys.executable)
-
-    def command(self, python, port):
+    def command(self, port):
         look = "next((p for p in sys.path if os.path.isdir(os.path.join(p, 'torchrl_ext')) and 'overlay' in p), None)"
-        return [str(python), "-c", f"import os, sys; print('plugin:', {look}); sys.exit('no such thing')"]
-
-    def variables(self, python, command):
-        return {}
-
-
-class Broken(Server):
-    spec = BrokenSpec
+        return [str(self.interpreter), "-c", f"import os, sys; print('plugin:', {look}); sys.exit('no such thing')"]
 
 
 @pytest.mark.parametrize("plugin", [True, False])
 def test_the_folder_with_the_plugin_goes_when_the_server_cannot_start(plugin):
     with pytest.raises(EngineError, match="no such thing") as caught:
-        Broken(plugin=plugin)
+        start(Broken(plugin=plugin, environ={"PYTHONPATH": "/elsewhere"}))
     (folder,) = re.findall(r"plugin: (\S+)", caught.value.what)
     assert (folder != "None") == plugin and not Path(folder).exists()
-
-
-@pytest.mark.parametrize("launcher", [*ENGINES, Broken])
-def test_a_setting_that_a_server_has_not_is_refused_with_those_that_it_has(tmp_path, launcher):
-    with pytest.raises(ConfigError, match=r"has no setting threds.*some of .*port, environ"):
-        launcher(tmp_path, threds=1)
-
-
-@pytest.mark.parametrize("launcher", ENGINES)
-def test_a_server_without_its_model_is_refused(launcher):
-    with pytest.raises(ConfigError, match=r"cannot be started so.*model_dir"):
-        launcher(dtype="auto")
 
 
 def told_to_an_engine(variable, server, folder, **settings):

@@ -5,7 +5,6 @@ import logging
 import pytest
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.serving.launchers import _arguments
 from torchrl_ext.serving.topology import Topology
 
 FILE = """
@@ -68,29 +67,34 @@ def test_the_path_of_a_group_goes_before_the_models_and_the_trainers():
 def test_update_weights_is_what_was_said_or_whether_the_path_is_the_trainers():
     for said, path, meant in (
         ("auto", "/models/policy", True),
+        ("auto", "/models/../models/policy/", True),
         ("auto", "/other", False),
         (True, "/other", True),
         (False, "/models/policy", False),
     ):
         row = {"name": "a", "model_path": path, "update_weights": said, "server_groups": [group()]}
-        assert parse([row]).models[0].update_weights is meant
+        (model,) = parse([row]).models
+        assert model.update_weights is model.engines[0].follows is meant
 
 
 @pytest.mark.parametrize(
     ("models", "words"),
     [
-        ([], "at least one model"),
-        ([{"server_groups": []}], "name is None"),
-        ([{"name": "a"}, {"name": "a"}], "two models are called 'a'"),
-        ([{"name": "a", "gpus": 1}], "a model has gpus"),
-        ([{"name": "a", "server_groups": [group(tp=2)]}], "a group of 'a' has tp"),
-        ([{"name": "a", "server_groups": [group("router")]}], "worker_type 'router'"),
-        ([{"name": "a", "server_groups": [group(num_gpus=0)]}], "num_gpus of a group of 'a' is 0"),
+        ([], "length >= 1"),
+        ([{"server_groups": []}], "missing required field `name`"),
+        ([{"name": "a"}, {"name": "a"}], "two models have one name: a, a"),
+        ([{"name": "a", "gpus": 1}], "unknown field `gpus`"),
+        ([{"name": "a", "server_groups": [group(tp=2)]}], r"unknown field `tp` - at .*server_groups"),
+        ([{"name": "a", "server_groups": [group("router")]}], "Invalid enum value 'router'"),
+        ([{"name": "a", "server_groups": [group(num_gpus=0)]}], r">= 1 - at .*num_gpus"),
         ([{"name": "a", "server_groups": [group(num_gpus=3, num_gpus_per_engine=2)]}], "3 GPUs for engines of 2"),
         ([{"name": "a", "server_groups": [group("prefill")]}], "prefill engines alone"),
         ([{"name": "a", "server_groups": [group("prefill"), group("decode"), group()]}], "pools and regular"),
         ([{"name": "a", "server_groups": [group("encoder")]}], "encoders alone"),
-        ([{"name": "a", "update_weights": "yes", "server_groups": [group()]}], "update_weights of 'a' is 'yes'"),
+        (
+            [{"name": "a", "update_weights": "yes", "server_groups": [group()]}],
+            "Invalid enum value 'yes' - at .*update_weights",
+        ),
         (
             [{"name": "a", "server_groups": [group(), group(overrides={"model_path": "/x"})]}],
             "different paths: /models/policy, /x",
@@ -109,17 +113,17 @@ def test_devices_have_to_add_up_and_a_path_has_to_come_from_somewhere(tmp_path):
         parse([row], rollout_num_gpus=3)
     with pytest.raises(ConfigError, match="'a' has no model_path"):
         parse([row], hf_checkpoint=None)
-    with pytest.raises(ConfigError, match="one key of vllm, sglang"):
-        Topology.parse({"vllm": [], "sglang": []})
+    for content, words in (
+        ({"vllm": [row], "sglang": [row]}, "length <= 1"),
+        ([row], "Expected `object`, got `array`"),
+        ({"trt": [row]}, "no engine called 'trt'"),
+        ({"inprocess": [row]}, r"no server(.|\n)*vllm, sglang, embedded"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Topology.parse(content)
     with pytest.raises(ConfigError, match="cannot be read"):
         Topology.load(tmp_path / "nothing.yaml")
     broken = tmp_path / "broken.yaml"
     broken.write_text("vllm: [")
     with pytest.raises(ConfigError, match="cannot be read"):
         Topology.load(broken)
-
-
-def test_overrides_that_no_setting_takes_become_arguments():
-    settings = {"swap_space": 4, "enable_x": True, "disable_y": False, "kv": {"a": 1}, "urls": ["b", "c"], "z": None}
-    flags = ["--swap-space", "4", "--enable-x", "--no-disable-y", "--kv", '{"a": 1}', "--urls", "b", "c"]
-    assert _arguments(settings) == flags

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import types
-import typing
 from dataclasses import fields
 from typing import Any
 
@@ -15,7 +13,7 @@ from rich.table import Table
 
 from torchrl_ext.planning.costs import UNCERTAINTY
 from torchrl_ext.planning.facts import Facts
-from torchrl_ext.planning.recommend import BreakEven, Recommendation, recommend
+from torchrl_ext.planning.recommend import Recommendation, recommend
 
 __all__ = ["add_parser", "run"]
 
@@ -30,15 +28,14 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         description="Recommend an entry point and a transport from facts about a deployment, with predicted seconds, "
         "bytes and pause of every route. Numbers may end in k, M, G (or B) and T.",
     )
-    kinds = typing.get_type_hints(Facts)
+    readers: dict[str, Any] = {"int": (_whole, "N"), "float": (_number, "X"), "str": (str, "TEXT")}
     for one in fields(Facts):
         flag, text = f"--{one.name.replace('_', '-')}", one.metadata["help"]
-        kind = next(iter(set(_members(kinds[one.name])) - {type(None)}))
-        if kind is bool:
+        kind = str(one.type).removesuffix(" | None")
+        if kind == "bool":
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=one.default, help=text)
         else:
-            read = {int: _whole, float: _number}.get(kind, str)
-            shown = {int: "N", float: "X"}.get(kind, "TEXT")
+            read, shown = readers[kind]
             parser.add_argument(flag, type=read, default=one.default, metavar=shown, help=f"{text} ({one.default})")
     parser.add_argument("--model", metavar="DIR", help="checkpoint directory to take parameters and dtype from")
     return parser
@@ -61,13 +58,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-
-
 def _number(text: str) -> float:
-    scale = _SCALES.get(text[-1:], 1.0)
-    return float(text[:-1] if text[-1:] in _SCALES else text) * scale
+    scale = _SCALES.get(text[-1:])
+    return float(text) if scale is None else float(text[:-1]) * scale
 
 
 def _whole(text: str) -> int:
@@ -96,8 +89,8 @@ def _show(found: Recommendation) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
     say(f"[bold]{found.chosen.label}[/]: {found.reason}.")
-    for answer in found.answers.values():
-        say(f"  {answer.goal}: [bold]{answer.entry_point}[/]")
+    for decision in found.answers.values():
+        say(f"  {decision.goal}: [bold]{decision.entry_point}[/]")
     flags = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in found.options.items()
     ]
@@ -106,9 +99,6 @@ def _show(found: Recommendation) -> None:
     say("[bold]rejected[/]")
     for label, why in _rejections(found).items():
         say(f"  {label}: {why}")
-    say("[bold]where two routes take equally long[/]")
-    for one in found.break_evens:
-        say(f"  {_even(one)}")
     say(f"What this library's own benchmarks measured may be off by x {UNCERTAINTY:g}: hence the ranges.")
     for note in found.notes:
         say(f"  - {note}")
@@ -131,23 +121,12 @@ def _routes_table(found: Recommendation) -> Table:
 def _rejections(found: Recommendation) -> dict[str, str]:
     """Return one line per transport and carrier, about the best of its encodings."""
     lines: dict[str, str] = {}
+    taken = found.chosen.transport, found.chosen.carrier
     for route in sorted(found.routes, key=lambda route: route.seconds):
-        group = f"{route.transport} over {route.carrier}" if route.carrier else route.transport
-        if route is not found.chosen and (route.transport, route.carrier) != (
-            found.chosen.transport,
-            found.chosen.carrier,
-        ):
+        if (route.transport, route.carrier) != taken:
+            group = f"{route.transport} over {route.carrier}" if route.carrier else route.transport
             lines.setdefault(group, found.rejected[route.label])
     return lines
-
-
-def _even(one: BreakEven) -> str:
-    of = {"density": "density", "disk_bytes_s": "the shared path", "network_bytes_s": "the network"}[one.quantity]
-    if one.value is None:
-        other = one.above if one.always == one.below else one.below
-        return f"{one.always} is sooner than {other} at any {'speed of ' * (of != 'density')}{of}"
-    value = f"{one.value:.1%}" if one.quantity == "density" else f"{_count(one.value)}B/s of {of}"
-    return f"{one.below} is sooner below {value}, {one.above} above"
 
 
 def _count(value: float) -> str:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 from torchrl_ext.cli.interrupts import Interrupts
@@ -24,11 +25,10 @@ _SETTINGS = {
     "lora_rank": "lora_rank",
     "lora_adapters": "lora_adapters",
     "plain_linears": "plain_linears",
-    "release": "release",
     "log": "log_path",
     "start_timeout_s": "start_timeout_s",
 }
-"""Option -> the setting of a launcher."""
+"""Option -> the field of a spec."""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "routes (/v1/completions, /v1/chat/completions) are vLLM's and SGLang's alone. Keys of servers come from the "
         f"environment: VLLM_API_KEY, and {API_KEY_VARIABLE} for the embedded engine.",
     )
-    parser.add_argument("engine", choices=engines.having("server"), help="which engine")
+    parser.add_argument("engine", choices=list(engines.having("server")), help="which engine")
     parser.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
     parser.add_argument("--release", metavar="X.Y.Z", help="a release other than the default (vllm, sglang)")
     parser.add_argument("--host", help="address to listen on, by default 127.0.0.1 (vllm, sglang)")
@@ -88,14 +88,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _start(args: argparse.Namespace) -> Any:
     """Start the engine with the options that were given; one that it has no setting for is an error."""
-    make = engines.part(args.engine, "server")
-    known = make.settings()
+    from torchrl_ext.cli.environments import settings_for
+    from torchrl_ext.serving.server import start
+
+    spec = engines.part(args.engine, "server")
+    known = spec.settings()
     given = {option: getattr(args, option) for option in _SETTINGS}
     given = {option: value for option, value in given.items() if value not in (None, False)}
     unknown = [f"--{option.replace('_', '-')}" for option in given if _SETTINGS[option] not in known]
     if unknown:
         raise ConfigError(f"{args.engine} cannot be started with {', '.join(unknown)}", hint="leave it out")
-    return make(args.model, **{_SETTINGS[option]: value for option, value in given.items()})
+    if not Path(args.model).is_dir():  # before anything is installed
+        raise ConfigError(f"{args.model} is no directory", expected="a Hugging Face checkpoint directory")
+    settings = {_SETTINGS[option]: value for option, value in given.items()}
+    return start(spec(args.model, **settings_for(args.engine, args.release), **settings))
 
 
 def _announce(args: argparse.Namespace, server: Any) -> None:

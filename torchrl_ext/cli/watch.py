@@ -168,7 +168,7 @@ class Watch:
             if url not in self._clients:
                 (found,) = discover(url, **self._settings)
                 self._clients[url] = engines.make(found.kind, url=found.url, **self._settings)
-            info, rest = self._clients[url].info(), self._clients[url].sleep_state()
+            info, rest = self._clients[url].info(), self._clients[url].state()
         except WeightSyncError as error:
             self._clients.pop(url, None)
             return replace(before, state="unreachable", error=error.what)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ import torch
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import engines
 from torchrl_ext.serving.processes import free_port
+from torchrl_ext.serving.server import EngineSpec, start
 from torchrl_ext.serving.topology import EnginePlan
 
 __all__ = ["EngineLauncher", "LocalLauncher", "RunningEngine"]
@@ -30,14 +30,14 @@ class RunningEngine(Protocol):
         """Return whether its process runs."""
 
     def log(self) -> str:
-        """Return the end of what it has printed."""
+        """Return the last 4,000 characters of its output."""
 
     def stop(self) -> None:
         """End the engine and wait until it has ended. May be called twice."""
 
 
 class EngineLauncher(ABC):
-    """Starts engines; the interface that a `Keeper` uses, wherever the engines run.
+    """Starts engines; the interface that a `Supervisor` uses, wherever the engines run.
 
     Attributes:
         api_key: the key that its engines ask for; None where they ask for none.
@@ -65,16 +65,16 @@ class EngineLauncher(ABC):
 class LocalLauncher(EngineLauncher):
     """Starts engines as processes of this machine, each with its devices.
 
-    Overrides that the engine's launcher knows as settings go there; others become arguments of the server. The device
-    numbers of a plan count what this process sees: where its ``CUDA_VISIBLE_DEVICES`` is ``4,5``, device 0 is 4.
+    Overrides that are fields of the engine's spec become fields; others become arguments of the server. The device
+    numbers of a plan count those that this process sees: where its ``CUDA_VISIBLE_DEVICES`` is ``4,5``, device 0 is 4.
 
     Args:
         log_folder: gets a file per engine; None takes temporary ones.
-        devices: what plans count, in the words of ``CUDA_VISIBLE_DEVICES``; None takes those that this process sees.
-            Where there are none, as on a machine without GPUs, plans count workers and nothing is pinned.
+        devices: the devices that plans count, in the words of ``CUDA_VISIBLE_DEVICES``; None takes those that this
+            process sees. Where there are none, as on a machine without GPUs, plans count workers and nothing is pinned.
         api_key: the key that engines ask for; with None they serve whoever reaches 127.0.0.1, or their ``host``.
             It goes by the environment, and to SGLang, which has no variable for it, among the arguments.
-        settings: for every engine's launcher, such as ``dtype``; overrides of a plan go first.
+        settings: for every engine's spec, such as ``dtype`` or ``python``; overrides of a plan go first.
     """
 
     def __init__(
@@ -93,78 +93,84 @@ class LocalLauncher(EngineLauncher):
     def launch(
         self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
     ) -> RunningEngine:
-        make = engines.part(plan.kind, "server")
-        known, variable = make.settings(), make.spec.key_variable
-        bootstrap = functools.partial(self._port, f"{plan.name} bootstrap")
+        make: type[EngineSpec] = engines.part(plan.kind, "server")
         try:
-            role = make.spec.role(plan.worker_type, encoders, bootstrap)
+            role = make.role(plan.worker_type, encoders, lambda: self._port(f"{plan.name} bootstrap"))
+            wanted: dict[str, Any] = {"port": self._port(plan.name), **self._settings, **role, **plan.overrides}
+            environ = self._pinned(plan)
+            if self.api_key is not None and make.key_variable is not None:
+                environ[make.key_variable] = self.api_key
+            elif self.api_key is not None:
+                wanted.setdefault("api_key", self.api_key)
+            wanted["environ"] = {**environ, **wanted.get("environ", {})}
+            if self._log_folder is not None:
+                self._log_folder.mkdir(parents=True, exist_ok=True)
+                wanted.setdefault("log_path", self._log_folder / f"{plan.name.replace('/', '-')}.log")
+            if "tensor_parallel_size" in make.settings():
+                wanted.setdefault("tensor_parallel_size", len(plan.gpus))
+            elif len(plan.gpus) > 1:
+                raise ConfigError(f"an engine of kind {plan.kind!r} has one worker", expected="one GPU each")
+            spec = make(plan.model_path, cancel=cancel, **_fields(make, wanted))
         except ConfigError as error:
-            raise ConfigError(f"{plan.name}: {error.what}", expected=error.expected) from None
-        wanted = {**self._settings, **role, **plan.overrides}
-        secret = {}
-        if self.api_key is not None and variable is None:
-            wanted.setdefault("api_key", self.api_key)
-        elif self.api_key is not None:
-            secret = {variable: self.api_key}
-        settings = {name: value for name, value in {**wanted, "cancel": cancel}.items() if name in known}
-        others = {name: value for name, value in wanted.items() if name not in known}
-        if others and "extra_args" not in known:
             raise ConfigError(
-                f"{plan.name}: an engine of kind {plan.kind!r} has no setting {', '.join(sorted(others))}",
-                expected=f"some of {', '.join(known)}",
-            )
-        if others:
-            if not make.spec.negates and (false := [name for name, value in others.items() if value is False]):
-                raise ConfigError(
-                    f"{plan.name}: an engine of kind {plan.kind!r} has no argument that makes {', '.join(false)} false",
-                    expected="true, or another value",
-                    state="it was not started",
-                    hint="leave it out: the engine's own default counts then",
-                )
-            settings["extra_args"] = (*settings.get("extra_args", ()), *_arguments(others))
-        if "tensor_parallel_size" in known:
-            settings.setdefault("tensor_parallel_size", len(plan.gpus))
-        elif len(plan.gpus) > 1:
-            raise ConfigError(f"{plan.name}: an engine of kind {plan.kind!r} has one worker", expected="one GPU each")
-        devices = self._devices
-        if devices is None:
-            devices = named_devices(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-        pinned = _pinned(plan, devices)
-        settings["environ"] = {**pinned, **secret, **settings.get("environ", {})}
-        settings.setdefault("port", self._port(plan.name))
-        if self._log_folder is not None:
-            self._log_folder.mkdir(parents=True, exist_ok=True)
-            settings.setdefault("log_path", self._log_folder / f"{plan.name.replace('/', '-')}.log")
-        return make(plan.model_path, **settings)
+                f"{plan.name}: {error.what}", expected=error.expected, state="it was not started", hint=error.hint
+            ) from None
+        return start(spec)
 
     def _port(self, name: str) -> int:
         """Return a free port for a name, the same one for every later start."""
-        return self._ports.setdefault(name, free_port())
+        if name not in self._ports:
+            self._ports[name] = free_port()
+        return self._ports[name]
+
+    def _pinned(self, plan: EnginePlan) -> dict[str, str]:
+        """Return the variable that gives an engine its devices and no others."""
+        devices = self._devices
+        if devices is None:
+            devices = named_devices(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        if not devices:
+            return {}
+        beyond = [number for number in plan.gpus if number >= len(devices)]
+        if beyond:
+            raise ConfigError(
+                f"it is to have device {beyond[0]} of the job",
+                expected=f"one of the {len(devices)} that the launcher has: CUDA_VISIBLE_DEVICES={','.join(devices)}",
+                hint="let the job see more devices, or plan with fewer; other machines need another launcher",
+            )
+        return {"CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in plan.gpus)}
 
 
-def named_devices(count: int, told: str | None) -> tuple[str, ...]:
-    """Return the names in ``CUDA_VISIBLE_DEVICES`` of the ``count`` devices of a process where that is ``told``."""
-    if told is None:
+def named_devices(count: int, visible: str | None) -> tuple[str, ...]:
+    """Return the names in ``CUDA_VISIBLE_DEVICES`` of the ``count`` devices of a process where that is ``visible``."""
+    if visible is None:
         return tuple(map(str, range(count)))
-    return tuple(name.strip() for name in told.split(","))[:count]
+    return tuple(name.strip() for name in visible.split(","))[:count]
 
 
-def _pinned(plan: EnginePlan, devices: Sequence[str]) -> dict[str, str]:
-    """Return the variable that gives an engine its devices and no others."""
-    if not devices:
-        return {}
-    beyond = [number for number in plan.gpus if number >= len(devices)]
-    if beyond:
+def _fields(make: type[EngineSpec], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a spec that settings stand for: what is no field of it becomes an argument of the server.
+
+    Raises:
+        ConfigError: its server takes no such argument.
+    """
+    known = make.settings()
+    found = {name: value for name, value in wanted.items() if name in known}
+    others = {name: value for name, value in wanted.items() if name not in known}
+    if others and "extra_args" not in known:
         raise ConfigError(
-            f"{plan.name} is to have device {beyond[0]} of the job",
-            expected=f"one of the {len(devices)} that the launcher has: CUDA_VISIBLE_DEVICES={','.join(devices)}",
-            state="it was not started",
-            hint="let the job see more devices, or plan with fewer; engines on other machines need another launcher",
+            f"an engine of kind {make.name!r} has no setting {', '.join(sorted(others))}",
+            expected=f"some of {', '.join(known)}",
         )
-    return {"CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in plan.gpus)}
+    if not make.negates and (false := [name for name, value in others.items() if value is False]):
+        raise ConfigError(
+            f"an engine of kind {make.name!r} has no argument that makes {', '.join(false)} false",
+            expected="true, or another value",
+            hint="leave it out: the engine's own default counts then",
+        )
+    return {**found, "extra_args": (*found.get("extra_args", ()), *_arguments(others))} if others else found
 
 
-def _arguments(settings: dict[str, Any]) -> list[str]:
+def _arguments(settings: Mapping[str, Any]) -> list[str]:
     """Return arguments: ``{"swap_space": 4, "x": True, "y": False}`` -> ``["--swap-space", "4", "--x", "--no-y"]``."""
     found: list[str] = []
     for name, value in settings.items():

@@ -23,11 +23,12 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.serving.guard import descendants
+from torchrl_ext.serving.overlay import make_overlay, on_path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["GuardedProcess", "ServerProcess", "free_port", "reachable"]
+__all__ = ["GuardedProcess", "free_port", "reachable"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -35,13 +36,15 @@ _GUARD = Path(__file__).with_name("guard.py")
 _POLL_S, _ANSWER_S = 0.1, 5.0
 _GRACE_S = 15.0
 _LOWEST_PORT, _PORT_TRIES = 16384, 64
-_LOG_CHARS = 4000
+_given: set[int] = set()
+_giving = threading.Lock()
+_LOG_CHARS, _LOG_BYTES = 4000, 64 << 20
 _ERRORS = 3
-_ERROR_LINE = re.compile(rb"[A-Z]\w*(?:Error|Exception): .+")
+_ERROR = re.compile(rb"[A-Z]\w*(?:Error|Exception): .+")
 
 
 class GuardedProcess:
-    """Runs a program that ends with this process; a context manager.
+    """Runs a program, a server for example, that ends with this process; a context manager.
 
     It runs under `torchrl_ext.serving.guard`, in a session of its own: Ctrl-C in a terminal reaches only this process,
     and the program ends with this process however that dies.
@@ -50,19 +53,23 @@ class GuardedProcess:
         command: program and arguments.
         name: for messages.
         environ: variables on top of this process's own.
-        log_path: file for what the program prints; None takes a temporary one.
-        start_timeout_s: until when it has to run, in seconds.
+        url: base address of a server, which is waited for until it is healthy.
+        health: route of a server that answers 200 when it is ready.
+        log_path: file to which the output is appended; None takes a temporary one, which is removed at the end.
+        start_timeout_s: deadline of the start, in seconds.
+        cancel: set by another thread that wants the start of a server given up.
         shared_memory: first letters of the names of files in /dev/shm that its processes make, and may leave behind:
             those that they have mapped when they are ended are removed.
-        folder: one that is for the program alone, and is removed when it has ended.
+        plugin: whether the program, an interpreter, finds our package and its entry points.
 
     Attributes:
         pid: of the program.
-        log_path: file with what it prints.
+        url: base address of a server.
+        log_path: file with its output.
 
     Raises:
-        EngineError: it could not be started; the message has the end of its log.
-        DeadlineError: it was not started in time, and was ended.
+        EngineError: it could not be started, ended while starting, or was given up; the message has the end of its log.
+        DeadlineError: it was not started, or not healthy, in time, and was ended.
     """
 
     def __init__(
@@ -70,62 +77,122 @@ class GuardedProcess:
         command: Sequence[str],
         *,
         name: str,
+        url: str = "",
+        health: str = "/health",
         environ: Mapping[str, str] | None = None,
         log_path: str | Path | None = None,
         start_timeout_s: float = 300.0,
+        cancel: threading.Event | None = None,
         shared_memory: tuple[str, ...] = (),
-        folder: Path | None = None,
+        plugin: bool = False,
     ) -> None:
-        self.name, self._shared_memory, self._folder = name, shared_memory, folder
-        if log_path is None:
-            handle, log_path = tempfile.mkstemp(prefix=f"torchrl-ext-{name}-", suffix=".log")
-            os.close(handle)
-        self.log_path = Path(log_path)
-        with self.log_path.open("ab") as log:
-            self._guard = subprocess.Popen(
-                [sys.executable, "-I", str(_GUARD), str(_GRACE_S), str(os.getpid()), *command],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, **(environ or {})},
-            )
+        self.name, self.url, self._shared_memory = name, url, shared_memory
+        self._folder = Path(tempfile.mkdtemp(prefix=f"torchrl-ext-{name}-"))
+        self._guard: subprocess.Popen[bytes] | None = None
+        self.log_path, self._kept = Path(log_path or self._folder / "log"), log_path is not None
+        variables = {**os.environ, **(environ or {})}
         try:
+            if plugin:
+                variables["PYTHONPATH"] = on_path(make_overlay(self._folder / "overlay"), variables.get("PYTHONPATH"))
+            with self.log_path.open("ab") as log:
+                self._began = log.tell()  # an earlier run may have used the same file
+                self._guard = subprocess.Popen(
+                    [sys.executable, "-I", str(_GUARD), str(_GRACE_S), str(os.getpid()), *command],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    start_new_session=True,
+                    env=variables,
+                )
             self.pid = self._first_word(start_timeout_s)
+            if url:
+                self._wait_until_healthy(health, start_timeout_s, cancel or threading.Event())
         except BaseException:
             self.stop()
             raise
 
     def alive(self) -> bool:
         """Return whether it runs."""
-        return self._guard.poll() is None
+        return self._guard is not None and self._guard.poll() is None
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it ends, at most ``timeout_s`` seconds, and return whether it did."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._guard.wait(timeout_s)
+        if self._guard is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._guard.wait(timeout_s)
         return not self.alive()
 
     def log(self) -> str:
-        """Return what it has printed so far, at most the last 4000 characters."""
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_CHARS))
-            return log.read().decode(errors="replace").strip()
+        """Return at most the last 4,000 characters of the output; empty once a temporary log was removed."""
+        return self._output()[-_LOG_CHARS:].decode(errors="replace").strip()
 
     def errors(self) -> str:
-        """Return the last few lines of the log that look like exceptions, as its end often only points at a cause."""
-        with self.log_path.open("rb") as log:
-            found = [
-                match[0].decode(errors="replace")[:_LOG_CHARS].strip()
-                for match in map(_ERROR_LINE.search, log)
-                if match
-            ]
+        """Return the last few lines of the output that look like exceptions: its end often only points at a cause."""
+        found = [line[:_LOG_CHARS].decode(errors="replace").strip() for line in _ERROR.findall(self._output())]
         return "; ".join(list(dict.fromkeys(found))[-_ERRORS:])
 
     def stop(self) -> None:
-        """End it and whatever it started, and wait for it. May be called twice."""
-        guard = self._guard
-        left = _mapped(guard.pid, self._shared_memory) if self._shared_memory and self.alive() else set()
+        """End it and everything that it started, and wait for it. May be called twice."""
+        if self._guard is not None:
+            left = _mapped(self._guard.pid, self._shared_memory) if self._shared_memory and self.alive() else set()
+            self._end(self._guard)
+            for path in left:
+                path.unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
+
+    def _output(self) -> bytes:
+        """Return the output of this run."""
+        with contextlib.suppress(FileNotFoundError), self.log_path.open("rb") as log:
+            log.seek(max(self._began, log.seek(0, os.SEEK_END) - _LOG_BYTES))
+            return log.read()
+        return b""
+
+    def _where(self) -> str:
+        """Return where a reader of an error finds the whole log."""
+        return f"the whole log is {self.log_path}" if self._kept else "log_path= keeps the whole log"
+
+    def _first_word(self, timeout_s: float) -> int:
+        """Return the program's process id, which its guard prints first."""
+        said = self._guard.stdout if self._guard is not None else None
+        if said is not None and not select.select([said], [], [], timeout_s)[0]:
+            raise DeadlineError(f"{self.name} could not be started within {timeout_s:g} s", state="it was ended")
+        first = said.readline().strip() if said is not None else b""
+        if not first.isdigit():
+            raise EngineError(f"{self.name} could not be started: {self.log()}")
+        return int(first)
+
+    def _wait_until_healthy(self, route: str, timeout_s: float, cancel: threading.Event) -> None:
+        def healthy() -> bool:
+            if not self.alive():
+                raise EngineError(
+                    f"{self.name} ended while starting; errors that it printed: {self.errors() or 'none'}; "
+                    f"its log ends with: {self.log() or 'nothing'}",
+                    hint=self._where(),
+                )
+            with contextlib.suppress(WeightSyncError):
+                return server.call("GET", route).status == 200
+            return False
+
+        def late() -> EngineError | DeadlineError:
+            if cancel.is_set():
+                return EngineError(f"the start of {self.name} at {self.url} was given up", state="it was ended")
+            return DeadlineError(
+                f"{self.name} at {self.url} was not healthy within {timeout_s:g} s; its log ends with: {self.log()}",
+                state="it was ended",
+                hint=self._where(),
+            )
+
+        server = HTTPSession(self.url, timeout_s=_ANSWER_S)
+        Deadline(timeout_s, stop=cancel).poll(healthy, late=late, longest_s=_POLL_S)
+
+    def _end(self, guard: subprocess.Popen[bytes]) -> None:
+        """Have the guard end the program; kill both where it does not."""
         if guard.stdin is not None and not guard.stdin.closed:
             with contextlib.suppress(OSError):  # a byte, since forked children of ours may keep the pipe open
                 os.write(guard.stdin.fileno(), b"\n")
@@ -141,90 +208,6 @@ class GuardedProcess:
                 log.error("%s (under process %d) does not end, although it was killed", self.name, guard.pid)
         if guard.stdout is not None:
             guard.stdout.close()
-        for path in left:
-            path.unlink(missing_ok=True)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.stop()
-
-    def _first_word(self, timeout_s: float) -> int:
-        """Return the program's process id, which its guard prints first."""
-        said = self._guard.stdout
-        if said is not None and not select.select([said], [], [], timeout_s)[0]:
-            raise DeadlineError(f"{self.name} could not be started within {timeout_s:g} s", state="it was ended")
-        first = said.readline().strip() if said is not None else b""
-        if not first.isdigit():
-            raise EngineError(f"{self.name} could not be started: {self.log()}")
-        return int(first)
-
-
-class ServerProcess(GuardedProcess):
-    """Starts a server under a guard, and waits until it answers its health route; a context manager.
-
-    Args:
-        command: program and arguments.
-        name: for messages.
-        url: base address.
-        health: route that answers 200 when the server is ready.
-        start_timeout_s: deadline of the start, in seconds.
-        cancel: set by another thread that wants the start given up.
-        settings: others of `GuardedProcess`.
-
-    Attributes:
-        url: base address.
-
-    Raises:
-        EngineError: it ended while starting, or was given up; the message has the end of its log.
-        DeadlineError: it was not healthy in time, and was ended.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        name: str,
-        url: str,
-        health: str = "/health",
-        start_timeout_s: float = 300.0,
-        cancel: threading.Event | None = None,
-        **settings: Any,
-    ) -> None:
-        self.url = url
-        super().__init__(command, name=name, start_timeout_s=start_timeout_s, **settings)
-        try:
-            self._wait_until_healthy(health, start_timeout_s, cancel or threading.Event())
-        except BaseException:
-            self.stop()
-            raise
-
-    def _wait_until_healthy(self, route: str, timeout_s: float, cancel: threading.Event) -> None:
-        def healthy() -> bool:
-            if not self.alive():
-                raise EngineError(
-                    f"{self.name} ended while starting; errors that it printed: {self.errors() or 'none'}; "
-                    f"its log ends with: {self.log() or 'nothing'}",
-                    hint=f"the whole log is {self.log_path}",
-                )
-            with contextlib.suppress(WeightSyncError):
-                return server.call("GET", route).status == 200
-            return False
-
-        def late() -> EngineError | DeadlineError:
-            if cancel.is_set():
-                return EngineError(f"the start of {self.name} at {self.url} was given up", state="it was ended")
-            return DeadlineError(
-                f"{self.name} at {self.url} was not healthy within {timeout_s:g} s; its log ends with: {self.log()}",
-                state="it was ended",
-                hint=f"the whole log is {self.log_path}",
-            )
-
-        server = HTTPSession(self.url, timeout_s=_ANSWER_S)
-        Deadline(timeout_s, stop=cancel).poll(healthy, late=late, longest_s=_POLL_S)
 
 
 def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:
@@ -238,7 +221,7 @@ def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody listens on now.
+    """Return a port of 127.0.0.1 that nobody listens on now, and that this function has not returned before.
 
     A server may need a minute until it listens. Meanwhile the system gives ports of its own range to any process that
     wants one, so this port is from below that range where there is room.
@@ -249,14 +232,18 @@ def free_port() -> int:
     lowest = _LOWEST_PORT
     with contextlib.suppress(OSError, ValueError, IndexError):  # ip(7)
         lowest = max(lowest, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
-    below = range(_LOWEST_PORT, lowest)
-    for port in [*random.SystemRandom().sample(below, min(_PORT_TRIES, len(below))), 0]:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            # a process that another thread forks holds a copy until it runs its program: without this, its copy of a
-            # closed probe would keep the port from the server that it was chosen for
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
-            return probe.getsockname()[1]
+    with _giving:
+        below = list(set(range(_LOWEST_PORT, lowest)) - _given)
+        for port in [*random.SystemRandom().sample(below, min(_PORT_TRIES, len(below))), *[0] * _PORT_TRIES]:
+            with socket.socket() as probe, contextlib.suppress(OSError):
+                # a process that another thread forks holds a copy until it runs its program: without this, its copy of
+                # a closed probe would keep the port from the server that it was chosen for
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("127.0.0.1", port))
+                found: int = probe.getsockname()[1]
+                if found not in _given:
+                    _given.add(found)
+                    return found
     raise EngineError("there is no free port on 127.0.0.1")
 
 

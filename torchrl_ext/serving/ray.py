@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.registry import engines
-from torchrl_ext.rpc.connections import number_from
 from torchrl_ext.serving.launchers import EngineLauncher, LocalLauncher, RunningEngine
 from torchrl_ext.serving.topology import EnginePlan
 
@@ -32,8 +31,7 @@ class RayLauncher(EngineLauncher):
     Args:
         remote: options of an engine's actor (``num_cpus``, ``resources``, ...), or a callable that takes the plan and
             returns them; None asks for the plan's number of GPUs where the cluster has any.
-        start_timeout_s: deadline of a start, in seconds; waiting for a node with room included. None takes
-            ``SKYRL_RAY_PG_TIMEOUT_IN_S`` of the environment, or 600.
+        start_timeout_s: deadline of a start, in seconds; waiting for a node with room included.
         api_key: the key that engines ask for; None makes one. Clients need it (`OwnedEngines` hands it on).
         expose: let engines of kind vllm and sglang listen on their node's address, which other nodes, and strangers,
             reach; else on 127.0.0.1, and a plan that Ray places on another node than this process's is refused.
@@ -49,15 +47,13 @@ class RayLauncher(EngineLauncher):
         self,
         *,
         remote: Mapping[str, Any] | Callable[[EnginePlan], Mapping[str, Any]] | None = None,
-        start_timeout_s: float | None = None,
+        start_timeout_s: float = 600.0,
         api_key: str | None = None,
         expose: bool = False,
         **settings: Any,
     ) -> None:
         self._ray, self.api_key = _ray(), api_key or secrets.token_urlsafe(32)
-        self._remote, self._settings, self._expose = remote, settings, expose
-        patience = number_from("SKYRL_RAY_PG_TIMEOUT_IN_S", 600) if start_timeout_s is None else start_timeout_s
-        self._timeout_s = float(patience)
+        self._remote, self._settings, self._expose, self._timeout_s = remote, settings, expose, start_timeout_s
         self._first: dict[str, _Engine] = {}
 
     def launch(
@@ -87,13 +83,10 @@ class RayLauncher(EngineLauncher):
         except BaseException:
             engine.kill()  # an actor that has no node, or still launches, would not answer a request to stop
             raise
-        if plan.kind == "vllm" and self._expose:
-            log.warning(
-                "%s listens at %s: vLLM's key guards requests and our routes, and not its own /pause, /update_weights "
-                "and /collective_rpc; keep strangers out of that network",
-                plan.name,
-                engine.url,
-            )
+        unguarded = engines.part(plan.kind, "server").unguarded
+        if unguarded and self._expose:
+            words = "%s listens at %s: its key guards requests and our routes, and not %s; keep strangers out"
+            log.warning(words, plan.name, engine.url, unguarded)
         self._first.setdefault(plan.name, engine)
         return engine
 
@@ -118,8 +111,8 @@ class _Node:
 
     Args:
         settings: of `LocalLauncher`.
-        home: the address of the job's node, where alone an engine on 127.0.0.1 is reached; None lets it listen on the
-            address of its own node.
+        home: the address of the job's node, the only one that reaches an engine on 127.0.0.1; None lets it listen on
+            the address of its own node.
     """
 
     def __init__(self, settings: dict[str, Any], home: str | None) -> None:
@@ -146,15 +139,9 @@ class _Node:
         self._engine = LocalLauncher(**settings).launch(plan, encoders)
         return self._engine.url, (context.get_node_id(), address)
 
-    def alive(self) -> bool:
-        return self._engine is not None and self._engine.alive()
-
-    def log(self) -> str:
-        return "" if self._engine is None else self._engine.log()
-
-    def stop(self) -> None:
-        if self._engine is not None:
-            self._engine.stop()
+    def ask(self, method: str) -> Any:
+        """Call a method of the engine; return None where none was started."""
+        return None if self._engine is None else getattr(self._engine, method)()
 
 
 class _Engine:
@@ -165,20 +152,16 @@ class _Engine:
         self.url, self.node = "", ("", "")
 
     def alive(self) -> bool:
-        try:
-            return self.ask("alive")
-        except WeightSyncError:
-            return False
+        with suppress(WeightSyncError):
+            return bool(self.ask("ask", "alive"))
+        return False
 
     def log(self) -> str:
-        try:
-            return self.ask("log")
-        except WeightSyncError as error:
-            return str(error)
+        return str(self.ask("ask", "log"))
 
     def stop(self) -> None:
         with suppress(WeightSyncError):  # an engine that cannot be asked ends with its actor
-            self.ask("stop")
+            self.ask("ask", "stop")
         self.kill()
 
     def kill(self) -> None:
@@ -192,13 +175,13 @@ class _Engine:
 
         Raises:
             EngineError: the actor is dead, ``cancel`` was set, or the method failed.
-            WeightSyncError: what the method itself raised.
+            WeightSyncError: the method's own error.
             DeadlineError: it did not answer in time.
         """
 
         def late() -> WeightSyncError:
             if cancel is not None and cancel.is_set():
-                return EngineError(f"to {method} engine {self.name} was given up", state="its actor is ended")
+                return EngineError(f"the start of engine {self.name} was given up", state="its actor is ended")
             return DeadlineError(
                 f"the actor of engine {self.name} did not {method} within {timeout_s:g} s",
                 hint="a node with the resources that it asks for may be missing: ray status",

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, UpdateError, WeightSyncError
 from torchrl_ext.registry import engines
+from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rpc.discovery import connect, discover
-from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.health import Health
 from torchrl_ext.rpc.http import normalise_url
+from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.rpc.router import RouterClient, engine_key
+from torchrl_ext.serving.processes import GuardedProcess
 from torchrl_ext.serving.router import RouterProcess
 from torchrl_ext.serving.topology import check_pools
 from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
@@ -25,6 +28,7 @@ __all__ = ["MemberChanges", "Routing"]
 log = logging.getLogger("torchrl_ext")
 
 _ABORT_TIMEOUT_S = 10.0
+_PARTY = "update"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +46,11 @@ class MemberChanges:
 
 
 class Routing:
-    """Puts the engines of a model behind a router, and keeps those out that failed or fell behind; a context manager.
+    """Puts the engines of a model behind a router, and keeps those out that are not well; a context manager.
 
-    An engine that is taken out while it is paused ends its requests with the tokens they have, so that a
-    `RemoteInferenceClient` continues them on another engine. It comes back with the first report that shows it with the
-    weights of the others.
+    An engine is taken out while anybody complains of it to `Health`. `follow` complains, by ``"update"``, of engines
+    that an update lost or left behind. One that is taken out while it is paused ends its requests with the tokens they
+    have, so that clients (see `client`) continue them on another engine.
 
     Args:
         engines: descriptions of engines (`torchrl_ext.discover`); prefill and decode engines make two pools. With none,
@@ -56,6 +60,7 @@ class Routing:
         router: base address of a router that runs already; None starts one, which ends with `close`.
         max_lag: versions that an engine may be behind the newest that any engine serves.
         api_key: sent as a bearer token; of several, the first with requests, and whichever is accepted for control.
+        health: which engines are well; None makes one of its own.
         settings: for the router that is started, see `RouterProcess`.
 
     Attributes:
@@ -75,15 +80,17 @@ class Routing:
         router: str | None = None,
         max_lag: int = 0,
         api_key: str | tuple[str, ...] | None = None,
+        health: Health | None = None,
         **settings: Any,
     ) -> None:
         _check(engines)
         if router is not None and settings:
             raise ConfigError(f"{', '.join(settings)} is for a router of ours, and {router} runs already")
-        self.name, self.update_weights = name, update_weights
+        self.name, self.update_weights, self.health = name, update_weights, health or Health()
         self._engines = {normalise_url(info.url): info for info in engines}
         self._max_lag, self.api_key, self._settings = max_lag, api_key, settings
-        self._process: RouterProcess | None = None
+        self._changing, self._deaf = threading.RLock(), False
+        self._process: GuardedProcess | None = None
         if router is None:
             self._process = self._started(list(self._engines))
             router = self._process.url
@@ -94,6 +101,10 @@ class Routing:
         except BaseException:
             self.close()
             raise
+        self.health.subscribe(self._heard)
+        for url in self._engines:  # what was said before we listened
+            if (why := self.health.why(url)) is not None:
+                self._heard(url, why)
 
     @classmethod
     def over(cls, *addresses: str, api_key: str | tuple[str, ...] | None = None, **settings: Any) -> Routing:
@@ -114,11 +125,12 @@ class Routing:
         """The engines that belong behind the router, whether they are in service now or not."""
         return tuple(self._engines.values())
 
-    def client(self, **settings: Any) -> RemoteInferenceClient:
-        """Return a client for requests through the router and for control of every engine.
+    def client(self, **settings: Any) -> InferenceClient:
+        """Return a client for requests through the router; it asks again until its deadline where the router fails.
 
         Args:
-            settings: further fields of `RemoteInferenceClient`.
+            settings: further arguments of `InferenceClient`; ``max_concurrency`` counts the requests of all engines
+                together, 64 for each of them unless it is given.
 
         Raises:
             ConfigError: there is no engine.
@@ -126,11 +138,10 @@ class Routing:
         if not self._engines:
             raise ConfigError(f"there is no engine behind router {self.url}")
         kind = next(iter(self._engines.values())).kind
-        return RemoteInferenceClient(
-            proxy_url=self.url, server_urls=tuple(self._engines), kind=kind, api_key=self.api_key, **settings
-        )
+        defaults = {"max_concurrency": 64 * len(self._engines), "api_key": self.api_key, "persistent": True}
+        return InferenceClient(self.url, kind=kind, **{**defaults, **settings})
 
-    def fleet(self, **settings: Any) -> Fleet:
+    def fleet(self, **settings: Any) -> Pool:
         """Return a client for `WeightSender` and for control of every engine.
 
         Args:
@@ -155,7 +166,9 @@ class Routing:
             ConfigError: one router cannot serve it together with the others.
         """
         _check([*self._engines.values(), info])
-        self._engines[normalise_url(info.url)] = info
+        url = normalise_url(info.url)
+        self.health.fail(url, EngineError(f"no update has reached {url} yet"), by=_PARTY)
+        self._engines[url] = info
 
     def following(self, update: Callable[..., SyncReport]) -> Callable[..., SyncReport]:
         """Return ``update`` (such as ``sender.update_weights``) with `follow` after it, also where it fails."""
@@ -174,55 +187,48 @@ class Routing:
         return updating
 
     def follow(self, report: SyncReport) -> MemberChanges:
-        """Make the router use the engines that serve the newest weights, and no others.
+        """Make the router use the well engines that serve the newest weights, and no others.
 
         The newest weights are the newest that any engine serves; so an update that reached no engine changes nothing.
         Engines that the report does not mention are taken out, unless it has rows that belong to no engine of this
-        router as far as their names tell (`torchrl_ext.rpc.router.engine_key`): then they stay as they are, and are
+        router as far as their names show (`torchrl_ext.rpc.router.engine_key`): then they stay as they are, and are
         among the problems. Nothing is raised for an engine or a router that does not answer: it is in the log and in
         the result.
+
+        A router with pools of prefill and decode engines cannot be told of changes: one of ours is started again with
+        the engines that it is to use, at its address; one that was given goes on as it is.
         """
         rows, strange = self._rows_of_ours(report)
         newest = max((row.version or 0 for row in report.engines if row.state == "serving"), default=0)
-        oldest = newest - self._max_lag
-        fit = {url for url, row in rows.items() if row.state == "serving" and (row.version or 0) >= oldest}
-        unclear = [url for url in self._engines if strange and url not in rows]
-        problems = [(url, f"it is not in the report, which has {', '.join(strange)}") for url in unclear]
-        for url, problem in problems:
-            log.warning("%s stays as it is behind router %s: %s", url, self.url, problem)
-        if self._process is not None and not self._process.alive():
-            return self._revived([*fit, *unclear], problems)
-        try:
-            listed = self._listed()
-        except (EngineError, DeadlineError) as error:
-            log.warning("router %s does not say whom it uses: %s", self.url, error)
-            return MemberChanges(problems=(*problems, (self.url, str(error))))
-        out = [url for url in self._engines if url in listed - fit and url not in unclear]
-        back = [url for url in self._engines if url in fit - listed]
-        changes = self._rebuilt(listed, out, back) if self._pools else self._changed(out, back)
-        for url in out:
-            row = rows.get(url)
-            why = "no report" if row is None else row.error or f"version {row.version}"
-            log.warning("%s gets no requests: %s", url, why)
-            if row is not None and row.state == "paused":
+        problems = []
+        with self._changing:
+            before, self._deaf = self._deaf, True  # the router is changed in one go
+            try:
+                for url in self._engines:
+                    row = rows.get(url)
+                    if row is None and strange:
+                        problems.append((url, f"it is not in the report, which has {', '.join(strange)}"))
+                        log.warning("%s stays as it is behind router %s: %s", url, self.url, problems[-1][1])
+                    elif row is not None and row.state == "serving" and (row.version or 0) >= newest - self._max_lag:
+                        self.health.mend(url, by=_PARTY)
+                    else:
+                        why = "no report" if row is None else row.error or f"version {row.version}"
+                        self.health.fail(url, EngineError(why), by=_PARTY)
+            finally:
+                self._deaf = before
+            unclear = [url for url, _ in problems]
+            changes = self._settle([url for url in self._engines if url not in unclear])
+        for url in changes.removed:
+            if url in rows and rows[url].state == "paused":
                 self._end_requests(url)
         return replace(changes, problems=(*problems, *changes.problems))
 
-    def withdraw(self, url: str) -> MemberChanges:
-        """Make the router send no more requests to an engine that is known to be broken, until `follow` or `restore`.
-
-        A router with pools is left as it is: it leaves out by itself the engines that do not answer.
-        """
-        return MemberChanges() if self._pools else self._changed([normalise_url(url)], [])
-
-    def restore(self, url: str) -> MemberChanges:
-        """Make the router send requests again to an engine whose weights are known to be right."""
-        return MemberChanges() if self._pools else self._changed([], [normalise_url(url)])
-
     def close(self) -> None:
         """End the router where it is ours; leave one that was given as it is. May be called twice."""
-        if self._process is not None:
-            self._process.stop()
+        with self._changing:
+            self._deaf = True
+            if self._process is not None:
+                self._process.stop()
 
     def __enter__(self) -> Routing:
         return self
@@ -238,18 +244,16 @@ class Routing:
         """Return the engines that a router can take: all but encoders, which get requests from other engines."""
         return [self._engines[url] for url in urls if self._engines[url].worker_type != "encoder"]
 
-    def _started(self, urls: Sequence[str], **more: Any) -> RouterProcess:
+    def _started(self, urls: Sequence[str], **more: Any) -> GuardedProcess:
         """Start a router of ours, and return it once it lists these engines."""
-        routed = self._routed(urls)
+        routed, settings = self._routed(urls), {**self._settings, **more}
         pools: dict[str, list[Any]] = {"regular": [], "prefill": [], "decode": []}
         for info in routed:
-            url = normalise_url(info.url)
-            port = _meeting(info)
+            url, port = normalise_url(info.url), _bootstrap_port(info)
             pools[info.worker_type].append(url if port is None else (url, port))
-        kind = next((info.kind for info in routed), "vllm")
-        # SGLang's /health may generate a token, which never comes while it is paused; its /ping needs the API key
-        health = "/ping" if kind == "sglang" and self.api_key is None else None
-        settings = {"kind": kind, "health_route": health, **self._settings, **more}
+        if routed:
+            kind = routed[0].kind
+            settings = {"kind": kind, "health_route": None if self.api_key else _probe(kind), **settings}
         process = RouterProcess(pools["regular"], prefill=pools["prefill"], decode=pools["decode"], **settings)
         try:
             RouterClient(process.url, api_key=self.api_key).expect(normalise_url(info.url) for info in routed)
@@ -257,6 +261,63 @@ class Routing:
             process.stop()
             raise
         return process
+
+    def _heard(self, url: str, why: Exception | None) -> None:
+        """Take an engine out, or back in, when it becomes unwell, or well again; a subscriber of `Health`.
+
+        A router with pools is left as it is: it leaves out by itself the engines that do not answer.
+
+        Raises:
+            EngineError: the router did not take it back.
+        """
+        if url not in self._engines or self._pools:  # a report of another routing may wait for us, so take no lock
+            return
+        with self._changing:
+            problems = () if self._deaf else self._settle([url]).problems
+        if problems and why is None:
+            raise EngineError(
+                f"{url} is well, and its router did not take it back: {problems[0][1]}",
+                state="it gets no requests",
+                hint="the router is asked again with the next check of the engine, or the next report",
+            )
+
+    def _settle(self, urls: Sequence[str]) -> MemberChanges:
+        """Make the router use those of ``urls`` that are well, and not the others."""
+        well = [url for url in self._engines if self.health.why(url) is None]
+        if self._process is not None and not self._process.alive():
+            log.warning("router %s has ended, and is started again", self.url)
+            return self._restarted(list(self._engines), well)
+        try:
+            keys = {engine_key(worker.url) for worker in self.router.workers()}
+        except (EngineError, DeadlineError) as error:
+            log.warning("router %s lists no workers: %s", self.url, error)
+            return MemberChanges(problems=((self.url, str(error)),))
+        used = [url for url in self._engines if engine_key(url) in keys]
+        out = [url for url in urls if url in used and url not in well]
+        back = [normalise_url(info.url) for info in self._routed([url for url in urls if url in well])]
+        back = [url for url in back if url not in used]
+        if self._pools and (out or back):
+            members = [url for url in self._engines if url in (*used, *back) and url not in out]
+            if self._process is not None and {"prefill", "decode"} <= {
+                one.worker_type for one in self._routed(members)
+            }:
+                return self._restarted(used, members)
+            why = "the router keeps its pools: it is not ours, or one would be empty"
+            log.warning("%s: %s", self.url, why)
+            return MemberChanges(problems=tuple((url, why) for url in (*out, *back)))
+        problems: dict[str, str] = {}
+        for url in (*out, *back):
+            try:
+                if url in out:
+                    log.warning("%s gets no requests: %s", url, self.health.why(url))
+                    self.router.remove(url)
+                else:
+                    self._add(self._engines[url])
+            except WeightSyncError as error:
+                log.warning("router %s and %s: %s", self.url, url, error)
+                problems[url] = str(error)
+        added, removed = (tuple(url for url in urls if url not in problems) for urls in (back, out))
+        return MemberChanges(added=added, removed=removed, problems=tuple(problems.items()))
 
     def _rows_of_ours(self, report: SyncReport) -> tuple[dict[str, EngineRow], list[str]]:
         """Return the report's rows of our engines, by our addresses of them, and the names in all other rows."""
@@ -269,72 +330,23 @@ class Routing:
                 strange.append(row.engine)
         return rows, strange
 
-    def _listed(self) -> set[str]:
-        """Return the engines that the router uses, by our addresses of them."""
-        used = {engine_key(worker.url) for worker in self.router.workers()}
-        return {url for url in self._engines if engine_key(url) in used}
-
-    def _changed(self, out: Sequence[str], back: Sequence[str]) -> MemberChanges:
-        added: list[str] = []
-        removed: list[str] = []
-        problems = []
-        calls = [(url, removed, functools.partial(self.router.remove, url)) for url in out]
-        calls += [(info.url, added, functools.partial(self._add, info)) for info in self._routed(back)]
-        for url, changed, call in calls:
-            try:
-                call()
-                changed.append(normalise_url(url))
-            except WeightSyncError as error:
-                log.warning("router %s and %s: %s", self.url, url, error)
-                problems.append((normalise_url(url), str(error)))
-        return MemberChanges(added=tuple(added), removed=tuple(removed), problems=tuple(problems))
-
     def _add(self, info: EngineInfo) -> None:
-        self.router.add(info.url, info.worker_type, bootstrap_port=_meeting(info))
+        self.router.add(info.url, info.worker_type, bootstrap_port=_bootstrap_port(info))
 
-    def _rebuilt(self, listed: set[str], out: Sequence[str], back: Sequence[str]) -> MemberChanges:
-        """Start a router with pools again with the changed engines, at the same port: it cannot be told of changes.
-
-        Two routers cannot share a port: the new one is first tried at another port, and then replaces the old one.
-        """
-        if not out and not back:
-            return MemberChanges()
-        members = [url for url in self._engines if url in (listed | set(back)) - set(out)]
-        if self._process is None:
-            why = "has static pools"
-        elif not {"prefill", "decode"} <= {info.worker_type for info in self._routed(members)}:
-            why = "would have an empty pool"
-        else:
-            try:
-                self._started(members, port=0).stop()
-                self._start_again(members)
-                return MemberChanges(added=tuple(back), removed=tuple(out))
-            except WeightSyncError as error:
-                why = f"could not be started anew: {error}"
-        problems = [(url, f"the router {why}") for url in (*out, *back)]
-        log.warning("router %s %s, and goes on with the engines that it has", self.url, why)
-        if self._process is None or self._process.alive():
-            return MemberChanges(problems=tuple(problems))
-        again = self._revived([url for url in self._engines if url in listed], [])
-        return MemberChanges(problems=(*problems, *again.problems))
-
-    def _start_again(self, members: Sequence[str]) -> None:
+    def _restarted(self, before: Sequence[str], members: Sequence[str]) -> MemberChanges:
         """End our router, and start it with ``members`` at its address."""
-        self._process.stop()  # type: ignore[union-attr]
-        self._process = self._started(members, port=urlsplit(self.url).port)
-
-    def _revived(self, members: Sequence[str], problems: Sequence[tuple[str, str]]) -> MemberChanges:
-        """Start our router again after it has ended by itself."""
-        members = [url for url in self._engines if url in members]
         try:
-            self._start_again(members)
+            self._process.stop()  # type: ignore[union-attr]
+            self._process = self._started(members, port=urlsplit(self.url).port)
         except WeightSyncError as error:
             log.error("router %s is down: %s", self.url, error)
             down = f"it is down, and is tried again with the next report: {error}"
-            return MemberChanges(problems=(*problems, (self.url, down)))
-        log.warning("router %s had ended, and is up again", self.url)
-        removed = tuple(url for url in self._engines if url not in members)
-        return MemberChanges(removed=removed, problems=tuple(problems))
+            return MemberChanges(problems=((self.url, down),))
+        log.warning("router %s was started again", self.url)
+        return MemberChanges(
+            added=tuple(url for url in members if url not in before),
+            removed=tuple(url for url in before if url not in members),
+        )
 
     def _end_requests(self, url: str) -> None:
         """End the requests that a paused engine has in work, so that clients continue them on other engines."""
@@ -348,9 +360,20 @@ class Routing:
             engine.close()
 
 
-def _meeting(info: EngineInfo) -> int | None:
-    """Return the port that a router has to know: requests to pools of vLLM bring the connector's address themselves."""
-    return info.bootstrap_port if info.kind != "vllm" and info.worker_type == "prefill" else None
+def _probe(kind: str) -> str | None:
+    """Return the route where a router asks engines for their health; None for its default, ``/health``.
+
+    A health route may generate a token, which never comes while the engine is paused, and others may want its key.
+    """
+    make = engines.load(kind)
+    return None if make.server is None else engines.part(kind, "server").probes[0]
+
+
+def _bootstrap_port(info: EngineInfo) -> int | None:
+    """Return the port that a prefill engine's router has to know; None where its connector needs none from it."""
+    if info.worker_type != "prefill" or not engines.part(info.kind, "router").bootstraps:
+        return None
+    return info.bootstrap_port
 
 
 def _check(infos: Sequence[EngineInfo]) -> None:

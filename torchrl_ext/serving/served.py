@@ -7,19 +7,19 @@ engines). Only models that follow the trainer give a client that sends weights.
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineUnreachableError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineUnreachableError
 from torchrl_ext.rpc.discovery import connect, discover
-from torchrl_ext.rpc.fleet import Fleet
-from torchrl_ext.serving.keeper import Keeper, Kept
+from torchrl_ext.rpc.health import Health
+from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.serving.launchers import EngineLauncher, LocalLauncher
 from torchrl_ext.serving.routing import Routing
+from torchrl_ext.serving.supervisor import SupervisedEngine, Supervisor
 from torchrl_ext.serving.topology import ModelPlan, Topology
 from torchrl_ext.types import EngineInfo
 
@@ -28,14 +28,16 @@ __all__ = ["ExternalEngines", "OwnedEngines", "Serving"]
 log = logging.getLogger("torchrl_ext")
 
 
-class Serving(ABC):
-    """Holds models by name, and starts and ends the engines and routers that serve them; a context manager.
+class Serving:
+    """Holds models by name, behind routers that end with it; a context manager. Its engines live and end by themselves.
 
     Attributes:
         models: the routing of each model, by name.
     """
 
-    models: Mapping[str, Routing]
+    def __init__(self) -> None:
+        self._models: dict[str, Routing] = {}
+        self.models: Mapping[str, Routing] = MappingProxyType(self._models)
 
     def model(self, name: str) -> Routing:
         """Return the model called ``name``.
@@ -51,21 +53,21 @@ class Serving(ABC):
         """Return the models that follow the trainer, by name."""
         return {name: model for name, model in self.models.items() if model.update_weights}
 
-    @abstractmethod
     def recover(self) -> tuple[str, ...]:
-        """Start lost engines again, and return their addresses."""
+        """Start lost engines that the job owns again, and return their addresses; of others, log a warning only."""
+        log.warning("external engines are not started again: whoever deployed them does that")
+        return ()
 
-    @abstractmethod
     def offload(self) -> None:
-        """Make engines give their device memory back, for the trainer."""
+        """Make engines that the job owns give their device memory back, for the trainer; leave others as they are."""
 
-    @abstractmethod
     def onload(self) -> None:
-        """Make engines take their device memory again."""
+        """Make engines that the job owns take their device memory again."""
 
-    @abstractmethod
     def shutdown(self) -> None:
         """End the engines and routers that this object started. May be called twice."""
+        for model in self._models.values():
+            model.close()
 
     def __enter__(self) -> Serving:
         return self
@@ -87,23 +89,8 @@ class ExternalEngines(Serving):
     """
 
     def __init__(self, *addresses: str, router: str | None = None, **settings: Any) -> None:
-        self.models = MappingProxyType({"default": Routing.over(*addresses, router=router, **settings)})
-
-    def recover(self) -> tuple[str, ...]:
-        """Log a warning, and do nothing else: whoever started the engines starts them again."""
-        log.warning("external engines are not started again: whoever deployed them does that")
-        return ()
-
-    def offload(self) -> None:
-        """Do nothing: the memory of external engines is left as it is."""
-
-    def onload(self) -> None:
-        """Do nothing: `offload` took no memory."""
-
-    def shutdown(self) -> None:
-        """End the router if we started it; engines go on."""
-        for model in self.models.values():
-            model.close()
+        super().__init__()
+        self._models["default"] = Routing.over(*addresses, router=router, **settings)
 
 
 class OwnedEngines(Serving):
@@ -118,7 +105,7 @@ class OwnedEngines(Serving):
         launcher: how engines are started; None for processes on this machine.
         router: settings of each `RouterProcess`, such as ``make``, and ``api_key`` where engines ask for another than
             the launcher's; or ``{"router": address}`` of one that runs already, for a topology of one model.
-        keeper: settings of the `Keeper`, such as ``interval_s``.
+        supervisor: settings of the `Supervisor`, such as ``interval_s``.
 
     Raises:
         ConfigError, EngineError, DeadlineError: something could not be started; the rest was ended again.
@@ -131,15 +118,13 @@ class OwnedEngines(Serving):
         hf_checkpoint: str | Path | None = None,
         launcher: EngineLauncher | None = None,
         router: Mapping[str, Any] | None = None,
-        keeper: Mapping[str, Any] | None = None,
+        supervisor: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__()
         if not isinstance(topology, Topology):
             topology = Topology.load(topology, hf_checkpoint=hf_checkpoint)
-        self._models: dict[str, Routing] = {}
-        self.models = MappingProxyType(self._models)
-        plans = [plan for model in topology.models for plan in model.engines]
-        launcher = launcher or LocalLauncher()
-        settings = {"api_key": launcher.api_key, **(router or {})}
+        launcher, self.health = launcher or LocalLauncher(), Health()
+        settings = {"api_key": launcher.api_key, "health": self.health, **(router or {})}
         if "router" not in settings:
             settings.setdefault("kind", topology.kind)
         elif len(topology.models) > 1:
@@ -148,7 +133,8 @@ class OwnedEngines(Serving):
                 state="nothing was started",
                 hint="leave it out",
             )
-        self._keeper = Keeper(plans, launcher, on_lost=self._lost, on_restarted=self._restarted, **(keeper or {}))
+        plans = [plan for model in topology.models for plan in model.engines]
+        self._supervisor = Supervisor(plans, launcher, self.health, **(supervisor or {}))
         try:
             for model in topology.models:
                 self._models[model.name] = self._routed(model, settings)
@@ -157,13 +143,12 @@ class OwnedEngines(Serving):
             raise
 
     @property
-    def engines(self) -> tuple[Kept, ...]:
+    def engines(self) -> tuple[SupervisedEngine, ...]:
         """Every engine of the job."""
-        return self._keeper.engines
+        return self._supervisor.engines
 
     def recover(self) -> tuple[str, ...]:
-        """See `Keeper.recover`."""
-        return tuple(kept.url for kept in self._keeper.recover())
+        return tuple(one.url for one in self._supervisor.recover())
 
     def offload(self) -> None:
         """Put engines to sleep at level 1, which keeps weights in host memory.
@@ -177,31 +162,29 @@ class OwnedEngines(Serving):
         self._everywhere(lambda fleet: fleet.wake_up())
 
     def shutdown(self) -> None:
-        """End routers first, then engines."""
-        for model in self._models.values():
-            model.close()
-        self._keeper.stop()
+        super().shutdown()  # routers first
+        self._supervisor.stop()
 
     def _routed(self, model: ModelPlan, settings: dict[str, Any]) -> Routing:
         planned = [
             EngineInfo(
-                url=kept.url,
-                kind=kept.plan.kind,
-                worker_type=kept.plan.worker_type,
-                num_gpus=len(kept.plan.gpus),
-                model=kept.plan.model_path,
+                url=one.url,
+                kind=one.plan.kind,
+                worker_type=one.plan.worker_type,
+                num_gpus=len(one.plan.gpus),
+                model=one.plan.model_path,
             )
-            for kept in self._keeper.engines
-            if kept.plan.model == model.name
+            for one in self.engines
+            if one.plan.model == model.name
         ]
         follows = model.update_weights and bool(planned)
         # a transport is chosen by what an engine can follow; a router has to know where prefill engines are met
         asked = [info.url for info in planned if follows or info.worker_type == "prefill"]
-        told = dict(zip(asked, discover(*asked, api_key=settings["api_key"]), strict=True)) if asked else {}
-        infos = [replace(told.get(info.url, info), kind=info.kind, worker_type=info.worker_type) for info in planned]
+        found = dict(zip(asked, discover(*asked, api_key=settings["api_key"]), strict=True)) if asked else {}
+        infos = [replace(found.get(info.url, info), kind=info.kind, worker_type=info.worker_type) for info in planned]
         return Routing(infos, name=model.name, update_weights=follows, **settings)
 
-    def _everywhere(self, call: Callable[[Fleet], object]) -> None:
+    def _everywhere(self, call: Callable[[Pool], object]) -> None:
         """Call ``call`` with the engines of each model that answer, whether the model follows the trainer or not."""
         for model in self._models.values():
             if model.engines:
@@ -212,18 +195,3 @@ class OwnedEngines(Serving):
                     log.warning("model %s has no engine that answers: %s", model.name, error)
                 else:
                     call(fleet)
-
-    def _lost(self, kept: Kept) -> None:
-        model = self._models.get(kept.plan.model)
-        if model is not None:
-            model.withdraw(kept.url)
-
-    def _restarted(self, kept: Kept) -> None:
-        model = self._models.get(kept.plan.model)
-        if model is not None and not model.update_weights:
-            for _, problem in model.restore(kept.url).problems:
-                raise EngineError(
-                    f"{kept.plan.name} is up, and its router did not take it back: {problem}",
-                    state="it gets no requests",
-                    hint="the router is told again with the next look",
-                )

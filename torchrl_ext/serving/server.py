@@ -1,15 +1,10 @@
-"""Start servers from their settings, with our plugin on the path of an engine.
-
-The plugin comes by a folder on the server's ``PYTHONPATH``; nothing is written into its environment.
-"""
+"""Servers as data: the settings of each make, and what follows from them; `start` runs one."""
 
 from __future__ import annotations
 
-import os
-import shutil
+import importlib.util
 import socket
 import sys
-import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -19,32 +14,10 @@ from typing import Any, ClassVar
 
 import torch
 
-import torchrl_ext
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.rpc.connections import number_from
-from torchrl_ext.serving.environments import recipe_of, to_stderr
-from torchrl_ext.serving.processes import ServerProcess, free_port, reachable
+from torchrl_ext.serving.processes import GuardedProcess, free_port, reachable
 
-__all__ = [
-    "EngineSpec",
-    "Server",
-    "ServerSpec",
-    "StockSpec",
-    "as_flags",
-    "make_overlay",
-    "on_cpu",
-    "on_path",
-    "usable_port",
-]
-
-_HEALTHY = "SKYRL_WAIT_UNTIL_INFERENCE_SERVER_HEALTHY_TIMEOUT_S"
-
-_PLUGINS = {
-    "vllm.general_plugins": "vllm.register:register",
-    "vllm.endpoint_plugins": "vllm.endpoint:UpdateFromDisk",
-    "sglang.srt.plugins": "sglang.register:register",
-}
-_PACKAGE = Path(torchrl_ext.__file__).resolve().parent
+__all__ = ["EngineSpec", "ServerSpec", "StockSpec", "as_flags", "start", "usable_port"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +26,24 @@ class ServerSpec(ABC):
 
     Attributes:
         name: what it is called in messages.
+        module: import name of what its interpreter runs.
+        installed: how a person gets it, for the error where it is missing.
         health: route that answers 200 when it is ready.
-        probes: routes that tell later whether it is up; one that answers 200 is enough.
-        shared_memory: see `ServerProcess`.
+        shared_memory: see `GuardedProcess`.
         host: the address to listen on, of this machine or all of them; a setting only where a kind makes it one.
         plugin: whether our package is put on its path; a setting only where a kind makes it one.
         port: 0 picks a free one.
         environ: variables for the server on top of those that it needs, such as ``CUDA_VISIBLE_DEVICES``.
-        log_path: file for what the server prints; None takes a temporary one.
-        python: its interpreter; None finds one, or makes it.
-        start_timeout_s: deadline of the start, in seconds; making an environment does not count. Where it is not given,
-            ``SKYRL_WAIT_UNTIL_INFERENCE_SERVER_HEALTHY_TIMEOUT_S`` of the environment counts before 300.
+        log_path: see `GuardedProcess`.
+        python: an interpreter whose environment has it; None takes this process's own.
+        start_timeout_s: deadline of the start, in seconds.
         cancel: set by another thread that wants the start given up.
     """
 
     name: ClassVar[str]
+    module: ClassVar[str]
+    installed: ClassVar[str] = "name an interpreter that has it: python=..."
     health: ClassVar[str] = "/health"
-    probes: ClassVar[tuple[str, ...]] = ("/health",)
     shared_memory: ClassVar[tuple[str, ...]] = ()
 
     host: str = field(default="127.0.0.1", init=False)
@@ -78,28 +52,42 @@ class ServerSpec(ABC):
     environ: Mapping[str, str] = field(default_factory=dict)
     log_path: str | Path | None = None
     python: str | Path | None = None
-    start_timeout_s: float = field(default_factory=lambda: float(number_from(_HEALTHY, 300)))
+    start_timeout_s: float = 300.0
     cancel: threading.Event | None = None
 
-    @abstractmethod
+    @classmethod
+    def settings(cls) -> tuple[str, ...]:
+        """Return the names of the fields that can be set."""
+        return tuple(one.name for one in fields(cls) if one.init)
+
+    @property
+    def interpreter(self) -> Path:
+        """The Python that runs it."""
+        return Path(self.python or sys.executable)
+
     def check(self) -> None:
-        """Refuse, before anything is made, settings that cannot work.
+        """Refuse settings that cannot work, before anything is started.
 
         Raises:
-            ConfigError: they cannot work.
+            ConfigError: they cannot work, or this environment lacks the server.
         """
+        package = self.module.partition(".")[0]
+        if self.python is None and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"this environment has no {package}", state=f"no {self.name} was started", hint=self.installed
+            )
 
     @abstractmethod
-    def interpreter(self) -> Path:
-        """Return the interpreter for the server where ``python`` names none; this may make an environment for it."""
-
-    @abstractmethod
-    def command(self, python: Path, port: int) -> list[str]:
+    def command(self, port: int) -> list[str]:
         """Return the program and its arguments."""
 
-    @abstractmethod
-    def variables(self, python: Path, command: Sequence[str]) -> dict[str, str]:
+    def variables(self) -> dict[str, str]:
         """Return the environment variables that it needs, beside the path to our plugin."""
+        return {}
+
+    def start(self) -> GuardedProcess:
+        """Start the server; see `start`."""
+        return start(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,15 +95,20 @@ class EngineSpec(ServerSpec):
     """The settings that every engine has, for one model.
 
     Attributes:
+        probes: routes that show later whether it is up; one that answers 200 is enough. Where it has no key, a router
+            asks the first.
         key_variable: environment variable with the key that it asks for; None where the key is an argument.
         negates: whether ``--no-x`` makes its setting ``x`` false.
+        unguarded: routes that its key does not guard, for the warning where it listens to other machines.
         model_dir: Hugging Face checkpoint directory.
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         max_model_len: most tokens of a sequence, prompt included; None takes the model's limit.
     """
 
+    probes: ClassVar[tuple[str, ...]] = ("/health",)
     key_variable: ClassVar[str | None] = None
     negates: ClassVar[bool] = False
+    unguarded: ClassVar[str] = ""
 
     model_dir: str | Path = field(kw_only=False)
     dtype: str = "auto"
@@ -138,6 +131,7 @@ class EngineSpec(ServerSpec):
     def check(self) -> None:
         if not self.model.is_dir():
             raise ConfigError(f"{self.model_dir} is no directory", expected="a Hugging Face checkpoint directory")
+        super().check()
 
     @property
     def model(self) -> Path:
@@ -149,99 +143,54 @@ class EngineSpec(ServerSpec):
 class StockSpec(EngineSpec):
     """The settings that servers of vLLM and SGLang share.
 
-    A server comes from this environment where it is installed, else from one that is made for it on first use (CPU).
-
     Attributes:
         host: the address to listen on.
+        cpu: whether it computes on the CPU; None lets it where this process sees no GPU.
         tensor_parallel_size: workers that share the model.
         lora_rank: greatest rank of the LoRA adapters that it is to serve; None for a server without LoRA.
         lora_adapters: adapters that requests may use at the same time.
         plugin: whether the server gets our plugin.
-        release: one of `torchrl_ext.serving.environments.RELEASES`, which gets an environment of its own; None takes
-            this environment's, else the newest of them.
         sleep_mode: let the server give device memory back; without effect on a CPU, which has none.
         extra_args: more arguments for the server.
-        report: takes a line of progress at a time while an environment is made.
     """
 
     host: str = "127.0.0.1"
+    cpu: bool | None = None
     tensor_parallel_size: int = 1
     lora_rank: int | None = None
     lora_adapters: int = 1
     plugin: bool = True
-    release: str | None = None
     sleep_mode: bool = False
     extra_args: Sequence[str] = ()
-    report: Callable[[str], None] = to_stderr
 
-    def check(self) -> None:
-        super().check()
-        if self.release is not None:
-            recipe_of(self.name, self.release)
-            if self.python is not None:
-                raise ConfigError(f"python={self.python} and release={self.release!r}", expected="one of the two")
-
-    def interpreter(self) -> Path:
-        return recipe_of(self.name, self.release).python(self.report)
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it computes on the CPU."""
+        return not torch.cuda.is_available() if self.cpu is None else self.cpu
 
 
-class Server(ServerProcess):
-    """A server as a child process, started from its spec; a context manager. Subclasses only name the spec.
-
-    Args:
-        given, settings: fields of `spec`.
+def start(spec: ServerSpec) -> GuardedProcess:
+    """Start a server as a child process, and wait until it is healthy.
 
     Raises:
-        ConfigError: a setting that is unknown or missing; settings that cannot work, a port that is taken, or an
-            environment that cannot be made.
+        ConfigError: settings that cannot work, a port that is taken, or a package that is missing.
         EngineError: it ended while starting, or was given up; the message has the end of its log.
         DeadlineError: it was not healthy in time, and was ended.
     """
-
-    spec: ClassVar[type[ServerSpec]]
-
-    def __init__(self, *given: Any, **settings: Any) -> None:
-        unknown = sorted(settings.keys() - set(self.settings()))
-        if unknown:
-            raise ConfigError(
-                f"a server of kind {self.spec.name!r} has no setting {', '.join(unknown)}",
-                expected=f"some of {', '.join(self.settings())}",
-            )
-        try:
-            spec = self.spec(*given, **settings)
-        except TypeError as error:  # a setting without a default is missing
-            raise ConfigError(f"a server of kind {self.spec.name!r} cannot be started so: {error}") from None
-        spec.check()
-        port = usable_port(spec.port, spec.host)
-        python = Path(spec.python or spec.interpreter())
-        command = spec.command(python, port)
-        environ, folder = spec.variables(python, command), None
-        try:
-            if spec.plugin:
-                folder = Path(tempfile.mkdtemp(prefix="torchrl-ext-overlay-"))
-                make_overlay(folder)
-                environ["PYTHONPATH"] = on_path(folder)
-            super().__init__(
-                command,
-                name=spec.name,
-                url=f"http://{reachable(spec.host)}:{port}",
-                environ={**environ, **spec.environ},
-                health=spec.health,
-                log_path=spec.log_path,
-                start_timeout_s=spec.start_timeout_s,
-                cancel=spec.cancel,
-                shared_memory=spec.shared_memory,
-                folder=folder,
-            )
-        except BaseException:
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-
-    @classmethod
-    def settings(cls) -> tuple[str, ...]:
-        """Return the names of the settings that it takes."""
-        return tuple(one.name for one in fields(cls.spec) if one.init)
+    spec.check()
+    port = usable_port(spec.port, spec.host)
+    return GuardedProcess(
+        spec.command(port),
+        name=spec.name,
+        url=f"http://{reachable(spec.host)}:{port}",
+        environ={**spec.variables(), **spec.environ},
+        health=spec.health,
+        log_path=spec.log_path,
+        start_timeout_s=spec.start_timeout_s,
+        cancel=spec.cancel,
+        shared_memory=spec.shared_memory,
+        plugin=spec.plugin,
+    )
 
 
 def usable_port(port: int, host: str = "127.0.0.1") -> int:
@@ -261,30 +210,6 @@ def usable_port(port: int, host: str = "127.0.0.1") -> int:
     return port
 
 
-def on_cpu(python: Path) -> bool:
-    """Return whether an engine of that interpreter computes on the CPU: environments that we make are for CPUs."""
-    return python != Path(sys.executable) or not torch.cuda.is_available()
-
-
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:
     """Return ``--name=value`` of each argument that has a value."""
     return [f"--{name}={value}" for name, value in arguments.items() if value is not None]
-
-
-def make_overlay(folder: Path) -> None:
-    """Fill ``folder`` so that an interpreter with it on ``PYTHONPATH`` finds our package and its entry points.
-
-    The layout is that of an installed distribution (https://packaging.python.org, "Recording installed projects").
-    """
-    (folder / _PACKAGE.name).symlink_to(_PACKAGE, target_is_directory=True)
-    name = "torchrl_ext_overlay"  # not the package's own: of two distributions with one name Python sees only the first
-    info = folder / f"{name}-{torchrl_ext.__version__}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {torchrl_ext.__version__}\n")
-    groups = (f"[{group}]\ntorchrl_ext = torchrl_ext.plugins.{target}\n" for group, target in _PLUGINS.items())
-    (info / "entry_points.txt").write_text("".join(groups))
-
-
-def on_path(overlay: Path) -> str:
-    """Return the ``PYTHONPATH`` of this process with ``overlay`` in front."""
-    return os.pathsep.join([str(overlay), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])

@@ -16,21 +16,43 @@ Source of the keys and of how they are resolved: ``--vllm-config`` of vime and `
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.registry import engines
 
 __all__ = ["EnginePlan", "ModelPlan", "Topology", "check_pools"]
 
 log = logging.getLogger("torchrl_ext")
 
-KINDS = ("vllm", "sglang", "embedded")
-TYPES = ("regular", "prefill", "decode", "placeholder", "encoder")
-_MODEL_KEYS = {"name", "model_path", "num_gpus_per_engine", "update_weights", "server_groups", "engine_groups"}
-_GROUP_KEYS = {"worker_type", "num_gpus", "num_gpus_per_engine", "overrides"}
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Group(msgspec.Struct, forbid_unknown_fields=True):
+    worker_type: Literal["regular", "prefill", "decode", "placeholder", "encoder"]
+    num_gpus: _Count
+    num_gpus_per_engine: _Count | None = None
+    overrides: dict[str, Any] | None = None
+
+
+class _Model(msgspec.Struct, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    model_path: str | None = None
+    num_gpus_per_engine: _Count | None = None
+    update_weights: bool | Literal["auto"] = "auto"
+    server_groups: list[_Group] | None = None
+    engine_groups: list[_Group] | None = None
+
+
+_Models = Annotated[
+    dict[str, Annotated[list[_Model], msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1, max_length=1)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +62,12 @@ class EnginePlan:
     Attributes:
         name: ``model/worker type/number``.
         model: name of its model.
-        kind: ``"vllm"``, ``"sglang"`` or ``"embedded"``.
+        kind: a make of engine that has a server, such as ``"vllm"``.
         worker_type: ``"regular"``, ``"prefill"``, ``"decode"`` or ``"encoder"``.
         model_path: checkpoint directory.
         gpus: numbers of its devices, counted over the whole job.
-        overrides: settings of the launcher or arguments of the server, with underscores.
+        follows: whether its model follows the trainer.
+        overrides: fields of its spec or arguments of its server, with underscores.
     """
 
     name: str
@@ -53,6 +76,7 @@ class EnginePlan:
     worker_type: str
     model_path: str
     gpus: tuple[int, ...]
+    follows: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -97,11 +121,9 @@ class Topology:
         import yaml
 
         try:
-            told = yaml.safe_load(Path(path).read_text())
+            return cls.parse(yaml.safe_load(Path(path).read_text()), **settings)
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"{path} cannot be read: {error}", expected="a YAML file") from None
-        try:
-            return cls.parse(told, **settings)
         except ConfigError as error:
             raise ConfigError(
                 f"{path}: {error.what}", expected=error.expected, state="nothing was started", hint=error.hint
@@ -110,7 +132,7 @@ class Topology:
     @classmethod
     def parse(
         cls,
-        told: Any,
+        content: Any,
         *,
         hf_checkpoint: str | Path | None = None,
         num_gpus_per_engine: int = 1,
@@ -119,97 +141,83 @@ class Topology:
         """Resolve the content of a file into plans.
 
         Args:
-            told: ``{"vllm": [model, ...]}`` (or ``sglang``, ``embedded``).
-            hf_checkpoint: what the trainer starts from: the path of models that give none, and the one that
-                ``update_weights: auto`` looks for.
+            content: ``{"vllm": [model, ...]}``, or another kind of engine that can be started.
+            hf_checkpoint: the checkpoint that the trainer starts from: the path of models that give none, and the one
+                that ``update_weights: auto`` looks for.
             num_gpus_per_engine: for groups of models that give none.
-            rollout_num_gpus: what all groups have to add up to, where given.
+            rollout_num_gpus: the devices that all groups have to add up to, where given.
 
         Raises:
-            ConfigError: what it says cannot work.
+            ConfigError: the content cannot work.
         """
-        if not isinstance(told, Mapping) or len(told) != 1 or next(iter(told)) not in KINDS:
-            found = list(told) if isinstance(told, Mapping) else type(told).__name__
-            raise ConfigError(f"the top level is {found}", expected=f"one key of {', '.join(KINDS)}")
-        ((kind, rows),) = told.items()
-        if not isinstance(rows, Sequence) or isinstance(rows, str) or not rows:
-            raise ConfigError(f"{kind} is {rows!r:.80}", expected="a list of at least one model")
-        models, offset = [], 0
+        try:
+            ((kind, rows),) = msgspec.convert(content, _Models).items()
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"the models cannot be read: {error}", hint="docs/routers.md lists the keys") from None
+        engines.part(kind, "server")  # an error, with the kinds that there are, for one that cannot be started
+        if len({row.name for row in rows}) < len(rows):
+            raise ConfigError(f"two models have one name: {', '.join(row.name for row in rows)}")
+        models: list[ModelPlan] = []
+        offset = 0
         for row in rows:
-            default = None if hf_checkpoint is None else str(hf_checkpoint)
-            model, offset = _model(kind, row, default, num_gpus_per_engine, offset)
+            model, offset = _planned(kind, row, hf_checkpoint, num_gpus_per_engine, offset)
             models.append(model)
-        names = [model.name for model in models]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ConfigError(f"two models are called {twice[0]!r}")
         if rollout_num_gpus not in (None, offset):
             raise ConfigError(f"the groups have {offset} GPUs in all", expected=f"rollout_num_gpus={rollout_num_gpus}")
         return cls(kind=kind, models=tuple(models), num_gpus=offset)
 
 
-def _model(kind: str, row: Any, hf_checkpoint: str | None, per_engine: int, offset: int) -> tuple[ModelPlan, int]:
-    _keys(row, _MODEL_KEYS, "a model")
-    name = row.get("name")
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"a model's name is {name!r}", expected="a string")
-    if "server_groups" in row and "engine_groups" in row:
+def _planned(
+    kind: str, row: _Model, hf_checkpoint: str | Path | None, per_engine: int, offset: int
+) -> tuple[ModelPlan, int]:
+    """Return the plan of a model, whose devices begin at ``offset``, and the offset of the next."""
+    name, default = row.name, row.model_path or str(hf_checkpoint or "")
+    if row.server_groups is not None and row.engine_groups is not None:
         raise ConfigError(f"model {name!r} has server_groups and engine_groups", expected="one: they mean the same")
-    groups = row.get("server_groups", row.get("engine_groups")) or []
-    per_engine = _count(row.get("num_gpus_per_engine", per_engine), f"num_gpus_per_engine of {name!r}")
-    paths: set[str] = set()
-    engines: list[EnginePlan] = []
-    for group in groups:
-        _keys(group, _GROUP_KEYS, f"a group of {name!r}")
-        overrides = {str(key).replace("-", "_"): value for key, value in (group.get("overrides") or {}).items()}
-        path = overrides.pop("model_path", None) or row.get("model_path") or hf_checkpoint
-        worker_type = group.get("worker_type")
-        if worker_type not in TYPES:
-            raise ConfigError(f"a group of {name!r} has worker_type {worker_type!r}", expected=" or ".join(TYPES))
-        gpus = _count(group.get("num_gpus"), f"num_gpus of a group of {name!r}")
-        each = _count(group.get("num_gpus_per_engine", per_engine), f"num_gpus_per_engine of a group of {name!r}")
-        if worker_type != "placeholder":
-            if gpus % each:
-                raise ConfigError(f"a group of {name!r} has {gpus} GPUs for engines of {each}", expected="a multiple")
-            if path is None:
-                raise ConfigError(f"model {name!r} has no model_path", hint="give one, or hf_checkpoint")
-            paths.add(str(path))
-            for i in range(gpus // each):
-                number = sum(plan.worker_type == worker_type for plan in engines)
-                devices = tuple(range(offset + i * each, offset + (i + 1) * each))
-                engines.append(
-                    EnginePlan(
-                        name=f"{name}/{worker_type}/{number}",
-                        model=name,
-                        kind=kind,
-                        worker_type=worker_type,
-                        model_path=str(path),
-                        gpus=devices,
-                        overrides=overrides,
-                    )
+    plans: list[EnginePlan] = []
+    for group in row.server_groups or row.engine_groups or []:
+        overrides = {key.replace("-", "_"): value for key, value in (group.overrides or {}).items()}
+        path = str(overrides.pop("model_path", default))
+        each = group.num_gpus_per_engine or row.num_gpus_per_engine or per_engine
+        devices = range(offset, offset + group.num_gpus)
+        offset += group.num_gpus
+        if group.worker_type == "placeholder":
+            continue
+        if group.num_gpus % each:
+            raise ConfigError(
+                f"a group of {name!r} has {group.num_gpus} GPUs for engines of {each}", expected="a multiple"
+            )
+        if not path:
+            raise ConfigError(f"model {name!r} has no model_path", hint="give one, or hf_checkpoint")
+        for first in range(0, group.num_gpus, each):
+            number = sum(plan.worker_type == group.worker_type for plan in plans)
+            plans.append(
+                EnginePlan(
+                    name=f"{name}/{group.worker_type}/{number}",
+                    model=name,
+                    kind=kind,
+                    worker_type=group.worker_type,
+                    model_path=path,
+                    gpus=tuple(devices[first : first + each]),
+                    overrides=overrides,
                 )
-        offset += gpus
-    if len(paths) > 1:
-        raise ConfigError(f"groups of {name!r} have different paths: {', '.join(sorted(paths))}", expected="one model")
-    types = {plan.worker_type for plan in engines}
+            )
+    types = {plan.worker_type for plan in plans}
     check_pools(f"model {name!r}", types)
     if types == {"encoder"}:
         raise ConfigError(f"model {name!r} has encoders alone")
-    path = paths.pop() if paths else str(row.get("model_path") or hf_checkpoint or "")
-    engines.sort(key=lambda plan: plan.worker_type != "encoder")
-    updated = _updated(name, row.get("update_weights", "auto"), path, hf_checkpoint)
-    return ModelPlan(name=name, model_path=path, update_weights=updated, engines=tuple(engines)), offset
-
-
-def _updated(name: str, told: Any, path: str, hf_checkpoint: str | None) -> bool:
-    if isinstance(told, bool):
-        return told
-    if told != "auto":
-        raise ConfigError(f"update_weights of {name!r} is {told!r}", expected="true, false or auto")
-    if hf_checkpoint is not None and path == hf_checkpoint:
-        return True
-    log.warning("model %r does not follow the trainer: its path %r is not the trainer's %r", name, path, hf_checkpoint)
-    return False
+    paths = sorted({plan.model_path for plan in plans}) or [default]
+    if len(paths) > 1:
+        raise ConfigError(f"groups of {name!r} have different paths: {', '.join(paths)}", expected="one model")
+    follows = row.update_weights
+    if follows == "auto":
+        follows = hf_checkpoint is not None and os.path.abspath(paths[0]) == os.path.abspath(hf_checkpoint)
+        if not follows:
+            words = "model %r does not follow the trainer: its path %r is not the trainer's %r"
+            log.warning(words, name, paths[0], hf_checkpoint)
+    plans.sort(key=lambda plan: plan.worker_type != "encoder")
+    ordered = tuple(replace(plan, follows=bool(follows)) for plan in plans)
+    return ModelPlan(name=name, model_path=paths[0], update_weights=bool(follows), engines=ordered), offset
 
 
 def check_pools(whose: str, types: Collection[str]) -> None:
@@ -223,17 +231,3 @@ def check_pools(whose: str, types: Collection[str]) -> None:
         raise ConfigError(f"{whose} has {pools.pop()} engines alone", expected="prefill and decode engines")
     if pools and "regular" in types:
         raise ConfigError(f"{whose} has pools and regular engines", expected="one or the other", hint="two routers")
-
-
-def _keys(row: Any, known: set[str], what: str) -> None:
-    if not isinstance(row, Mapping):
-        raise ConfigError(f"{what} is {row!r:.80}", expected="a mapping")
-    unknown = sorted(set(map(str, row)) - known)
-    if unknown:
-        raise ConfigError(f"{what} has {', '.join(unknown)}", expected=f"some of {', '.join(sorted(known))}")
-
-
-def _count(value: Any, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{what} is {value!r}", expected="a number of at least 1")
-    return value

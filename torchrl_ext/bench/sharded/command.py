@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--size", choices=sorted(MODELS), default="full", help="full: 340 MB of float32")
     parser.add_argument("--bucket-bytes", type=int, default=BUCKET_BYTES, help="of every transport")
-    parser.add_argument("--engine", choices=("vllm", "sglang"), help="send to a running engine of two workers instead")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), help="send to an engine of two workers instead")
+    parser.add_argument("--python", help="with --engine: an interpreter that has it (default: this one)")
     parser.add_argument("--ranks", type=int, default=2, help="with --engine: trainer ranks")
     parser.add_argument("--layers", type=int, default=2, help="with --engine: of 45 M parameters each")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="float32", help="with --engine")
@@ -106,16 +107,16 @@ def _synthetic(args: argparse.Namespace, folder: str, say: Callable[[str], None]
 
 
 def _with_engine(args: argparse.Namespace, folder: str, say: Callable[[str], None]) -> dict[str, Any]:
-    from torchrl_ext.serving.engines.sglang import SGLangServer
-    from torchrl_ext.serving.engines.vllm import VLLMServer
+    from torchrl_ext.registry import engines
+    from torchrl_ext.serving.server import start
     from torchrl_ext.testing.tiny import make_tiny_lm
 
     say("making a checkpoint")
     dtype = getattr(torch, args.dtype)
     model = make_tiny_lm(Path(folder, "model"), dtype=dtype, num_hidden_layers=args.layers, **_LM)
     say(f"starting {args.engine}")
-    start: Any = VLLMServer if args.engine == "vllm" else SGLangServer
-    with start(model, dtype=args.dtype, tensor_parallel_size=WORKERS, max_model_len=256) as server:
+    settings = {"dtype": args.dtype, "tensor_parallel_size": WORKERS, "max_model_len": 256, "python": args.python}
+    with start(engines.part(args.engine, "server")(model, **settings)) as server:
         say("both transports in turns")
         more: dict[str, Any] = {"folder": folder, "model": str(model), "bucket_bytes": args.bucket_bytes}
         more |= {"engine": args.engine, "url": server.url, "turns": args.turns, "repeats": args.repeats}

@@ -180,10 +180,11 @@ def _check(args: argparse.Namespace) -> None:
     for flag, given in (("--steps", args.steps), ("--trainer-ranks", args.trainer_ranks), ("--tp", args.tp)):
         if given < 1:
             raise ConfigError(f"{flag} is {given}", expected="at least 1")
-    launcher = engines.part(args.engine, "server")
+    if not args.engines:
+        engines.part(args.engine, "server")
     if args.tp > 1 and args.engines:
         raise ConfigError("--tp is of an engine that the demo starts, and --engines names some that run already")
-    if args.tp > 1 and _TENSOR_PARALLEL not in launcher.settings():
+    if args.tp > 1 and _TENSOR_PARALLEL not in engines.part(args.engine, "server").settings():
         raise ConfigError(
             f"--tp is {args.tp}, and a model of the {args.engine} engine is never shared by several workers",
             expected="1, or --engine vllm or sglang",
@@ -203,16 +204,18 @@ def _engines(
             args.transport = WeightUpdateConfig().transport_config(found).name  # another, where some lack our plugin
         args.verify = "outputs" if any(info.stock for info in found) else True  # those compare no digests
         return [info.url for info in found], args.model or _served_model(args)
+    from torchrl_ext.cli.environments import settings_for
     from torchrl_ext.registry import engines
+    from torchrl_ext.serving.server import start
     from torchrl_ext.testing.tiny import make_tiny_lm
 
     model_dir = args.model or str(make_tiny_lm(root / "model", seed=args.seed))
     progress.say(f"starting the {args.engine} engine")
-    cls = engines.part(args.engine, "server")
+    make = engines.part(args.engine, "server")
     threads = None if args.model else 1
-    wanted = {"dtype": "float32", "threads": threads, "log_path": root / "engine.log", "report": progress.say}
-    wanted[_TENSOR_PARALLEL] = args.tp
-    server = cls(model_dir, **{name: value for name, value in wanted.items() if name in cls.settings()})
+    wanted: Info = {"dtype": "float32", "threads": threads, "log_path": root / "engine.log", _TENSOR_PARALLEL: args.tp}
+    wanted = {name: value for name, value in wanted.items() if name in make.settings()}
+    server = start(make(model_dir, **wanted, **settings_for(args.engine, report=progress.say)))
     return [stack.enter_context(server).url], model_dir
 
 

@@ -14,10 +14,12 @@ import torch
 from rich.console import Console
 
 from torchrl_ext.cli.demo.policy import MAX_TOKENS, Policy
+from torchrl_ext.cli.environments import settings_for
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import engines
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rpc.discovery import discover
+from torchrl_ext.serving.server import start
 from torchrl_ext.testing.tiny import make_tiny_lm
 from torchrl_ext.types import Info, SyncReport
 
@@ -109,17 +111,22 @@ class Stage:
         """The policy that the engines follow."""
         return Policy(self.model_dir, seed=self._seed)
 
+    @cached_property
+    def environment(self) -> Info:
+        """The settings with which the stage's engines start in an environment that has them."""
+        return settings_for(self.kind, report=self.say)
+
     def engines(self, count: int) -> list[str]:
         """Return the addresses of running engines: those that were given, or ``count`` that are started here."""
         if self.given:
             return list(self._urls)
         self.say(f"starting {count} {self.kind} engine(s)")
-        cls = engines.part(self.kind, "server")
-        threads = 1 if self._model is None else None
-        wanted = {"dtype": "float32", "threads": threads, "max_model_len": _MAX_MODEL_LEN, "report": self.say}
-        settings = {name: value for name, value in wanted.items() if name in cls.settings()}
+        make = engines.part(self.kind, "server")
+        wanted: Info = {"dtype": "float32", "max_model_len": _MAX_MODEL_LEN, **self.environment}
+        if self._model is None and "threads" in make.settings():
+            wanted["threads"] = 1
         with ThreadPoolExecutor(count) as pool:
-            started = [pool.submit(cls, self.model_dir, **settings) for _ in range(count)]
+            started = [pool.submit(start, make(self.model_dir, **wanted)) for _ in range(count)]
             for one in started:
                 one.exception()  # all have started or failed before any is used, so that each is ended
         servers = [one.result() for one in started if one.exception() is None]

@@ -9,12 +9,13 @@ from urllib.parse import urlsplit
 
 import torchrl_ext
 from torchrl_ext.cli.doctor.findings import Examination, Examined, Finding, Notes
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, WeightSyncError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.registry import engines
 from torchrl_ext.routes import ADAPTERS_ROUTE, BACKEND
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
-from torchrl_ext.rpc.server_info import is_guest, kv_connectors
+from torchrl_ext.rpc.router import listed_workers
+from torchrl_ext.rpc.server_info import ServerInfo, read_server_info
 from torchrl_ext.types import EngineInfo, Info, is_loopback
 
 __all__ = ["compare", "examine"]
@@ -75,13 +76,13 @@ def _examine(address: str, url: str, session: HTTPSession, asked: Examination, n
     began = time.time()
     answer = session.call("GET", "/server_info", query={"config_format": "json"})
     ended = time.time()
-    workers = _behind_router(session)
+    workers = listed_workers(session)
     if workers is not None:
         notes.failure(
             "router",
             f"a router with {len(workers)} worker(s): it hands a control call to one of them and says that all is well",
             "the address of an engine",
-            f"give the engines' own addresses: {' '.join(workers) or 'it has none yet'}",
+            f"give the engines' own addresses: {' '.join(worker.url for worker in workers) or 'it has none yet'}",
         )
         return Examined(address=address, notes=notes)
     notes.ok("router", "the engine itself, no router")
@@ -94,10 +95,11 @@ def _examine(address: str, url: str, session: HTTPSession, asked: Examination, n
     _clock(notes, answer, began, ended)
     _routes(notes, session, info)
     _keys(notes, session, info, asked)
-    _transports(notes, info, asked, answer)
+    facts = _facts(info, answer)
+    _transports(notes, info, asked, facts)
     _paused(notes, session, info)
     _world(notes, info)
-    _kept(notes, answer)
+    _kept(notes, facts)
     answers: list[Info] = []
     try:
         access = {"api_key": asked.api_key, "load_timeout_s": max(30.0, asked.timeout_s)}
@@ -106,21 +108,7 @@ def _examine(address: str, url: str, session: HTTPSession, asked: Examination, n
         if not info.stock:
             notes.warning("plugin", error.what, f"torchrl_ext {torchrl_ext.__version__}", error.hint or "")
     _versions(notes, answers)
-    dtype = _dtype(answer)
-    return Examined(address=address, notes=notes, info=info, answers=tuple(answers), dtype=dtype)
-
-
-def _behind_router(session: HTTPSession) -> list[str] | None:
-    """Return the addresses of the workers where this is a router, of vLLM or of SGLang; None where it is none."""
-    for route, name in (("/list_workers", "urls"), ("/workers", "workers")):
-        try:
-            told = session.get(route)
-        except EngineError:
-            continue
-        rows = told.get(name) if isinstance(told, dict) else None
-        if isinstance(rows, list):
-            return [str(row.get("url") if isinstance(row, dict) else row) for row in rows]
-    return None
+    return Examined(address=address, notes=notes, info=info, answers=tuple(answers), dtype=facts.dtype)
 
 
 def _clock(notes: Notes, answer: Answer, began: float, ended: float) -> None:
@@ -188,9 +176,9 @@ def _harmless_calls(kind: str) -> list[tuple[str, str, Any]]:
     return [*found, *ours]
 
 
-def _transports(notes: Notes, info: EngineInfo, asked: Examination, answer: Answer) -> None:
+def _transports(notes: Notes, info: EngineInfo, asked: Examination, facts: ServerInfo) -> None:
     wanted = asked.transport
-    if is_guest(_told(answer)):
+    if facts.is_guest:
         notes.failure(
             "plugin",
             "maps weights that a daemon owns (--load-format ipc_cache), so an update would change those of others",
@@ -275,9 +263,9 @@ def _world(notes: Notes, info: EngineInfo) -> None:
         notes.warning("world size", told, f"{product}", remedy)
 
 
-def _kept(notes: Notes, answer: Answer) -> None:
+def _kept(notes: Notes, facts: ServerInfo) -> None:
     """Note stores of keys and values that outlive the engine's own cache, and cannot be told to drop theirs."""
-    connectors = kv_connectors(_told(answer))
+    connectors = facts.kv_connectors
     keeping = [name for name in connectors if name in _KEEPERS]
     if keeping:
         notes.warning(
@@ -303,24 +291,12 @@ def _versions(notes: Notes, answers: list[Info]) -> None:
         notes.warning("versions", told, f"torchrl_ext {torchrl_ext.__version__}, as here", remedy)
 
 
-def _dtype(answer: Answer) -> str:
-    told = _told(answer)
-    inner = _inside(_inside(told, "vllm_config"), "model_config")
-    return str(inner.get("dtype") or told.get("dtype") or "").removeprefix("torch.")
-
-
-def _told(answer: Answer) -> Info:
-    """Return what an engine says of itself; nothing where that is no JSON object."""
+def _facts(info: EngineInfo, answer: Answer) -> ServerInfo:
+    """Return what an engine says of itself; little where it has only the earlier route."""
     try:
-        told = answer.json()
-    except ValueError:
-        return {}
-    return told if isinstance(told, dict) else {}
-
-
-def _inside(told: Info, key: str) -> Info:
-    found = told.get(key)
-    return found if isinstance(found, dict) else {}
+        return read_server_info(info.url, answer.json())
+    except (EngineRefusedError, ValueError):
+        return ServerInfo(info=info)
 
 
 def compare(every: list[Examined]) -> list[Finding]:

@@ -1,14 +1,14 @@
-"""`EmbeddedServer` starts the embedded engine as a child process that ends with its parent."""
+"""Run the embedded engine as a child process that ends with its parent."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torchrl_ext.serving.server import EngineSpec, Server, as_flags
+from torchrl_ext.serving.processes import GuardedProcess
+from torchrl_ext.serving.server import EngineSpec, as_flags, start
 from torchrl_ext.types import API_KEY_VARIABLE
 
 __all__ = ["EmbeddedServer", "EmbeddedSpec"]
@@ -24,6 +24,7 @@ class EmbeddedSpec(EngineSpec):
     """
 
     name: ClassVar[str] = "embedded"
+    module: ClassVar[str] = "torchrl_ext.embedded"
     key_variable: ClassVar[str | None] = API_KEY_VARIABLE
 
     device: str = "cpu"
@@ -34,10 +35,7 @@ class EmbeddedSpec(EngineSpec):
     def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
         return {}
 
-    def interpreter(self) -> Path:
-        return Path(sys.executable)
-
-    def command(self, python: Path, port: int) -> list[str]:
+    def command(self, port: int) -> list[str]:
         arguments = {
             "model": self.model,
             "port": port,
@@ -46,13 +44,12 @@ class EmbeddedSpec(EngineSpec):
             "max-model-len": self.max_model_len,
             "threads": self.threads,
         }
-        return [str(python), "-m", "torchrl_ext.embedded", *as_flags(arguments)]
+        return [str(self.interpreter), "-m", self.module, *as_flags(arguments)]
 
-    def variables(self, python: Path, command: Sequence[str]) -> dict[str, str]:
+    def variables(self) -> dict[str, str]:
         return {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-class EmbeddedServer(Server):
-    """Starts an embedded engine and waits until it is healthy; takes the fields of `EmbeddedSpec` as arguments."""
-
-    spec = EmbeddedSpec
+def EmbeddedServer(model_dir: str | Path, **settings: Any) -> GuardedProcess:
+    """Start an embedded engine and wait until it is healthy; see `start`, and `EmbeddedSpec` for the settings."""
+    return start(EmbeddedSpec(model_dir, **settings))

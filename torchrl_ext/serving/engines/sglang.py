@@ -1,4 +1,4 @@
-"""Run a stock SGLang server with our plugin in it as a child process."""
+"""Run a stock SGLang server with our plugin in it, or SGLang's router, as a child process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.serving.server import Server, StockSpec, as_flags, on_cpu
+from torchrl_ext.serving.processes import GuardedProcess
+from torchrl_ext.serving.router import RouterSpec
+from torchrl_ext.serving.server import StockSpec, as_flags, start
 
-__all__ = ["SGLangServer", "SGLangSpec"]
+__all__ = ["SGLangRouterSpec", "SGLangServer", "SGLangSpec"]
 
 # --sleep-on-idle: an idle scheduler would keep one of the few cores busy
 _CPU_FLAGS = ("--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle")
@@ -42,6 +44,8 @@ class SGLangSpec(StockSpec):
     """
 
     name: ClassVar[str] = "sglang"
+    module: ClassVar[str] = "sglang.launch_server"
+    installed: ClassVar[str] = "name an interpreter that has it (python=...), or run `torchrl-ext serve sglang`"
     health: ClassVar[str] = "/health_generate"  # only at the start: nobody has paused it yet
     # /health generates a token, so that a server that is paused for new weights hangs for 20 s and answers 503, unless
     # it has SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 (servers that we start have it). /ping is 200 while it is paused
@@ -61,8 +65,8 @@ class SGLangSpec(StockSpec):
             mode["disaggregation_bootstrap_port"] = bootstrap_port()
         return mode
 
-    def command(self, python: Path, port: int) -> list[str]:
-        cpu = on_cpu(python)
+    def command(self, port: int) -> list[str]:
+        cpu = self.on_cpu
         arguments = {
             "model-path": self.model,
             "host": self.host,
@@ -72,31 +76,43 @@ class SGLangSpec(StockSpec):
             "context-length": self.max_model_len,
             **(_CPU_ARGUMENTS if cpu else {}),
         }
-        command = [str(python), "-m", "sglang.launch_server", *as_flags(arguments), "--skip-server-warmup"]
+        command = [str(self.interpreter), "-m", self.module, *as_flags(arguments), "--skip-server-warmup"]
         command += [*(_CPU_FLAGS if cpu else ()), *_lora(self.lora_rank, self.lora_adapters, cpu)]
         return [*command, *(_SLEEP_FLAGS if self.sleep_mode and not cpu else ()), *self.extra_args]
 
-    def variables(self, python: Path, command: Sequence[str]) -> dict[str, str]:
+    def variables(self) -> dict[str, str]:
         # the folder that we are called from, which may be a checkout of ours, says nothing about the engine
         environ = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
-        environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # see `probes`: keepers and routers ask /health
+        environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # see `probes`: supervisors and routers ask /health
         allowed = os.environ.get("SGLANG_PLUGINS")  # an allow-list
         if allowed:
             environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys([*allowed.split(","), "torchrl_ext"]))
-        if on_cpu(python):
+        if self.on_cpu:
             environ["SGLANG_USE_CPU_ENGINE"] = "1"
             environ["TORCHRL_EXT_UNPINNED"] = "1"  # its LoRA pins memory, which takes a GPU
             environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "2")
-            workers = _workers(command)
+            workers = _workers([f"--tp-size={self.tensor_parallel_size}", *self.extra_args])
             if workers > 1:
                 environ["SGLANG_CPU_OMP_THREADS_BIND"] = _cores(workers)
         return environ
 
 
-class SGLangServer(Server):
-    """Starts a stock SGLang server and waits until it is healthy; takes the fields of `SGLangSpec` as arguments."""
+@dataclass(frozen=True, kw_only=True)
+class SGLangRouterSpec(RouterSpec):
+    """SGLang's router (sglang-router 0.3.2)."""
 
-    spec = SGLangSpec
+    module: ClassVar[str] = "sglang_router.launch_router"
+    installed: ClassVar[str] = "name an interpreter that has it (python=...), or pip install sglang-router"
+    policy_of_sessions: ClassVar[str] = "manual"  # by routing key; a request without one goes anywhere
+    pools: ClassVar[str] = "--pd-disaggregation"  # both at once, with the host, the port and the room where they meet
+    bootstraps: ClassVar[bool] = True
+    # it would ask five times by itself; our client has its own rules
+    more: ClassVar[tuple[str, ...]] = ("--log-level=warn", "--disable-retries")
+
+
+def SGLangServer(model_dir: str | Path, **settings: Any) -> GuardedProcess:
+    """Start a stock SGLang server and wait until it is healthy; see `start`, and `SGLangSpec` for the settings."""
+    return start(SGLangSpec(model_dir, **settings))
 
 
 def _lora(rank: int | None, adapters: int, cpu: bool) -> list[str]:
@@ -114,18 +130,18 @@ def _lora(rank: int | None, adapters: int, cpu: bool) -> list[str]:
     ]
 
 
-def _workers(command: Sequence[str]) -> int:
+def _workers(arguments: Sequence[str]) -> int:
     """Return how many processes compute, replicas included: SGLang has to be told the cores of each."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for names in _SIZES:
         parser.add_argument(*names, type=int, default=1, dest=names[0])
     parser.add_argument("--enable-dp-attention", action="store_true", dest="shared")
     try:
-        told = vars(parser.parse_known_args(list(command))[0])
+        sizes = vars(parser.parse_known_args(list(arguments))[0])
     except argparse.ArgumentError:
         return 1  # SGLang itself reports what is wrong
-    tensor, pipeline, data = (max(1, told[names[0]]) for names in _SIZES)
-    return tensor * pipeline * (1 if told["shared"] else data)  # replicas of attention alone share the tensor workers
+    tensor, pipeline, data = (max(1, sizes[names[0]]) for names in _SIZES)
+    return tensor * pipeline * (1 if sizes["shared"] else data)  # replicas of attention alone share the tensor workers
 
 
 def _cores(workers: int) -> str:

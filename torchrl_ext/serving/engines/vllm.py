@@ -1,4 +1,4 @@
-"""Run a stock vLLM server with our plugin in it as a child process."""
+"""Run a stock vLLM server with our plugin in it, or vLLM's router, as a child process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.routes import BACKEND
-from torchrl_ext.serving.server import Server, StockSpec, as_flags, on_cpu
+from torchrl_ext.serving.processes import GuardedProcess
+from torchrl_ext.serving.router import RouterSpec
+from torchrl_ext.serving.server import StockSpec, as_flags, start
 
-__all__ = ["VLLMServer", "VLLMSpec"]
+__all__ = ["VLLMRouterSpec", "VLLMServer", "VLLMSpec"]
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
@@ -33,8 +35,11 @@ class VLLMSpec(StockSpec):
     """
 
     name: ClassVar[str] = "vllm"
+    module: ClassVar[str] = "vllm.entrypoints.openai.api_server"
+    installed: ClassVar[str] = "name an interpreter that has it (python=...), or run `torchrl-ext serve vllm`"
     key_variable: ClassVar[str | None] = "VLLM_API_KEY"
     negates: ClassVar[bool] = True
+    unguarded: ClassVar[str] = "/pause, /update_weights and /collective_rpc"
     shared_memory: ClassVar[tuple[str, ...]] = ("vllm_dist_",)
 
     plain_linears: bool = False
@@ -48,8 +53,8 @@ class VLLMSpec(StockSpec):
             return {}
         return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": roles[worker_type]}}
 
-    def command(self, python: Path, port: int) -> list[str]:
-        cpu = on_cpu(python)
+    def command(self, port: int) -> list[str]:
+        cpu = self.on_cpu
         arguments = {
             "model": self.model,
             "host": self.host,
@@ -60,21 +65,21 @@ class VLLMSpec(StockSpec):
             "served-model-name": "policy",
             "weight-transfer-config": json.dumps({"backend": BACKEND}),
         }
-        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", *as_flags(arguments)]
-        command += ["--enable-scale-out"] if _has_scale_out(python) else []  # /inference/v1/generate
+        command = [str(self.interpreter), "-m", self.module, *as_flags(arguments)]
+        command += ["--enable-scale-out"] if _has_scale_out(self.interpreter) else []  # /inference/v1/generate
         command += [*(["--enforce-eager"] if cpu else []), *_lora(self.lora_rank, self.lora_adapters)]
         return [*command, *(["--enable-sleep-mode"] if self.sleep_mode and not cpu else []), *self.extra_args]
 
-    def variables(self, python: Path, command: Sequence[str]) -> dict[str, str]:
+    def variables(self) -> dict[str, str]:
         environ = {
             "VLLM_SERVER_DEV_MODE": "1",  # vLLM has its RL routes only then
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
         }
         allowed = os.environ.get("VLLM_PLUGINS")  # an allow-list, and vLLM takes routes only from plugins on it
-        others = _installed_plugins(python) if allowed is None else filter(None, allowed.split(","))
+        others = _installed_plugins(self.interpreter) if allowed is None else filter(None, allowed.split(","))
         environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*others, "torchrl_ext"]))
-        if on_cpu(python):
+        if self.on_cpu:
             environ["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
             environ["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
             if self.tensor_parallel_size > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -85,10 +90,23 @@ class VLLMSpec(StockSpec):
         return environ
 
 
-class VLLMServer(Server):
-    """Starts a stock vLLM server and waits until it is healthy; takes the fields of `VLLMSpec` as arguments."""
+@dataclass(frozen=True, kw_only=True)
+class VLLMRouterSpec(RouterSpec):
+    """vLLM's router (vllm-router 0.1.17).
 
-    spec = VLLMSpec
+    It asks pools one after the other, and drops fields of `/generate`: sampling_seed, min_new_tokens.
+    """
+
+    module: ClassVar[str] = "vllm_router.launch_router"
+    installed: ClassVar[str] = "name an interpreter that has it (python=...), or pip install 'torchrl_ext[router]'"
+    policy_of_sessions: ClassVar[str] = "consistent_hash"
+    pools: ClassVar[str] = "--vllm-pd-disaggregation"  # prefill first, then decode with what the connector handed on
+    more: ClassVar[tuple[str, ...]] = ("--log-level=warning",)
+
+
+def VLLMServer(model_dir: str | Path, **settings: Any) -> GuardedProcess:
+    """Start a stock vLLM server and wait until it is healthy; see `start`, and `VLLMSpec` for the settings."""
+    return start(VLLMSpec(model_dir, **settings))
 
 
 def _lora(rank: int | None, adapters: int) -> list[str]:

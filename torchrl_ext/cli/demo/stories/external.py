@@ -15,8 +15,10 @@ import torch
 import torchrl_ext as tx
 from torchrl_ext.cli.demo.policy import MAX_TOKENS, read_model
 from torchrl_ext.cli.demo.stage import Stage
+from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.compat.flags.serving import make_serving
+from torchrl_ext.serving.launchers import LocalLauncher
 from torchrl_ext.serving.routing import Routing
 from torchrl_ext.serving.served import OwnedEngines
 
@@ -49,7 +51,7 @@ def run(stage: Stage) -> None:
         lambda: chosen(vllm_config="engines.yaml"),
         "exclude each other",
     )
-    with make_serving(chosen()) as serving:
+    with make_serving(chosen(), **settings_for_router(stage.kind, stage.say)) as serving:
         routing = serving.model("default")
         listed = sorted(worker.url for worker in routing.router.workers())
         stage.check("the router that was started uses the engines that were named", listed, sorted(urls))
@@ -78,7 +80,12 @@ def _owned(stage: Stage) -> None:
     path = stage.folder / "engines.yaml"
     path.write_text(_YAML.format(kind=stage.kind, reward=stage.other_model("reward", seed=99)))
     stage.say(f"starting the {stage.kind} engines of a YAML: an actor, and a reward model that stays as it is")
-    with OwnedEngines(path, hf_checkpoint=stage.model_dir) as serving:
+    with OwnedEngines(
+        path,
+        hf_checkpoint=stage.model_dir,
+        launcher=LocalLauncher(**stage.environment),
+        router=settings_for_router(stage.kind, stage.say),
+    ) as serving:
         actor, frozen = serving.model("actor"), serving.model("reward")
         stage.check("of the job's own models the actor follows, and no other", sorted(serving.updatable()), ["actor"])
         stage.refuses("the frozen model has no client that sends weights", frozen.fleet, "does not follow")
@@ -116,10 +123,9 @@ def _own(stage: Stage) -> list[list[int]]:
 
 def _through(routing: Routing, stage: Stage) -> Any:
     client = routing.client(timeout_s=120.0)
-    sampling = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
     try:
-        batch = {"prompt_token_ids": stage.policy.prompts, "sampling_params": sampling}
-        return client.run(client.generate(batch))["response_ids"]
+        found = client.generate(stage.policy.prompts, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+        return [list(one.token_ids) for one in found]
     finally:
         client.close()
 

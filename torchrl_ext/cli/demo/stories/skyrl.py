@@ -10,6 +10,7 @@ from typing import Any
 import torchrl_ext as tx
 from torchrl_ext.cli.demo.policy import MAX_TOKENS
 from torchrl_ext.cli.demo.stage import Stage
+from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.serving.routing import Routing
@@ -27,8 +28,8 @@ _BUSY_S = 0.005
 def run(stage: Stage) -> None:
     """Pause, resume, update and put to sleep two engines behind a router while rollouts are in flight."""
     urls = stage.engines(2)
-    with Routing.over(*urls) as routing:
-        client = routing.client(timeout_s=_WAIT_S)
+    with Routing.over(*urls, **settings_for_router(stage.kind, stage.say)) as routing:
+        client = RemoteInferenceClient.of(routing, timeout_s=_WAIT_S)
         wrong = RemoteInferenceClient(proxy_url=routing.url, server_urls=[routing.url], kind=stage.kind)
         stage.refuses(
             "a router among server_urls is refused: it would pass a pause on to one engine",

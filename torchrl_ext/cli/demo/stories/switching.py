@@ -49,16 +49,12 @@ def _beside(stage: Stage, other: str, wide: str) -> None:
     """Run this file with vLLM's interpreter, and take over what it saw."""
     from torchrl_ext.serving.engines.vllm import VLLMSpec
     from torchrl_ext.serving.processes import GuardedProcess
-    from torchrl_ext.serving.server import make_overlay, on_path
 
-    spec = VLLMSpec(stage.model_dir, report=stage.say)
-    python, overlay, seen = spec.interpreter(), stage.folder / "overlay", stage.folder / "seen.json"
-    overlay.mkdir()
-    make_overlay(overlay)
+    spec, seen = VLLMSpec(stage.model_dir, **stage.environment), stage.folder / "seen.json"
     stage.say("starting vLLM's AsyncLLM in a process of its own")
-    program = [str(python), "-m", __name__, stage.model_dir, other, wide, str(seen)]
-    environ = {**spec.variables(python, program), "PYTHONPATH": on_path(overlay)}
-    with GuardedProcess(program, name="vLLM", environ=environ, log_path=stage.folder / "vllm.log") as child:
+    program = [str(spec.interpreter), "-m", __name__, stage.model_dir, other, wide, str(seen)]
+    log = stage.folder / "vllm.log"
+    with GuardedProcess(program, name="vLLM", environ=spec.variables(), log_path=log, plugin=True) as child:
         if not child.wait(_LIMIT_S):
             raise DeadlineError(
                 f"vLLM did not end within {_LIMIT_S:g} s", state="it was ended", hint=child.log()[-2000:]

