@@ -11,10 +11,11 @@ from contextlib import suppress
 import pytest
 
 from torchrl_ext.collectors.hub import Hub, dial
-from torchrl_ext.collectors.worker_end import SchemeWorkerEnd, WorkerEngine
+from torchrl_ext.collectors.worker_end import LinkPort, WorkerTransport
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, EngineUnreachableError, NotConnectedError, WeightSyncError
 from torchrl_ext.messages import Finish, Join, Rehearse
+from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.links import Link
 
@@ -61,15 +62,22 @@ def within(call, *arguments):
     return told[0]
 
 
+def answering(link, receiver):
+    """A worker that is connected already."""
+    worker = WorkerTransport(None, "policy", dict, WAIT_S)
+    worker._link, worker._receiver = link, receiver
+    return worker
+
+
 class TestDeadlines:
     def test_a_worker_that_does_not_read_ends_the_trainers_ask(self, ends, monkeypatch):
         monkeypatch.setattr("torchrl_ext.collectors.worker_end._GRACE_S", 0.0)
-        engine = WorkerEngine(Link(ends[0], "worker 3"), timeout_s=0.3)
-        error = within(engine.ask, Join(transport="disk", params=(), offer=LARGE))
+        engine = Engine(LinkPort(Link(ends[0], "worker 3"), timeout_s=0.3))
+        error = within(engine.tell, Join(transport="disk", params=(), offer=LARGE))
         assert isinstance(error, DeadlineError)
         assert "worker 3 did not read" in error.what and "was closed" in error.state
-        assert engine.rows()[0].state == "unreachable"
-        assert isinstance(within(engine.ask, Finish(version=1)), EngineUnreachableError)
+        assert engine.look()[0].state == "unreachable"
+        assert isinstance(within(engine.tell, Finish(version=1)), EngineUnreachableError)
 
     def test_a_message_of_any_size_reaches_one_who_reads(self, ends):
         sender, reader = Link(ends[0], "a"), Link(ends[1], "b")
@@ -98,12 +106,11 @@ class TestDeadlines:
             def rehearse(self, question):
                 return LARGE
 
-        worker_end = SchemeWorkerEnd(Link(ends[0], "the trainer"), Talkative(), lambda version: None)
-        worker_end.start()
+        worker = answering(Link(ends[0], "the trainer"), Talkative())
         ends[1].sendall(frame(json.dumps({"number": 1, "message": Rehearse().to_json()}).encode()))
-        worker_end._thread.join(WAIT_S)
-        assert not worker_end._thread.is_alive()
-        worker_end.stop()
+        within(worker.serve, lambda: None)
+        assert worker.receive_weights() is None and not worker.check_connection()
+        worker.shutdown()
 
 
 class TestWhatOthersSay:
@@ -151,11 +158,11 @@ class TestWhatOthersSay:
             answer = {"number": 1, draw.choice(["told", "error"]): draw.choice([None, 5, "no", [], {}, {"what": None}])}
             answer = draw.choice([answer, [answer], 7, {"number": "1"}])
             with _tcp_pair() as (ours, theirs):
-                engine = WorkerEngine(Link(ours, "worker 0"), timeout_s=1.0)
+                engine = Engine(LinkPort(Link(ours, "worker 0"), timeout_s=1.0))
                 theirs.sendall(frame(json.dumps(answer).encode()))
                 theirs.shutdown(socket.SHUT_WR)
                 with suppress(WeightSyncError):
-                    engine.ask(Finish(version=1))
+                    engine.tell(Finish(version=1))
 
     def test_a_worker_takes_any_question(self):
         draw = random.Random(5)
@@ -165,10 +172,10 @@ class TestWhatOthersSay:
             asked = {"number": 1, "message": draw.choice([message, message, None, 5, [], {}, "join"])}
             asked = draw.choice([asked, asked, {}, [asked], "join"])
             with _tcp_pair() as (ours, theirs):
-                worker_end = SchemeWorkerEnd(Link(ours, "the trainer"), WeightReceiver({}), lambda version: None)
+                worker = answering(Link(ours, "the trainer"), WeightReceiver({}))
                 theirs.sendall(frame(json.dumps(asked).encode()))
                 theirs.shutdown(socket.SHUT_WR)
-                worker_end._run()
+                worker.serve(lambda: None)
 
     def test_a_refusal_without_a_reason_is_an_error_of_ours(self):
         with socket.create_server(("127.0.0.1", 0)) as server:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors import Collector, MultiSyncCollector
-from torchrl.weight_update import WeightSyncScheme
 
 import torchrl_ext as tx
 from tests.collectors.collecting import (
@@ -105,25 +103,6 @@ def test_a_collector_of_one_process_is_updated_in_place(transport):
         scheme.shutdown()
 
 
-@pytest.mark.parametrize("transport", sorted(tx.transports()))
-def test_followers_without_a_collector_receive_what_is_sent(transport):
-    policy, models = make_policy(), [make_policy(1), make_policy(2)]
-    with followers(Scheme(transport, verify=True), models, model=policy) as (one, two):
-        assert all(same(model.state_dict(), policy.state_dict()) for model in models)
-        assert one.receive(timeout=0) is None
-        assert two.synchronized_on_receiver
-
-
-def test_receive_gives_each_version_once():
-    policy, model, scheme = make_policy(), make_policy(1), Scheme("memory")
-    with followers(scheme, [model], model=policy) as (end,):
-        train(policy)
-        scheme.send()
-        received = end.receive(timeout=10)
-        assert torch.equal(received["module", "0", "weight"], policy.module[0].weight)
-        assert end.receive(timeout=0) is None
-
-
 def test_each_worker_can_have_weights_of_its_own():
     sent = [TensorDict.from_module(make_policy(seed)).data for seed in (3, 4)]
     models, scheme = [make_policy(), make_policy()], Scheme("disk")
@@ -186,6 +165,15 @@ def test_a_policy_without_storage_gets_it_from_the_first_weights_and_ties_stay_t
         assert torch.equal(bare.b.weight, trained.a.weight)
 
 
+def test_a_buffer_without_storage_that_does_not_come_is_named(recwarn):
+    trained, bare, scheme = Tied(), Tied().to("meta"), Scheme("disk", strategy="state_dict", start_timeout_s=5)
+    with (
+        pytest.raises(UpdateError, match="'scratch' of the policy has no storage"),
+        followers(scheme, [bare], model=trained),
+    ):
+        pass
+
+
 def test_no_host_copies_are_kept_for_a_policy_that_had_no_storage(monkeypatch):
     copied, copy = [], reader.host_copy
     monkeypatch.setattr(reader, "host_copy", lambda tensor, folder: copied.append(tensor) or copy(tensor, folder))
@@ -218,25 +206,27 @@ def test_both_of_torchrls_strategies_send_the_same(strategy, recwarn):
         assert same(model.state_dict(), policy.state_dict())
 
 
-@pytest.mark.parametrize("name", sorted(tx.transports()))
-def test_from_backend_knows_every_transport(name):
-    scheme = WeightSyncScheme.from_backend(name, timeout_s=3.0)
-    assert isinstance(scheme, Scheme)
-    assert (scheme.transport, scheme.timeout_s) == (name, 3.0)
-
-
-def test_from_backend_knows_the_names_whichever_package_was_imported_first():
-    asks = (
-        "\nassert w.WeightSyncScheme.from_backend('delta').transport == 'delta'"
-        "\nassert isinstance(w.WeightSyncScheme.from_backend('process'), w.MultiProcessWeightSyncScheme)"
+def test_one_import_gives_torchrl_a_class_per_transport_and_takes_no_name_from_others():
+    python(
+        "import pickle, torchrl.weight_update as w, torchrl_ext as tx\n"
+        "class Theirs(w.WeightSyncScheme):\n"
+        "    def create_transport(self): ...\n"
+        "w.weight_sync_schemes.register_weight_sync_backend('disk')(Theirs)\n"
+        "assert tx.TransportWeightSyncScheme('memory') and 'delta' not in w.weight_sync_schemes._WEIGHT_SYNC_SCHEMES\n"
+        "from torchrl_ext.collectors import backends\n"
+        "backends.register()\n"
+        "for name in tx.transports():\n"
+        "    scheme = w.WeightSyncScheme.from_backend(name)\n"
+        "    if name == 'disk':\n"
+        "        assert type(scheme) is Theirs\n"
+        "        continue\n"
+        "    cls = w.weight_sync_schemes._WEIGHT_SYNC_SCHEMES[name]\n"
+        "    assert issubclass(cls, tx.TransportWeightSyncScheme)\n"
+        "    assert type(scheme) is cls and scheme.transport == name\n"
+        "    assert type(pickle.loads(pickle.dumps(scheme))) is cls and repr(name) in cls.__doc__\n"
+        "assert isinstance(w.WeightSyncScheme.from_backend('process'), w.MultiProcessWeightSyncScheme)",
+        bare=True,
     )
-    orders = (
-        "import torchrl.weight_update as w, torchrl_ext",
-        "import torchrl_ext as tx, torchrl.weight_update as w; tx.WeightSender",
-        "import torchrl_ext.collectors.backends, torchrl.weight_update as w",
-    )
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda order: python(order + asks, bare=True), orders))
 
 
 def test_importing_us_leaves_the_import_system_alone_and_torchrl_out():
@@ -255,8 +245,22 @@ def test_settings_are_checked_when_the_scheme_is_made():
         Scheme("dsik")
     with pytest.raises(ConfigError, match="'disk' has no setting 'rot'"):
         Scheme("disk", rot="/tmp")
-    with pytest.raises(ConfigError, match="number of workers of model 'critic'"):
-        Scheme("disk").init_on_sender(model_id="critic", model=make_policy())
+    with pytest.raises(ConfigError, match="timeout_s=0"):
+        Scheme("disk", timeout_s=0)
+    for given, said in (
+        ({"model": make_policy()}, "number of workers of model 'critic'"),
+        ({"num_workers": 1}, "nothing to send for model 'critic'"),
+        ({"params_map": {0: {}}, "model": make_policy()}, "params_map stands alone"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Scheme("disk").init_on_sender(model_id="critic", **given)
+
+
+def test_what_each_worker_starts_with_may_be_mapped():
+    policy, models, scheme = make_policy(), [make_policy(1), make_policy(2)], Scheme("disk")
+    with followers(scheme, models, model=policy, device_map_fn=lambda idx, weights: weights * idx):
+        assert not any(tensor.any() for tensor in models[0].state_dict().values())
+        assert same(models[1].state_dict(), policy.state_dict())
 
 
 def test_a_scheme_carries_its_settings_into_a_worker_and_nothing_of_this_process():
@@ -280,7 +284,7 @@ def test_a_scheme_that_is_used_too_early_or_too_late_says_so():
     with pytest.raises(NotConnectedError, match="initialized on receiver"):
         scheme.receive()
     scheme.init_on_sender(model_id="actor", model=make_policy(), num_workers=1)
-    with pytest.raises(NotConnectedError, match=r"synchronized on sender.*'actor'"):
+    with pytest.raises(NotConnectedError, match="'actor' is not synchronized on sender"):
         scheme.send()
     scheme.shutdown()
     lost = Scheme("disk")
@@ -291,7 +295,11 @@ def test_a_scheme_that_is_used_too_early_or_too_late_says_so():
 
 @pytest.mark.parametrize("transport", sorted(tx.transports()))
 def test_a_policy_with_other_keys_is_refused_by_name_and_the_next_one_lands(transport):
-    policy, models, scheme = make_policy(), [make_policy(1), make_policy(2)], Scheme(transport, timeout_s=10)
+    policy, models, scheme = (
+        make_policy(),
+        [make_policy(1), make_policy(2)],
+        Scheme(transport, timeout_s=10, verify=True),
+    )
     with followers(scheme, models, model=policy):
         with pytest.raises(UpdateError, match=r"worker [01] of model 'policy'.*no parameter 'module.9.weight'"):
             scheme.send({**policy.state_dict(), "module.9.weight": torch.ones(2)})
@@ -307,7 +315,9 @@ def test_two_models_under_one_id_are_refused():
     policy, model, scheme = make_policy(), make_policy(1), Scheme("disk")
     with followers(scheme, [model], model=policy):
         second = pickle.loads(pickle.dumps(scheme))
-        with pytest.raises(NotConnectedError, match=r"refused worker 0 of model 'policy'.*connected already \(pid"):
+        with pytest.raises(
+            NotConnectedError, match=r"refused worker 0 of model 'policy'.*\(pid \d+\) is connected already"
+        ):
             join(second, make_policy(2), 0)
         with pytest.raises(NotConnectedError, match="carries model 'policy', not 'critic'"):
             join(second, make_policy(2), 0, "critic")

@@ -41,7 +41,6 @@ class Hub:
 
     def __init__(self, host: str, model_id: str, workers: int, welcome: Callable[[int], Info]) -> None:
         self.links: dict[int, Link] = {}
-        self.pids: dict[int, int] = {}
         self.token = secrets.token_hex(16)
         self._model_id, self._workers, self._welcome = model_id, workers, welcome
         listener = socket.create_server((host, 0), backlog=128)
@@ -118,13 +117,11 @@ class Hub:
             if known is not None and not known.alive:
                 del self.links[idx]  # a new process in the place of one that died
             if idx in self.links:
-                return f"worker {idx} of model {self._model_id!r} is connected already (pid {self.pids[idx]})"
-            if len(self.links) >= self._workers:
-                return f"all {self._workers} workers of model {self._model_id!r} are connected already"
+                return f"{self.links[idx].peer} is connected already"
             link.peer = f"worker {idx} of model {self._model_id!r} (pid {pid})"
             link.longest_bytes = LONGEST_BYTES
             link.send({"welcome": self._welcome(idx)}, Deadline(_HELLO_S))
-            self.links[idx], self.pids[idx] = link, pid
+            self.links[idx] = link
             self._changed.notify_all()
         return None
 

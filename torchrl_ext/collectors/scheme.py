@@ -1,7 +1,4 @@
-"""Defines `TransportWeightSyncScheme`: a weight sync scheme of TorchRL's collectors over a transport given by name.
-
-`TransportSchemeBase` implements `torchrl.weight_update.WeightSyncScheme` for whichever transport a subclass makes.
-"""
+"""Defines `TransportWeightSyncScheme`: a weight sync scheme of TorchRL's collectors over a transport given by name."""
 
 from __future__ import annotations
 
@@ -10,235 +7,27 @@ import os
 import shutil
 import tempfile
 import weakref
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.weight_update import WeightSyncScheme
-from torchrl.weight_update.utils import _resolve_model
 
-from torchrl_ext.collectors.hub import dial
-from torchrl_ext.collectors.policy_loader import ModelLoader
-from torchrl_ext.collectors.trainer_end import SchemeTrainerEnd
-from torchrl_ext.collectors.worker_end import SchemeWorkerEnd
+from torchrl_ext.collectors.torchrl_private import is_leaf, model_of, original_policy
+from torchrl_ext.collectors.trainer_end import CollectorTransport, is_per_worker
+from torchrl_ext.collectors.worker_end import WorkerTransport
 from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.registry import transports
-from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import Transport
 
-__all__ = ["TransportSchemeBase", "TransportWeightSyncScheme", "check_settings"]
+__all__ = ["TransportWeightSyncScheme", "checked_settings"]
 
 
-class TransportSchemeBase(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
-    """A weight sync scheme for one model: the trainer end in the trainer and, pickled into a worker, the worker end.
-
-    Its settings are those that `TransportWeightSyncScheme` describes.
-    """
-
-    def __init__(
-        self,
-        *,
-        strategy: Literal["tensordict", "state_dict"] = "tensordict",
-        host: str = "127.0.0.1",
-        timeout_s: float = 60.0,
-        start_timeout_s: float = 300.0,
-        verify: bool = False,
-    ) -> None:
-        super().__init__(strategy)
-        self.host, self.timeout_s, self.start_timeout_s, self.verify = host, timeout_s, start_timeout_s, verify
-        self._trainer_end: SchemeTrainerEnd | None = None
-        self._worker_end: SchemeWorkerEnd | None = None
-        self._dial: tuple[str, int, str] | None = None
-        self._seen = 0
-
-    @abstractmethod
-    def create_transport(self, **settings: Any) -> Transport:
-        """Make a new transport of the trainer; ``settings`` come on top of the scheme's own."""
-
-    def worker_transport(self) -> Transport:
-        """Make the transport to a collector's workers, whose number is known only when they are connected."""
-        return self.create_transport()
-
-    # trainer end
-
-    def _init_on_sender_impl(
-        self,
-        *,
-        model_id: str | None = None,
-        context: Any = None,
-        weights: Any = None,
-        model: nn.Module | None = None,
-        params_map: dict[int, TensorDictBase] | None = None,
-        devices: list[Any] | None = None,
-        device_map_fn: Any = None,
-        num_workers: int | None = None,
-        remote_collectors: list[Any] | None = None,
-        ctx: Any = None,
-    ) -> None:
-        del ctx  # workers dial in by TCP, however they were started
-        self._model_id = model_id or "policy"
-        if params_map is not None:
-            if model is not None or weights is not None or context is not None:
-                raise ConfigError("params_map stands alone", expected="no model, weights or context beside it")
-            num_workers = len(params_map)
-        for counted in (devices, remote_collectors):
-            if num_workers is None and counted is not None:
-                num_workers = len(counted)
-        if context is not None:
-            self.context = context
-            if num_workers is None and not isinstance(context, Collector):
-                num_workers = getattr(context, "num_workers", None)
-        if model is not None:
-            self.model = model
-        if weights is not None:
-            self.weights = weights
-        if context is None and model is None and weights is None and params_map is None:
-            raise ConfigError(
-                f"there is nothing to send for model {self._model_id!r}",
-                expected="init_on_sender(context=collector, model_id=...), or model=, weights= or params_map=",
-            )
-        if context is None and num_workers is None:
-            raise ConfigError(
-                f"the number of workers of model {self._model_id!r} is not known", hint="give num_workers or devices"
-            )
-        self._trainer_end = SchemeTrainerEnd(
-            self, num_workers, devices=devices, params_map=params_map, device_map_fn=device_map_fn, kept=model
-        )
-        self._dial = self._trainer_end.address
-
-    def _setup_connection_and_weights_on_sender_impl(
-        self, *, worker_idx: int | None = None, weights: Any = None
-    ) -> None:
-        self._require_trainer_end("connect").start(weights)
-
-    def send(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
-        """Send weights, and return when every worker holds them.
-
-        Args:
-            weights: module, TensorDict, mapping of tensors, or one of these per worker (``{0: ..., 1: ...}``); None
-                for those of the registered model.
-            worker_ids: the workers that get them; None for all.
-
-        Raises:
-            NotConnectedError: before `init_on_sender` and `connect`, or after `shutdown`.
-            EngineUnreachableError: a worker ended earlier; nothing was sent.
-            UpdateError: some worker does not hold them; names worker, model and, where one is at fault, the key.
-            ConfigError: there is no worker of this index.
-        """
-        if not self.initialized_on_sender:
-            raise NotConnectedError(
-                f"Must be initialized on sender before sending weights (model {self._model_id!r})",
-                hint="call init_on_sender and connect, or hand the scheme to a collector",
-            )
-        if not self.synchronized_on_sender:
-            raise NotConnectedError(
-                f"Must be synchronized on sender before sending weights (model {self._model_id!r})",
-                hint="call connect() when the workers are up",
-            )
-        ids = [worker_ids] if isinstance(worker_ids, int) else worker_ids
-        self._require_trainer_end("send").send(weights, ids)
-
-    # worker end
-
-    def _init_on_receiver_impl(
-        self,
-        model_id: str,
-        context: Any = None,
-        *,
-        model: Any = None,
-        worker_idx: int | None = None,
-        **_: Any,
-    ) -> None:
-        self._model_id = model_id
-        if context is not None:
-            self.context = context
-            found = getattr(context, "worker_idx", None)
-            worker_idx = found if found is not None else worker_idx
-            model = model if model is not None else _resolve_model(context, model_id)
-        if model is not None:
-            self.model = model
-        self._worker_idx = worker_idx
-
-    def _setup_connection_and_weights_on_receiver_impl(self, *, worker_idx: int | None = None) -> None:
-        idx = worker_idx if worker_idx is not None else self._worker_idx
-        if self._dial is None:
-            raise NotConnectedError(
-                f"the scheme of model {self._model_id!r} knows no trainer",
-                hint="call init_on_sender before the scheme is handed to its workers",
-            )
-        host, port, token = self._dial
-        link, welcome = dial((host, port), str(self._model_id), idx or 0, token, self.start_timeout_s)
-        loader = ModelLoader(lambda: self.model, device=welcome["device"], tied=welcome["tied"])
-        self._worker_end = SchemeWorkerEnd(link, WeightReceiver(loader), self._landed)
-        try:
-            self._worker_end.until_first(self.start_timeout_s)
-        except BaseException:
-            self._worker_end.stop()
-            raise
-        self._seen = self._worker_end.version
-        self._worker_end.start()
-
-    def receive(self, timeout: float | None = None) -> TensorDictBase | None:
-        """Wait for weights newer than those that the last call returned; a thread of the worker lands them.
-
-        Args:
-            timeout: seconds to wait; None for `timeout_s`.
-
-        Returns:
-            What the model holds now, or None when nothing new came.
-
-        Raises:
-            NotConnectedError: before `init_on_receiver` and `connect`, or after `shutdown`.
-        """
-        if not self.initialized_on_receiver:
-            raise NotConnectedError(f"Must be initialized on receiver before receiving weights ({self._model_id!r})")
-        if not self.synchronized_on_receiver or self._worker_end is None:
-            raise NotConnectedError(f"Must be synchronized on receiver before receiving weights ({self._model_id!r})")
-        if not self._worker_end.wait_for(self._seen, self.timeout_s if timeout is None else timeout):
-            return None
-        self._seen = self._worker_end.version
-        return self._strategy.extract_weights(self.model)
-
-    def _landed(self, version: int) -> None:
-        """Bump the worker's policy version after weights landed, or pass them on to the collectors below it."""
-        context, end = self.context, self._worker_end
-        if context is None or not self.synchronized_on_receiver or end is None or not end.running:
-            return
-        if isinstance(context, Collector) and not context._weight_sync_schemes and context._weight_updater is None:
-            if self._model_id == "policy":  # the policy was written in place; only its version is left to bump
-                context.increment_version()
-            return
-        update = getattr(context, "update_policy_weights_", None)
-        if update is not None:
-            update(model_id=self._model_id, policy_or_weights=self._strategy.extract_weights(self.model))
-
-    # both ends
-
-    def _require_trainer_end(self, what: str) -> SchemeTrainerEnd:
-        if self._trainer_end is None:
-            raise NotConnectedError(f"{what} was called on the scheme of model {self._model_id!r} after shutdown")
-        return self._trainer_end
-
-    def shutdown(self) -> None:
-        """Leave the other end and release everything. Workers keep their weights. May be called twice."""
-        trainer_end, self._trainer_end = self._trainer_end, None
-        worker_end, self._worker_end = self._worker_end, None
-        if trainer_end is not None:
-            trainer_end.close()
-        if worker_end is not None:
-            worker_end.stop()
-        self.synchronized_on_sender = self.synchronized_on_receiver = False
-        super().shutdown()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker needs: settings and the trainer's address."""
-        return super().__getstate__() | {"_trainer_end": None, "_worker_end": None, "_weights": None, "_seen": 0}
-
-
-class TransportWeightSyncScheme(TransportSchemeBase):
+class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
     """Keeps the workers of a collector at the trainer's weights, over a transport picked by name.
 
     One scheme carries one model: ``weight_sync_schemes={"policy": TransportWeightSyncScheme("delta")}``.
@@ -250,8 +39,8 @@ class TransportWeightSyncScheme(TransportSchemeBase):
         start_timeout_s: deadline for all workers to start and to connect, in seconds.
         host: address at which workers reach this process; for workers on other machines, one that they can reach.
         verify: workers compare a digest of each tensor with the trainer's before an update counts.
-        settings: of the transport. A transport that needs a directory gets a temporary one where ``root`` is not given,
-            for workers on this machine.
+        settings: of the transport; None stands for its own default. A transport that needs a directory gets a temporary
+            one where ``root`` is not given, for workers on this machine.
 
     Raises:
         ConfigError: no such transport, or a setting that it does not have.
@@ -274,16 +63,19 @@ class TransportWeightSyncScheme(TransportSchemeBase):
         verify: bool = False,
         **settings: Any,
     ) -> None:
-        check_settings(transport, settings)
+        self.transport, self.settings = transport, checked_settings(transport, settings)
         if timeout_s <= 0 or start_timeout_s <= 0:
             raise ConfigError(f"timeout_s={timeout_s}, start_timeout_s={start_timeout_s}", expected="more than 0")
-        super().__init__(
-            strategy=strategy, host=host, timeout_s=timeout_s, start_timeout_s=start_timeout_s, verify=verify
-        )
-        self.transport, self.settings = transport, settings
+        super().__init__(strategy)
+        self.host, self.timeout_s, self.start_timeout_s, self.verify = host, timeout_s, start_timeout_s, verify
+        self._address: tuple[str, int, str] | None = None
+        self._weights: Any = None
+        self._device_map_fn: Callable[[int, Any], Any] | None = None
+        self._kept: Any = None
         self._scratch: str | None = None
 
     def create_transport(self, **settings: Any) -> Transport:
+        """Make a new transport of the trainer to the workers; ``settings`` come on top of the scheme's own."""
         known = inspect.signature(transports.load(self.transport)).parameters
         settings = {**self.settings, **settings, "timeout_s": self.timeout_s}
         if "master_address" in known:
@@ -295,28 +87,193 @@ class TransportWeightSyncScheme(TransportSchemeBase):
             settings["root"] = self._scratch
         return transports.make(self.transport, **settings)
 
+    # trainer end
+
+    def _init_on_sender_impl(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        weights: Any = None,
+        model: nn.Module | None = None,
+        params_map: dict[int, TensorDictBase] | None = None,
+        devices: list[Any] | None = None,
+        device_map_fn: Callable[[int, Any], Any] | None = None,
+        num_workers: int | None = None,
+        remote_collectors: list[Any] | None = None,
+        ctx: Any = None,
+    ) -> None:
+        del ctx  # workers dial in by TCP, however they were started
+        given = [context, model, weights]
+        if params_map is not None and any(one is not None for one in given):
+            raise ConfigError("params_map stands alone", expected="no model, weights or context beside it")
+        if params_map is None and all(one is None for one in given):
+            raise ConfigError(
+                f"there is nothing to send for model {model_id or 'policy'!r}",
+                expected="init_on_sender(context=collector, model_id=...), or model=, weights= or params_map=",
+            )
+        for counted in (params_map, devices, remote_collectors):
+            if num_workers is None and counted is not None:
+                num_workers = len(counted)
+        if num_workers is None and not isinstance(context, Collector):  # a `Collector` runs in this process
+            num_workers = getattr(context, "num_workers", None)
+            if context is None:
+                raise ConfigError(
+                    f"the number of workers of model {model_id or 'policy'!r} is not known",
+                    hint="give num_workers or devices",
+                )
+        self.model_id, self.context, self.model = model_id or "policy", context, model
+        self.weights = weights if params_map is None else params_map
+        self._kept = model  # until the workers have its weights, since the base holds it weakly
+        self._device_map_fn = device_map_fn
+        devices = devices if devices is not None else getattr(context, "policy_device", None)
+        self.shared_transport = CollectorTransport(self, num_workers, devices)
+        self._address = self.shared_transport.address
+
+    def prepare_weights(self, weights: Any, model_id: str, strategy: Any, context: Any = None) -> Any | None:
+        """Return the weights to send, maybe one set per worker (``{0: ..., 1: ...}``).
+
+        They are those given, or else those that `init_on_sender` was given or the collector has; None without any.
+        """
+        if weights is None and isinstance(context, Collector) and model_id == "policy":
+            weights = original_policy(context)
+        if weights is None:
+            weights = self._weights
+        if weights is None:
+            weights = model_of(context, model_id) if self._model_ref is None else self.model
+        if is_per_worker(weights):
+            return {idx: super(TransportWeightSyncScheme, self).prepare_weights(own, model_id, strategy, context)
+                    for idx, own in weights.items()}  # fmt: skip
+        return None if weights is None else super().prepare_weights(weights, model_id, strategy, context)
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self, *, worker_idx: int | None = None, weights: Any = None
+    ) -> None:
+        first = self.prepare_weights(weights, self.model_id, self.strategy, self.context)
+        if first is None and self.model_id == "policy":
+            first = self.prepare_weights(_made_by_all(self.context), self.model_id, self.strategy)
+        transport = self.shared_transport
+        if first is not None and self._device_map_fn is not None and not is_per_worker(first):
+            first = {idx: self._device_map_fn(idx, first) for idx in range(transport.workers)}
+        transport.setup_connection_and_weights_on_sender(first)
+        self._kept = None
+
+    def send(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
+        """Send weights, and return when every worker holds them.
+
+        Args:
+            weights: module, TensorDict, mapping of tensors, or one of these per worker (``{0: ..., 1: ...}``); None
+                for those of the registered model.
+            worker_ids: the workers that get them; None for all.
+
+        Raises:
+            NotConnectedError: before `init_on_sender` and `connect`, or after `shutdown`.
+            EngineUnreachableError: a worker ended earlier; nothing was sent.
+            UpdateError: some worker does not hold them; names worker, model and, where one is at fault, the key.
+            ConfigError: there is no worker of this index.
+        """
+        self._require_ready("sender")
+        super().send(weights, worker_ids)
+
+    def _iterate_transports(self, worker_ids: int | list[int] | None = None) -> Iterator[Any]:
+        """Yield one transport, since one update serves all workers that are asked for."""
+        yield SimpleNamespace(send_weights=partial(self.shared_transport.send_weights, worker_ids=worker_ids))
+
+    # worker end
+
+    def _init_on_receiver_impl(
+        self, model_id: str, context: Any = None, *, model: Any = None, worker_idx: int | None = None, **_: Any
+    ) -> None:
+        self.model_id, self.context, self.model = model_id, context, model  # without a model, the base looks it up
+        found = getattr(context, "worker_idx", None)
+        self.worker_idx = worker_idx if found is None else found
+        transport = WorkerTransport(self._address, model_id, lambda: self.model, self.start_timeout_s)
+        self._register_transport_receiver(transport)
+
+    def _setup_connection_and_weights_on_receiver_impl(self, *, worker_idx: int | None = None) -> None:
+        super()._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx)
+        self._start_background_receiver()
+
+    def _background_receive_loop(self) -> None:
+        self.receiver_transport.serve(self._landed)
+
+    def _landed(self) -> None:
+        """Pass weights that landed on to the collectors below, or bump the policy version of one that has none.
+
+        Not by `update_policy_weights_` of a leaf, which would copy its policy onto itself and knows no other model.
+        """
+        context = self.context
+        if is_leaf(context):
+            if self.model_id == "policy":
+                context.increment_version()
+        elif (update := getattr(context, "update_policy_weights_", None)) is not None:
+            update(model_id=self.model_id, policy_or_weights=self.strategy.extract_weights(self.model))
+
+    def receive(self, timeout: float | None = None) -> TensorDictBase | None:
+        """Wait for weights newer than those that the last call returned; a thread of the worker lands them.
+
+        Args:
+            timeout: seconds to wait; None waits for as long as the trainer is there.
+
+        Returns:
+            The weights that the model holds now, or None when nothing new came.
+
+        Raises:
+            NotConnectedError: before `init_on_receiver` and `connect`, or after `shutdown`.
+        """
+        self._require_ready("receiver")
+        return self.receiver_transport.receive_weights(timeout, model=self.model, strategy=self.strategy)
+
+    # both ends
+
+    def _require_ready(self, end: str) -> None:
+        for step, call in (("initialized", f"init_on_{end}"), ("synchronized", "connect")):
+            if not getattr(self, f"{step}_on_{end}"):
+                raise NotConnectedError(
+                    f"the scheme of model {self.model_id!r} is not {step} on {end}",
+                    hint=f"call {call}, or hand the scheme to a collector",
+                )
+
     def shutdown(self) -> None:
+        """Leave the other end and release everything. Workers keep their weights. May be called twice."""
+        transport, self._shared_transport, self._receiver_transport = self.receiver_transport, None, None
+        self.synchronized_on_sender = self.synchronized_on_receiver = False
+        if transport is not None:
+            transport.shutdown()
         super().shutdown()
         scratch, self._scratch = self._scratch, None
         if scratch is not None:
             _remove(scratch, os.getpid())
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_scratch": None}
+        """Return what a worker needs: settings and the trainer's address."""
+        here = ("_shared_transport", "_receiver_transport", "_weights", "_device_map_fn", "_kept", "_scratch")
+        return super().__getstate__() | dict.fromkeys(here)
 
 
-def check_settings(transport: str, settings: Mapping[str, Any]) -> None:
-    """Refuse settings that the transport does not take, before anything is opened.
+def checked_settings(transport: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are not None, all of which the transport takes; nothing is opened.
 
     Raises:
         ConfigError: no such transport, or a setting that it does not have.
     """
     known = inspect.signature(transports.load(transport)).parameters
-    strange = sorted(set(settings) - set(known))
+    given = {name: value for name, value in settings.items() if value is not None}
+    strange = sorted(set(given) - set(known))
     if strange:
         raise ConfigError(
             f"transport {transport!r} has no setting {strange[0]!r}", expected=f"some of {', '.join(sorted(known))}"
         )
+    return given
+
+
+def _made_by_all(context: Any) -> nn.Module | None:
+    """Return a policy from the factory that all workers share; None where they share none."""
+    factories = getattr(context, "policy_factory", None) or [None]
+    if factories[0] is None or any(one is not factories[0] for one in factories):
+        return None
+    policy = factories[0]()
+    return policy if isinstance(policy, nn.Module) else None
 
 
 def _remove(path: str, owner: int) -> None:

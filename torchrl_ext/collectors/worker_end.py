@@ -5,38 +5,28 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, final
 
 from torchrl_ext import errors
+from torchrl_ext.collectors.hub import dial
+from torchrl_ext.collectors.policy_loader import ModelLoader
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     DeadlineError,
     EngineRefusedError,
     EngineUnreachableError,
+    NotConnectedError,
     TransportError,
     why,
 )
-from torchrl_ext.messages import (
-    Finish,
-    Join,
-    Leave,
-    Load,
-    Message,
-    Prefetch,
-    Rehearse,
-    Start,
-    Verify,
-    read,
-    replaced_by,
-    stamped,
-)
-from torchrl_ext.rpc.client import EngineClient, Stopwatch, _nothing
+from torchrl_ext.messages import Finish, Leave, Message, Poll, read
+from torchrl_ext.rpc.port import EngineState, Port
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.links import Link
-from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
+from torchrl_ext.types import EngineInfo, Info
 
-__all__ = ["SchemeWorkerEnd", "WorkerEngine"]
+__all__ = ["LinkPort", "WorkerTransport"]
 
 log = logging.getLogger("torchrl_ext")
 _GRACE_S = 5.0
@@ -49,10 +39,10 @@ class Keep(Message, frozen=True, kw_only=True):
     """Tells a worker that waits for its first weights that none will come, and to keep what it has."""
 
 
-class WorkerEngine(EngineClient):
-    """Drives the receiver in one worker of a collector.
-
-    The worker goes on collecting while weights land, as with TorchRL's own schemes.
+@final
+class LinkPort(Port):
+    """The receiver in one worker of a collector, which goes on collecting while weights land, as with TorchRL's own
+    schemes.
 
     Args:
         link: to the worker.
@@ -60,104 +50,51 @@ class WorkerEngine(EngineClient):
     """
 
     kind: ClassVar[str] = "collector"
+    pauses: ClassVar[bool] = False
 
     def __init__(self, link: Link, *, timeout_s: float) -> None:
-        self.link, self._timeout_s = link, timeout_s + _GRACE_S
+        self.link, self.url, self.timeout_s = link, link.peer, timeout_s + _GRACE_S
         self._numbers = itertools.count(1)
-        self._connection = ""
-        self._watch = Stopwatch()
-        self._state, self._version, self._proof = "serving", 0, "sent"
 
-    @property
-    def url(self) -> str:
-        return self.link.peer
+    def describe(self) -> EngineInfo:
+        return EngineInfo(url=self.url, kind=self.kind)
 
-    def info(self) -> EngineInfo:
-        return EngineInfo(url=self.url, kind=self.kind, weight_version=str(self._version))
+    def state(self, *, fit: bool = False) -> EngineState:
+        if not self.link.alive:
+            raise EngineUnreachableError(f"{self.url} is gone")
+        return EngineState(paused=False)
 
-    def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        message = Join.of(info)
-        self._connection = message.connection
-        self.ask(message)
+    def hold(self, before: EngineState) -> None:
+        """Pause nothing: a worker collects on while weights land."""
 
-    def replaced(self, connection: str) -> str:
-        """Return whether the sender has to join again; "" also of a worker that is gone, as the next step says so."""
-        return replaced_by(self.ask, connection)
+    def release(self) -> None:
+        """Do nothing, as `hold` does."""
 
-    @property
-    def proof(self) -> str:
-        return self._proof
-
-    def rehearse(self, how: str = "once") -> None:
-        """Ask what an update proves; weights land in the very tensors that a worker computes with."""
-        self._proof = str(self.ask(Rehearse(how=how))["proof"])
-
-    def prefetch(self, version: int, part: Part | None = None) -> None:
-        self.ask(Prefetch(version=version, part=part))
-
-    def begin(self, version: int) -> None:
-        self._watch.start()
-        self._state = "paused"
-        self.ask(Start())
-
-    def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        self.ask(Load.of(info))
-
-    def _compare(self, digests: Mapping[str, str]) -> None:
-        self.ask(Verify(digests={**digests}))
-
-    def commit(self, version: int) -> None:
-        self.ask(Finish(version=version))
-        self._watch.stop()
-        self._state, self._version = "serving", version
-
-    def pause(self) -> bool:
-        """Return True and pause nothing: a worker collects on while weights land, as with TorchRL's own schemes."""
-        return True
-
-    def resume(self) -> None:
-        """Do nothing, as `pause` does."""
-
-    def rows(self) -> tuple[EngineRow, ...]:
-        state = self._state if self.link.alive else "unreachable"
-        return (
-            EngineRow(
-                engine=self.url,
-                kind=self.kind,
-                state=state,
-                version=self._version,
-                pause_s=self._watch.seconds,
-                proof=self._proof,
-            ),
-        )
-
-    def close(self) -> None:
+    def close(self, connection: str) -> None:
         if self.link.alive:
-            self.ask(Leave())
+            self.tell(Leave(connection=connection))
 
-    def ask(self, message: Message) -> Any:
-        """Send the worker a message, wait until it has done what it says, and return the answer.
+    def tell(self, message: Message) -> list[Info]:
+        """Give the worker a message, wait until it has done what it says, and return its answer.
 
         Raises:
             EngineUnreachableError: the worker is gone.
             EngineRefusedError: the worker failed or refused; says why.
             DeadlineError: no answer came in time.
         """
-        number = next(self._numbers)
+        if isinstance(message, Poll):
+            return []
+        number, within = next(self._numbers), Deadline(self.timeout_s)
         try:
-            request = {"number": number, "message": stamped(message, self._connection).to_json()}
-            self.link.send(request, Deadline(self._timeout_s))
-            within = Deadline(self._timeout_s)
+            self.link.send({"number": number, "message": message.to_json()}, within)
+            within = within.again()
             answer = self.link.read(within)
             while answer is not None and answer.get("number") != number:  # an answer that came too late
                 answer = self.link.read(within)
         except TransportError as error:
-            raise EngineUnreachableError(
-                f"{why(error)}; {self.url} ended during {message.kind!r}",
-                state=f"its last weights version was {self._version}",
-            ) from error
+            raise EngineUnreachableError(f"{why(error)}; {self.url} ended during {message.kind!r}") from error
         if answer is None:
-            raise DeadlineError(f"no answer to {message.kind!r} within {self._timeout_s:g} s from {self.url}")
+            raise DeadlineError(f"no answer to {message.kind!r} within {self.timeout_s:g} s from {self.url}")
         refusal = answer.get("error")
         if refusal is not None:
             parts = refusal if isinstance(refusal, dict) else {"what": refusal}
@@ -167,85 +104,142 @@ class WorkerEngine(EngineClient):
                 state=parts.get("state"),
                 hint=parts.get("hint"),
             )
-        return answer.get("told")
+        found = answer.get("told")
+        return [found] if isinstance(found, dict) else []
 
 
-class SchemeWorkerEnd:
-    """Answers the trainer at the worker end, in the caller's thread until the first weights are in, then in its own.
+class WorkerTransport:
+    """The worker end of a scheme: it answers the trainer, which asks a `WeightReceiver` for each step of an update.
+
+    It answers in the caller's thread until the first weights are in, and then in the thread that calls `serve`.
 
     Args:
-        link: to the trainer.
-        receiver: lands the weights.
-        landed: called with each version that is in place.
+        trainer: host, port and token of the trainer's hub; None where there is no trainer.
+        model_id: the model that the trainer sends.
+        model: returns the object that takes the weights.
+        timeout_s: deadline of the connection, and of each message before the first weights are in, in seconds.
+
+    Attributes:
+        version: the version in place; 0 before the first.
     """
 
-    def __init__(self, link: Link, receiver: WeightReceiver, landed: Callable[[int], None]) -> None:
-        self._link, self._receiver, self._landed = link, receiver, landed
-        self._stopped = False
+    def __init__(
+        self, trainer: tuple[str, int, str] | None, model_id: str, model: Callable[[], Any], timeout_s: float
+    ) -> None:
+        self._trainer, self._model_id, self._model, self._timeout_s = trainer, model_id, model, timeout_s
+        self._link: Any = None  # before it is connected
+        self._receiver = WeightReceiver()
         self._thread: threading.Thread | None = None
         self._news = threading.Condition()
-        self.version = 0
+        self._stopped = False
+        self.version = self._seen = 0
 
-    def until_first(self, timeout_s: float) -> None:
-        """Answer until the first version is in place, or the trainer says that there is none to wait for.
+    def setup_connection_and_weights_on_receiver(
+        self, *, worker_idx: int | None = None, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> None:
+        """Connect, and return when the first version is in place, or the trainer says that none will come.
+
+        Args:
+            worker_idx: this worker's index; None for 0.
+            weights, model, strategy: not used; the weights land in the model as they come.
 
         Raises:
-            DeadlineError: nothing came within ``timeout_s``.
-            NotConnectedError: the trainer is gone.
+            DeadlineError: the trainer does not answer, or sends nothing.
+            NotConnectedError: there is no trainer, it is gone, or it refuses this worker.
             WeightSyncError: what came cannot land here.
         """
-        while True:
-            request = self._link.read(Deadline(timeout_s))
-            if request is None:
-                raise DeadlineError(f"no weights came from {self._link.peer} within {timeout_s:g} s")
-            message = self._answer(request)
-            if isinstance(message, Exception):
-                raise message
-            if isinstance(message, (Finish, Keep)):
-                return
+        if self._trainer is None:
+            raise NotConnectedError(
+                f"the scheme of model {self._model_id!r} knows no trainer",
+                hint="call init_on_sender before the scheme is handed to its workers",
+            )
+        host, port, token = self._trainer
+        self._link, welcome = dial((host, port), self._model_id, worker_idx or 0, token, self._timeout_s)
+        loader = ModelLoader(self._model, device=welcome["device"], tied=welcome["tied"])
+        self._receiver = WeightReceiver(loader)
+        try:
+            done: Any = None
+            while not isinstance(done, (Finish, Keep)):
+                request = self._link.read(Deadline(self._timeout_s))
+                if request is None:
+                    raise DeadlineError(f"no weights came from {self._link.peer} within {self._timeout_s:g} s")
+                done = self._answer(request, lambda: None)
+                if isinstance(done, Exception):
+                    raise done
+        except BaseException:
+            self.shutdown()
+            raise
+        self._seen = self.version
 
-    def start(self) -> None:
-        """Start the thread that answers from here on."""
-        self._thread = threading.Thread(target=self._run, name="torchrl-ext-worker", daemon=True)
-        self._thread.start()
+    def serve(self, landed: Callable[[], None]) -> None:
+        """Answer the trainer for as long as it is there, or until `shutdown`.
 
-    @property
-    def running(self) -> bool:
-        """Whether the first weights are in, and the thread answers."""
-        return self._thread is not None
-
-    def wait_for(self, version: int, timeout_s: float) -> bool:
-        """Wait ``timeout_s`` seconds at most, and return whether a version newer than ``version`` is in place."""
-        with self._news:
-            return self._news.wait_for(lambda: self.version > version, timeout_s)
-
-    def stop(self) -> None:
-        """Leave the trainer. May be called twice, and by this end's own thread."""
-        self._stopped = True
-        self._receiver.abort()
-        self._link.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(5.0)
-        self._receiver.close()
-
-    def _run(self) -> None:
+        Args:
+            landed: called when a version is in place, before it is acknowledged; the trainer gets what it raises.
+        """
+        self._thread = threading.current_thread()
         try:
             while not self._stopped:
                 request = self._link.read(None)
                 if request is not None:
-                    self._answer(request)
+                    self._answer(request, landed)
         except (TransportError, DeadlineError) as error:
             if not self._stopped:
                 log.info("%s; this worker keeps its weights, version %d", error.what, self.version)
+        finally:
+            with self._news:
+                self._stopped = True
+                self._news.notify_all()
 
-    def _answer(self, request: Info) -> Message | Exception:
+    def receive_weights(
+        self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
+    ) -> Any | None:
+        """Wait until `serve` has landed a version that is newer than at the last call.
+
+        Args:
+            timeout: seconds to wait; None waits for as long as the trainer is there.
+            weights: not used.
+            model, strategy: the weights that the model holds then are returned, as the strategy extracts them.
+
+        Returns:
+            The weights; None when nothing new came.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self.version > self._seen or self._stopped, timeout)
+            seen, self._seen = self._seen, self.version
+        return strategy.extract_weights(model) if self._seen > seen else None
+
+    def send_ack(self, message: str = "updated") -> None:
+        """Note that TorchRL's `apply_weights`, which calls this, put other weights in place; `serve` acknowledges ours.
+
+        Args:
+            message: not used.
+        """
+        if self._link is not None:
+            self._receiver.invalidate()  # the next version does not build on them
+
+    def check_connection(self) -> bool:
+        """Return whether the trainer is connected."""
+        return self._link is not None and self._link.alive
+
+    def shutdown(self) -> None:
+        """Leave the trainer. May be called twice, and by the thread that serves."""
+        self._stopped = True
+        self._receiver.abort()
+        if self._link is not None:
+            self._link.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        self._receiver.close()
+
+    def _answer(self, request: Info, landed: Callable[[], None]) -> Message | Exception:
         """Do what the message of a request says, answer it, and return the message, or what went wrong."""
         number = request.get("number")
         try:
             message = read(request.get("message"))
             answer = {} if isinstance(message, Keep) else self._receiver.handle(message)
             if isinstance(message, Finish):
-                self._landed(message.version)
+                landed()
         except Exception as error:  # noqa: BLE001 - the trainer learns of it, whatever it is
             self._link.send({"number": number, "error": _described(error)}, Deadline(_ANSWER_S))
             return error

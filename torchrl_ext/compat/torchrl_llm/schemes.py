@@ -5,54 +5,46 @@
     from torchrl.weight_update.llm import VLLMWeightSyncScheme      # before
     from torchrl_ext import VLLMWeightSyncScheme                    # after
 
-Constructors, senders and receivers keep the signatures of `torchrl.weight_update.llm` 0.14.1. What changes: an engine
+Constructors, senders and receivers take what those of `torchrl.weight_update.llm` 0.14.1 take. What changes: an engine
 may be an address, a client of ours, or TorchRL's `AsyncVLLM`; success is reported when every engine holds the weights;
 and the schemes work in ``weight_sync_schemes`` of a collector too, whose workers they reach by the same transport.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from torchrl_ext.collectors.scheme import TransportSchemeBase
-from torchrl_ext.compat.torchrl_llm.ends import (
-    SGLangWeightSender,
-    VLLMDoubleBufferWeightReceiver,
-    VLLMDoubleBufferWeightSender,
-    VLLMWeightReceiver,
-    VLLMWeightSender,
-    sglang_client,
-)
-from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError
+from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
+from torchrl_ext.errors import ConfigError, NotConnectedError, WeightSyncError
+from torchrl_ext.landing.loader import as_loader
+from torchrl_ext.registry import engines
+from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.rpc.discovery import as_engine
+from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.serving.processes import free_port
+from torchrl_ext.sync.published import PublishedFollower
+from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.transports.base import Transport
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
-from torchrl_ext.transports.disk import DiskTransport
-from torchrl_ext.weights.source import as_source
+from torchrl_ext.transports.published import PublishedRoot
+from torchrl_ext.types import Info, SyncReport
+from torchrl_ext.weights.source import as_source, is_torchrl
 
 __all__ = [
-    "SGLangCollectiveTransport",
-    "SGLangWeightSender",
-    "SGLangWeightSyncScheme",
-    "VLLMCollectiveTransport",
-    "VLLMDoubleBufferSyncScheme",
-    "VLLMDoubleBufferTransport",
-    "VLLMDoubleBufferWeightReceiver",
-    "VLLMDoubleBufferWeightSender",
-    "VLLMWeightReceiver",
-    "VLLMWeightSender",
-    "VLLMWeightSyncScheme",
-    "get_model_metadata",
-    "get_sglang_model_metadata",
-]
+    "SGLangWeightSender", "SGLangWeightSyncScheme", "VLLMCollectiveTransport", "VLLMDoubleBufferSyncScheme",
+    "VLLMDoubleBufferWeightReceiver", "VLLMDoubleBufferWeightSender", "VLLMWeightReceiver", "VLLMWeightSender",
+    "VLLMWeightSyncScheme", "get_model_metadata", "get_sglang_model_metadata",
+]  # fmt: skip
 
 Strategy = Literal["tensordict", "state_dict"]
-PauseMode = Literal["abort", "retract", "in_place"]
 Device = torch.device | str | int
+Metadata = Mapping[str, tuple[torch.dtype, Any]]
 
 
 def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -72,25 +64,7 @@ def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.S
 get_sglang_model_metadata = get_model_metadata
 
 
-class _GroupScheme(TransportSchemeBase):
-    """A scheme over `VLLMCollectiveTransport`, for engines or for the workers of a collector."""
-
-    def __init__(
-        self, address: str | None, port: int | None, strategy: Strategy, device: Device, world_size: int
-    ) -> None:
-        super().__init__(strategy=strategy, host=address or "127.0.0.1")
-        self.master_address, self.master_port = address or "localhost", port or free_port()
-        self.strategy_name, self.device, self.world_size = strategy, device, world_size
-
-    def create_transport(self, *, rank: int = 0, **settings: Any) -> VLLMCollectiveTransport:
-        return _collective(self.master_address, self.master_port, rank, self.world_size, self.device, **settings)
-
-    def worker_transport(self) -> VLLMCollectiveTransport:
-        return _collective(self.master_address, 0, 0, None, self.device)
-
-
-@final
-class VLLMWeightSyncScheme(_GroupScheme):
+class VLLMWeightSyncScheme(TransportWeightSyncScheme):
     """Replaces `torchrl.weight_update.llm.VLLMWeightSyncScheme`, over `VLLMCollectiveTransport`.
 
     Args:
@@ -119,20 +93,80 @@ class VLLMWeightSyncScheme(_GroupScheme):
         strategy: Strategy = "tensordict",
         device: Device = 0,
     ) -> None:
-        super().__init__(master_address, master_port, strategy, device, 1 + num_replicas * gpus_per_replica)
+        cuda = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        place = cuda if torch.cuda.is_available() else None
+        super().__init__("collective", strategy=strategy, host=master_address or "127.0.0.1", device=place)
+        self.master_address, self.master_port = master_address or "localhost", master_port or free_port()
         self.gpus_per_replica, self.num_replicas = gpus_per_replica, num_replicas
+        self.world_size = 1 + num_replicas * gpus_per_replica
 
     def create_sender(self) -> VLLMWeightSender:
         """Return a new sender, for the trainer."""
         return VLLMWeightSender(self)
 
-    def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver:
+    def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver | None:
         """Return a new receiver for ``vllm_engine``, as `VLLMWeightReceiver` describes it."""
         return VLLMWeightReceiver(self, vllm_engine)
 
+    def sender_transport(self, rank: int = 0) -> Transport:
+        """Make the transport of a rank of the group of the trainer (0) and the engines' workers."""
+        group = {"master_address": self.master_address, "master_port": self.master_port, "world_size": self.world_size}
+        return self.create_transport(rank=rank, **group)
 
-@final
-class VLLMDoubleBufferSyncScheme(TransportSchemeBase):
+    def sender_engine(self, vllm_engine: Any) -> EngineClient | None:
+        """Return the client of the engines that a sender drives."""
+        return as_engine(vllm_engine)
+
+
+class SGLangWeightSyncScheme(VLLMWeightSyncScheme):
+    """Replaces `torchrl.weight_update.llm.SGLangWeightSyncScheme`, over `VLLMCollectiveTransport` and our client.
+
+    Args:
+        server_url: of the SGLang server.
+        master_address, master_port, strategy, device: as for `VLLMWeightSyncScheme`.
+        num_gpus: workers of the server, ``tp * dp``.
+        flush_cache_on_update: accepted for its name; every update drops the cache, or leaves the engine paused.
+        pause_mode: ``"abort"``, ``"retract"`` or ``"in_place"``; None for ``"retract"``.
+
+    Raises:
+        ConfigError: ``flush_cache_on_update`` with a pause mode that leaves requests in the cache.
+
+    Example:
+        >>> scheme = tx.SGLangWeightSyncScheme("http://127.0.0.1:30000", num_gpus=2, pause_mode="retract")
+        >>> scheme.create_sender().register_model(lm)  # then init_all_workers_group and update_weights, as with vLLM's
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        master_address: str | None = None,
+        master_port: int | None = None,
+        num_gpus: int = 1,
+        strategy: Strategy = "tensordict",
+        device: Device = 0,
+        flush_cache_on_update: bool | None = None,
+        pause_mode: Literal["abort", "retract", "in_place"] | None = None,
+    ) -> None:
+        if flush_cache_on_update and pause_mode not in (None, "abort"):
+            raise ConfigError(
+                f"flush_cache_on_update=True requires pause_mode='abort', and it is {pause_mode!r}",
+                hint="leave flush_cache_on_update out: the cache is dropped with every update",
+            )
+        super().__init__(master_address, master_port, num_gpus, 1, strategy, device)
+        self.server_url, self.num_gpus = server_url.rstrip("/"), num_gpus
+        self.flush_cache_on_update, self.pause_mode = flush_cache_on_update, pause_mode
+
+    def create_receiver(self, *_: Any, **__: Any) -> None:
+        """Return None, as TorchRL does: the server's workers receive by themselves."""
+
+    def sender_engine(self, vllm_engine: Any) -> EngineClient | None:
+        """Return the client of the server."""
+        del vllm_engine
+        mode = {} if self.pause_mode is None else {"pause_mode": self.pause_mode}
+        return engines.make("sglang", url=self.server_url, **mode)
+
+
+class VLLMDoubleBufferSyncScheme(TransportWeightSyncScheme):
     """Replaces `torchrl.weight_update.llm.VLLMDoubleBufferSyncScheme`, over `DiskTransport`.
 
     Each update is a directory of its own that appears whole; a reader never sees half of one.
@@ -160,222 +194,194 @@ class VLLMDoubleBufferSyncScheme(TransportSchemeBase):
         num_threads: int = 1,
         strategy: Strategy = "tensordict",
     ) -> None:
-        super().__init__(strategy=strategy)
         self.remote_addr, self.local_addr = remote_addr, local_addr if local_addr is not None else remote_addr
-        self.num_threads, self.strategy_name = num_threads, strategy
+        super().__init__("disk", strategy=strategy, root=remote_addr, seen_at=self.local_addr)
+        self.num_threads = num_threads
 
-    def create_transport(self, **settings: Any) -> DiskTransport:
-        return DiskTransport(self.remote_addr, seen_at=self.local_addr, **settings)
-
-    def create_sender(self) -> VLLMDoubleBufferWeightSender:
+    def create_sender(self) -> VLLMWeightSender:
         """Return a new sender, for the trainer."""
-        return VLLMDoubleBufferWeightSender(self)
+        return VLLMWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
         """Return a new receiver for ``vllm_engine``, as `VLLMDoubleBufferWeightReceiver` describes it."""
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
 
-@final
-class SGLangWeightSyncScheme(_GroupScheme):
-    """Replaces `torchrl.weight_update.llm.SGLangWeightSyncScheme`, over `VLLMCollectiveTransport` and our client.
+class VLLMWeightSender:
+    """Sends weights to engines, or to each receiver of the scheme; a double buffer is written for whoever polls.
 
     Args:
-        server_url: of the SGLang server.
-        master_address: where workers reach the trainer; None for this machine alone.
-        master_port: of the trainer's store; None picks a free one.
-        num_gpus: workers of the server, ``tp * dp``.
-        strategy: how weights are taken from a module.
-        device: where tensors travel from; without CUDA the CPU.
-        flush_cache_on_update: accepted for its name; every update drops the cache, or leaves the engine paused.
-        pause_mode: ``"abort"``, ``"retract"`` or ``"in_place"``; None for ``"retract"``.
-
-    Raises:
-        ConfigError: ``flush_cache_on_update`` with a pause mode that leaves requests in the cache.
-
-    Example:
-        >>> scheme = tx.SGLangWeightSyncScheme("http://127.0.0.1:30000", num_gpus=2, pause_mode="retract")
-        >>> scheme.create_sender().register_model(lm)  # then init_all_workers_group and update_weights, as with vLLM's
+        scheme: one of the schemes of this module.
     """
 
-    def __init__(
-        self,
-        server_url: str,
-        master_address: str | None = None,
-        master_port: int | None = None,
-        num_gpus: int = 1,
-        strategy: Strategy = "tensordict",
-        device: Device = 0,
-        flush_cache_on_update: bool | None = None,
-        pause_mode: PauseMode | None = None,
-    ) -> None:
-        _check_flush(flush_cache_on_update, pause_mode)
-        super().__init__(master_address, master_port, strategy, device, 1 + num_gpus)
-        self.server_url, self.num_gpus = server_url.rstrip("/"), num_gpus
-        self.flush_cache_on_update, self.pause_mode = flush_cache_on_update, pause_mode
+    def __init__(self, scheme: Any) -> None:
+        self._scheme = scheme
+        grouped = isinstance(scheme, VLLMWeightSyncScheme)
+        self._sender = None if grouped else WeightSender(scheme.create_transport())
+        self._model: Any = lambda: None
+        self._collectors: list[Any] = []
 
-    def create_sender(self) -> SGLangWeightSender:
-        """Return a new sender, for the trainer."""
-        return SGLangWeightSender(self)
+    def register_model(self, model: Any) -> None:
+        """Register what `update_weights` sends when no weights are passed; it is held weakly where its type allows."""
+        try:
+            self._model = weakref.ref(model)
+        except TypeError:  # a plain dict takes no weak reference
+            self._model = lambda: model
+        if self._sender is not None:
+            self._sender.register_model(model)
 
-    def create_receiver(self, *_: Any, **__: Any) -> None:
-        """Return None, as TorchRL does: the server's workers receive by themselves."""
+    def register_collector(self, collector: Any) -> None:
+        """Register a collector whose policy version is bumped after each accepted update."""
+        self._collectors.append(collector)
+        if self._sender is not None:
+            self._sender.register_collector(collector)
 
-
-@final
-class VLLMDoubleBufferTransport:
-    """Replaces `torchrl.weight_update.llm.VLLMDoubleBufferTransport`, over `DiskTransport`: a version appears whole.
-
-    Args:
-        remote_addr: directory that the trainer writes to.
-        local_addr: where readers see it; None for the same path.
-        num_threads: accepted for its name; one thread keeps a disk busy.
-    """
-
-    def __init__(self, remote_addr: str, local_addr: str | None = None, num_threads: int = 1) -> None:
-        self.remote_addr, self.local_addr = remote_addr, remote_addr if local_addr is None else local_addr
-        self.num_threads = num_threads
-        self._writer: DiskTransport | None = None
-
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Publish ``weights`` (a TensorDict, mapping of tensors or module) as the next version.
-
-        Raises:
-            StoreError: no space, no permission, or another trainer writes there.
-        """
-        if self._writer is None:
-            self._writer = DiskTransport(self.remote_addr, seen_at=self.local_addr)
-        self._writer.send_weights(model_id, weights)
-
-    def receive_weights(
-        self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
-    ) -> Any | None:
-        """Return the newest version as a TensorDict with flat keys, also when it was read before, as TorchRL's does.
+    def init_all_workers_group(self, model_metadata: Metadata, vllm_engine: Any | None = None) -> None:
+        """Form the process group of the trainer and the engines' workers.
 
         Args:
-            timeout: seconds to wait for the first version; None does not wait, and gives None where there is none.
-            weights, model, strategy: as for `torchrl_ext.transports.standalone.StandaloneTransport.receive_weights`.
+            model_metadata: ``{name: (dtype, shape)}``, from `get_model_metadata`.
+            vllm_engine: the engines to drive, anything that `torchrl_ext.rpc.discovery.as_engine` takes; None where
+                receivers join the group themselves, at the same time, and for the server of an SGLang scheme.
 
         Raises:
-            ManifestError, IntegrityError: what was published does not fit, or is damaged.
+            DeadlineError: names the ranks that did not come.
+            EngineError: an engine does not join.
         """
-        reader = DiskTransport(self.local_addr)
-        try:
-            return reader.receive_weights(timeout or 0.0, weights=weights, model=model, strategy=strategy)
-        finally:
-            reader.shutdown()
+        if self._sender is not None:
+            self._sender.shutdown()
+        self._sender = WeightSender(self._scheme.sender_transport(), self._scheme.sender_engine(vllm_engine))
+        model = self._model()
+        if model is not None:
+            self._sender.register_model(model)
+        for collector in self._collectors:
+            self._sender.register_collector(collector)
+        self._sender.init_all_workers_group(model_metadata)
 
-    def check_connection(self) -> bool:
-        """Return True, since a directory needs no connection."""
+    def update_weights(self, weights: Any = None) -> SyncReport:
+        """Send the registered model's weights, or ``weights``, and return when every engine serves them.
+
+        Raises:
+            NotConnectedError: there is nothing to send, or no engine to send it to.
+            UpdateError: some engine does not serve them.
+        """
+        if weights is None and self._model() is None:
+            raise NotConnectedError(
+                "No model registered and no weights given", hint="call register_model(policy) and keep it alive"
+            )
+        if self._sender is None:
+            raise NotConnectedError(
+                "Transport not initialized", hint="Call init_all_workers_group first, or create a new sender"
+            )
+        return self._sender.update_weights(weights)
+
+    def flush_cache(self) -> bool:
+        """Drop an SGLang server's prefix cache, as every update does; return False where the server did not do it."""
+        try:
+            HTTPSession(self._scheme.server_url, timeout_s=30.0).post("/flush_cache", {})
+        except WeightSyncError:
+            return False
         return True
 
     def shutdown(self) -> None:
-        """Release the directory, so that another trainer may write to it. May be called twice."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.shutdown()
-
-
-@final
-class SGLangCollectiveTransport:
-    """Replaces `torchrl.weight_update.llm.SGLangCollectiveTransport`, over `VLLMCollectiveTransport` and our client.
-
-    Args:
-        server_url: of the SGLang server, which has our plugin.
-        master_address, master_port: where its workers reach the trainer's store.
-        rank: 0, the trainer's; the server's workers join by themselves.
-        world_size: the trainer and the server's workers.
-        device: where tensors travel from; without CUDA the CPU.
-        timeout: deadline of every wait, in seconds.
-        flush_cache_on_update: accepted for its name; every update drops the cache, or leaves the engine paused.
-        pause_mode: None for ``"retract"``.
-
-    Raises:
-        ConfigError: ``flush_cache_on_update`` with a pause mode that leaves requests in the cache.
-    """
-
-    def __init__(
-        self,
-        server_url: str,
-        master_address: str,
-        master_port: int,
-        rank: int,
-        world_size: int,
-        device: Device | None = None,
-        timeout: float = 300.0,
-        flush_cache_on_update: bool | None = None,
-        pause_mode: PauseMode | None = None,
-    ) -> None:
-        _check_flush(flush_cache_on_update, pause_mode)
-        self.server_url = server_url.rstrip("/")
-        self.master_address, self.master_port = master_address, master_port
-        self.rank, self.world_size = rank, world_size
-        self.device, self.timeout, self.pause_mode = device, timeout, pause_mode
-        self.flush_cache_on_update = flush_cache_on_update
-        self._sender: WeightSender | None = None
-
-    def init_all_workers_group(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]]) -> None:
-        """Form the process group with the server's workers.
-
-        Args:
-            model_metadata: ``{name: (dtype, shape)}``.
-
-        Raises:
-            TransportError: this is not rank 0.
-            DeadlineError: names the ranks that did not come.
-            EngineError: the server does not join.
-        """
-        if self.rank != 0:
-            raise TransportError(
-                f"init_all_workers_group was called on rank {self.rank}",
-                expected="rank 0, the trainer; SGLang's workers join by themselves",
-            )
-        self.shutdown()
-        transport = _collective(
-            self.master_address, self.master_port, 0, self.world_size, self.device, timeout_s=self.timeout
-        )
-        self._sender = WeightSender(transport, sglang_client(self.server_url, self.pause_mode))
-        self._sender.init_all_workers_group(model_metadata)
-
-    def send_weights(self, model_id: str, weights: Any) -> None:
-        """Send weights (a TensorDict, mapping of tensors or module), and return when the server serves them.
-
-        Raises:
-            NotConnectedError: before `init_all_workers_group`.
-            UpdateError: the server does not serve them.
-        """
-        del model_id
-        if self._sender is None:
-            raise NotConnectedError("Transport not initialized", hint="Call init_all_workers_group first")
-        self._sender.update_weights(weights)
-
-    def check_connection(self) -> bool:
-        """Tell whether the group is formed."""
-        return self._sender is not None and self._sender.check_connection()
-
-    def shutdown(self) -> None:
-        """Leave the server, which keeps serving the weights it has. May be called twice."""
+        """Leave the engines, which keep serving the weights they have."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.shutdown()
+        self._collectors.clear()
 
 
-def _check_flush(flush_cache_on_update: bool | None, pause_mode: PauseMode | None) -> None:
-    """Refuse a flush of the cache with a pause mode that leaves requests in it, as TorchRL does.
+SGLangWeightSender = VLLMDoubleBufferWeightSender = VLLMWeightSender
 
-    Raises:
-        ConfigError: ``flush_cache_on_update`` with such a mode.
+
+class VLLMWeightReceiver:
+    """Lands weights that come over the collective in an engine of this process.
+
+    Args:
+        scheme: a `VLLMWeightSyncScheme`.
+        vllm_engine: a module, mapping or loader of this process, which joins as rank 1 and is filled by
+            `poll_and_apply`; or an engine elsewhere, which the sender drives: then there is nothing to do here.
     """
-    if flush_cache_on_update and pause_mode not in (None, "abort"):
-        raise ConfigError(
-            f"flush_cache_on_update=True requires pause_mode='abort', and it is {pause_mode!r}",
-            hint="leave flush_cache_on_update out: the cache is dropped with every update",
-        )
+
+    def __init__(self, scheme: Any, vllm_engine: Any) -> None:
+        self._scheme, self._engine = scheme, vllm_engine
+        elsewhere = isinstance(vllm_engine, (EngineClient, str, list, tuple)) or is_torchrl(vllm_engine, "RLvLLMEngine")
+        self._local = None if elsewhere else WeightReceiver(as_loader(vllm_engine))
+        self._transport: Any = None
+
+    def init_all_workers_group(self, model_metadata: Metadata) -> None:
+        """Join the group, at the same time as the sender forms it.
+
+        Raises:
+            DeadlineError: names the ranks that did not come.
+            ManifestError: the sender has other parameters.
+        """
+        if self._local is not None:
+            self.shutdown()
+            self._transport = self._scheme.sender_transport(rank=1)
+            self._transport.init_all_workers_group(model_metadata)
+
+    def poll_and_apply(self, timeout: float = 0.1) -> bool:
+        """Return whether weights came within ``timeout`` seconds and are in place; False for an engine elsewhere."""
+        if self._local is None:
+            return False
+        if self._transport is None:
+            raise NotConnectedError("Transport not initialized", hint="Call init_all_workers_group first")
+        return self._transport.receive_weights(timeout, model=self._engine) is not None
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Land ``weights`` in an engine of this process; one elsewhere has them when its sender's update returns.
+
+        Args:
+            weights: TensorDict or mapping.
+            inplace: must be True.
+
+        Raises:
+            ValueError: not ``inplace``.
+        """
+        if not inplace:
+            raise ValueError("Cannot apply weights out of place")
+        if self._local is not None:
+            self._local.apply_weights(weights)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        if self._transport is not None:
+            self._transport.shutdown()
 
 
-def _collective(
-    address: str, port: int, rank: int, size: int | None, device: Device | None, **settings: Any
-) -> VLLMCollectiveTransport:
-    """Make the transport on ``device``, or on the CPU where there is no CUDA."""
-    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-    return VLLMCollectiveTransport(address, port, rank, size, place if torch.cuda.is_available() else None, **settings)
+class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
+    """Takes versions that the sender published, and puts them in service.
+
+    Args:
+        scheme: a `VLLMDoubleBufferSyncScheme`.
+        vllm_engine: anything that `torchrl_ext.rpc.discovery.as_engine` takes. An engine elsewhere reads the files by
+            itself, so that it must see ``local_addr`` under the same path.
+    """
+
+    def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
+        super().__init__(scheme, vllm_engine)
+        self._taken: Info | None = None
+        engine: Any = as_engine(vllm_engine)
+        self._root = PublishedRoot(scheme.local_addr, transport="disk")
+        self._follower = PublishedFollower(self._root, engine)
+
+    def poll_and_apply(self, timeout: float = 180.0) -> bool:
+        """Return whether a newer version was published within ``timeout`` seconds and is in service.
+
+        Raises:
+            ManifestError, UpdateError: an engine does not serve it, for instance as it has other parameters.
+        """
+        info = self._root.newest(timeout, self._taken)
+        if info is None:
+            return False
+        self._follower.take(info)
+        self._taken = info
+        return True
+
+    def shutdown(self) -> None:
+        """Leave the engine, which keeps serving the weights it has."""
+        try:
+            self._follower.close()
+        finally:
+            self._root.close()
