@@ -13,7 +13,6 @@ import pytest
 
 import torchrl_ext as tx
 from tests.compat.skyrl_client import made, sent
-from tests.rpc.adapter_servers import serving_adapters
 from tests.rpc.servers import CONFIG, GOOD, Resting, failed, initialised, running
 from tests.transports.chains import checkpoint, step, weights
 from tests.versions.layouts import write_skyrl
@@ -311,25 +310,7 @@ def test_the_transport_for_skyrls_settings_is_the_one_that_its_trainer_would_tak
     assert name == theirs[backend] and name in tx.transports()
 
 
-def test_adapters_are_served_under_their_name_by_our_plugin_once_every_engine_has_them(tmp_path):
-    with serving_adapters() as one, serving_adapters() as other:
-        client = made(one, other)
-        one.adapters.served["policy"] = 4
-        told = client.run(client.load_lora_adapter("policy", str(tmp_path)))
-        assert {row["body"] for row in told.values()} == {"Success: LoRA adapter 'policy' added as policy@5."}
-        assert one.adapters.served == other.adapters.served == {"policy": 5}
-        other.adapters.refusal = "wrong rank"
-        with pytest.raises(EngineError, match="wrong rank"):
-            client.run(client.load_lora_adapter("policy", str(tmp_path)))
-        assert one.adapters.served == other.adapters.served == {"policy": 5}
-        client.run(client.unload_lora_adapter("policy"))
-        assert one.adapters.served == other.adapters.served == {}
-        with pytest.raises(EngineError, match="no adapter 'policy'"):
-            client.run(client.unload_lora_adapter("policy"))
-        client.close()
-
-
-def test_adapters_of_other_servers_go_to_skyrls_route_or_else_to_vllms(server, client):
+def test_adapters_go_to_skyrls_route_or_else_to_vllms(server, client):
     server.answers["POST /v1/load_lora_adapter"] = (200, b"Success")
     (told,) = client.run(client.load_lora_adapter("policy", "/a")).values()
     assert told == {"status": 200, "body": "Success"}

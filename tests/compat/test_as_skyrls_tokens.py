@@ -1,20 +1,24 @@
 """Requests for tokens by SkyRL's names, held against servers that write down what they are asked."""
 
+import asyncio
 import base64
 import io
 import re
 import threading
+from types import SimpleNamespace
 
 import numpy
 import pytest
 
 from tests.compat.skyrl_client import made, sent
+from tests.models import tiny_tokenizer
 from tests.processes import WAIT_S
 from tests.rpc.servers import GOOD, running
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.serving.engines.vllm import VLLMSpec
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
+from torchrl_ext.types import EngineInfo
 
+TOKENIZED = (200, {"tokens": [1]})
 ROUTED = numpy.arange(12).reshape(3, 2, 2)
 
 
@@ -48,7 +52,7 @@ def test_the_end_of_a_session_never_fails(server, client, caplog):
 def test_where_adapters_are_trained_a_request_has_to_name_its_model(server):
     server.answers["POST /v1/completions"] = (200, {"choices": [{"text": "a"}]})  # without a finish reason
     client, chat = made(server, model_name="base", uses_lora_weight_sync=True), {"json": {"messages": []}}
-    calls = [client.generate({"prompt_token_ids": [[1]]}), client.sample({"json": {}}), client.sample([1])]
+    calls = [client.generate({"prompt_token_ids": [[1]]}), client.sample({"json": {}})]
     calls += [client.completion({"json": {"prompt": "a"}}), client.chat_completion(chat), client.render(chat)]
     for call in calls:
         with pytest.raises(ValueError, match="LoRA is enabled"):
@@ -185,6 +189,143 @@ def test_the_experts_of_an_aborted_generation_are_joined(server):
     client.close()
 
 
+@pytest.mark.parametrize("status", [400, 404, 422, 501, 505])
+def test_a_refusal_that_will_not_pass_is_not_asked_again(server, client, status):
+    server.answers["POST /tokenize"] = [(status, {"detail": "never"}), TOKENIZED]
+    with pytest.raises(EngineRefusedError, match=f"{status}: never"):
+        client.run(client.post("/tokenize", {}))
+
+
+def test_a_request_that_is_in_work_at_a_teardown_ends_with_an_error_of_ours(server, client):
+    arrived, leave = threading.Event(), threading.Event()
+
+    def slow(body):
+        arrived.set()
+        leave.wait(WAIT_S)
+        return TOKENIZED
+
+    async def torn_down():
+        asked = asyncio.ensure_future(client.tokenize(["a"]))
+        assert await asyncio.to_thread(arrived.wait, WAIT_S)
+        await client.teardown()
+        with pytest.raises(EngineError, match=f"{client.proxy_url}.* the client was closed"):
+            await asked
+
+    server.answers["POST /tokenize"] = slow
+    asyncio.run(torn_down())
+    leave.set()
+
+
+def test_many_threads_that_run_at_once_share_one_loop(server, client):
+    server.answers["POST /tokenize"] = TOKENIZED
+    before, together, found = set(threading.enumerate()), threading.Barrier(8), []
+
+    def ask():
+        together.wait(WAIT_S)
+        found.append(client.run(client.tokenize(["a"])))
+
+    for _ in range(4):  # who comes first is luck
+        client.close()
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(WAIT_S)
+        loops = [one for one in set(threading.enumerate()) - before if one.name == "inference-loop"]
+        assert len(loops) == 1
+    assert found == [[[1]]] * 32
+
+
+def test_a_call_of_its_own_loop_is_told_to_wait_by_itself(client):
+    async def inside():
+        return client.run(client.tokenize(["a"]))
+
+    with pytest.raises(ConfigError, match="would wait for itself"):
+        client.run(inside())
+
+
+def test_a_call_without_an_answer_in_time_is_cancelled(server, client):
+    leave = threading.Event()
+    server.answers["POST /tokenize"] = lambda body: (leave.wait(WAIT_S), TOKENIZED)[1]
+    with pytest.raises(DeadlineError, match="took longer than"):
+        client.run(client.tokenize(["a"]), timeout_s=0.2)
+    leave.set()
+
+
+def test_a_completion_that_an_engine_aborts_is_asked_again_and_is_charged_to_nobody(server, client):
+    whole = {"choices": [{"text": "a", "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}
+    aborted = {"choices": [{"text": "b", "finish_reason": "stop"}, {"text": "", "finish_reason": "abort"}]}
+    for route, call in (("v1/chat/completions", client.chat_completion), ("v1/completions", client.completion)):
+        server.answers[f"POST /{route}"] = [(200, aborted), (200, aborted), (200, whole)]
+        assert client.run(call({"json": {"seed": 1, "max_tokens": 5}})) == whole
+        assert sent(server, route) == [({}, {"seed": 1, "max_tokens": 5})] * 3
+        server.answers[f"POST /{route}"] = (200, {"object": "error"})
+        with pytest.raises(EngineRefusedError, match="no completion"):
+            client.run(call({"json": {}}))
+
+
+def test_a_stop_string_over_an_abort_ends_a_generation_where_the_text_shows_it(server, client):
+    def choice(ids, reason):
+        return 200, {"choices": [{"token_ids": ids, "finish_reason": reason}]}
+
+    server.answers["POST /inference/v1/generate"] = [choice([0, 1, 2], "abort"), choice([3, 4, 5], "length")]
+    server.answers["POST /detokenize"] = lambda body: (200, {"prompt": "".join("abcdef"[i] for i in body["tokens"])})
+    found = client.run(client.generate({"prompt_token_ids": [[9]], "sampling_params": {"stop": "cde"}}))
+    assert found["response_ids"] == [[0, 1, 2, 3, 4]] and found["stop_reasons"] == ["stop"]
+    assert found["responses"] == ["abcde"] and found["response_logprobs"] is None
+    assert [body["token_ids"] for _, body in sent(server, "inference/v1/generate")] == [[9], [9, 0, 1, 2]]
+
+
+def test_input_that_cannot_work_is_refused_before_anything_is_sent(server, client):
+    for bad, words in (
+        ({"prompts": ["text"]}, "no prompt_token_ids"),
+        ({"prompt_token_ids": [[]]}, "prompt 0 has no token"),
+        ({"prompt_token_ids": [[1]], "sampling_params": {"n": 2}}, "one continuation"),
+        ({"prompt_token_ids": [[1]], "session_ids": ["a", "b"]}, "2 session_ids for 1"),
+        ({"prompt_token_ids": [[1]], "cache_salt": 7}, "a string"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            client.run(client.generate(bad))
+    sglang = made(server, kind="sglang")
+    with pytest.raises(ConfigError, match="does not render"):
+        sglang.run(sglang.render({"json": {"messages": []}}))
+    sglang.close()
+    assert not server.calls
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"proxy_url": "a:1"}, "one of 2 servers"),
+        ({"data_parallel_size": 3}, "groups of data_parallel_size"),
+        ({"concurrency_per_engine": -1}, "a limit of at least 0"),
+        ({"enable_return_routed_experts": True, "kind": "sglang"}, "routed experts"),
+        ({"server_urls": ["a:1", "a:1/"]}, "twice"),
+    ],
+)
+def test_a_client_that_cannot_work_is_not_made(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        RemoteInferenceClient(**{"proxy_url": "host:1", "server_urls": ["a:1", "b:1"], **settings})
+
+
+def test_a_client_of_a_routing_asks_its_router_and_controls_its_engines():
+    engines = [EngineInfo(url=f"http://{name}:1", kind="sglang") for name in "ab"]
+    found = RemoteInferenceClient.of(SimpleNamespace(url="http://r:1", engines=engines, api_key="key"), timeout_s=5)
+    assert (found.proxy_url, found.server_urls, found.kind) == ("http://r:1", ("http://a:1", "http://b:1"), "sglang")
+    assert (found.api_key, found.timeout_s, found.get_endpoint_url()) == ("key", 5, "http://r:1")
+    with pytest.raises(ConfigError, match="no engine behind"):
+        RemoteInferenceClient.of(SimpleNamespace(url="http://r:1", engines=[], api_key=None))
+
+
+def test_a_tokenizer_takes_the_place_of_the_engines_routes_for_text(server):
+    tokenizer = tiny_tokenizer()
+    client = made(server, tokenizer=tokenizer)
+    ids = tokenizer("the trainer", add_special_tokens=False)["input_ids"]
+    assert client.run(client.tokenize(["the trainer"], add_special_tokens=False)) == [ids]
+    assert client.run(client.detokenize([ids])) == ["the trainer"] and not server.calls
+    client.close()
+
+
 @pytest.mark.parametrize("variable", ["SKYRL_GENERATE_CONCURRENCY_PER_ENGINE", "SKYRL_HTTP_CONNECTION_LIMIT"])
 def test_limits_of_the_environment_count_where_none_is_given(server, monkeypatch, variable):
     arrived, leave = threading.Semaphore(0), threading.Event()
@@ -213,10 +354,3 @@ def test_a_limit_of_the_environment_that_is_no_number_is_said_so(server, monkeyp
     with pytest.raises(ConfigError, match="SKYRL_GENERATE_CONCURRENCY_PER_ENGINE='many'"):
         made(server)
     made(server, concurrency_per_engine=1).close()
-
-
-def test_engines_get_the_time_to_start_that_the_environment_names(monkeypatch):
-    assert VLLMSpec(model_dir="model").start_timeout_s == 300
-    monkeypatch.setenv("SKYRL_WAIT_UNTIL_INFERENCE_SERVER_HEALTHY_TIMEOUT_S", "7")
-    assert VLLMSpec(model_dir="model").start_timeout_s == 7
-    assert VLLMSpec(model_dir="model", start_timeout_s=8).start_timeout_s == 8

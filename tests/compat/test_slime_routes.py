@@ -7,18 +7,35 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file
+from starlette.testclient import TestClient
 
 import torchrl_ext as tx
-from tests.models import PROMPT, greedy, tiny_model
+from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.transports.chains import folder
 from tests.versions.test_slime_chains import write_slime
 from torchrl_ext.codecs.patch import diff
 from torchrl_ext.codecs.slime.first import build_flush, flush_name
-from torchrl_ext.compat.slime.embedded import Dialects
+from torchrl_ext.compat.slime.embedded import routes
 from torchrl_ext.embedded.engine import Engine
-from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.embedded.server import make_app
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import tensor_digest
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint):
+    return Engine(str(checkpoint), dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def http(engine):
+    with TestClient(make_app(engine, routes=routes(engine)), raise_server_exceptions=False) as client:
+        yield client
 
 
 def tensors(model):
@@ -131,29 +148,26 @@ def test_a_version_that_lands_without_a_local_checkpoint_leaves_the_callers_paus
     assert says(http) == greedy(history[1], count=16)
 
 
-def test_an_engine_that_a_failed_load_left_paused_serves_again_with_the_next_good_one(checkpoint, tmp_path):
+def test_an_engine_that_a_failed_load_left_paused_serves_again_with_the_next_good_one(
+    http, engine, checkpoint, tmp_path, monkeypatch
+):
     held, new = load_file(f"{checkpoint}/model.safetensors"), tensors(tiny_model(11))
     trainer = tx.make_transport("delta", root=tmp_path / "root")
     trainer.send_weights({name: new[name] for name in held})
     trainer.shutdown()
-    engine = Engine(str(checkpoint), dtype="float32")
-    calls, scheduler = Dialects(engine), engine.scheduler
     body = {"load_format": "delta", "model_path": str(folder(tmp_path / "root", 1)), "weight_version": "1"}
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("torchrl_ext.landing.loader.TensorsLoader.load", lambda loader, pairs: 1 / 0)
-            with pytest.raises(WeightSyncError, match="is paused"):
-                calls.update(body)
-            assert scheduler.paused
-        calls.update(body)
-        assert not scheduler.paused and scheduler.version == "1"
-        found = engine.digests()
-        assert {name: found[name] for name in held} == {name: tensor_digest(new[name]) for name in held}
-        scheduler.pause("keep")  # a caller's own
-        calls.update({"model_path": str(checkpoint)})
-        assert scheduler.paused
-    finally:
-        engine.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("torchrl_ext.landing.loader.TensorsLoader.load", lambda loader, pairs: 1 / 0)
+        assert "is paused" in asked(http, "/update_weights_from_disk", body, expected=400)["message"]
+    assert engine.scheduler.paused
+    asked(http, "/update_weights_from_disk", body)
+    assert http.get("/weight_info").json() == {"weight_version": "1", "paused": False}
+    found = engine.digests()
+    assert {name: found[name] for name in held} == {name: tensor_digest(new[name]) for name in held}
+    asked(http, "/pause_generation")  # a caller's own
+    asked(http, "/update_weights_from_disk", {"model_path": str(checkpoint)})
+    assert http.get("/is_paused").json() == {"is_paused": True}
+    asked(http, "/continue_generation")
 
 
 class TestVersionsInParts:

@@ -12,6 +12,7 @@ import torchrl_ext as tx
 from tests.models import PROMPT, tiny_tokenizer
 from tests.rpc.servers import running
 from tests.rpc.test_router import Engine, serving
+from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.rollout.dialects import SGLangDialect
@@ -95,17 +96,6 @@ def test_no_field_of_the_dialect_is_one_that_the_router_drops():
         assert body.keys() <= FIELDS and body["sampling_params"].keys() <= SAMPLING
 
 
-def test_a_session_is_named_to_either_make_of_router(client, router):
-    asked = {"prompt_token_ids": [[1], [2]], "sampling_params": {"max_tokens": 2}, "session_ids": ["a", None]}
-    client.run(client.generate(asked))
-    found = {
-        tuple(body["input_ids"]): [headers.get(name) for name in ("x-session-id", "x-smg-routing-key")]
-        for (call, _, body), headers in zip(router.calls, router.headers, strict=True)
-        if call == "POST /generate"
-    }
-    assert found == {(1,): ["a", "a"], (2,): [None, None]}
-
-
 def test_text_is_asked_of_an_engine_where_the_router_has_no_route_for_it(client, router, engine):
     assert client.run(client.generate({"prompt_token_ids": [[1]]}))["responses"] == ["3 4"]
     assert client.run(client.tokenize(["5 6"])) == [[5, 6]]
@@ -130,7 +120,7 @@ def test_pools_of_sglang_are_both_asked_and_told_where_they_meet():
             tx.EngineInfo(url=prefill.url, kind="sglang", worker_type="prefill", bootstrap_port=9001),
             tx.EngineInfo(url=decode.url, kind="sglang", worker_type="decode"),
         ]
-        with Routing(infos) as routing:
+        with Routing(infos, **settings_for_router("sglang")) as routing:
             listed_types = {worker.url: worker.worker_type for worker in routing.router.workers()}
             assert listed_types == {prefill.url: "prefill", decode.url: "decode"}
             body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
@@ -155,9 +145,9 @@ def test_a_session_stays_on_one_sglang_engine_and_sessions_use_both():
 
     with serving(Named(1)) as first, serving(Named(2)) as second:
         infos = [tx.EngineInfo(url=engine.url, kind="sglang") for engine in (first, second)]
-        with Routing(infos) as routing:
+        with Routing(infos, **settings_for_router("sglang")) as routing:
             assert {worker.url for worker in routing.router.workers()} == {first.url, second.url}
-            client = routing.client(timeout_s=60, tokenizer=tiny_tokenizer())
+            client = RemoteInferenceClient.of(routing, timeout_s=60, tokenizer=tiny_tokenizer())
             sessions = [f"s{i}" for i in range(20)] * 3
             batch = {"prompt_token_ids": [PROMPT] * len(sessions), "session_ids": sessions}
             found = client.run(client.generate({**batch, "sampling_params": {"max_tokens": 1}}))
@@ -181,8 +171,8 @@ def test_what_a_request_says_arrives_by_sglangs_router_and_in_part_by_vllms(make
 
     sampling = {"max_tokens": 1, "temperature": 0.5, "seed": 7, "min_tokens": 1, "top_p": 0.9, "stop_token_ids": [9]}
     with serving(Listening()) as engine:
-        with Routing([tx.EngineInfo(url=engine.url, kind="sglang")], make=make) as routing:
-            client = routing.client(timeout_s=60, tokenizer=tiny_tokenizer())
+        with Routing([tx.EngineInfo(url=engine.url, kind="sglang")], make=make, **settings_for_router(make)) as routing:
+            client = RemoteInferenceClient.of(routing, timeout_s=60, tokenizer=tiny_tokenizer())
             client.run(client.generate({"prompt_token_ids": [PROMPT], "sampling_params": sampling}))
             client.close()
         (told,) = [body["sampling_params"] for _, path, body in engine.calls if path == "/generate"]

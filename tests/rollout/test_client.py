@@ -1,7 +1,11 @@
 """The inference client against a real server, and against one that says what a test wants."""
 
+import asyncio
+import gc
 import pickle
 import threading
+import weakref
+from contextlib import closing
 
 import httpx
 import pytest
@@ -11,9 +15,12 @@ from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
 from tests.rollout.aborts import aborted
 from tests.rpc.servers import running
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
 from torchrl_ext.rollout.client import Generation, InferenceClient, VersionSpan
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.rpc.connections import PerLoop
+from torchrl_ext.rpc.health import Health
+
+ROUTE = "POST /inference/v1/generate"
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +52,6 @@ def test_a_generation_has_log_probabilities_a_reason_and_the_weights_behind_it(c
     assert found.weight_versions == (VersionSpan(version="default", start=0, end=6),)
 
 
-def test_log_probabilities_can_be_left_out(client):
-    (found,) = client.generate([PROMPT], max_tokens=3, logprobs=False, ignore_eos=True)
-    assert found.logprobs == () and len(found.token_ids) == 3
-
-
 def test_the_number_of_log_probabilities_is_that_of_vllm_where_0_means_the_sampled_token(client):
     for asked, count in ((0, 3), (1, 3), (True, 3), (False, 0), (None, 0)):
         (found,) = client.generate([PROMPT], max_tokens=3, logprobs=asked, ignore_eos=True)
@@ -73,26 +75,25 @@ def part(*tokens, reason="abort", version=1):
     return {"index": 0, "token_ids": tokens, "logprobs": logprobs, "finish_reason": reason, "weight_versions": spans}
 
 
-def test_a_continuation_takes_along_tokens_log_probabilities_versions_and_the_budget():
+def test_a_continuation_asks_for_the_rest_until_it_is_whole():
     answers = [{"choices": [part(1, 2)]}, {"choices": [part()]}, {"choices": [part(3, reason="stop", version=2)]}]
     with running({}) as engine:
-        engine.answers["POST /inference/v1/generate"] = [(200, answer) for answer in answers]
-        client = InferenceClient(engine.url)
-        (found,) = client.generate([[7, 8]], max_tokens=5, seed=40)
-        client.close()
+        engine.answers[ROUTE] = [(200, answer) for answer in answers]
+        with closing(InferenceClient(engine.url)) as client:
+            (found,) = client.generate([[7, 8]], max_tokens=5, seed=40)
     assert found.token_ids == (1, 2, 3) and found.logprobs == pytest.approx((-0.1, -0.2, -0.3))
     assert found.finish_reason == "stop" and found.token_versions() == [1, 1, 2]
-    asked = [body for _, _, body in engine.calls]
-    assert [body["token_ids"] for body in asked] == [[7, 8], [7, 8, 1, 2], [7, 8, 1, 2]]
-    assert [body["sampling_params"]["max_tokens"] for body in asked] == [5, 3, 3]
-    assert [body["sampling_params"]["seed"] for body in asked] == [40, 42, 42]
+    bodies = [body for _, _, body in engine.calls]
+    settings = [(body["sampling_params"]["max_tokens"], body["sampling_params"]["seed"]) for body in bodies]
+    assert [body["token_ids"] for body in bodies] == [[7, 8], [7, 8, 1, 2], [7, 8, 1, 2]]
+    assert settings == [(5, 40), (3, 42), (3, 42)]
 
 
 def test_an_aborted_request_with_stop_strings_is_asked_again_from_the_start():
     """A stop string may begin before the abort and end after it, and this client cannot read tokens."""
     with running({}) as engine:
         answers = [{"choices": [part(1, 2)]}, {"choices": [part(1, 2, 3, reason="stop")]}]
-        engine.answers["POST /inference/v1/generate"] = [(200, answer) for answer in answers]
+        engine.answers[ROUTE] = [(200, answer) for answer in answers]
         client = InferenceClient(engine.url)
         (found,) = client.generate([[7, 8]], max_tokens=5, stop=["END"])
         client.close()
@@ -102,20 +103,55 @@ def test_an_aborted_request_with_stop_strings_is_asked_again_from_the_start():
 
 def test_an_engine_that_aborts_for_ever_is_a_deadline_that_says_so():
     with running({}) as engine:
-        engine.answers["POST /inference/v1/generate"] = (200, {"choices": [part()]})
+        engine.answers[ROUTE] = (200, {"choices": [part()]})
         client = InferenceClient(engine.url, timeout_s=0.5)
         with pytest.raises(DeadlineError, match=f"{engine.url}.*"):
             client.generate([[7, 8]])
         client.close()
 
 
-def test_an_engine_that_has_too_much_to_do_is_left_to_others():
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+def test_an_engine_that_cannot_answer_now_is_left_to_others_and_complained_of_for_a_while(status):
+    health = Health()
     with running({}) as busy, running({}) as free:
-        busy.answers["POST /inference/v1/generate"] = (429, {"detail": "later"})
-        free.answers["POST /inference/v1/generate"] = (200, {"choices": [part(1, reason="stop")]})
-        client = InferenceClient([busy.url, free.url])
-        assert client.generate([[7]])[0].token_ids == (1,)
-        client.close()
+        busy.answers[ROUTE] = [(status, {"detail": "later"}), (200, {"choices": [part(2, reason="stop")]})]
+        free.answers[ROUTE] = (200, {"choices": [part(1, reason="stop")]})
+        with closing(InferenceClient([busy.url, free.url], health=health)) as client:
+            for _ in range(2):
+                assert client.generate([[7]])[0].token_ids == (1,)
+            assert "later" in str(health.why(busy.url)) and len(busy.calls) == 1
+            health.mend(busy.url, by="requests")
+            health.fail(free.url, EngineError("an update lost it"), by="pool")
+            assert client.generate([[7]])[0].token_ids == (2,)
+            assert health.why(busy.url) is None and health.why(free.url) is not None
+
+
+def test_what_may_pass_is_asked_again_until_the_deadline_by_a_persistent_client_alone(caplog):
+    later = (503, {"detail": "nobody is behind this router"})
+    good = (200, {"choices": [part(1, reason="stop")]})
+    with running({}) as router:
+        router.answers[ROUTE] = [later, later, later, good]
+        with closing(InferenceClient(router.url, persistent=True)) as client:
+            assert client.generate([[7]])[0].token_ids == (1,)
+        warnings = [record.getMessage() for record in caplog.records if "get no answer" in record.getMessage()]
+        assert len(warnings) == 1 and router.url in warnings[0] and "nobody is behind" in warnings[0]
+        router.answers[ROUTE] = later
+        for settings, error in (({"persistent": True, "timeout_s": 0.3}, DeadlineError), ({}, EngineRefusedError)):
+            with closing(InferenceClient(router.url, **settings)) as client, pytest.raises(error, match="nobody"):
+                client.generate([[7]])
+
+
+def test_a_session_is_named_with_each_of_its_requests_to_either_make_of_router():
+    with running({}) as router, closing(InferenceClient(router.url)) as client:
+        router.answers[ROUTE] = lambda body: (200, {"choices": [part(1, reason="stop")]})
+        client.generate([[1], [2]], session_ids=["a", None])
+        found = {
+            body["token_ids"][0]: {headers.get("x-session-id"), headers.get("x-smg-routing-key")}
+            for (_, _, body), headers in zip(router.calls, router.headers, strict=True)
+        }
+        assert found == {1: {"a"}, 2: {None}}
+        with pytest.raises(ConfigError, match="1 session_ids for 2 prompts"):
+            client.generate([[1], [2]], session_ids=["a"])
 
 
 def test_a_seed_repeats_a_batch_and_differs_within_it(client):
@@ -132,39 +168,11 @@ def test_a_stop_token_ends_a_generation(client):
     assert found.finish_reason == "stop" and found.token_ids[-1] == stop
 
 
-def test_more_prompts_than_connections_are_all_answered(server):
-    client = InferenceClient(server.url, max_concurrency=3)
-    assert len(client.generate([PROMPT] * 20, max_tokens=4)) == 20
-
-
-def test_no_prompt_gives_no_generation(client):
+def test_a_bad_prompt_is_refused_before_anything_is_sent_and_none_gives_nothing(client):
+    for bad in ([], [0.5]):
+        with pytest.raises(ConfigError, match="prompt 1"):
+            client.generate([PROMPT, bad])
     assert client.generate([]) == []
-
-
-def test_an_empty_prompt_is_refused_before_anything_is_sent(client):
-    with pytest.raises(ConfigError, match="prompt 1"):
-        client.generate([PROMPT, []])
-
-
-def test_a_paused_engine_is_a_deadline_that_names_it(server, client):
-    httpx.post(f"{server.url}/pause", params={"mode": "keep"})
-    try:
-        with pytest.raises(DeadlineError, match=server.url):
-            client.generate([PROMPT], max_tokens=4, timeout_s=0.5)
-    finally:
-        httpx.post(f"{server.url}/resume")
-    assert len(client.generate([PROMPT], max_tokens=4)) == 1
-
-
-def test_what_an_engine_refuses_comes_back_in_its_words(client):
-    with pytest.raises(EngineRefusedError, match="no token 99999"):
-        client.generate([PROMPT, [99_999]], max_tokens=4)
-
-
-def test_nobody_at_the_address_is_said_so():
-    url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(EngineUnreachableError, match=url):
-        InferenceClient(url).generate([PROMPT])
 
 
 def test_a_requester_that_leaves_frees_the_engine(server):
@@ -210,7 +218,7 @@ def test_closing_ends_what_is_in_work_and_a_later_call_opens_anew():
             said.append(str(error))
 
     with running({}) as engine:
-        engine.answers["POST /inference/v1/generate"] = slow
+        engine.answers[ROUTE] = slow
         client = InferenceClient(engine.url, timeout_s=20)
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
@@ -223,3 +231,17 @@ def test_closing_ends_what_is_in_work_and_a_later_call_opens_anew():
         for one in (client, pickle.loads(pickle.dumps(client))):
             assert len(one.generate([PROMPT], max_tokens=2)) == 1
             one.close()
+
+
+def test_what_was_made_for_a_loop_is_let_go_when_the_loop_is_closed():
+    class Made:
+        def __init__(self):
+            self.loop = asyncio.get_running_loop()
+
+    async def here():
+        return weakref.ref(made.here())
+
+    made = PerLoop(Made)
+    first, second = asyncio.run(here()), asyncio.run(here())
+    gc.collect()
+    assert first() is None and second() is not None

@@ -5,7 +5,7 @@ from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.registry import engines
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rollout.dialects import SGLangDialect, VLLMDialect
-from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, version_number
+from torchrl_ext.rollout.generation import GenerationRequest, VersionSpan
 
 REQUEST = GenerationRequest(
     token_ids=(1, 2), n=2, max_tokens=3, temperature=0.5, seed=7, stop_token_ids=(9,), more={"min_tokens": 1}
@@ -60,11 +60,12 @@ def test_sglang_behind_a_router_generates_with_seeds_and_without():
         drawn = client.generate([[1], [2]], n=2, max_tokens=2)
         client.close()
         remote = RemoteInferenceClient(proxy_url=router.url, server_urls=[router.url], kind="sglang")
-        samples = remote.run(remote.sample([1], num_samples=2, sampling_params={"seed": 5, "max_tokens": 2}))
+        body = {"prompt": {"chunks": [{"tokens": [1]}]}, "num_samples": 2, "sampling_params": {"seed": 5}}
+        samples = remote.run(remote.sample({"json": body}))["sequences"]
         remote.close()
     assert [one.token_ids for one in seeded] == [(5, 0), (6, 0), (7, 0), (8, 0)]
     assert [one.token_ids for one in drawn] == [(-1, 0), (-1, 1)] * 2
-    assert [one.token_ids for one in samples] == [(5, 0), (6, 0)]
+    assert [one["tokens"] for one in samples] == [[5, 0], [6, 0]]
 
 
 def test_sglang_answers_are_read_with_spans_and_without():
@@ -77,11 +78,6 @@ def test_sglang_answers_are_read_with_spans_and_without():
     assert first.token_versions() == [0, 3]
     assert second.weight_versions == (VersionSpan(version="3", start=0, end=2),)
     assert SGLangDialect().read(without) == [second]
-
-
-def test_a_version_without_a_number_is_unknown():
-    assert [version_number(label) for label in ("12", "default", "", "main-abc")] == [12, 0, -1, -1]
-    assert Generation(token_ids=(1, 2)).token_versions() == [-1, -1]
 
 
 def test_each_kind_of_engine_has_a_dialect():

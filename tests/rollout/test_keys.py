@@ -12,7 +12,7 @@ import torchrl_ext as tx
 from tests.rpc.servers import GOOD, Handler
 from tests.rpc.test_router import Gateway, serving
 from tests.rpc.test_sglang_client import NEW
-from torchrl_ext.errors import EngineRefusedError
+from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.serving.routing import Routing
 
 OPEN = ("/health", "/ready", "/ping", "/workers", "/list_workers")
@@ -75,4 +75,7 @@ def test_the_client_of_a_served_model_has_the_key_of_its_routing(answers, kind):
         with pytest.raises(EngineRefusedError, match="401"):
             model.fleet(api_key="another")
         assert "secret" not in repr(model)
+        assert model.client().urls == (router.url,)
+        with pytest.raises(ConfigError, match="no engine behind"):
+            Routing([], router=router.url).client()
         model.close()

@@ -4,6 +4,8 @@ import threading
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensordict import TensorDict, set_list_to_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.modules.llm.policies import LogProbs, Masks
@@ -11,6 +13,8 @@ from torchrl.modules.llm.policies import LogProbs, Masks
 from tests.processes import WAIT_S
 from torchrl_ext.errors import ConfigError, DeadlineError
 from torchrl_ext.rollout.torchrl.lag import MaxLag, Pacer
+
+ROW = st.lists(st.integers(-1, 5), min_size=1, max_size=3)  # versions of a response's tokens
 
 
 @pytest.fixture(autouse=True)
@@ -41,22 +45,21 @@ def said(data):
     return [row["masks", "all_assistant_mask"].int().tolist() for row in data.reshape(-1).unbind(0)]
 
 
-def test_tokens_that_are_too_old_are_masked_and_others_are_not():
-    data = batch([3, 4, 5], [5])
-    out = MaxLag(1, lambda: 5)(data)
-    assert said(out) == [[0, 0, 0, 1, 1], [0, 0, 1]]
-    assert torch.isfinite(out[0]["log_probs", "full"]).tolist() == [False, False, False, True, True]
-    assert said(data) == [[0, 0, 1, 1, 1], [0, 0, 1]] and torch.isfinite(data[0]["log_probs", "full"]).sum() == 3
-
-
-def test_a_token_of_unknown_version_counts_as_too_old():
-    assert said(MaxLag(9, lambda: 0)(batch([-1, 0]))) == [[0, 0, 0, 1]]
-
-
-def test_whole_trajectories_can_be_dropped():
-    out = MaxLag(0, lambda: 2, drop=True)(batch([2, 2], [1, 2], [2]))
-    assert out.batch_size == (2,) and said(out) == [[0, 0, 1, 1], [0, 0, 1]]
-    assert MaxLag(0, lambda: 9, drop=True)(batch([2], [1])).batch_size == (0,)
+@given(
+    rows=st.lists(st.lists(st.integers(-1, 5), min_size=1, max_size=3), min_size=1, max_size=3), lag=st.integers(0, 6)
+)
+def test_tokens_that_are_too_old_or_of_no_known_version_are_left_out_or_their_trajectories_dropped(rows, lag):
+    fresh = [[version >= 0 and 5 - version <= lag for version in row] for row in rows]
+    data, looks = batch(*rows), MaxLag(lag, lambda: 5)
+    with set_list_to_stack(True):
+        out, kept = looks(data), MaxLag(lag, lambda: 5, drop=True)(data)
+    assert said(out) == [[0, 0, *map(int, row)] for row in fresh]
+    scored = [torch.isfinite(row["log_probs", "full"]).tolist() for row in out.unbind(0)]
+    assert scored == [[False, False, *row] for row in fresh]
+    assert said(data) == [[0, 0] + [1] * len(row) for row in rows]  # what is stored is not changed
+    assert (looks.seen, looks.stale) == (sum(map(len, rows)), sum(not one for row in fresh for one in row))
+    assert kept.batch_size == (sum(map(all, fresh)),)
+    assert (said(kept) if any(map(all, fresh)) else []) == [[0, 0] + [1] * len(row) for row in fresh if all(row)]
 
 
 def test_turns_of_a_trajectory_are_dropped_together():

@@ -86,7 +86,7 @@ def test_addresses_that_cannot_work_are_refused():
     for urls, words in (([], "no engine"), ([url, url], "twice")):
         with pytest.raises(ConfigError, match=words):
             tx.InferenceClient(urls)
-    with pytest.raises(ConfigError, match=r"no dialect called .steam.*sglang"):
+    with pytest.raises(ConfigError, match=r"no engine called .steam.*sglang"):
         tx.InferenceClient(url, kind="steam")
     with pytest.raises(ConfigError, match="2 kinds for 1"):
         tx.InferenceClient([url], kind=["vllm", "vllm"])

@@ -14,6 +14,8 @@ import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
+from torchrl_ext.cli.environments import settings_for_router
+from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.serving.routing import Routing
 
 pytestmark = pytest.mark.engine
@@ -38,8 +40,8 @@ def test_no_request_is_lost_every_token_has_its_version_and_sessions_stay(engine
     urls = [engine.url for engine in engines]
     model = tiny_model(1)
     done, answers, seen, models = threading.Event(), [], set(), defaultdict(set)
-    with Routing.over(*urls) as routing:
-        client = routing.client(timeout_s=300)
+    with Routing.over(*urls, **settings_for_router("vllm")) as routing:
+        client = RemoteInferenceClient.of(routing, timeout_s=300)
         fleet = client.fleet(pause_mode=mode)
         sender = tx.WeightSender(tx.make_transport("disk", root=str(tmp_path)), fleet)
         sender.register_model(model)

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, checked_prompt
-from torchrl_ext.rollout.requests import Asked, Requests, targets
+from torchrl_ext.rollout.requests import Requests, RoutedRequest, targets
 from torchrl_ext.rpc.connections import Background, PerLoop
 from torchrl_ext.rpc.discovery import discover
+from torchrl_ext.rpc.health import Health
+from torchrl_ext.rpc.http import Keys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +35,12 @@ class InferenceClient:
         kind: ``"vllm"``, ``"embedded"`` or ``"sglang"``; one for all, or one per address. `connect` finds out.
         timeout_s: deadline of one `generate` call, all prompts together, in seconds.
         max_concurrency: most requests in work at one engine, over all calls of this client.
-        api_key: sent as a bearer token.
+        api_key: sent as a bearer token; see `HTTPSession` for several.
         retire_s: seconds for which an engine that failed is left alone while others answer.
+        persistent: where every address has failed, ask again until the deadline, and warn each minute: a router may
+            have found another engine by then.
+        health: which engines are well, as others see it, such as a pool's; None for what this client sees itself. A
+            copy in another process has one of its own.
         adapter: name of the LoRA adapter to generate with (`AdapterSender`); None for the base weights.
 
     Raises:
@@ -54,28 +60,31 @@ class InferenceClient:
         kind: str | Sequence[str] = "vllm",
         timeout_s: float = 120.0,
         max_concurrency: int = 64,
-        api_key: str | None = None,
+        api_key: Keys = None,
         retire_s: float = 30.0,
+        persistent: bool = False,
+        health: Health | None = None,
         adapter: str | None = None,
     ) -> None:
-        self._settings: dict[str, Any] = {"kind": kind, "timeout_s": timeout_s, "max_concurrency": max_concurrency}
-        self._settings |= {"api_key": api_key, "retire_s": retire_s, "adapter": adapter}
         if max_concurrency < 1:
             raise ConfigError(f"max_concurrency is {max_concurrency}", expected="at least 1")
+        how: dict[str, Any] = {"api_key": api_key, "retire_s": retire_s, "persistent": persistent}
+        own = {"kind": kind, "timeout_s": timeout_s, "max_concurrency": max_concurrency, "adapter": adapter}
+        self._settings: dict[str, Any] = own | how
         urls = [url] if isinstance(url, str) else list(url)
         self._targets = targets(urls, [kind] * len(urls) if isinstance(kind, str) else list(kind))
         self._timeout_s, self._adapter = timeout_s, adapter
-        how: dict[str, Any] = {"limit": max_concurrency, "api_key": api_key, "retire_s": retire_s}
+        how |= {"limit": max_concurrency, "health": health}
         self._requests = PerLoop(functools.partial(Requests, self._targets, **how))
         self._background = Background("inference-loop")
 
     @classmethod
-    def connect(cls, *addresses: str, api_key: str | None = None, **settings: Any) -> InferenceClient:
+    def connect(cls, *addresses: str, api_key: Keys = None, **settings: Any) -> InferenceClient:
         """Return a client for the engines at ``addresses``, whatever their kinds.
 
         Args:
             addresses: as for `torchrl_ext.discover`: engines, not routers.
-            api_key: sent as a bearer token.
+            api_key: sent as a bearer token; see `HTTPSession` for several.
             settings: further arguments of the class.
 
         Raises:
@@ -104,6 +113,7 @@ class InferenceClient:
         seed: int | None = None,
         logprobs: bool | int | None = True,
         stop_token_ids: Sequence[int] = (),
+        session_ids: Sequence[Any] | None = None,
         timeout_s: float | None = None,
         **sampling: Any,
     ) -> list[Generation]:
@@ -118,6 +128,7 @@ class InferenceClient:
             logprobs: ask for the log-probability of each sampled token; any number does as well (in vLLM's convention
                 0 is that of the sampled token alone), False and None do not.
             stop_token_ids: end after one of these.
+            session_ids: one per prompt; a router keeps the prompts of one session on one engine.
             timeout_s: deadline of this call in place of the client's.
             sampling: further fields of vLLM's ``sampling_params``.
 
@@ -125,17 +136,20 @@ class InferenceClient:
             ``len(prompts) * n`` generations, those of one prompt together, in the order of ``prompts``.
 
         Raises:
-            ConfigError: a prompt is empty.
+            ConfigError: a prompt is empty or no list of token ids, or there is not one session per prompt.
             EngineUnreachableError, EngineRefusedError: the engine's answer to the first request that no engine took.
             DeadlineError: not every generation came in time; names the engines that still had work.
         """
-        asked = n if temperature > 0 else 1  # vLLM refuses to make the same continuation twice
+        drawn = n if temperature > 0 else 1  # vLLM refuses to make the same continuation twice
         apart = seed is not None and any(target.dialect.one_seed_per_request for target in self._targets)
-        requests: list[GenerationRequest] = []
-        for i, prompt in enumerate(prompts):
+        sessions = [None] * len(prompts) if session_ids is None else session_ids
+        if len(sessions) != len(prompts):
+            raise ConfigError(f"{len(sessions)} session_ids for {len(prompts)} prompts", expected="one per prompt")
+        requests: list[RoutedRequest] = []
+        for i, (prompt, session) in enumerate(zip(prompts, sessions, strict=True)):
             request = GenerationRequest(
                 token_ids=checked_prompt(prompt, i),
-                n=asked,
+                n=drawn,
                 max_tokens=max_tokens,
                 temperature=temperature,
                 seed=None if seed is None else seed + i * n,
@@ -144,18 +158,19 @@ class InferenceClient:
                 more=sampling,
                 adapter=self._adapter,
             )
-            requests += request.split() if apart else [request]
+            parts = request.split() if apart else [request]
+            requests += [RoutedRequest(request=one, session_id=session) for one in parts]
         until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         groups = self._background.run(self._generate(requests, until), what="generate")
         found = [generation for group in groups for generation in group]
-        return found if asked == n else [generation for generation in found for _ in range(n)]
+        return found if drawn == n else [generation for generation in found for _ in range(n)]
 
     def close(self) -> None:
         """Drop the connections; requests in work end with an error. May be called twice; a later call opens anew."""
         self._background.close(self._requests.close())
 
-    async def _generate(self, requests: Sequence[GenerationRequest], until: float) -> list[list[Generation]]:
-        return await self._requests.here().generations([Asked(request=request) for request in requests], until)
+    async def _generate(self, requests: Sequence[RoutedRequest], until: float) -> list[list[Generation]]:
+        return await self._requests.here().generations(requests, until)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(InferenceClient, **self._settings), (list(self.urls),)

@@ -1,4 +1,4 @@
-"""The form that each kind of engine gives to requests for tokens and answers; the one place where these differ."""
+"""Translate requests for tokens, and answers, between this library and the JSON of each kind of engine."""
 
 from __future__ import annotations
 
@@ -67,14 +67,13 @@ class VLLMDialect(Dialect):
         label = str(answer.get("model") or "")
         rows = enumerate(answer["choices"])
         choices = [choice for _, choice in sorted(rows, key=lambda row: row[1].get("index", row[0]))]
-        whole = {"prompt_logprobs": answer.get("prompt_logprobs")}
         return [
             Generation(
                 token_ids=tuple(choice["token_ids"] or ()),
                 logprobs=tuple(entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()),
                 finish_reason=choice["finish_reason"],
                 weight_versions=_of_adapter(label, choice["token_ids"]) or spans(choice.get("weight_versions")),
-                told=_told({**whole, "routed_experts": choice.get("routed_experts")}),
+                told=_extras(answer.get("prompt_logprobs"), choice.get("routed_experts")),
             )
             for choice in choices
         ]
@@ -113,20 +112,21 @@ class SGLangDialect(Dialect):
         return [self._read(row) for row in ([answer] if isinstance(answer, dict) else answer)]
 
     def _read(self, row: Any) -> Generation:
-        told, tokens = row["meta_info"], tuple(row["output_ids"])
-        found = _of_adapter(told.get("adapter", ""), tokens) or spans(told.get("weight_versions"))
-        if not found and "weight_version" in told:  # servers without spans name only the version at the end
-            found = (VersionSpan(version=str(told["weight_version"]), start=0, end=len(tokens)),)
+        meta, tokens = row["meta_info"], tuple(row["output_ids"])
+        versions = _of_adapter(meta.get("adapter", ""), tokens) or spans(meta.get("weight_versions"))
+        if not versions and "weight_version" in meta:  # servers without spans name only the version at the end
+            versions = (VersionSpan(version=str(meta["weight_version"]), start=0, end=len(tokens)),)
         return Generation(
             token_ids=tokens,
-            logprobs=tuple(entry[0] for entry in told.get("output_token_logprobs") or ()),
-            finish_reason=told["finish_reason"]["type"],
-            weight_versions=found,
+            logprobs=tuple(entry[0] for entry in meta.get("output_token_logprobs") or ()),
+            finish_reason=meta["finish_reason"]["type"],
+            weight_versions=versions,
         )
 
 
-def _told(fields: Info) -> tuple[Info, ...]:
+def _extras(prompt_logprobs: Any, routed_experts: Any) -> tuple[Info, ...]:
     """Return the fields that an answer has, as its part of `Generation.told`."""
+    fields = {"prompt_logprobs": prompt_logprobs, "routed_experts": routed_experts}
     found = {name: value for name, value in fields.items() if value is not None}
     return (found,) if found else ()
 

@@ -12,22 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError
 
 __all__ = [
     "UNKNOWN_VERSION",
-    "Carried",
     "Generation",
     "GenerationRequest",
+    "PartialGeneration",
     "VersionSpan",
     "checked_prompt",
     "version_number",
 ]
 
 UNKNOWN_VERSION = -1
-"""The number that stands for a weight version that an engine does not tell, or whose label is no number."""
+"""The number of a weight version that an engine does not report, or whose label is no number."""
 
 _TOKENS_PER_CHARACTER = 4  # at most: a character of UTF-8, with one token for each byte
 
@@ -104,14 +105,19 @@ class Generation:
 
 
 def checked_prompt(prompt: Sequence[int] | Tensor, index: int) -> tuple[int, ...]:
-    """Return the token ids of a prompt.
+    """Return the token ids of a prompt, read at once: a tensor on a device costs one wait, and not one per token.
 
     Raises:
-        ConfigError: it is empty; the message has its index.
+        ConfigError: it is empty, or is no flat sequence of whole numbers from 0 on; the message has its index.
     """
     if not len(prompt):
         raise ConfigError(f"prompt {index} has no token", expected="at least one token id per prompt")
-    return tuple(map(int, prompt.tolist() if isinstance(prompt, Tensor) else prompt))
+    ids = numpy.asarray(prompt.cpu() if isinstance(prompt, Tensor) else prompt)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0:
+        raise ConfigError(
+            f"prompt {index} is no list of token ids", expected="whole numbers from 0 on, in one dimension"
+        )
+    return tuple(ids.tolist())
 
 
 def version_number(label: str) -> int:
@@ -129,98 +135,91 @@ def spans(rows: Sequence[Mapping[str, Any]] | None) -> tuple[VersionSpan, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Carried:
+class PartialGeneration:
     """The generation of one prompt so far, joined from the answers of engines that aborted it.
 
     Attributes:
         request: the first request; of one continuation.
-        made: everything so far, as one generation.
-        parts: number of answers in it.
+        so_far: everything so far, as one generation.
         joined: number of tokens before the last answer.
     """
 
     request: GenerationRequest
-    made: Generation = field(default_factory=lambda: Generation(token_ids=(), finish_reason="abort"))
-    parts: int = 0
+    so_far: Generation = field(default_factory=lambda: Generation(token_ids=(), finish_reason="abort"))
     joined: int = 0
 
     @property
     def done(self) -> bool:
         """Whether nothing is left to ask for."""
-        return self.made.finish_reason != "abort"
+        return self.so_far.finish_reason != "abort"
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings of the request."""
+        found = self.request.more.get("stop") or ()
+        return (found,) if isinstance(found, str) else tuple(found)
 
     def remaining(self) -> GenerationRequest:
         """Return the request for the rest."""
-        count = len(self.made.token_ids)
+        count = len(self.so_far.token_ids)
         more = dict(self.request.more)
         if "min_tokens" in more:
             more["min_tokens"] = max(0, more["min_tokens"] - count)
         seed = self.request.seed
         return replace(
             self.request,
-            token_ids=(*self.request.token_ids, *self.made.token_ids),
+            token_ids=(*self.request.token_ids, *self.so_far.token_ids),
             max_tokens=self.request.max_tokens - count,
             seed=None if seed is None else seed + count,  # else the new engine would repeat the draws of the first
             more=more,
         )
 
-    def extended(self, answer: Generation) -> Carried:
+    def extended(self, answer: Generation) -> PartialGeneration:
         """Return this with an engine's answer to `remaining` added; a budget that is used up ends it (``"length"``)."""
-        count = len(self.made.token_ids)
-        spans = list(self.made.weight_versions)
+        before, count = self.so_far, len(self.so_far.token_ids)
+        versions = list(before.weight_versions)
         for span in answer.weight_versions:
-            moved = replace(span, start=span.start + count, end=span.end + count)
-            if moved.end == moved.start:
+            if span.end == span.start:
                 continue
-            if spans and spans[-1].version == moved.version and spans[-1].end == moved.start:
-                moved = replace(moved, start=spans.pop().start)
-            spans.append(moved)
-        token_ids = (*self.made.token_ids, *answer.token_ids)
-        spent = answer.finish_reason == "abort" and len(token_ids) >= self.request.max_tokens
-        made = Generation(
-            token_ids=token_ids,
-            logprobs=(*self.made.logprobs, *answer.logprobs),
+            moved = replace(span, start=span.start + count, end=span.end + count)
+            if versions and versions[-1].version == moved.version and versions[-1].end == moved.start:
+                moved = replace(moved, start=versions.pop().start)
+            versions.append(moved)
+        spent = answer.finish_reason == "abort" and count + len(answer.token_ids) >= self.request.max_tokens
+        so_far = Generation(
+            token_ids=(*before.token_ids, *answer.token_ids),
+            logprobs=(*before.logprobs, *answer.logprobs),
             finish_reason="length" if spent else answer.finish_reason,
-            weight_versions=tuple(spans),
-            told=(*self.made.told, *answer.told),
+            weight_versions=tuple(versions),
+            told=(*before.told, *answer.told),
         )
-        return replace(self, made=made, parts=self.parts + 1, joined=count)
+        return replace(self, so_far=so_far, joined=count)
 
-    @property
-    def may_straddle(self) -> bool:
-        """Whether a stop string may have begun before the last answer and ended in it, where no engine sees it."""
-        return 0 < self.joined < len(self.made.token_ids) and bool(self.stops)
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings asked for."""
-        found = self.request.more.get("stop") or ()
-        return (found,) if isinstance(found, str) else tuple(found)
-
-    def seams(self) -> list[tuple[int, tuple[int, ...]]]:
-        """List the ends that a straddling stop string could have: the number of tokens to keep, and the tokens whose
-        text could show it."""
+    def stop_candidates(self) -> list[tuple[int, tuple[int, ...]]]:
+        """List the ends of a stop string that may have begun before the last answer and ended in it, where no engine
+        sees it: the number of tokens to keep, and the tokens whose text would show it."""
+        tokens = self.so_far.token_ids
+        if not self.stops or not 0 < self.joined < len(tokens):
+            return []
         reach = _TOKENS_PER_CHARACTER * max(map(len, self.stops))
-        first = max(0, self.joined - reach)
-        last = min(len(self.made.token_ids), self.joined + reach)
-        least = self.request.more.get("min_tokens", 0)
-        ends = range(self.joined + 1, last + 1)
-        return [(end, self.made.token_ids[first:end]) for end in ends if end >= least]
+        first, least = max(0, self.joined - reach), self.request.more.get("min_tokens", 0)
+        ends = range(max(self.joined + 1, least), min(len(tokens), self.joined + reach) + 1)
+        return [(end, tokens[first:end]) for end in ends]
 
-    def stopped(self, seams: Sequence[tuple[int, tuple[int, ...]]], texts: Sequence[str]) -> Carried:
-        """Return this, cut after the first of ``seams`` whose text has a stop string; unchanged where none has."""
-        for (end, _), text in zip(seams, texts, strict=True):
+    def stopped(self, candidates: Sequence[tuple[int, tuple[int, ...]]], texts: Sequence[str]) -> PartialGeneration:
+        """Return this, cut after the first of ``candidates`` whose text has a stop string; unchanged without one."""
+        for (end, _), text in zip(candidates, texts, strict=True):
             if any(stop in text for stop in self.stops):
-                return replace(self, made=_cut(self.made, end))
+                return replace(self, so_far=_cut(self.so_far, end))
         return self
 
 
-def _cut(made: Generation, end: int) -> Generation:
-    spans = (VersionSpan(version=s.version, start=s.start, end=min(s.end, end)) for s in made.weight_versions)
-    return Generation(
-        token_ids=made.token_ids[:end],
-        logprobs=made.logprobs[:end],
+def _cut(generation: Generation, end: int) -> Generation:
+    versions = (replace(span, end=min(span.end, end)) for span in generation.weight_versions if span.start < end)
+    return replace(
+        generation,
+        token_ids=generation.token_ids[:end],
+        logprobs=generation.logprobs[:end],
         finish_reason="stop",
-        weight_versions=tuple(span for span in spans if span.start < span.end),
-        told=made.told,
+        weight_versions=tuple(versions),
     )

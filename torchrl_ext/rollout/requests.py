@@ -8,25 +8,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.registry import engines
 from torchrl_ext.rollout.dialects import Dialect
-from torchrl_ext.rollout.generation import Carried, Generation, GenerationRequest
-from torchrl_ext.rpc.connections import each, number_from
+from torchrl_ext.rollout.generation import Generation, GenerationRequest, PartialGeneration
+from torchrl_ext.rpc.connections import each
+from torchrl_ext.rpc.health import Health
 from torchrl_ext.rpc.http import AsyncSession, Keys, normalise_urls
 
-if TYPE_CHECKING:
-    from torchrl_ext.compat.skyrl.completions import Continuation
+__all__ = ["Backoff", "Requests", "RoutedRequest", "Target", "targets"]
 
-__all__ = ["Asked", "Requests", "Target", "targets"]
+log = logging.getLogger("torchrl_ext")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SILENCE_S = 0.05, 2.0, 60.0  # the last one between two warnings
 _PASSING = (429, 500, 502, 503, 504)  # too many requests, or something is broken; 501 and 505 are final (RFC 9110)
+_PARTY = "requests"  # that complains of engines
 _SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # by which vLLM's router knows a session, and SGLang's
 _UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)
 
@@ -57,8 +58,8 @@ def targets(urls: Sequence[str], kinds: Sequence[str]) -> tuple[Target, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """One request for tokens with what its HTTP calls need besides.
+class RoutedRequest:
+    """One request for tokens, and how its HTTP calls are routed.
 
     Attributes:
         request: the prompt and how to continue it.
@@ -91,6 +92,8 @@ class Requests:
         api_key: sent as a bearer token; see `AsyncSession` for several.
         retire_s: seconds for which a target that failed is left alone while others answer.
         persistent: ask again until the deadline where every target has failed.
+        health: which engines are well; targets that others complain of are left alone, too. None for one of its own.
+        connection_limit: most connections at a time; 0 for as many as there are calls.
     """
 
     def __init__(
@@ -101,69 +104,49 @@ class Requests:
         api_key: Keys,
         retire_s: float = 0.0,
         persistent: bool = False,
+        health: Health | None = None,
+        connection_limit: int = 0,
     ) -> None:
         self._targets, self._limit = tuple(targets), limit or float("inf")
         self._retire_s, self._persistent = retire_s, persistent
+        self._health = Health() if health is None else health
         self._in_work = dict.fromkeys(self._targets, 0)
-        self._retired_until = dict.fromkeys(self._targets, 0.0)
         self._freed, self._warned = asyncio.Condition(), float("-inf")
-        self.session = AsyncSession(api_key=api_key, connection_limit=number_from("SKYRL_HTTP_CONNECTION_LIMIT", 0))
+        self.session = AsyncSession(api_key=api_key, connection_limit=connection_limit)
 
-    async def generations(self, asked: Sequence[Asked], until: float) -> list[list[Generation]]:
+    async def generations(self, requests: Sequence[RoutedRequest], until: float) -> list[list[Generation]]:
         """Return every prompt's continuations, in order, each complete; the first error cancels the other requests.
 
         Args:
-            asked: the prompts.
+            requests: the prompts.
             until: deadline of all together on the monotonic clock, in seconds.
 
         Raises:
             EngineUnreachableError, EngineRefusedError: an engine's answer to the first request that none took.
             DeadlineError: not every generation came in time; names the engines that still had work.
         """
-        work, found = deque(enumerate(asked)), dict[int, list[Generation]]()
+        found: dict[int, list[Generation]] = {}
+        waiting = iter(enumerate(requests))
 
         async def serve() -> None:
-            while work:
-                i, one = work.popleft()
+            for i, one in waiting:
                 found[i] = await self._whole(one, until)
 
-        count = int(min(self._limit * len(self._targets), len(asked)))
-        serving = [asyncio.ensure_future(serve()) for _ in range(count)]
-        if not serving:
-            return []
+        count = int(min(self._limit * len(self._targets), len(requests)))
+        serving = asyncio.ensure_future(each([serve() for _ in range(count)]))  # noqa: RUF006 - it is kept
         try:
-            left_s = max(0.0, until - time.monotonic())
-            done, pending = await asyncio.wait(serving, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
-            owing = [target.url for target in self._targets if self._in_work[target]]
+            await asyncio.wait([serving], timeout=max(0.0, until - time.monotonic()))
+            late = [target.url for target in self._targets if self._in_work[target]]
+            if serving.done():
+                serving.result()
+                return [found[i] for i in range(len(requests))]
         finally:
-            for one in serving:
-                one.cancel()
-            await asyncio.gather(*serving, return_exceptions=True)
-        for one in done:
-            one.result()
-        if pending:
-            raise DeadlineError(
-                f"{', '.join(owing) or self._names} answered too late: {len(found)} of {len(asked)} prompts are done",
-                hint="is the engine paused? Resume it, ask for fewer tokens, or raise timeout_s",
-            )
-        return [found[i] for i in range(len(asked))]
-
-    async def completion(self, route: str, request: Continuation, session_id: Any, until: float) -> Any:
-        """Return an OpenAI-style answer, continued, or asked for again, for as long as engines abort it.
-
-        Raises:
-            EngineUnreachableError, EngineRefusedError, DeadlineError: as for `post`.
-        """
-        pauses = _Pauses(until)
-        while True:
-            answer = await self.post(route, request.body(), session_id, until)
-            try:
-                whole = request.take(answer)
-            except _UNREADABLE as error:
-                raise EngineRefusedError(f"{self._names}{route} gave no completion: {error!r}") from None
-            if whole is not None:
-                return whole
-            await pauses.wait(EngineError(f"{self._names} aborted the request"))
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        raise DeadlineError(
+            f"{', '.join(late) or self._names} answered too late: {len(found)} of {len(requests)} prompts are done",
+            hint="is the engine paused? Resume it, ask for fewer tokens, or raise timeout_s",
+        )
 
     async def post(self, route: str, body: Any, session_id: Any, until: float) -> Any:
         """Call a route, of any target, and return the JSON answer.
@@ -182,43 +165,43 @@ class Requests:
     def _names(self) -> str:
         return ", ".join(target.url for target in self._targets)
 
-    async def _whole(self, asked: Asked, until: float) -> list[Generation]:
+    async def _whole(self, routed: RoutedRequest, until: float) -> list[Generation]:
         """Return the continuations of one prompt, each complete."""
-        found = await self._ask(asked.request, asked, until)
-        if all(one.finish_reason != "abort" for one in found):
-            return found
-        parts = zip(asked.request.split(), found, strict=True)
-        return await each([self._to_its_end(Carried(request=one), part, asked, until) for one, part in parts])
+        answers = await self._ask(routed.request, routed, until)
+        if all(one.finish_reason != "abort" for one in answers):
+            return answers
+        parts = zip(routed.request.split(), answers, strict=True)
+        return await each([self._to_its_end(one, answer, routed, until) for one, answer in parts])
 
-    async def _to_its_end(self, carried: Carried, found: Generation, asked: Asked, until: float) -> Generation:
-        pauses, unread = _Pauses(until), asked.texts is None and bool(carried.stops)
+    async def _to_its_end(
+        self, request: GenerationRequest, answer: Generation, routed: RoutedRequest, until: float
+    ) -> Generation:
+        """Return the whole continuation that ``answer`` begins."""
+        partial, backoff = PartialGeneration(request=request), Backoff(until)
+        unread = routed.texts is None and bool(partial.stops)  # stop strings that nobody here can find
         while True:
-            if found.finish_reason != "abort" or not unread:
-                carried = carried.extended(found)
-            if asked.texts is not None and carried.may_straddle:
-                seams = carried.seams()
-                carried = carried.stopped(seams, await asked.texts([ids for _, ids in seams]))
-            if carried.done:
-                return carried.made
-            if unread or not found.token_ids:
-                await pauses.wait(EngineError(f"{self._names}: requests are aborted before they have a token"))
-            (found,) = await self._ask(carried.remaining(), asked, until)
+            if answer.finish_reason != "abort" or not unread:
+                partial = partial.extended(answer)
+            if routed.texts is not None and (candidates := partial.stop_candidates()):
+                partial = partial.stopped(candidates, await routed.texts([ids for _, ids in candidates]))
+            if partial.done:
+                return partial.so_far
+            if unread or not answer.token_ids:
+                await backoff.wait(EngineError(f"{self._names}: requests are aborted before they have a token"))
+            (answer,) = await self._ask(partial.remaining(), routed, until)
 
-    async def _ask(self, request: GenerationRequest, asked: Asked, until: float) -> list[Generation]:
+    async def _ask(self, request: GenerationRequest, routed: RoutedRequest, until: float) -> list[Generation]:
         async def ask(target: Target) -> list[Generation]:
-            where, body = asked.route or target.dialect.route, {**target.dialect.body(request), **(asked.more or {})}
-            answer = await self._post(target, where, body, asked.session_id, until)
+            route, body = routed.route or target.dialect.route, {**target.dialect.body(request), **(routed.more or {})}
+            answer = await self._post(target, route, body, routed.session_id, until)
             try:
                 found = target.dialect.read(answer)
             except _UNREADABLE as error:
-                raise EngineRefusedError(
-                    f"{target.url}{where} gave no tokens: {error!r}",
-                    expected="tokens as this kind of engine gives them",
-                ) from None
+                what = f"{target.url}{route} gave no tokens: {error!r}"
+                raise EngineRefusedError(what, expected="tokens as this kind of engine gives them") from None
             if len(found) != request.n:
-                raise EngineRefusedError(
-                    f"{target.url}{where} gave {len(found)} continuations", expected=str(request.n)
-                )
+                what = f"{target.url}{route} gave {len(found)} continuations"
+                raise EngineRefusedError(what, expected=str(request.n))
             return found
 
         return await self._of_any(ask, until)
@@ -229,65 +212,66 @@ class Requests:
 
     async def _of_any(self, call: Callable[[Target], Awaitable[_T]], until: float) -> _T:
         """Return what ``call`` returns for the first target where it succeeds."""
-        failed, pauses = dict[Target, EngineError](), _Pauses(until)
+        failed, backoff = dict[Target, EngineError](), Backoff(until)
         while True:
-            target = await self._acquire(failed, until)
-            try:
-                return await call(target)
-            except EngineUnreachableError as error:
-                failed[target] = error
-            except EngineRefusedError as error:
-                if error.status not in _PASSING:
-                    raise  # another engine would say the same
-                failed[target] = error
-            finally:
-                await self._release(target, failed=target in failed)
+            async with self._turn(failed, until) as target:
+                try:
+                    found = await call(target)
+                except (EngineUnreachableError, EngineRefusedError) as error:
+                    if isinstance(error, EngineRefusedError) and error.status not in _PASSING:
+                        raise  # another engine would say the same
+                    failed[target] = error
+                    self._health.fail(target.url, error, by=_PARTY, for_s=self._retire_s)
+                else:
+                    self._health.mend(target.url, by=_PARTY)
+                    return found
             if len(failed) == len(self._targets):
                 why = self._joined(failed)
                 if not self._persistent:
                     raise why
                 if time.monotonic() - self._warned >= _SILENCE_S:
                     self._warned = time.monotonic()
-                    logging.getLogger("torchrl_ext").warning("requests get no answer, and are sent again: %s", why)
-                await pauses.wait(why)
+                    log.warning("requests get no answer, and are sent again: %s", why)
+                await backoff.wait(why)
                 failed.clear()
 
-    async def _acquire(self, failed: Mapping[Target, EngineError], until: float) -> Target:
+    @asynccontextmanager
+    async def _turn(self, failed: Mapping[Target, EngineError], until: float) -> AsyncIterator[Target]:
+        """Wait until a target that has not failed has room for a request, and count the request while it is there."""
         left = [target for target in self._targets if target not in failed]
         async with self._freed:
             while True:
-                now = time.monotonic()
-                well = [target for target in left if self._retired_until[target] <= now] or left
+                well = [target for target in left if self._health.why(target.url) is None] or left
                 target = min(well, key=self._in_work.__getitem__)  # ties go to the first in order
                 if self._in_work[target] < self._limit:
-                    self._in_work[target] += 1
-                    return target
+                    break
                 try:
-                    await asyncio.wait_for(self._freed.wait(), until - now)
+                    await asyncio.wait_for(self._freed.wait(), until - time.monotonic())
                 except asyncio.TimeoutError:
                     names = ", ".join(target.url for target in well)
                     raise DeadlineError(f"{names} had {self._limit} requests in work until the deadline") from None
-
-    async def _release(self, target: Target, *, failed: bool) -> None:
-        self._in_work[target] -= 1
-        self._retired_until[target] = time.monotonic() + self._retire_s if failed else 0.0
-        async with self._freed:
-            self._freed.notify_all()
+            self._in_work[target] += 1
+        try:
+            yield target
+        finally:
+            self._in_work[target] -= 1
+            async with self._freed:
+                self._freed.notify_all()
 
     def _joined(self, failed: Mapping[Target, EngineError]) -> EngineError:
         errors = list(failed.values())
         if len(errors) == 1:
             return errors[0]
         lines = "; ".join(f"{target.url}: {failed[target].what}" for target in self._targets)
-        found = EngineUnreachableError(
+        joined = EngineUnreachableError(
             f"none of {len(errors)} engines answers: {lines}", hint="start them again, or give other addresses"
         )
-        found.__cause__ = errors[-1]
-        return found
+        joined.__cause__ = errors[-1]
+        return joined
 
 
-class _Pauses:
-    """Waits longer and longer between attempts, within a deadline on the monotonic clock."""
+class Backoff:
+    """Waits longer and longer between attempts, until a deadline on the monotonic clock."""
 
     def __init__(self, until: float) -> None:
         self._until, self._pause_s = until, _FIRST_PAUSE_S
@@ -295,8 +279,11 @@ class _Pauses:
     async def wait(self, why: EngineError) -> None:
         """Wait for the next attempt.
 
+        Args:
+            why: the reason of the last failure.
+
         Raises:
-            DeadlineError: there is no time for another attempt; has the reason of the last failure.
+            DeadlineError: there is no time for another attempt; has the reason.
         """
         if self._until - time.monotonic() <= self._pause_s:
             raise DeadlineError(f"no answer until the deadline; the last one was: {why}") from why

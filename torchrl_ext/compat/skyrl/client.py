@@ -8,99 +8,105 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Coroutine, Sequence
+import logging
+import os
+import time
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchrl_ext.compat.skyrl.tokens import TokenRequests
-from torchrl_ext.compat.skyrl.updates import EngineUpdates
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.rollout.requests import Requests, targets
-from torchrl_ext.rpc.connections import Background, PerLoop, number_from
-from torchrl_ext.rpc.discovery import connect
-from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.compat.skyrl import sampling as samples
+from torchrl_ext.compat.skyrl.control import EngineControl
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
+from torchrl_ext.registry import engines
+from torchrl_ext.rollout.generation import Generation, GenerationRequest, checked_prompt
+from torchrl_ext.rollout.requests import Backoff, Requests, RoutedRequest, targets
+from torchrl_ext.rpc.connections import Background, PerLoop, each
+from torchrl_ext.types import Info
+
+if TYPE_CHECKING:
+    from torchrl_ext.serving.routing import Routing
 
 __all__ = ["RemoteInferenceClient"]
 
+log = logging.getLogger("torchrl_ext")
+
 _T = TypeVar("_T")
-_CONCURRENCY = "SKYRL_GENERATE_CONCURRENCY_PER_ENGINE"
+_CONCURRENCY, _CONNECTIONS = "SKYRL_GENERATE_CONCURRENCY_PER_ENGINE", "SKYRL_HTTP_CONNECTION_LIMIT"
+_FORGET_TIMEOUT_S = 10.0
+_EXPERTS_ROUTE, _NO_ROUTE = "/skyrl/v1/generate", (404, 405)
+_KEPT = ("_updates", "_sizes", "_base", "_fetched", "_loading")  # where the client is pickled
 
 
-@dataclass(frozen=True, kw_only=True)
-class RemoteInferenceClient(TokenRequests, EngineUpdates):
+@dataclass(kw_only=True)
+class RemoteInferenceClient(EngineControl):
     """Sends requests to a router and control calls to the engines behind it; can be sent to another process.
 
     Methods are coroutines, for any number of event loops; `run` calls them from code that has none.
 
+    A call for tokens or text raises EngineUnreachableError, EngineRefusedError or DeadlineError where no answer comes
+    in time, or none that can be used. It is sent again until then, unless an engine refuses what it asks.
+
     Attributes:
         proxy_url: base address of the router (or of the only engine): requests for tokens go there.
-        server_urls: base address of every engine: control calls go there, and are refused where a router answers.
-        kind: ``"vllm"``, ``"sglang"`` or ``"embedded"``.
         model_name: ``model`` of requests; None leaves it to the engine.
-        adapter: name of the LoRA adapter to generate with (`AdapterSender`); None for the base weights.
-        uses_lora_weight_sync: updates bring an adapter alone: a request then has to name a model, or `adapter` does,
-            and a sleep keeps the base weights.
         enable_return_routed_experts: ask for the experts that each token was routed to; of vLLM servers only.
-        data_parallel_size: how many of ``server_urls`` in a row are servers of one deployment.
         tokenizer: used for text in place of the engines' routes, where given.
-        api_key: sent as a bearer token; see `HTTPSession` for several.
         concurrency_per_engine: most requests in work per engine, over all calls in one event loop; 0 for no limit.
             None takes ``SKYRL_GENERATE_CONCURRENCY_PER_ENGINE`` of the environment, or 512.
         timeout_s: deadline of a call for tokens, all its prompts together, in seconds.
-        control_timeout_s: deadline of a control call, in seconds.
 
     Raises:
         ConfigError: addresses or numbers that cannot work.
     """
 
     proxy_url: str
-    server_urls: Sequence[str]
-    kind: str = "vllm"
     model_name: str | None = None
-    adapter: str | None = None
-    uses_lora_weight_sync: bool = False
     enable_return_routed_experts: bool = False
-    data_parallel_size: int = 1
     tokenizer: Any = field(default=None, repr=False, compare=False)
-    api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
     concurrency_per_engine: int | None = None
     timeout_s: float = 1800.0
-    control_timeout_s: float = 600.0
     _background: Background = field(init=False, repr=False, compare=False)
     _requests: PerLoop[Requests] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         servers = tuple(one.url for one in targets(self.server_urls, [self.kind] * len(self.server_urls)))
-        limit = number_from(_CONCURRENCY, 512) if self.concurrency_per_engine is None else self.concurrency_per_engine
+        limit = _number_from(_CONCURRENCY, 512) if self.concurrency_per_engine is None else self.concurrency_per_engine
         if self.data_parallel_size < 1 or len(servers) % self.data_parallel_size or limit < 0:
             raise ConfigError(
                 f"{len(servers)} servers, data_parallel_size={self.data_parallel_size}, concurrency_per_engine={limit}",
                 expected="servers in groups of data_parallel_size, and a limit of at least 0",
             )
-        (proxy,) = targets([self.proxy_url], [self.kind])
         if self.enable_return_routed_experts and self.kind != "vllm":
             raise ConfigError(f"routed experts are not read from {self.kind} engines", expected='kind="vllm"')
-        limit = limit * len(servers) // self.data_parallel_size
-        how: dict[str, Any] = {"limit": limit, "api_key": self.api_key, "persistent": True}
-        found: dict[str, Any] = {"server_urls": servers, "proxy_url": proxy.url}
-        found["_requests"] = PerLoop(functools.partial(Requests, [proxy], **how))
-        found["_background"] = Background("inference-loop")
-        for name, value in found.items():
-            object.__setattr__(self, name, value)
-        if len(servers) > 1 and self.proxy_url in servers:
+        (proxy,) = targets([self.proxy_url], [self.kind])
+        if len(servers) > 1 and proxy.url in servers:
             raise ConfigError(
-                f"proxy_url {self.proxy_url} is one of {len(servers)} servers: the others would get no request",
+                f"proxy_url {proxy.url} is one of {len(servers)} servers: the others would get no request",
                 hint="put a router in front of them (torchrl_ext.serving.routing.Routing)",
             )
+        self.server_urls, self.proxy_url = servers, proxy.url
+        how: dict[str, Any] = {
+            "limit": limit * len(servers) // self.data_parallel_size,
+            "connection_limit": _number_from(_CONNECTIONS, 0),
+        }
+        make = functools.partial(Requests, [proxy], api_key=self.api_key, persistent=True, **how)
+        self._requests, self._background = PerLoop(make), Background("inference-loop")
 
-    def fleet(self, **settings: Any) -> Fleet:
-        """Return a client for `WeightSender` that drives every engine through whole updates.
+    @classmethod
+    def of(cls, routing: Routing, **settings: Any) -> RemoteInferenceClient:
+        """Return a client for requests through the router of ``routing`` and for control of every engine behind it.
 
         Args:
-            settings: as for `torchrl_ext.connect`.
+            settings: further fields of the class.
+
+        Raises:
+            ConfigError: there is no engine.
         """
-        dp_size = self.data_parallel_size
-        return connect(*self.server_urls, api_key=self.api_key, data_parallel_size=dp_size, **settings)
+        if not routing.engines:
+            raise ConfigError(f"there is no engine behind router {routing.url}")
+        urls, kind = tuple(info.url for info in routing.engines), routing.engines[0].kind
+        return cls(proxy_url=routing.url, server_urls=urls, kind=kind, **{"api_key": routing.api_key, **settings})
 
     def get_endpoint_url(self) -> str:
         """Return the address that requests for tokens go to."""
@@ -119,7 +125,7 @@ class RemoteInferenceClient(TokenRequests, EngineUpdates):
 
     async def teardown(self) -> None:
         """Drop this event loop's connections, and what engines said of themselves; a later call begins anew."""
-        self._keep(_sizes=None, _backends=None)
+        self._sizes = self._receivers = None
         await self._requests.close()
 
     aclose = teardown
@@ -136,15 +142,272 @@ class RemoteInferenceClient(TokenRequests, EngineUpdates):
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.init}
-        kept = {name: getattr(self, name) for name in ("_updates", "_sizes", "_base", "_fetched", "_loading")}
-        return functools.partial(type(self), **given), (), kept
+        return functools.partial(type(self), **given), (), {name: getattr(self, name) for name in _KEPT}
+
+    # tokens
+
+    async def generate(self, input_batch: Mapping[str, Any], model: str | None = None) -> Info:
+        """Continue prompts, each with a request of its own.
+
+        Args:
+            input_batch: ``prompt_token_ids`` (token ids per prompt), ``sampling_params`` (vLLM's names; ``n`` is 1),
+                ``session_ids`` (one per prompt, or absent: prompts of one session stay on one engine), ``mm_features``
+                (per prompt, or absent: the features of its images, as `render` gives them), ``cache_salt`` (characters
+                that vLLM refuses are replaced).
+            model: takes the place of ``model_name``.
+
+        Returns:
+            Lists with one entry per prompt: ``responses`` (text; None without a tokenizer on either side),
+            ``response_ids``, ``stop_reasons``, ``response_logprobs`` (None where none were asked for), and
+            ``weight_versions`` (the number of the version that sampled each token; -1 where an engine does not say),
+            and ``rollout_expert_indices``, with `enable_return_routed_experts`: arrays of integers, of shape
+            ``[tokens, layers, experts]``, over prompt and continuation; otherwise None.
+
+        Raises:
+            ConfigError: no token ids, an empty prompt, ``n`` above 1, or no model where updates bring an adapter alone.
+        """
+        prompts = input_batch.get("prompt_token_ids")
+        if prompts is None:
+            raise ConfigError("input_batch has no prompt_token_ids", hint="render or tokenize prompts first")
+        sampling = dict(input_batch.get("sampling_params") or {})
+        if sampling.pop("n", 1) != 1:
+            raise ConfigError("generate makes one continuation per prompt", hint="repeat the prompt, or call sample")
+        sessions = input_batch.get("session_ids") or [None] * len(prompts)
+        if len(sessions) != len(prompts):
+            raise ConfigError(f"{len(sessions)} session_ids for {len(prompts)} prompts", expected="one per prompt")
+        requests = [_request(prompt, sampling, i) for i, prompt in enumerate(prompts)]
+        salt, model = samples.safe_salt(input_batch.get("cache_salt")), self._resolved(model)
+        features = input_batch.get("mm_features") or [None] * len(prompts)
+        more = [{"cache_salt": salt, "features": one} for one in features]
+        found = await self._all(requests, sessions, model, more)
+        texts = None
+        if self.tokenizer is not None or self.kind != "embedded":
+            texts = await self.detokenize([one.token_ids for one in found])
+        scored, routed = bool(requests) and requests[0].logprobs, self.enable_return_routed_experts
+        return {
+            "responses": texts,
+            "response_ids": [list(one.token_ids) for one in found],
+            "stop_reasons": [one.finish_reason for one in found],
+            "response_logprobs": [list(one.logprobs) for one in found] if scored else None,
+            "weight_versions": [one.token_versions() for one in found],
+            "rollout_expert_indices": [samples.routed_experts(one) for one in found] if routed else None,
+        }
+
+    async def sample(self, request_payload: Mapping[str, Any]) -> Info:
+        """Continue one prompt several times; with a seed, continuation i is sampled with ``seed + i``.
+
+        Args:
+            request_payload: ``{"json": body}`` with ``prompt`` (with ``chunks`` of ``tokens`` and of images),
+                ``num_samples``, ``sampling_params``, ``session_id``, ``model``, ``include_prompt_logprobs`` and
+                ``topk_prompt_logprobs``.
+
+        Returns:
+            ``{"type": "sample", "sequences": [{"tokens", "logprobs", "stop_reason"}], "prompt_logprobs",
+            "topk_prompt_logprobs"}``, with log-probabilities in nats.
+
+        Raises:
+            ConfigError: as for `generate`.
+        """
+        body = request_payload.get("json") or {}
+        session_id, model = body.get("session_id"), self._resolved(body.get("model"))
+        chunks = (body.get("prompt") or {}).get("chunks") or []
+        messages, rendered = samples.image_messages(chunks), {}
+        if messages:
+            named = {"model": model} if model else {}
+            rendered = await self.render({"json": {"messages": messages, "session_id": session_id, **named}})
+        ids, features = samples.spliced(chunks, rendered)
+        request = _request(ids, {"logprobs": 0, **samples.sampling_of(body)}, 0)
+        request = dataclasses.replace(request, n=body.get("num_samples", 1))
+        apart = engines.part(self.kind, "dialect")().one_seed_per_request and request.seed is not None
+        requests = request.split() if apart else [request]
+        count = len(requests)
+        found = await self._all(requests, [session_id] * count, model, [{"features": features}] * count)
+        prompt, top = None, None
+        if samples.wants_prompt(body):
+            prompt, top = samples.prompt_logprobs(ids, found[0], body.get("topk_prompt_logprobs") or 0)
+        sequences = [
+            {"tokens": list(one.token_ids), "logprobs": list(one.logprobs) or None, "stop_reason": one.finish_reason}
+            for one in found
+        ]
+        return {"type": "sample", "sequences": sequences, "prompt_logprobs": prompt, "topk_prompt_logprobs": top}
+
+    async def chat_completion(self, request_payload: Mapping[str, Any]) -> Info:
+        """Ask for a chat completion, over ``/v1/chat/completions``.
+
+        Args:
+            request_payload: ``{"json": body}``; ``session_id`` in the body picks the engine and is taken out of it.
+
+        Returns:
+            The engine's answer. A request that an engine aborts is asked again from the start.
+        """
+        return await self._completed("/v1/chat/completions", request_payload)
+
+    async def completion(self, request_payload: Mapping[str, Any]) -> Info:
+        """Ask for a text completion, over ``/v1/completions``; otherwise as `chat_completion`."""
+        return await self._completed("/v1/completions", request_payload)
+
+    async def render(self, request_payload: Mapping[str, Any]) -> Any:
+        """Return the token ids into which an engine turns a chat (``messages``) or a completion (``prompt``).
+
+        Raises:
+            ConfigError: SGLang has no such route.
+        """
+        if self.kind == "sglang":
+            raise ConfigError("SGLang does not render chats", hint="give the client a tokenizer, and use its template")
+        body, session_id = self._body(request_payload)
+        kind = "chat/completions" if "messages" in body else "completions"
+        return await self.post(f"/v1/{kind}/render", body, session_id=session_id)
+
+    render_chat_completion = render
+
+    async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the token ids of each text, from `tokenizer` or else from an engine."""
+        if self.tokenizer is not None:
+            return [list(self.tokenizer(one, add_special_tokens=add_special_tokens)["input_ids"]) for one in texts]
+        more = {"add_special_tokens": add_special_tokens, **self._model()}
+        answers = await each([self._of_text("/tokenize", {"prompt": one, **more}) for one in texts])
+        return [answer["tokens"] for answer in answers]
+
+    async def detokenize(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        """Return the text of each list of token ids, from `tokenizer` or else from an engine."""
+        if self.tokenizer is not None:
+            return self.tokenizer.batch_decode([list(ids) for ids in token_ids], skip_special_tokens=True)
+        bodies = [{"tokens": list(ids), **self._model()} for ids in token_ids]
+        answers = await each([self._of_text("/detokenize", body) for body in bodies])
+        return [answer.get("prompt", answer.get("text")) for answer in answers]
+
+    async def finish_session(self, session_id: Any) -> None:
+        """Tell the router to forget a session, within ten seconds; a failure is logged, and nothing else.
+
+        Args:
+            session_id: an empty one is not sent.
+        """
+        if session_id in (None, ""):
+            return
+        query, until = {"session_id": str(session_id)}, time.monotonic() + _FORGET_TIMEOUT_S
+        session, url = self._requests.here().session, f"{self.proxy_url}/finish_session"
+        try:
+            answer = await session.call("POST", url, query=query, until=until)
+        except (EngineError, DeadlineError) as error:
+            log.warning("session %s is not forgotten: %s", session_id, error)
+            return
+        if not answer.ok and answer.status not in _NO_ROUTE:  # other routers have no such route
+            log.warning("session %s is not forgotten: %s answered %d", session_id, url, answer.status)
+
+    async def post(self, route: str, body: Any = None, *, session_id: Any = None) -> Any:
+        """Call any other route for requests, through the router, and return the JSON answer."""
+        return await self._requests.here().post(route, body, session_id, self._until())
 
     # helpers
 
-    @property
-    def _engines(self) -> tuple[str, Sequence[str], dict[str, Any]]:
-        return self.kind, self.server_urls, {"api_key": self.api_key, "load_timeout_s": self.control_timeout_s}
+    async def _of_text(self, route: str, body: Info) -> Any:
+        """Call a route that turns text into tokens or back: through the router, or at a server where it has none.
 
-    @property
-    def _keeps_base(self) -> bool:
-        return self.uses_lora_weight_sync or self.adapter is not None
+        SGLang's router has such routes under other names, for tokenizers that it was given itself.
+        """
+        try:
+            return await self.post(route, body)
+        except EngineRefusedError as error:
+            if error.status not in _NO_ROUTE or self.proxy_url in self.server_urls:
+                raise
+            why: EngineError = error
+        session, until = self._requests.here().session, self._until()
+        for url in self.server_urls:
+            try:
+                return await session.json("POST", url + route, body, until=until)
+            except EngineError as other:  # it is gone, or has no tokenizer: an encoder
+                why = other
+        raise why
+
+    async def _all(
+        self,
+        requests: Sequence[GenerationRequest],
+        sessions: Sequence[Any],
+        model: str | None,
+        extra: Sequence[Mapping[str, Any]],
+    ) -> list[Generation]:
+        """Return the continuations of all requests, by the model that is named, or else the adapter."""
+        routed = [
+            RoutedRequest(
+                request=dataclasses.replace(request, adapter=None if model else self.adapter),
+                session_id=None if session == "" else session,
+                more={name: value for name, value in {**more, "model": model}.items() if value is not None},
+                texts=self.detokenize,
+                route=_EXPERTS_ROUTE if self.enable_return_routed_experts else None,
+            )
+            for request, session, more in zip(requests, sessions, extra, strict=True)
+        ]
+        until, here = self._until(), self._requests.here()
+        try:
+            found = await here.generations(routed, until)
+        except EngineRefusedError as error:
+            if error.status not in _NO_ROUTE or not self.enable_return_routed_experts:
+                raise
+            routed = [dataclasses.replace(one, route=None) for one in routed]  # vLLM's own route has them, too
+            found = await here.generations(routed, until)
+        return [one for row in found for one in row]
+
+    async def _completed(self, route: str, payload: Mapping[str, Any]) -> Info:
+        """Return an OpenAI-style answer that no engine aborted."""
+        body, session_id = self._body(payload)
+        until = self._until()
+        backoff, where = Backoff(until), f"{self.proxy_url}{route}"
+        while True:
+            answer = await self._requests.here().post(route, body, session_id, until)
+            try:
+                aborted = any(choice.get("finish_reason") == "abort" for choice in answer["choices"])
+            except (KeyError, TypeError, AttributeError) as error:
+                raise EngineRefusedError(f"{where} gave no completion: {error!r}") from None
+            if not aborted:
+                return answer
+            await backoff.wait(EngineError(f"{where}: an engine aborted the request"))
+
+    def _until(self) -> float:
+        return time.monotonic() + self.timeout_s
+
+    def _model(self) -> Info:
+        return {} if self.model_name is None else {"model": self.model_name}
+
+    def _body(self, payload: Mapping[str, Any]) -> tuple[Info, Any]:
+        body = dict(payload.get("json") or {})
+        model = self._resolved(body.pop("model", None))
+        named = engines.part(self.kind, "dialect")().adapted(self.adapter) if model is None else {"model": model}
+        session_id = body.pop("session_id", None)
+        return {**named, **body}, None if session_id == "" else session_id
+
+    def _resolved(self, model: str | None) -> str | None:
+        """Return the model that a request is for; None where `adapter` names it, or the engine is to choose.
+
+        Raises:
+            ConfigError: updates bring an adapter alone, and the request would get the base model.
+        """
+        if model or self.adapter is not None:
+            return model or None
+        if self.uses_lora_weight_sync:
+            raise ConfigError(
+                "LoRA is enabled, and the request names no model: it would get the base weights",
+                hint="give the adapter's name as model, or make the client with adapter=",
+            )
+        return self.model_name
+
+
+def _request(prompt: Sequence[int], sampling: Mapping[str, Any], index: int) -> GenerationRequest:
+    """Return the request for a prompt with vLLM's ``sampling_params``."""
+    more = {name: value for name, value in sampling.items() if value is not None}
+    known = {name: more.pop(name) for name in ("max_tokens", "temperature", "seed") if name in more}
+    logprobs = more.pop("logprobs", None) is not None
+    stops = tuple(more.pop("stop_token_ids", ()))
+    ids = checked_prompt(prompt, index)
+    return GenerationRequest(token_ids=ids, logprobs=logprobs, stop_token_ids=stops, more=more, **known)
+
+
+def _number_from(variable: str, default: int) -> int:
+    """Return the number that an environment variable holds; ``default`` where it is not set.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    given = os.environ.get(variable)
+    if given is not None and not given.isdecimal():
+        raise ConfigError(f"{variable}={given!r} in the environment", expected="a whole number")
+    return default if given is None else int(given)

@@ -1,41 +1,40 @@
 """Versions that a trainer of SkyRL's publishes in a folder, for engines with our plugin, which lack ``/fetch_weights``.
 
-SkyRL's order is: fetch while engines serve, pause, start, `update_named_weights`, finish, resume. What its servers do
-in the first of these steps, our workers do when they are told to join the folder and to stage the version.
+SkyRL's order is: fetch while engines serve, pause, start, `update_named_weights`, finish, resume. In the first of these
+steps our workers join the folder and stage the version, as SkyRL's servers do.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError
+from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.messages import Load, Seal
-from torchrl_ext.rpc.engines.base import is_absent
-from torchrl_ext.rpc.fleet import Fleet
+from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.types import Info
 
-__all__ = ["Fetched", "asked", "staged"]
+__all__ = ["Fetched", "stage"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """What engines have staged.
+    """A version that engines have staged.
 
     Attributes:
         version: its number.
-        root: the folder that they joined; None where somebody else had them join one.
+        root: the folder that they joined.
         params: what the version holds, as JSON.
         connection: the id of the connection for which they joined it.
     """
 
     version: int
-    root: str | None
+    root: str
     params: list[Any]
     connection: str
 
@@ -54,32 +53,21 @@ class Fetched:
         return load.to_json(), Seal(connection=self.connection).to_json()
 
 
-def asked(engine: Any, body: Info) -> Info | None:
-    """Have one of SkyRL's own servers fetch a version; return its answer, or None of another server."""
-    try:
-        told: Info = engine.post("/fetch_weights", body)
-    except EngineRefusedError as error:
-        if not is_absent(error):
-            raise
-        return None
-    return told
-
-
-def staged(
-    fleet: Fleet, urls: Collection[str], version: int, root: str | None, base: str | None, before: Fetched | None
+def stage(
+    fleet: Pool, urls: Collection[str], version: int, root: str | None, base: str | None, before: Fetched | None
 ) -> Fetched | None:
     """Have engines stage a version while they serve.
 
     Args:
         fleet: all engines.
-        urls: addresses of those that are meant.
+        urls: addresses of those that stage.
         version: its number.
         root: the folder of all versions; None for the one that a trainer had the engines join.
         base: the checkpoint that everything began with; None for the one with which the first engine was started.
         before: what they staged last.
 
     Returns:
-        What they have staged now; None where ``root`` is.
+        What they have staged now; None without ``root``.
 
     Raises:
         StoreError: there is no such version.
@@ -87,24 +75,25 @@ def staged(
         EngineError: some engine did not join or stage it.
     """
 
-    def stage() -> None:
-        fleet.everywhere(f"stage version {version}", lambda one: one.prefetch(version) if one.url in urls else None)
+    def everywhere(what: str, call: Callable[[Any], object]) -> None:
+        fleet.everywhere(what, lambda engine: call(engine) if engine.url in urls else None)
 
+    what = f"stage version {version}"
     if root is None:
-        stage()
+        everywhere(what, lambda engine: engine.prefetch(version))
         return None
     published = PublishedRoot(root, fleet.infos()[0].model if base is None else base)
     params, _ = published.contents(version)
     if before is not None and (before.root, before.params) == (root, params):
         try:
-            fleet.everywhere("go on", lambda one: one.speak_for(before.connection))
-            stage()
+            everywhere("go on", lambda engine: engine.speak_for(before.connection))
+            everywhere(what, lambda engine: engine.prefetch(version))
             return replace(before, version=version)
         except EngineError:  # another trainer had them join something else, or one was started again
             pass
     sender = f"a client that fetches from {root}, process {os.getpid()} on {socket.gethostname()},"
     with closing(published):
         info = published.invite(params, sender)
-        fleet.everywhere("join the folder", lambda one: one.connect(info) if one.url in urls else None)
-    stage()
+        everywhere("join the folder", lambda engine: engine.connect(info))
+    everywhere(what, lambda engine: engine.prefetch(version))
     return Fetched(version=version, root=root, params=params, connection=info["connection"])

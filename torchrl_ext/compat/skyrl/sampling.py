@@ -19,7 +19,6 @@ __all__ = [
     "routed_experts",
     "safe_salt",
     "sampling_of",
-    "sequence",
     "spliced",
     "wants_prompt",
 ]
@@ -89,15 +88,6 @@ def spliced(chunks: Sequence[Mapping[str, Any]], rendered: Mapping[str, Any]) ->
         return ids, None
     hashes, data = features.get("mm_hashes") or {}, features.get("kwargs_data")
     return ids, {"mm_hashes": hashes, "mm_placeholders": {"image": moved}, "kwargs_data": data}
-
-
-def sequence(found: Generation) -> Info:
-    """Return one sample in SkyRL's shape."""
-    return {
-        "tokens": list(found.token_ids),
-        "logprobs": list(found.logprobs) or None,
-        "stop_reason": found.finish_reason,
-    }
 
 
 def prompt_logprobs(ids: Sequence[int], found: Generation, most: int) -> tuple[list[Any], list[Any] | None]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
-from torch import Tensor
 from torchrl.envs import Transform
 
 from torchrl_ext.deadline import Deadline
@@ -79,9 +78,9 @@ class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
         if not self._drop:
             return lazy_stack([masked for masked, _ in trajectories], 0)
         kept = [i for i, (_, stale) in enumerate(trajectories) if not stale]
-        if len(kept) < len(trajectories):
-            log.info("dropped %d of %d trajectories: older than %d versions", len(trajectories) - len(kept),
-                     len(trajectories), self._max_lag)  # fmt: skip
+        if dropped := len(trajectories) - len(kept):
+            what = "dropped %d of %d trajectories: older than %d versions"
+            log.info(what, dropped, len(trajectories), self._max_lag)
         return tensordict[torch.tensor(kept, dtype=torch.long)] if kept else tensordict[:0]
 
     def _fresh(self, entry: TensorDictBase, newest: int) -> tuple[TensorDictBase, int]:
@@ -98,12 +97,12 @@ class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
         stale = said & ((versions < 0) | (newest - versions > self._max_lag))
         count = int(stale.sum())
         self.seen, self.stale = self.seen + int(said.sum()), self.stale + count
-        return (self._masked(entry, said & ~stale, stale) if count else entry), count
-
-    def _masked(self, entry: TensorDictBase, said: Tensor, stale: Tensor) -> TensorDictBase:
-        masked = entry.clone(recurse=False).set(self._mask, said)
-        log_probs = masked.get(self._log_probs, None)
-        return masked if log_probs is None else masked.set(self._log_probs, log_probs.masked_fill(stale, torch.nan))
+        if not count:
+            return entry, 0
+        masked = entry.clone(recurse=False).set(self._mask, said & ~stale)
+        if (log_probs := masked.get(self._log_probs, None)) is not None:
+            masked.set(self._log_probs, log_probs.masked_fill(stale, torch.nan))
+        return masked, count
 
 
 class Pacer:
@@ -144,12 +143,12 @@ class Pacer:
         return self._started
 
     def __reduce__(self) -> tuple[Any, ...]:
-        settings: dict[str, Any] = {
+        more: dict[str, Any] = {
             "max_lag": self._max_lag,
             "turns_per_version": self._turns,
             "timeout_s": self._timeout_s,
         }
-        return functools.partial(Pacer, **settings), (self._version,)
+        return functools.partial(Pacer, self._version, **more), ()
 
     def allowed(self) -> int:
         """Return how many sequences may have been started by now."""

@@ -33,13 +33,13 @@ class Prompts:
 
     Attributes:
         tokens: B tensors of token ids, int64, without padding.
-        width: length to which prompts are padded; the longest prompt, or that of a padded input.
+        width: length to which prompts are padded, at least; that of a padded input.
         text: B strings; none in tokens mode.
         history: a `History` of shape ``(B, turns)``; None but in history mode.
     """
 
     tokens: Sequence[Tensor]
-    width: int
+    width: int = 0
     text: Sequence[str] = ()
     history: Any = None
 
@@ -71,7 +71,7 @@ class PromptReader:
 
     def _tokens(self, tensordict: LazyStackedTensorDict) -> Prompts:
         settings, padding = self._settings, self._settings.padding_value
-        given = _rows(tensordict, settings.input_key)
+        given = tensordict.get(settings.input_key, as_list=True)
         keys = ((settings.masks_key, "all_attention_mask"), settings.attention_mask_key)
         masks = next((found for key in keys if (found := _as_list(tensordict, key)) is not None), None)
         if masks is None or any(mask.shape != ids.shape for mask, ids in zip(masks, given, strict=True)):
@@ -81,11 +81,10 @@ class PromptReader:
 
     def _text(self, tensordict: LazyStackedTensorDict) -> Prompts:
         text = _strings(tensordict.get(self._settings.input_key), tensordict.batch_size[0])
-        how = {**(self._settings.tokenizer_kwargs or {}), "padding": False}
-        for name in ("return_tensors", "padding_side"):
-            how.pop(name, None)
+        given = (self._settings.tokenizer_kwargs or {}).items()
+        how = {name: value for name, value in given if name not in ("padding", "padding_side", "return_tensors")}
         tokens = [torch.tensor(ids, dtype=torch.long) for ids in self._settings.tokenizer(text, **how)["input_ids"]]
-        return Prompts(tokens=tokens, width=_longest(tokens), text=text)
+        return Prompts(tokens=tokens, text=text)
 
     def _history(self, tensordict: LazyStackedTensorDict) -> Prompts:
         key, tokenizer = self._settings.input_key, self._settings.tokenizer
@@ -98,14 +97,13 @@ class PromptReader:
         tokens = self._existing(tensordict)
         if tokens is not None:
             text = tokenizer.batch_decode(tokens, skip_special_tokens=False)
-            return Prompts(tokens=tokens, width=_longest(tokens), text=text, history=history)
-        template = {**self._settings.template, "tokenizer": tokenizer, "add_generation_prompt": True}
-        text = history.apply_chat_template(**template)
-        struct = history.apply_chat_template(
-            **template, return_assistant_tokens_mask=False, tokenize=True, padding=False, return_dict=True
-        )
-        tokens = [ids.long() for ids in struct.get("input_ids", as_list=True)]
-        return Prompts(tokens=tokens, width=_longest(tokens), text=text, history=history)
+        else:
+            template = {**self._settings.template, "tokenizer": tokenizer, "add_generation_prompt": True}
+            text = history.apply_chat_template(**template)
+            how = {"return_assistant_tokens_mask": False, "tokenize": True, "padding": False, "return_dict": True}
+            rows = history.apply_chat_template(**template, **how).get("input_ids", as_list=True)
+            tokens = [ids.long() for ids in rows]
+        return Prompts(tokens=tokens, text=text, history=history)
 
     def _existing(self, tensordict: LazyStackedTensorDict) -> list[Tensor] | None:
         """Return tokens that an earlier turn or `IncrementalTokenizer` left, with which an engine's prefix cache still
@@ -122,22 +120,14 @@ class PromptReader:
 def _as_list(tensordict: LazyStackedTensorDict, key: NestedKey) -> list[Tensor] | None:
     if key not in tensordict.keys(include_nested=True):
         return None
-    found = _rows(tensordict, key)
+    found = tensordict.get(key, as_list=True)
     return None if any(value is None for value in found) else found
-
-
-def _rows(tensordict: LazyStackedTensorDict, key: NestedKey) -> list[Tensor]:
-    return [row.get(key) for row in tensordict.unbind(0)]
 
 
 def _strings(value: Any, count: int) -> list[str]:
     if isinstance(value, str):
         return [value] * count
     return value.tolist() if isinstance(value, NonTensorStack) else list(value)
-
-
-def _longest(tokens: Sequence[Tensor]) -> int:
-    return max(ids.numel() for ids in tokens)
 
 
 class RecordWriter:
@@ -168,8 +158,9 @@ class RecordWriter:
             Shape ``(B,)``, or ``(B, samples)``.
         """
         each = samples or 1
+        width = max([prompts.width, *(ids.numel() for ids in prompts.tokens)])
         longest = max(len(generation.token_ids) for generation in generations)
-        padded = (prompts.width, longest) if self._pad_output else (0, 0)  # no sequence is shorter than 0
+        padded = (width, longest) if self._pad_output else (0, 0)  # no sequence is shorter than 0
         texts = self._texts(generations)
         rows = [self._row(prompts, i // each, one, texts[i], padded) for i, one in enumerate(generations)]
         if samples is None:
@@ -189,30 +180,31 @@ class RecordWriter:
         self, prompts: Prompts, i: int, generation: Generation, texts: tuple[str, str], padded: tuple[int, int]
     ) -> TensorDict:
         """Return one entry, padded to the lengths of a prompt and of a response; tensors called full have both."""
-        prompt = prompts.tokens[i]
-        response = torch.tensor(generation.token_ids, dtype=torch.long)
-        before, after = max(0, padded[0] - prompt.numel()), max(0, padded[1] - response.numel())
+        count, flag = len(generation.token_ids), MetaData(self._pad_output)
+        before, after = max(0, padded[0] - prompts.tokens[i].numel()), max(0, padded[1] - count)
         padding = 0 if self._padding_value is None else self._padding_value
-        padded_prompt, padded_response = _pad(prompt, padding, left=before), _pad(response, padding, right=after)
-        heard = _pad(torch.ones_like(prompt, dtype=torch.bool), False, left=before)
-        said = _pad(torch.ones_like(response, dtype=torch.bool), False, right=after)
+        prompt = _pad(prompts.tokens[i], padding, left=before)
+        response = _pad(torch.tensor(generation.token_ids, dtype=torch.long), padding, right=after)
+        heard = _pad(torch.ones_like(prompts.tokens[i], dtype=torch.bool), False, left=before)
+        said = _pad(torch.ones(count, dtype=torch.bool), False, right=after)
+        versions = _pad(torch.tensor(generation.token_versions(), dtype=torch.long), UNKNOWN_VERSION, right=after)
+        unknown = torch.full((prompt.numel(),), UNKNOWN_VERSION)
+        both = {"response": versions, "full": torch.cat([unknown, versions])}
         made: dict[str, Any] = {
-            "tokens": Tokens(
-                prompt=padded_prompt,
-                response=padded_response,
-                full=torch.cat([padded_prompt, padded_response]),
-                padded=MetaData(self._pad_output),
-            ),
+            "tokens": Tokens(prompt=prompt, response=response, full=torch.cat([prompt, response]), padded=flag),
             "masks": Masks(
                 all_attention_mask=torch.cat([heard, said]),
                 all_assistant_mask=torch.cat([torch.zeros_like(heard), said]),
-                padded=MetaData(self._pad_output),
+                padded=flag,
             ),
-            "versions": _versions(generation, padded_prompt.numel(), after),
+            "versions": TensorDict(both, batch_size=[]),
             "truncated": torch.tensor(generation.finish_reason != "stop"),
         }
         if "log_probs" in self._keys:
-            made["log_probs"] = self._log_probs(generation, padded_prompt.numel(), after)
+            scored = _pad(torch.tensor(generation.logprobs, dtype=torch.float32), 0.0, right=after)
+            # NaN over the prompt, as TorchRL fills it: 0 would say that a token was certain
+            unscored = torch.full((prompt.numel(),), torch.nan)
+            made["log_probs"] = LogProbs(response=scored, full=torch.cat([unscored, scored]), padded=flag)
         if "text" in self._keys:
             full = prompts.text[i] + texts[0]
             made["text"] = Text(prompt=prompts.text[i], response=texts[0], full=full)
@@ -222,18 +214,6 @@ class RecordWriter:
             full = history.extend(answer, inplace=False, dim=0)
             made["history"] = ChatHistory(prompt=history, response=answer, full=full)
         return TensorDict({self._keys[name]: made[name] for name in self._keys}, batch_size=[])
-
-    def _log_probs(self, generation: Generation, prompt: int, after: int) -> LogProbs:
-        response = torch.tensor(generation.logprobs, dtype=torch.float32)
-        padded = _pad(response, 0.0, right=after)
-        unscored = torch.full((prompt,), torch.nan)  # NaN, as TorchRL fills it: 0 would say that a token was certain
-        return LogProbs(response=padded, full=torch.cat([unscored, padded]), padded=MetaData(self._pad_output))
-
-
-def _versions(generation: Generation, prompt: int, after: int) -> TensorDict:
-    response = _pad(torch.tensor(generation.token_versions(), dtype=torch.long), UNKNOWN_VERSION, right=after)
-    full = torch.cat([torch.full((prompt,), UNKNOWN_VERSION), response])
-    return TensorDict({"response": response, "full": full}, batch_size=[])
 
 
 def _pad(values: Tensor, value: float, *, left: int = 0, right: int = 0) -> Tensor:

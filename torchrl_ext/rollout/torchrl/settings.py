@@ -13,7 +13,6 @@ from torchrl_ext.errors import ConfigError
 
 __all__ = ["WrapperSettings", "sampling_settings"]
 
-_RENAMED = {"max_new_tokens": "max_tokens"}
 _PASSED = {
     "frequency_penalty",
     "ignore_eos",
@@ -33,7 +32,7 @@ _ONLY = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
 _MODES = ("history", "text", "tokens")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class WrapperSettings:
     """The settings that `RemoteLLMPolicy` shares with `vLLMWrapper`, under TorchRL's names and with its defaults.
 
@@ -100,13 +99,12 @@ class WrapperSettings:
         if isinstance(self.tokenizer, str):
             from transformers import AutoTokenizer
 
-            object.__setattr__(self, "tokenizer", AutoTokenizer.from_pretrained(self.tokenizer))
-        if self.tokenizer is None and self.pad_output:
-            raise ConfigError("pad_output needs a tokenizer, which knows the padding token", hint="pass tokenizer=")
-        if self.tokenizer is None and self.input_mode != "tokens":
-            raise ConfigError(f"input_mode {self.input_mode!r} needs a tokenizer", hint="pass tokenizer=")
+            self.tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        if self.tokenizer is None and (self.pad_output or self.input_mode != "tokens"):
+            what = "pad_output, for the padding token," if self.pad_output else f"input_mode {self.input_mode!r}"
+            raise ConfigError(f"{what} needs a tokenizer", hint="pass tokenizer=")
         if self.input_key is None:
-            object.__setattr__(self, "input_key", (self.input_mode, "prompt"))
+            self.input_key = (self.input_mode, "prompt")
         least, most = self.min_batch_size, self.max_batch_size
         if self.batching is False and (least, most) != (None, None):
             what = f"batching is False, and min_batch_size is {least}, max_batch_size {most}"
@@ -151,13 +149,12 @@ def sampling_settings(given: Mapping[str, Any], num_samples: int | None) -> tupl
     Raises:
         ConfigError: a setting that engines cannot honour over token ids, or two numbers of samples.
     """
-    settings = {_RENAMED.get(name, name): value for name, value in given.items()}
+    settings = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in given.items()}
     returned = settings.pop("num_return_sequences", None)
     if returned not in (None, 1) and num_samples not in (None, returned):
-        raise ConfigError(
-            f"num_samples is {num_samples}, and generate_kwargs ask for {returned}", expected="one number"
-        )
-    samples = returned if num_samples is None and returned not in (None, 1) else num_samples
+        what = f"num_samples is {num_samples}, and generate_kwargs ask for {returned}"
+        raise ConfigError(what, expected="one number")
+    samples = returned if num_samples is None and returned != 1 else num_samples
     if settings.get("do_sample") is False:
         settings["temperature"] = 0.0
     for name, value in _ONLY.items():

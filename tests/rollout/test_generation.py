@@ -1,0 +1,100 @@
+"""What a prompt may be, and what an aborted generation takes with it to the next engine."""
+
+import itertools
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.rollout.generation import (
+    Generation,
+    GenerationRequest,
+    PartialGeneration,
+    VersionSpan,
+    checked_prompt,
+    version_number,
+)
+
+STOPS = st.lists(st.text("abc", min_size=1, max_size=3), max_size=2)
+TOKENS = st.lists(st.integers(0, 7), max_size=4)
+LETTERS = "abcdefgh"
+
+
+def part(tokens, reason="abort", version=1):
+    spans = (VersionSpan(version=str(version), start=0, end=len(tokens)),)
+    logprobs = tuple(-0.1 * token for token in tokens)
+    return Generation(token_ids=tuple(tokens), logprobs=logprobs, finish_reason=reason, weight_versions=spans)
+
+
+def joined(request, *parts):
+    partial = PartialGeneration(request=request)
+    for one in parts:
+        partial = partial.extended(one)
+    return partial
+
+
+@given(parts=st.lists(st.tuples(TOKENS, st.integers(1, 3)), max_size=5), last=TOKENS, seed=st.none() | st.just(40))
+def test_parts_are_joined_and_the_rest_is_asked_for_after_them(parts, last, seed):
+    request = GenerationRequest(token_ids=(7, 8), max_tokens=40, seed=seed, more={"min_tokens": 3, "top_p": 0.9})
+    partial = joined(request, *(part(tokens, version=version) for tokens, version in parts))
+    made = [token for tokens, _ in parts for token in tokens]
+    rest = partial.remaining()
+    assert not partial.done and rest.token_ids == (7, 8, *made) and rest.max_tokens == 40 - len(made)
+    assert rest.more == {"min_tokens": max(0, 3 - len(made)), "top_p": 0.9}
+    assert rest.seed == (None if seed is None else seed + len(made))  # else it would repeat the first draws
+    whole = partial.extended(part(last, reason="stop", version=9))
+    versions = [version for tokens, version in parts for _ in tokens] + [9] * len(last)
+    assert whole.done and whole.so_far.finish_reason == "stop"
+    assert whole.so_far.token_ids == (*made, *last) and whole.so_far.token_versions() == versions
+    assert whole.so_far.logprobs == tuple(-0.1 * token for token in (*made, *last))
+    spans = whole.so_far.weight_versions
+    assert all(one.end == two.start and one.version != two.version for one, two in itertools.pairwise(spans))
+
+
+def test_a_budget_that_is_used_up_ends_it_by_length():
+    partial = joined(GenerationRequest(token_ids=(7,), max_tokens=3), part([1]), part([2, 3]))
+    assert partial.done and partial.so_far.finish_reason == "length"
+
+
+@given(
+    first=TOKENS,
+    second=TOKENS,
+    stops=STOPS,
+    least=st.integers(0, 3),
+)
+def test_a_stop_string_over_the_seam_ends_it_where_one_engine_would_have_ended_it(first, second, stops, least):
+    request = GenerationRequest(token_ids=(9,), max_tokens=20, more={"stop": stops, "min_tokens": least})
+    partial = joined(request, part(first), part(second, reason="length"))
+    candidates = partial.stop_candidates()
+    texts = ["".join(LETTERS[token] for token in ids) for _, ids in candidates]
+    found = partial.stopped(candidates, texts).so_far
+    tokens = [*first, *second]
+    seen = ["".join(LETTERS[token] for token in tokens[:end]) for end in range(len(tokens) + 1)]
+    over = range(max(len(first) + 1, least), len(tokens) + 1) if first else ()
+    ends = [end for end in over if any(stop in seen[end] for stop in stops)]
+    assert found.token_ids == tuple(tokens[: min(ends, default=len(tokens))])
+    assert found.finish_reason == ("stop" if ends else "length")
+    assert len(found.logprobs) == len(found.token_versions()) == len(found.token_ids)
+
+
+@pytest.mark.parametrize(
+    "prompt", [[3, 4], (3, 4), torch.tensor([3, 4]), torch.tensor([3, 4], dtype=torch.int32), numpy.array([3, 4])]
+)
+def test_the_tokens_of_a_prompt_are_read_at_once(monkeypatch, prompt):
+    monkeypatch.setattr(torch.Tensor, "__iter__", lambda self: pytest.fail("one token after the other"))
+    found = checked_prompt(prompt, 0)
+    assert found == (3, 4) and {type(token) for token in found} == {int}
+
+
+@pytest.mark.parametrize("prompt", [[1.0], ["a"], [[1, 2]], [True], [-1], [2**70], torch.tensor([0.5]), "text", [None]])
+def test_what_is_no_list_of_token_ids_is_refused_with_its_place(prompt):
+    with pytest.raises(ConfigError, match="prompt 3 is no list of token ids"):
+        checked_prompt(prompt, 3)
+
+
+def test_a_version_without_a_number_is_unknown():
+    assert [version_number(label) for label in ("12", "default", "", "main-abc")] == [12, 0, -1, -1]
+    assert Generation(token_ids=(1, 2)).token_versions() == [-1, -1]
