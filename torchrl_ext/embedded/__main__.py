@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="torch device of the model")
     parser.add_argument("--max-model-len", type=int, help="most tokens of a sequence, prompt included")
     parser.add_argument("--threads", type=int, help="threads of one operator")
+    parser.add_argument(
+        "--routes", metavar="MODULE:FUNCTION", action="append", default=[], help="serve the routes that it returns, too"
+    )
     parser.epilog = (
         f"{API_KEY_VARIABLE} holds a key that every route but /health then wants as a bearer token; {ROOTS_VARIABLE} "
         "names, with commas between, the directories and URLs that trainers may have this engine read."
@@ -45,13 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(args.threads)
     try:
         engine = Engine(args.model, dtype=args.dtype, device=args.device, context=args.max_model_len)
-    except WeightSyncError as error:
+        more = [route for path in args.routes for route in pkgutil.resolve_name(path)(engine)]
+    except (WeightSyncError, ImportError, AttributeError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     if api_key is None and not is_loopback(args.host):
         logging.warning("whoever reaches %s can change what this engine serves: set %s", args.host, API_KEY_VARIABLE)
     settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 2, "ws": "none"}
-    uvicorn.run(make_app(engine, api_key=api_key), host=args.host, port=args.port, **settings)
+    uvicorn.run(make_app(engine, api_key=api_key, routes=more), host=args.host, port=args.port, **settings)
     return 0
 
 

@@ -6,8 +6,11 @@ import re
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-from torchrl_ext.embedded.model import load_model
+import torch
+
 from torchrl_ext.embedded.scheduler import Scheduler
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
 from torchrl_ext.landing.dormant import Dormant
@@ -15,7 +18,7 @@ from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Reset, Seal, Start, State, Verify
 from torchrl_ext.sync.inspection import followed, inspect
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.types import Info, ParamMeta, dtype_from_name
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.scoring import score
@@ -47,7 +50,7 @@ class Engine:
 
     def __init__(self, model_dir: str, *, dtype: str = "auto", device: str = "cpu", context: int | None = None) -> None:
         self.model_dir, self.dtype = model_dir, dtype
-        model = load_model(model_dir, dtype).to(usable_device(device)).eval().requires_grad_(False)
+        model = _load_model(model_dir, dtype).to(usable_device(device)).eval().requires_grad_(False)
         self.context = context or model.config.max_position_embeddings
         self._model = model
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -76,7 +79,7 @@ class Engine:
         with self._alone():
             if self.asleep:
                 raise EngineRefusedError("the engine is asleep", expected="POST /wake_up", state="asleep")
-            self._refuse_unfit()
+            self._refuse_torn(updating=self._updating)
             self.scheduler.resume()
 
     def sleep(self, level: int, mode: str, timeout_s: float) -> None:
@@ -122,7 +125,7 @@ class Engine:
             raise ConfigError(f"there are no tags {sorted(wanted - TAGS)}", expected=f"of {', '.join(sorted(TAGS))}")
         with self._alone():
             if self.asleep <= wanted:
-                self._refuse_unfit()
+                self._refuse_torn(updating=self._updating)
             if "weights" in self.asleep & wanted:
                 self._dormant.restore()
             self.asleep -= wanted
@@ -130,22 +133,17 @@ class Engine:
                 self.scheduler.resume()
             return not self.asleep
 
-    def _refuse_unfit(self) -> None:
-        """Raise where an update is open, or the weights are not whole."""
-        if self._updating:
-            raise EngineRefusedError(
-                "a weight update is open, and its weights must not be served half",
-                expected="POST /finish_weight_update first",
-                state="paused",
-                hint=_SEND_AGAIN,
-            )
-        self._refuse_torn()
-
-    def _refuse_torn(self) -> None:
-        if self._receiver.held.empty or not self._receiver.whole:
-            lacks = "the engine slept at level 2 and holds no weights"
-            half = "the engine holds half an update and cannot serve it"
-            raise EngineRefusedError(lacks if self._receiver.held.empty else half, state="paused", hint=_SEND_AGAIN)
+    def _refuse_torn(self, *, updating: bool = False) -> None:
+        """Raise where there are no weights, or not one version that arrived whole."""
+        if updating:
+            reason = "a weight update is open, and half of it must not be served"
+        elif self._receiver.held.empty:
+            reason = "the engine slept at level 2 and holds no weights"
+        elif not self._receiver.whole:
+            reason = "the engine holds half an update and cannot serve it"
+        else:
+            return
+        raise EngineRefusedError(reason, state="paused", hint=_SEND_AGAIN)
 
     def handle(self, message: Message) -> Info:
         """Do what a message says, and return the answer when it is done.
@@ -210,16 +208,17 @@ class Engine:
                 self._updating = False
                 self._receiver.apply_weights(source)
                 self._receiver.handle(Reset(weights="reloaded"))
-                self.scheduler.changed()
-                self.scheduler.version = self.scheduler.version if label is None else label
+                self.scheduler.changed(label)
 
     def _refuse_busy(self) -> None:
         """Raise where weights cannot change now."""
-        what, first = "weights cannot change while the engine generates", "POST /pause first"
-        if self.scheduler.paused:
-            what, first = "the engine's weights are asleep", "POST /wake_up?tags=weights first"
-        if not self.scheduler.paused or "weights" in self.asleep:
-            raise EngineRefusedError(what, expected=first, state="unchanged")
+        if not self.scheduler.paused:
+            reason, first = "weights cannot change while the engine generates", "POST /pause first"
+        elif "weights" in self.asleep:
+            reason, first = "the engine's weights are asleep", "POST /wake_up?tags=weights first"
+        else:
+            return
+        raise EngineRefusedError(reason, expected=first, state="unchanged")
 
     def _load(self, message: Load | Verify | Seal) -> None:
         """Take one step of the update that `start` began; one that fails ends the update."""
@@ -240,8 +239,7 @@ class Engine:
                 self._loader.check(self._arrived)  # what did not come has no older value to fall back on
             version = int(label) if label is not None and _NUMBER.fullmatch(label) else self._receiver.version
             self._receiver.finish(version)
-            self.scheduler.changed()
-            self.scheduler.version = self.scheduler.version if label is None else label
+            self.scheduler.changed(label)
             self._updating = False
 
     def digests(self) -> dict[str, str]:
@@ -298,3 +296,23 @@ class Engine:
                 raise NotConnectedError("no weight update is open", hint="POST /start_weight_update first")
             with self.scheduler.weights:
                 yield
+
+
+def _load_model(model_dir: str, dtype: str) -> Any:
+    """Return the model of a Hugging Face checkpoint directory.
+
+    Raises:
+        ConfigError: there is none, or no causal LM.
+    """
+    if not (Path(model_dir) / "config.json").is_file():
+        raise ConfigError(f"{model_dir} holds no model", expected="a Hugging Face checkpoint directory")
+    from transformers import AutoModelForCausalLM
+
+    wanted = "auto" if dtype == "auto" else dtype_from_name(dtype)
+    allow_amx = getattr(torch.cpu, "_init_amx", None)
+    if dtype == "bfloat16" and allow_amx is not None:
+        allow_amx()  # where the processor has AMX, the kernel wants a request before bfloat16 products may use it
+    try:
+        return AutoModelForCausalLM.from_pretrained(model_dir, dtype=wanted, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no causal LM can be loaded from {model_dir}: {error}") from error

@@ -7,7 +7,7 @@ import threading
 from typing import Any, Literal
 
 from torchrl_ext.embedded.protocol import GenerateRequest
-from torchrl_ext.embedded.sequences import Batch, Job, Sequence
+from torchrl_ext.embedded.sequences import Batch, Job, RunningSequence
 from torchrl_ext.errors import ConfigError, DeadlineError
 
 __all__ = ["Scheduler"]
@@ -18,7 +18,7 @@ log = logging.getLogger("torchrl_ext")
 class Scheduler:
     """Steps every running sequence token by token.
 
-    Two locks: ``_changed`` guards what waits and the state; ``weights`` is held during a round of forward passes and by
+    Two locks: ``_changed`` guards the queues and the state; ``weights`` is held during a round of forward passes and by
     whoever changes weights, so that weights never change inside a forward pass.
 
     Args:
@@ -27,6 +27,9 @@ class Scheduler:
         vocabulary: number of token ids that the model knows.
         context: most tokens of a sequence, prompt included.
         max_rows: most sequences in one forward pass.
+
+    Attributes:
+        version: vLLM's label of the weights.
     """
 
     def __init__(
@@ -36,11 +39,11 @@ class Scheduler:
         self._vocabulary, self._context = vocabulary, context
         self._changed = threading.Condition()
         self.weights = threading.Lock()
-        self._arrived: list[Sequence] = []
-        self._waiting: list[Sequence] = []
+        self._held: list[RunningSequence] = []  # came while the engine did not serve: they begin after the resume
+        self._waiting: list[RunningSequence] = []
         self._batches = [Batch(model)]  # requests begin in the last one; those before it have keys of older weights
         self._state: Literal["serving", "draining", "paused", "stopped"] = "serving"
-        self.version = "default"  # vLLM's label for the weights that it was started with
+        self.version = "default"
         self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
         self._thread.start()
 
@@ -75,7 +78,8 @@ class Scheduler:
             )
         job = Job(request, end_ids=self._end_ids, room=room)
         with self._changed:
-            self._arrived += job.sequences
+            queue = self._waiting if self._state == "serving" else self._held
+            queue += job.sequences
             self._changed.notify_all()
         return job
 
@@ -95,14 +99,11 @@ class Scheduler:
         late = False
         with self._changed:
             if mode == "wait" and self._state == "serving":
-                self._waiting += self._arrived  # what came before the pause is still served
-                self._arrived = []
                 self._state = "draining"
                 late = not self._changed.wait_for(lambda: not self._has_work() or self._state != "draining", timeout_s)
             if self._state == "stopped":
                 return
-            frozen = self._state == "paused"
-            self._state = "paused"
+            frozen, self._state = self._state == "paused", "paused"
             self._changed.notify_all()
         if not frozen:
             with self.weights:  # wait until the round that was under way is over
@@ -121,6 +122,7 @@ class Scheduler:
         with self._changed:
             if self._state != "stopped":
                 self._state = "serving"
+            self._waiting, self._held = self._waiting + self._held, []
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -134,24 +136,23 @@ class Scheduler:
     def forget(self) -> None:
         """Drop the keys and values of what runs: old weights made them. The next step computes them anew."""
         with self.weights:
-            batch = Batch(self._llm)
-            batch.add(self._sequences())
-            self._batches = [batch]
+            self._batches = [Batch(self._llm, self._sequences())]
 
-    def changed(self) -> None:
-        """Take note that the weights are others now; the caller holds `weights`.
+    def changed(self, label: str | None) -> None:
+        """Take note that the weights are others now, called ``label`` if it is not None; the caller holds `weights`.
 
         Keys and values stay, until `forget`: requests that begin from now on get a batch of their own, since rows that
         join a batch have those of all its rows computed anew.
         """
+        self.version = self.version if label is None else label
         if self._batches[-1].holds_keys:
             self._batches.append(Batch(self._llm))
 
-    def _sequences(self) -> list[Sequence]:
+    def _sequences(self) -> list[RunningSequence]:
         return [sequence for batch in self._batches for sequence in batch.sequences]
 
     def _has_work(self) -> bool:
-        return bool(self._sequences() or self._waiting or (self._arrived and self._state == "serving"))
+        return bool(self._sequences() or self._waiting)
 
     def _run(self) -> None:
         while True:
@@ -165,30 +166,26 @@ class Scheduler:
                         return
                     if self._state == "paused":
                         continue
-                    if self._state == "serving":
-                        self._waiting += self._arrived
-                        self._arrived = []
                     room = self._max_rows - len(self._sequences())
                     self._batches[-1].add(self._waiting[:room])
                     self._waiting = self._waiting[room:]
-                self._step()
+                for batch in self._batches:
+                    self._step(batch)
+                self._batches = [batch for batch in self._batches[:-1] if batch.sequences] + self._batches[-1:]
             with self._changed:
                 self._changed.notify_all()
 
-    def _step(self) -> None:
-        for batch in self._batches:
-            try:
-                batch.step(self.version)
-            except Exception as error:
-                log.exception("generation failed")
-                for sequence in batch.sequences:
-                    sequence.job.fail(error)
-                batch.clear()
-        self._batches[:-1] = [batch for batch in self._batches[:-1] if batch.sequences]
+    def _step(self, batch: Batch) -> None:
+        try:
+            batch.step(self.version)
+        except Exception as error:
+            log.exception("generation failed")
+            for sequence in batch.sequences:
+                sequence.job.fail(error)  # the next step drops its rows
 
     def _abort(self) -> None:
         with self.weights, self._changed:
-            running = self._sequences() + self._waiting + self._arrived
-            self._batches, self._waiting, self._arrived = [Batch(self._llm)], [], []
-        for sequence in running:
+            ended = self._sequences() + self._waiting + self._held
+            self._batches, self._waiting, self._held = [Batch(self._llm)], [], []
+        for sequence in ended:
             sequence.finish("abort")

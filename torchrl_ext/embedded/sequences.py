@@ -1,52 +1,35 @@
-"""Sequences that run, the requests that they belong to, and the batch whose forward passes they share.
-
-Every row of a batch has its own settings and its own random numbers.
-"""
+"""Sequences that run, the requests that they belong to, and the batch whose forward passes they share."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as ListLike
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from torchrl_ext.embedded.protocol import GenerateRequest, Sampling
+from torchrl_ext.embedded.protocol import GenerateRequest
+from torchrl_ext.embedded.sampling import pick
 from torchrl_ext.types import Info
 
-__all__ = ["Batch", "Job", "Sequence", "answer", "pick"]
-
-
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities at one position: the sampled token's, its rank (1 is best), and the best candidates'."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
-
-    def to_json(self, asked: int) -> Info:
-        """Return an entry of ``logprobs.content``: its ``asked`` candidates start with the sampled token."""
-        entries = [(self.token_id, self.logprob, self.rank)]
-        entries += [(token, value, i + 1) for i, (token, value) in enumerate(self.top) if token != self.token_id]
-        rows = [  # JSON has no -inf
-            {"token_id": token, "logprob": max(value, -9999.0), "rank": rank} for token, value, rank in entries
-        ]
-        return rows[0] | {"top_logprobs": rows[: max(asked, 1)]}
+__all__ = ["Batch", "Job", "RunningSequence"]
 
 
 class Job:
-    """One request, with its sequences and the future of their outputs."""
+    """One request, with its sequences and the future of their outputs.
+
+    Args:
+        request: the request.
+        end_ids: the model's own end-of-sequence ids.
+        room: tokens that the context leaves.
+    """
 
     def __init__(self, request: GenerateRequest, *, end_ids: frozenset[int], room: int) -> None:
         self.request = request
-        self.future: Future[list[Sequence]] = Future()
+        self.future: Future[list[RunningSequence]] = Future()
         self.cancelled = False
-        self.sequences = [Sequence(self, i, end_ids, room) for i in range(request.sampling.n)]
+        self.sequences = [RunningSequence(self, i, end_ids, room) for i in range(request.sampling.n)]
 
     def settle(self) -> None:
         """Hand the sequences to the future once every one of them is finished."""
@@ -59,13 +42,21 @@ class Job:
         if not self.future.done():
             self.future.set_exception(error)
 
+    def to_json(self, model: str) -> Info:
+        """Return the body of the response, once every sequence is finished."""
+        prompt, new = len(self.request.token_ids), sum(len(sequence.token_ids) for sequence in self.sequences)
+        return {
+            "request_id": self.request.request_id,
+            "created": int(time.time()),
+            "model": model,
+            "output_mode": "tokens",
+            "choices": [sequence.to_json() for sequence in self.sequences],
+            "usage": {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new},
+        }
 
-class Sequence:
+
+class RunningSequence:
     """One continuation of a prompt, token by token.
-
-    Args:
-        end_ids: the model's own end-of-sequence ids.
-        room: tokens that the context leaves.
 
     Attributes:
         token_ids: new tokens only.
@@ -75,7 +66,7 @@ class Sequence:
 
     def __init__(self, job: Job, index: int, end_ids: frozenset[int], room: int) -> None:
         sampling = job.request.sampling
-        self.job, self.index, self.sampling = job, index, sampling
+        self.job, self.sampling, self._index = job, sampling, index
         self.generator: torch.Generator | None = None
         if sampling.seed is not None and sampling.temperature > 0:
             self.generator = torch.Generator().manual_seed((sampling.seed + index) % 2**63)
@@ -83,7 +74,7 @@ class Sequence:
         self._ends = frozenset() if sampling.ignore_eos else end_ids
         self._stops = frozenset(sampling.stop_token_ids)
         self.token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
+        self._logprobs: list[Info] = []
         self._versions: list[tuple[str, int]] = []  # weight version, and the first token that it made
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
@@ -96,8 +87,8 @@ class Sequence:
         """Return the tokens that must not come next."""
         return tuple(self._ends | self._stops) if len(self.token_ids) < self.sampling.min_tokens else ()
 
-    def take(self, token: int, logprob: TokenLogprobs | None, version: str) -> None:
-        """Append a token that weights labelled ``version`` picked."""
+    def take(self, token: int, logprob: Info | None, version: str) -> None:
+        """Append a token that weights labelled ``version`` picked, with its entry of ``logprobs.content``."""
         if not self._versions or self._versions[-1][0] != version:
             self._versions.append((version, len(self.token_ids)))
         self.token_ids.append(token)
@@ -125,33 +116,14 @@ class Sequence:
 
     def to_json(self) -> Info:
         """Return the finished sequence as an entry of ``choices``."""
-        asked = self.sampling.logprobs
-        content = None if asked is None else {"content": [entry.to_json(asked) for entry in self._logprobs]}
         return {
-            "index": self.index,
+            "index": self._index,
             "token_ids": self.token_ids,
-            "logprobs": content,
+            "logprobs": None if self.sampling.logprobs is None else {"content": self._logprobs},
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
             "weight_versions": self.spans(),
         }
-
-
-def answer(request: GenerateRequest, sequences: ListLike[Sequence], model: str) -> Info:
-    """Return the body of a response."""
-    new = sum(len(sequence.token_ids) for sequence in sequences)
-    return {
-        "request_id": request.request_id,
-        "created": int(time.time()),
-        "model": model,
-        "output_mode": "tokens",
-        "choices": [sequence.to_json() for sequence in sequences],
-        "usage": {
-            "prompt_tokens": len(request.token_ids),
-            "completion_tokens": new,
-            "total_tokens": len(request.token_ids) + new,
-        },
-    }
 
 
 class Batch:
@@ -159,24 +131,24 @@ class Batch:
 
     Args:
         model: a causal LM of `transformers`.
+        sequences: to begin with.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, sequences: Sequence[RunningSequence] = ()) -> None:
+        self._model, self.sequences = model, list(sequences)
         self._cache: Any = None
         self._widest = 0  # positions that the cache has, padding included
-        self.sequences: list[Sequence] = []
 
     @property
     def holds_keys(self) -> bool:
         """Whether there are keys and values, for the next step to build upon."""
         return self._cache is not None
 
-    def add(self, sequences: ListLike[Sequence]) -> None:
-        """Add sequences; the next step computes keys and values of all of them."""
+    def add(self, sequences: Sequence[RunningSequence]) -> None:
+        """Add sequences; the next step computes keys and values of all rows anew."""
         if sequences:
             self.sequences += sequences
-            self.forget()
+            self._cache = None
 
     @torch.inference_mode()
     def step(self, version: str) -> None:
@@ -201,17 +173,8 @@ class Batch:
             sequence.take(token, logprob, version)
         self._keep([i for i, sequence in enumerate(self.sequences) if sequence.finish_reason is None])
 
-    def forget(self) -> None:
-        """Drop the cache: the next step computes it anew, with the weights that it finds."""
-        self._cache = None
-
-    def clear(self) -> None:
-        """Drop the sequences and the cache."""
-        self.sequences = []
-        self.forget()
-
-    def _padding(self, rows: ListLike[tuple[int, ...]], width: int) -> dict[str, torch.Tensor]:
-        """Return what tells the model of padding; nothing without any, so that a row computes as it would alone."""
+    def _padding(self, rows: Sequence[tuple[int, ...]], width: int) -> dict[str, torch.Tensor]:
+        """Return attention_mask and position_ids; {} for an unpadded batch, whose rows compute as they would alone."""
         lengths = torch.tensor([len(row) for row in rows], device=self._model.device)
         if bool((lengths == self._widest).all()):
             return {}
@@ -222,86 +185,7 @@ class Batch:
         if len(rows) == len(self.sequences):
             return
         self.sequences = [self.sequences[row] for row in rows]
-        if self._cache is not None and rows:
-            self._cache.batch_select_indices(torch.tensor(rows, device=self._model.device))
         if not rows:
-            self.forget()
-
-
-_GREEDY_BELOW = 1e-5
-"""vLLM's ``_SAMPLING_EPS``: a temperature below it divides logits into infinities."""
-
-
-def pick(
-    logits: Tensor,
-    settings: ListLike[Sampling],
-    generators: ListLike[torch.Generator | None],
-    barred: ListLike[tuple[int, ...]],
-) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Choose one token per row.
-
-    Args:
-        logits: shape ``(rows, vocabulary)``, any floating-point dtype.
-        settings: one per row.
-        generators: one per row; None draws from torch's default generator.
-        barred: token ids that each row must not pick (end of sequence before ``min_tokens``).
-
-    Returns:
-        Token ids, and log-probabilities where the row's ``logprobs`` asks for them.
-    """
-    logits = logits.float()
-    raw = logits.log_softmax(-1) if any(row.logprobs is not None for row in settings) else None
-    if any(barred):
-        logits = logits.clone()
-        for row, ids in enumerate(barred):
-            logits[row, list(ids)] = -torch.inf
-    tokens = logits.argmax(-1)
-    drawn = [row for row, setting in enumerate(settings) if setting.temperature >= _GREEDY_BELOW]
-    if drawn:
-        picked = _draw(logits[drawn], [settings[row] for row in drawn], [generators[row] for row in drawn])
-        tokens[drawn] = picked
-    chosen = tokens.tolist()
-    return chosen, [None] * len(chosen) if raw is None else _logprobs(raw, tokens, settings)
-
-
-def _draw(logits: Tensor, settings: ListLike[Sampling], generators: ListLike[torch.Generator | None]) -> Tensor:
-    """Draw by inversion of the cumulative distribution: one uniform number per row, whatever the other rows do."""
-    temperature = torch.tensor([row.temperature for row in settings], dtype=torch.float64)
-    probabilities = (logits.double() / temperature[:, None]).softmax(-1)
-    if any(row.top_p < 1 or row.top_k > 0 or row.min_p > 0 for row in settings):
-        probabilities = _restrict(probabilities, settings)
-    cumulative = probabilities.cumsum(-1)
-    uniform = torch.stack([torch.rand((), dtype=torch.float64, generator=generator) for generator in generators])
-    total = cumulative[:, -1]
-    threshold = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    found = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]  # strictly above: never p = 0
-    return found.clamp(max=logits.shape[-1] - 1)  # a row of NaN finds none
-
-
-def _restrict(probabilities: Tensor, settings: ListLike[Sampling]) -> Tensor:
-    ordered, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
-    size = ordered.shape[-1]
-    top_k = torch.tensor([row.top_k if row.top_k > 0 else size for row in settings])
-    keep = torch.arange(size) < top_k[:, None]
-    kept = ordered * keep
-    before = (kept.cumsum(-1) - kept) / kept.sum(-1, keepdim=True)
-    keep &= before < torch.tensor([row.top_p for row in settings], dtype=torch.float64)[:, None]
-    keep &= ordered >= torch.tensor([row.min_p for row in settings], dtype=torch.float64)[:, None] * ordered[:, :1]
-    return torch.zeros_like(probabilities).scatter(-1, order, ordered * keep)
-
-
-def _logprobs(raw: Tensor, tokens: Tensor, settings: ListLike[Sampling]) -> list[TokenLogprobs | None]:
-    sampled = raw.gather(-1, tokens[:, None])
-    ranks = (raw >= sampled).sum(-1).tolist()
-    most = min(max(row.logprobs or 0 for row in settings), raw.shape[-1])
-    best = raw.topk(most, dim=-1) if most else None
-    entries: list[TokenLogprobs | None] = []
-    for row, (token, value) in enumerate(zip(tokens.tolist(), sampled[:, 0].tolist(), strict=True)):
-        asked = settings[row].logprobs
-        if asked is None:
-            entries.append(None)
-            continue
-        asked = min(asked, most)
-        found = [] if best is None else [best.indices[row, :asked].tolist(), best.values[row, :asked].tolist()]
-        entries.append(TokenLogprobs(token, value, ranks[row], tuple(zip(*found, strict=True))))
-    return entries
+            self._cache = None
+        elif self._cache is not None:
+            self._cache.batch_select_indices(torch.tensor(rows, device=self._model.device))

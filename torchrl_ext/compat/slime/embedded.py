@@ -1,92 +1,114 @@
 """What slime's and vime's trainers ask of an engine, over an `Engine`: pull, load from disk, label.
 
 Bodies and answers are those of slime's SGLang (``/pull_weights``, ``/update_weights_from_disk``) and of vime's vLLM
-(``/collective_rpc`` with ``pull_weights`` or ``reload_weights``).
+(``/collective_rpc`` with ``pull_weights`` or ``reload_weights``). An engine has them when it is asked for them::
+
+    python -m torchrl_ext.embedded --model DIR --port P --routes torchrl_ext.compat.slime.embedded:routes
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
 from torchrl_ext.embedded.engine import Engine
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.embedded.server import DRAIN_TIMEOUT_S, parsed
+from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.messages import Finish, Message, Pull, State
 from torchrl_ext.sync.published import DiskLoads
 from torchrl_ext.sync.worker_end import pull
 from torchrl_ext.types import Info
 
-__all__ = ["Dialects"]
+__all__ = ["routes"]
+
+log = logging.getLogger("torchrl_ext")
 
 
-@final
-class Dialects:
-    """Answers the calls of other trainers, one at a time; a pull goes on beside generation and beside other calls.
+def routes(engine: Engine) -> list[Route]:
+    """Return the routes of slime's SGLang and vime's vLLM for an engine.
 
-    Args:
-        engine: the one that they drive.
+    ``/flush_cache``, which slime calls by GET, changes nothing: requests share no cache here, and weights that land by
+    these routes drop the keys and values of running ones.
     """
+    loads, scheduler = DiskLoads(_Reloadable(engine)), engine.scheduler
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._loads = DiskLoads(_Reloadable(engine))
+    def pull_weights(body: Info) -> None:
+        pull(Pull.of(body), engine.model_dir)
 
-    def pull(self, body: Info) -> None:
-        """Bring a checkpoint on this host to a version (`torchrl_ext.versions.local_checkpoint`).
-
-        Raises:
-            WeightSyncError: see there.
-        """
-        pull(Pull.of(body), self._engine.model_dir)
-
-    def update(self, body: Info) -> None:
-        """Load a checkpoint directory or a version; see `DiskLoads.load`.
-
-        Raises:
-            ConfigError: a field that cannot be.
-            WeightSyncError: it was not loaded.
-        """
+    def update_from_disk(body: Info) -> None:
         label = body.get("weight_version")
-        if not isinstance(label, str | None):
-            raise ConfigError(f"weight_version is {label!r:.80}", expected="text")
-        self._loads.load(body.get("model_path"), body.get("load_format"), label, body.get("files"))
+        if label is not None:
+            label = _text(body, "weight_version")
+        loads.load(body.get("model_path"), body.get("load_format"), label, body.get("files"))
 
-    def rename(self, body: Info) -> Info:
-        """Label the weights in service.
+    def update_version(body: Info) -> Info:
+        scheduler.version = _text(body, "new_version")
+        return {"new_version": scheduler.version}
 
-        Raises:
-            ConfigError: there is no label.
-        """
-        label = body.get("new_version")
-        if not isinstance(label, str):
-            raise ConfigError(f"new_version is {label!r:.80}", expected="text")
-        self._engine.scheduler.version = label
-        return {"new_version": label}
-
-    def call(self, body: Info) -> Info:
-        """Do what a method of vLLM's workers does.
-
-        Raises:
-            ConfigError: there is no such method here.
-            WeightSyncError: it failed.
-        """
-        method, told = body.get("method"), body.get("kwargs")
-        told = told if isinstance(told, Mapping) else {}
+    def collective_rpc(body: Info) -> Info:
+        method, given = body.get("method"), body.get("kwargs")
+        given = given if isinstance(given, Mapping) else {}
         if method == "pull_weights":
-            self.pull({**told})
-            return {"results": [{"success": True, "weight_version": str(told["target_version"])}]}
+            pull_weights({**given})
+            return {"results": [{"success": True, "weight_version": str(given["target_version"])}]}
         if method == "reload_weights":
-            self._loads.load(told.get("weights_path"), None, None, None)
+            loads.load(given.get("weights_path"), None, None, None)
             return {"results": [None]}
         raise ConfigError(f"there is no method {method!r:.80} here", expected="pull_weights or reload_weights")
 
+    async def version(request: Request) -> Response:
+        return JSONResponse({"weight_version": scheduler.version})
 
+    steps: dict[str, Callable[[Info], Info | None]] = {
+        "/pull_weights": pull_weights,
+        "/update_weights_from_disk": update_from_disk,
+        "/update_weight_version": update_version,
+        "/collective_rpc": collective_rpc,
+        "/pause_generation": lambda body: engine.pause(body.get("mode", "abort"), DRAIN_TIMEOUT_S),
+        "/continue_generation": lambda body: engine.resume(),
+    }
+    return [
+        *(Route(path, _in_sglangs_words(step), methods=["POST"]) for path, step in steps.items()),
+        Route("/flush_cache", _in_sglangs_words(lambda body: None), methods=["GET", "POST"]),
+        Route("/get_weight_version", version, methods=["GET"]),
+    ]
+
+
+def _in_sglangs_words(step: Callable[[Info], Info | None]) -> Callable[[Request], Any]:
+    """Return a handler that runs ``step`` on the body in a thread, and reports success or failure as SGLang does."""
+
+    async def handler(request: Request) -> Response:
+        body = parsed(await request.body())
+        try:
+            returned = await asyncio.to_thread(step, body if isinstance(body, dict) else {})
+        except WeightSyncError as error:
+            log.error("%s %s: %s", request.method, request.url.path, error)
+            return JSONResponse({"success": False, "message": str(error)}, status_code=400)
+        return JSONResponse({"success": True, "message": "Success.", **(returned or {})})
+
+    return handler
+
+
+def _text(body: Info, name: str) -> str:
+    """Return a field of the body that has to be text."""
+    value = body.get(name)
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} is {value!r:.80}", expected="text")
+    return value
+
+
+@final
 class _Reloadable:
     """The engine as `DiskLoads` drives it, which refuses to serve weights that are not whole."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.model, self.resume = engine.model_dir, engine.resume
+        self._engine, self.model, self.resume = engine, engine.model_dir, engine.resume
 
     def paused(self) -> bool:
         return self._engine.scheduler.paused

@@ -1,11 +1,13 @@
-"""Embedded engines that tests start by the dozen."""
+"""Embedded engines that tests start by the dozen, and tests of the engine itself."""
 
 from __future__ import annotations
 
 import subprocess
 import tempfile
+import threading
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
 
 import httpx
 
@@ -19,13 +21,13 @@ _ENGINE = "import sys; from torchrl_ext.embedded.__main__ import main; sys.exit(
 class EmbeddedServer:
     """As `torchrl_ext.serving.engines.embedded.EmbeddedServer`, forked: up in a moment. Killed at the end of its block.
 
-    ``site`` is a directory of further packages, which the engine has installed.
+    ``site`` is a directory of further packages, which the engine has installed; ``routes`` names routes that it adds.
     """
 
-    def __init__(self, model_dir, *, port=0, dtype="auto", threads=1, site=None):
+    def __init__(self, model_dir, *, port=0, dtype="auto", threads=1, site=None, routes=None):
         port = port or free_port()
         self.url = f"http://127.0.0.1:{port}"
-        flags = as_flags({"model": model_dir, "port": port, "dtype": dtype, "threads": threads})
+        flags = as_flags({"model": model_dir, "port": port, "dtype": dtype, "threads": threads, "routes": routes})
         code = _ENGINE if site is None else f"import sys; sys.path.insert(0, {str(site)!r})\n{_ENGINE}"
         with ExitStack() as ends:
             log = ends.enter_context(tempfile.TemporaryFile("w+"))
@@ -57,3 +59,25 @@ class EmbeddedServer:
             # with certificates, which nobody needs here, a question costs thirty times as much
             return httpx.get(f"{self.url}/health", timeout=5.0, verify=False).status_code == 200
         return False
+
+
+@contextmanager
+def served_here(engine, *, api_key=None, routes=()):
+    """Serve an `Engine` of this process, by a thread; yields an object with its ``url`` and ``engine``."""
+    import uvicorn
+
+    from torchrl_ext.embedded.server import make_app
+
+    port = free_port()
+    app = make_app(engine, api_key=api_key, routes=routes)
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", ws="none", timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield SimpleNamespace(url=f"http://127.0.0.1:{port}", engine=engine)
+    finally:
+        server.should_exit = True
+        thread.join(WAIT_S)

@@ -1,0 +1,324 @@
+"""What the engine generates, and how pauses, sleep and failures treat what runs; no server in between."""
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.embedded.engine import Engine
+from torchrl_ext.embedded.protocol import GenerateRequest, Sampling
+from torchrl_ext.embedded.sampling import pick
+from torchrl_ext.embedded.scheduler import Scheduler
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
+from torchrl_ext.messages import Verify
+
+CONTEXT = 256
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(0, max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture
+def engine(checkpoint):
+    made = Engine(str(checkpoint), dtype="float32")
+    yield made
+    made.close()
+
+
+def request(prompt=PROMPT, **sampling):
+    settings = {"temperature": 0, "max_tokens": 16, "ignore_eos": True, **sampling}
+    return GenerateRequest.from_json({"token_ids": prompt, "sampling_params": settings}, "request")
+
+
+def submit(engine, prompt=PROMPT, **sampling):
+    return engine.scheduler.submit(request(prompt, **sampling)).future
+
+
+def generate(engine, prompt=PROMPT, **sampling):
+    return submit(engine, prompt, **sampling).result(60)
+
+
+@contextmanager
+def scheduling(model, *, end_ids=frozenset(), **settings):
+    scheduler = Scheduler(model, end_ids=end_ids, vocabulary=512, context=CONTEXT, **settings)
+    try:
+        yield scheduler
+    finally:
+        scheduler.stop()
+
+
+def held_after(engine, passes):
+    """An event that is set when so many passes are over; the next one waits for a pause, or for a stop."""
+    counted, reached = [], threading.Event()
+
+    def hook(*_):
+        counted.append(None)
+        if len(counted) == passes + 1:
+            reached.set()
+            Deadline(60).poll(lambda: engine.scheduler._state != "serving", "nobody paused")
+
+    engine._model.register_forward_pre_hook(hook)
+    return reached
+
+
+class TestTokens:
+    def test_greedy_tokens_of_prompts_of_many_lengths_are_those_of_transformers(self, engine, model):
+        prompts = [PROMPT[:length] for length in (1, 8, 3, 3, 5, 2, 8)]
+        running = [submit(engine, prompt, max_tokens=24) for prompt in prompts]
+        for prompt, future in zip(prompts, running, strict=True):
+            (sequence,) = future.result(60)
+            assert sequence.token_ids == greedy(model, prompt, 24)
+            assert sequence.spans() == [{"version": "default", "start": 0, "end": 24}]
+
+    def test_log_probabilities_are_those_of_the_raw_distribution(self, engine, model):
+        (sequence,) = generate(engine, temperature=0.7, seed=3, logprobs=3)
+        with torch.no_grad():
+            raw = model(torch.tensor([[*PROMPT, *sequence.token_ids]])).logits.log_softmax(-1)[0, len(PROMPT) - 1 : -1]
+        for row, token, entry in zip(raw, sequence.token_ids, sequence.to_json()["logprobs"]["content"], strict=True):
+            assert entry["token_id"] == token and entry["rank"] == int((row >= row[token]).sum())
+            assert entry["logprob"] == pytest.approx(float(row[token]), abs=1e-4)
+            first, *others = entry["top_logprobs"]
+            assert first["token_id"] == token and len(others) == 2
+            best = [found for found in row.topk(3).indices.tolist() if found != token][:2]
+            assert [found["token_id"] for found in others] == best
+
+    def test_a_seeded_sample_does_not_depend_on_what_else_runs(self, engine):
+        (alone,) = generate(engine, temperature=1.0, seed=5)
+        crowd = [submit(engine, prompt, temperature=1.0, seed=5, n=4) for prompt in (PROMPT, PROMPT[:3], PROMPT[:5])]
+        samples = crowd[0].result(60)
+        assert samples[0].token_ids == alone.token_ids
+        assert len({tuple(sample.token_ids) for sample in samples}) == 4
+        for future in crowd:
+            future.result(60)
+
+    def test_a_generation_ends_at_a_stop_token_at_its_end_or_where_the_context_does(self, engine, model):
+        expected = greedy(model, PROMPT, 16)
+        stop = expected[5]
+        (sequence,) = generate(engine, stop_token_ids=[stop])
+        assert sequence.token_ids == expected[: expected.index(stop) + 1]
+        assert (sequence.finish_reason, sequence.stop_reason) == ("stop", stop)
+        (sequence,) = generate(engine, stop_token_ids=[stop], min_tokens=16)
+        assert len(sequence.token_ids) == 16 and stop not in sequence.token_ids[:-1]
+        (sequence,) = generate(engine, max_tokens=None)
+        assert (len(sequence.token_ids), sequence.finish_reason) == (CONTEXT - len(PROMPT), "length")
+
+    def test_the_models_own_end_ends_a_generation_unless_it_is_ignored_or_too_early(self, model):
+        expected = greedy(model, PROMPT, 16)
+        end = expected[3]
+        with scheduling(model, end_ids=frozenset({end})) as scheduler:
+            (sequence,) = scheduler.submit(request(ignore_eos=False)).future.result(60)
+            assert sequence.token_ids == expected[: expected.index(end) + 1]
+            assert (sequence.finish_reason, sequence.stop_reason) == ("stop", None)
+            (sequence,) = scheduler.submit(request(ignore_eos=False, min_tokens=10)).future.result(60)
+            assert len(sequence.token_ids) >= 10 and end not in sequence.token_ids[:10]
+            (sequence,) = scheduler.submit(request()).future.result(60)
+            assert sequence.token_ids == expected
+
+    @given(data=st.data())
+    def test_a_token_that_is_drawn_is_one_that_the_settings_leave(self, data):
+        numbers = st.floats(-4, 4, allow_nan=False, width=32)
+        logits = torch.tensor([data.draw(st.lists(numbers, min_size=6, max_size=6, unique=True)) for _ in range(2)])
+        settings = [
+            Sampling(
+                temperature=data.draw(st.sampled_from((0.0, 0.5, 1.0, 3.0))),
+                top_k=data.draw(st.integers(-1, 7)),
+                top_p=data.draw(st.sampled_from((0.1, 0.5, 0.9, 1.0))),
+                min_p=data.draw(st.sampled_from((0.0, 0.2, 1.0))),
+            )
+            for _ in range(2)
+        ]
+        barred = [(), (int(logits[1].argmax()),)]
+        generators = [torch.Generator().manual_seed(data.draw(st.integers(0, 99))) for _ in range(2)]
+        tokens, entries = pick(logits, settings, generators, barred)
+        assert entries == [None, None] and tokens[1] not in barred[1]
+        for row, token, setting, ids in zip(logits.double(), tokens, settings, barred, strict=True):
+            row[list(ids)] = -torch.inf
+            order = row.argsort(descending=True).tolist()
+            if setting.temperature == 0:
+                assert token == order[0]
+                continue
+            share = (row / setting.temperature).softmax(-1)
+            place = order.index(token)
+            left = share[order[: setting.top_k if setting.top_k > 0 else None]]
+            assert place < len(left) and share[token] >= setting.min_p * share[order[0]] * (1 - 1e-9)
+            assert left[:place].sum() / left.sum() < setting.top_p + 1e-9
+
+    @pytest.mark.parametrize(
+        ("body", "words"),
+        [
+            ([], "Expected `object`, got `array`"),
+            ({"sampling_params": {}}, "token_ids"),
+            ({"token_ids": [], "sampling_params": {}}, "token_ids"),
+            ({"token_ids": [True], "sampling_params": {}}, r"got `bool` - at `\$.token_ids\[0\]`"),
+            ({"token_ids": [1]}, "missing required field `sampling_params`"),
+            ({"token_ids": [1], "sampling_params": 3}, r"got `int` - at `\$.sampling_params`"),
+            ({"token_ids": [99_999], "sampling_params": {}}, "no token 99999"),
+            ({"token_ids": [1], "sampling_params": {"stop_token_ids": [99_999]}}, "no token 99999"),
+            ({"token_ids": [1] * CONTEXT, "sampling_params": {}}, "at most 255"),
+            ({"token_ids": [1], "sampling_params": {"stop": ["x"]}}, "stop is not supported"),
+            ({"token_ids": [1], "sampling_params": {"temperature": -1}}, "Expected `float` >= 0.0 - at .*temperature"),
+            ({"token_ids": [1], "sampling_params": {"max_tokens": "many"}}, "got `str` - at .*max_tokens"),
+            ({"token_ids": [1], "sampling_params": {}, "stream": True}, "does not stream"),
+            ({"token_ids": [1], "sampling_params": {}, "output_mode": "text"}, "output_mode"),
+        ],
+    )
+    def test_a_request_that_cannot_be_served_is_refused_with_the_reason(self, engine, body, words):
+        with pytest.raises(ConfigError, match=words):
+            engine.scheduler.submit(GenerateRequest.from_json(body, "request"))
+
+    def test_settings_about_text_and_settings_without_a_value_are_passed_over(self):
+        read = request(detokenize=True, stop=None, seed=None, presence_penalty=0.0)
+        assert read.sampling == Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
+
+
+class TestPauses:
+    def test_keep_freezes_what_runs_and_lets_it_go_on(self, engine, model):
+        reached = held_after(engine, 5)
+        running = submit(engine)
+        assert reached.wait(60)
+        engine.pause("keep", 10)
+        engine.pause("keep", 10)  # twice is no more
+        later = submit(engine, PROMPT[:3])
+        assert not running.done() and engine.scheduler.running == 1
+        engine.resume()
+        assert running.result(60)[0].token_ids == greedy(model, PROMPT, 16)
+        assert later.result(60)[0].token_ids == greedy(model, PROMPT[:3], 16)
+
+    def test_wait_lets_what_came_before_end_and_holds_what_comes_after(self, engine):
+        running = [submit(engine, max_tokens=40) for _ in range(70)]  # more than fit one pass
+        engine.pause("wait", 60)
+        assert all(future.done() for future in running) and engine.scheduler.running == 0
+        later = submit(engine)
+        assert not later.done()
+        engine.resume()
+        assert len(later.result(60)[0].token_ids) == 16
+
+    def test_wait_freezes_what_does_not_end_in_time(self, engine):
+        reached = held_after(engine, 2)
+        running = submit(engine)
+        assert reached.wait(60)
+        with pytest.raises(DeadlineError, match=r"still running 0 s after.*frozen"):
+            engine.pause("wait", 0)
+        assert engine.scheduler.paused and not running.done()
+        engine.resume()
+        assert len(running.result(60)[0].token_ids) == 16
+
+    def test_abort_ends_what_runs_with_what_it_has_and_what_waits_with_nothing(self, engine, model):
+        reached = held_after(engine, 5)
+        running, aside = submit(engine), submit(engine, PROMPT[:3], n=2)
+        assert reached.wait(60)
+        engine.pause("keep", 10)
+        waiting = submit(engine)
+        engine.pause("abort", 10)
+        (sequence,) = running.result(0)
+        assert sequence.finish_reason == "abort" and 0 < len(sequence.token_ids) < 16
+        assert sequence.token_ids == greedy(model, PROMPT, 16)[: len(sequence.token_ids)]
+        assert waiting.result(0)[0].token_ids == [] and len(aside.result(0)) == 2
+        with pytest.raises(ConfigError, match="no pause mode 'nap'"):
+            engine.pause("nap", 1)
+
+    def test_a_pass_that_fails_fails_its_requests_and_no_other(self, engine, model):
+        hook = engine._model.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generate(engine)
+        hook.remove()
+        assert generate(engine)[0].token_ids == greedy(model, PROMPT, 16) and engine.scheduler.alive
+
+    def test_a_request_that_nobody_waits_for_leaves_its_row(self, engine):
+        reached = held_after(engine, 5)
+        job = engine.scheduler.submit(request())
+        assert reached.wait(60)
+        engine.pause("keep", 10)
+        job.cancelled = True
+        engine.resume()
+        Deadline(60).poll(lambda: engine.scheduler.running == 0, "the row stayed")
+        assert not job.future.done()
+
+    def test_more_sequences_than_rows_take_turns(self, model):
+        rows = []
+        hook = model.register_forward_pre_hook(
+            lambda module, _, inputs: rows.append(len(inputs["input_ids"])), with_kwargs=True
+        )
+        with scheduling(model, max_rows=2) as scheduler:
+            sequences = scheduler.submit(request(n=5)).future.result(60)
+        hook.remove()
+        assert all(sequence.token_ids == greedy(model, PROMPT, 16) for sequence in sequences) and max(rows) == 2
+
+    def test_the_end_of_the_engine_ends_what_runs(self, checkpoint):
+        engine = Engine(str(checkpoint), dtype="float32")
+        reached = held_after(engine, 3)
+        running = submit(engine)
+        assert reached.wait(60)
+        engine.close()
+        assert running.result(60)[0].finish_reason == "abort" and not engine.scheduler.alive
+        engine.pause("keep", 1)
+        engine.resume()
+        assert engine.scheduler.paused
+
+
+class TestSleep:
+    @pytest.mark.parametrize(("level", "asleep"), [(0, set()), (1, {"weights", "kv_cache"})])
+    def test_frozen_requests_survive_a_sleep_that_keeps_the_weights(self, engine, model, level, asleep):
+        reached = held_after(engine, 5)
+        running = submit(engine)
+        assert reached.wait(60)
+        engine.sleep(level, "keep", 10)
+        assert engine.asleep == asleep and engine.scheduler.paused
+        if level:
+            with pytest.raises(EngineRefusedError, match="is asleep"):
+                engine.resume()
+            assert not engine.wake_up(["kv_cache"]) and engine.scheduler.paused
+        assert engine.wake_up(None)
+        assert running.result(60)[0].token_ids == greedy(model, PROMPT, 16)
+
+    def test_without_weights_nothing_is_served_scored_or_counted_until_a_checkpoint_is_loaded(
+        self, engine, checkpoint, model
+    ):
+        engine.sleep(2, "abort", 10)
+        for refused in (engine.digests, lambda: engine.logprobs([PROMPT]), lambda: engine.wake_up(None)):
+            with pytest.raises(EngineRefusedError, match="slept at level 2"):
+                refused()
+        with pytest.raises(EngineRefusedError, match="asleep"):
+            engine.reload(str(checkpoint), None)
+        assert not engine.wake_up(["weights", "scheduling"])
+        engine.reload(str(checkpoint), "7")
+        assert engine.wake_up(["kv_cache"])
+        assert generate(engine)[0].token_ids == greedy(model, PROMPT, 16) and engine.scheduler.version == "7"
+
+    def test_steps_out_of_order_are_refused_and_change_nothing(self, engine, checkpoint, model):
+        with pytest.raises(EngineRefusedError, match="in use"):
+            engine.release_kv_cache()
+        with pytest.raises(EngineRefusedError, match="while the engine generates"):
+            engine.start()
+        with pytest.raises(EngineRefusedError, match="while the engine generates"):
+            engine.reload(str(checkpoint), None)
+        for step in (lambda: engine.finish(None), lambda: engine.handle(Verify(digests={}))):
+            with pytest.raises(NotConnectedError):
+                step()
+        with pytest.raises(ConfigError, match=r"no tags \['cpu'\]"):
+            engine.wake_up(["cpu"])
+        with pytest.raises(ConfigError, match="0 tokens"):
+            engine.logprobs([[]])
+        with pytest.raises(ConfigError, match="does not know"):
+            engine.logprobs([[512]])
+        engine.pause("keep", 10)
+        engine.release_kv_cache()
+        assert engine.asleep == {"kv_cache"} and engine.wake_up(["kv_cache"])
+        assert generate(engine)[0].token_ids == greedy(model, PROMPT, 16)
+
+    def test_a_control_call_that_waits_too_long_for_another_says_so(self, engine, monkeypatch):
+        monkeypatch.setattr("torchrl_ext.embedded.engine._BUSY_S", 0.01)
+        with engine._control, pytest.raises(DeadlineError, match="another control call"):
+            engine.resume()

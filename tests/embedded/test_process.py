@@ -1,0 +1,100 @@
+"""The embedded engine as a child process: it starts, says why it cannot, and never outlives its parent."""
+
+import signal
+
+import httpx
+import psutil
+import pytest
+from starlette.testclient import TestClient
+
+from tests.models import PROMPT, greedy, tiny_checkpoint
+from tests.processes import WAIT_S, running_python
+from torchrl_ext.embedded.__main__ import main
+from torchrl_ext.errors import EngineError
+from torchrl_ext.rollout.client import InferenceClient
+from torchrl_ext.serving.engines.embedded import EmbeddedServer
+from torchrl_ext.testing.tiny import make_tiny_lm
+from torchrl_ext.types import API_KEY_VARIABLE
+
+PARENT = """
+import sys
+from torchrl_ext.serving.engines.embedded import EmbeddedServer
+server = EmbeddedServer(sys.argv[1], dtype="float32", threads=1)
+print(server.pid, server.url, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+def test_a_server_computes_in_the_dtype_that_it_is_told_and_ends_with_its_block(checkpoint):
+    with EmbeddedServer(checkpoint, dtype="bfloat16", threads=1) as server:
+        process = psutil.Process(server.pid)
+        assert server.alive() and httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/server_info").json()["dtype"] == "bfloat16"
+        (found,) = InferenceClient(server.url).generate([PROMPT], max_tokens=4, temperature=0.0)
+        assert len(found.token_ids) == 4
+    process.wait(timeout=WAIT_S)
+    assert not server.alive()
+    server.stop()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
+def test_a_server_ends_when_its_parent_is_killed(checkpoint, number):
+    with running_python(PARENT, checkpoint) as parent:
+        pid, url = parent.stdout.readline().split()
+        process = psutil.Process(int(pid))
+        assert httpx.get(f"{url}/health").status_code == 200
+        parent.send_signal(number)
+        process.wait(timeout=WAIT_S)
+
+
+def test_a_directory_without_a_model_is_named_by_the_error(tmp_path):
+    with pytest.raises(EngineError, match=f"{tmp_path} holds no model"):
+        EmbeddedServer(tmp_path)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs the command with an engine's options and others; returns its exit status and what it would serve."""
+    served = []
+    monkeypatch.setattr("uvicorn.run", lambda app, **settings: served.append((app, settings)))
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+
+    def run(model, *options):
+        served.clear()
+        return main(["--model", str(model), "--port", "7", *options]), served
+
+    return run
+
+
+SLIMES = "torchrl_ext.compat.slime.embedded:routes"
+
+
+def test_routes_of_others_are_served_where_the_command_names_them(run, checkpoint, caplog):
+    for options, there in (((), False), (("--routes", SLIMES), True)):
+        status, ((app, settings),) = run(checkpoint, *options, "--host", "0.0.0.0")
+        assert (status, settings["host"], settings["port"]) == (0, "0.0.0.0", 7)
+        with TestClient(app) as client:
+            assert client.get("/health").status_code == 200
+            assert (client.get("/get_weight_version").status_code == 200) == there
+    assert f"set {API_KEY_VARIABLE}" in caplog.text  # strangers reach such an address
+
+
+@pytest.mark.parametrize("routes", ["nowhere.at.all:routes", "torchrl_ext:nothing", "no module"])
+def test_routes_that_are_not_there_are_named_and_nothing_is_served(run, checkpoint, capsys, routes):
+    status, served = run(checkpoint, "--routes", routes)
+    assert (status, served) == (1, []) and capsys.readouterr().err.strip()
+
+
+def test_the_tiny_model_is_the_same_for_the_same_seed_and_differs_for_another(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    first, again, other = (make_tiny_lm(tmp_path / str(i), seed=seed) for i, seed in enumerate((0, 0, 1)))
+    weights = [(path / "model.safetensors").read_bytes() for path in (first, again, other)]
+    assert weights[0] == weights[1] != weights[2]
+    models = [AutoModelForCausalLM.from_pretrained(path) for path in (first, other)]
+    assert greedy(models[0]) != greedy(models[1])

@@ -1,0 +1,369 @@
+"""The embedded engine behind its routes: who may call them, and what an update does to requests that run."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.embedded import served_here
+from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from torchrl_ext.codecs.patch import diff
+from torchrl_ext.codecs.slime.first import build_flush, flush_name
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.embedded.engine import Engine
+from torchrl_ext.errors import EngineRefusedError, UpdateError, WeightSyncError
+from torchrl_ext.landing.loader import as_loader
+from torchrl_ext.messages import Join, Seal
+from torchrl_ext.rollout.client import InferenceClient
+from torchrl_ext.transports.base import Update
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.weights.source import as_source
+
+CONTEXT = 4096
+LONG = 1500
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), seed=0, max_position_embeddings=CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with served_here(Engine(str(checkpoint), dtype="float32")) as running:
+        yield running
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def client(server):
+    return InferenceClient(server.url, timeout_s=120)
+
+
+def model(seed):
+    return tiny_model(seed, max_position_embeddings=CONTEXT)
+
+
+@contextmanager
+def sender_to(server, transport, tmp_path, **settings):
+    made = tx.make_transport(transport, **({"root": tmp_path / "updates"} if transport == "disk" else {}))
+    sender = tx.WeightSender(made, tx.make_engine("embedded", url=server.url, **settings))
+    label = httpx.get(f"{server.url}/weight_info").json()["weight_version"]
+    sender.version = int(label) if label.isdigit() else 0  # goes on where the sender before it ended
+    try:
+        yield sender
+    finally:
+        sender.shutdown()
+
+
+@pytest.fixture
+def in_service(server, tmp_path_factory):
+    """Puts the weights of a seed in service, whatever the test before left there."""
+
+    def put(seed):
+        with sender_to(server, "disk", tmp_path_factory.mktemp("put")) as sender:
+            own = model(seed)
+            return sender.update_weights(own), own
+
+    return put
+
+
+@contextmanager
+def generating(client, http, **settings):
+    """A long generation that has begun; yields a callable that waits for its end."""
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(client.generate, [PROMPT], ignore_eos=True, **settings)
+        Deadline(60).poll(lambda: http.get("/load").json()["server_load"] > 0, "it did not begin")
+        yield lambda: running.result(120)[0]
+
+
+def test_a_response_has_vllms_shape(http):
+    body = {"token_ids": PROMPT, "request_id": 7, "sampling_params": {"max_tokens": 1, "temperature": 0, "logprobs": 3}}
+    answer = http.post("/inference/v1/generate", json=body).json()
+    (choice,) = answer["choices"]
+    (entry,) = choice["logprobs"]["content"]
+    assert entry["token_id"] == choice["token_ids"][0] == entry["top_logprobs"][0]["token_id"]
+    assert [candidate["rank"] for candidate in entry["top_logprobs"]] == [1, 2, 3]
+    assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 1, "total_tokens": 9}
+    assert (answer["request_id"], answer["output_mode"]) == ("7", "tokens")
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "words"),
+    [
+        ({"content": b'{"prompts": [[1]]}'}, 415, "send content-type: application/json"),
+        ({"content": b'{"prompts": [[1]]}', "headers": {"content-type": "text/plain"}}, 415, "'text/plain'"),
+        ({"data": {"prompts": "x"}}, 415, "'application/x-www-form-urlencoded'"),
+        ({"json": {"prompts": [[1]]}, "headers": {"origin": "https://page.example"}}, 403, "web pages"),
+        ({"headers": {"origin": "null"}}, 403, "web pages"),
+        ({"content": b"{", "headers": {"content-type": "application/json; charset=utf-8"}}, 400, "no JSON"),
+        ({"json": [1]}, 400, "got `array`"),
+        ({"json": {"prompts": [["1"]]}}, 400, "prompts is malformed"),
+        ({}, 400, "prompts is malformed"),
+        ({"json": {"prompts": [[]]}}, 400, "a prompt has 0 tokens"),
+        ({"json": {"prompts": [[1, 2]]}}, 200, "logprobs"),
+    ],
+)
+def test_a_body_is_json_that_says_so_and_no_web_page_sends_it(http, how, status, words):
+    """A page of any site can have a browser post text to loopback; for JSON the browser asks the server first."""
+    answer = http.post("/prompt_logprobs", **how)
+    assert (answer.status_code, words in answer.text) == (status, True), answer.text
+
+
+def test_what_fails_by_a_fault_of_ours_is_in_the_log_alone(http, server, monkeypatch, caplog):
+    monkeypatch.setattr(server.engine, "logprobs", lambda prompts: {}["secret"])
+    answer = http.post("/prompt_logprobs", json={"prompts": [[1]]})
+    assert answer.status_code == 500 and "its log says why" in answer.text and "secret" not in answer.text
+    assert "secret" in caplog.text
+
+
+def test_one_question_tells_whatever_a_client_asks_before_a_pause(http, in_service):
+    in_service(0)
+
+    def state():
+        told = http.get("/is_sleeping").json()
+        assert told["is_sleeping"] == bool(told["tags"])
+        assert told["is_paused"] == http.get("/is_paused").json()["is_paused"]
+        return told["tags"], told["is_paused"], told["empty"], told["whole"]
+
+    assert state() == ([], False, False, True)
+    for level, expected in (("0", []), ("1", ["kv_cache", "weights"]), ("2", ["kv_cache", "weights"])):
+        assert http.post("/sleep", params={"level": level}).json() == {"status": "sleeping", "level": int(level)}
+        assert state() == (expected, True, level == "2", True)
+    assert http.post("/sleep", params={"level": "3"}).status_code == 400
+    assert http.post("/wake_up", params={"tags": "weights"}).json() == {"status": "sleeping", "tags": ["weights"]}
+    assert state() == (["kv_cache"], True, True, True)
+    in_service(0)
+    assert state() == ([], False, False, True)
+
+
+def test_a_reader_that_leaves_ends_its_request(http, client):
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": LONG, "ignore_eos": True}}
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/inference/v1/generate", json=body, timeout=0.2)
+    Deadline(60).poll(lambda: http.get("/load").json()["server_load"] == 0, "it runs on")
+
+
+@pytest.mark.parametrize("transport", ["disk", "collective"])
+def test_five_updates_land_bit_for_bit_and_are_numbered(server, http, client, tmp_path, transport):
+    own = model(1)
+    with sender_to(server, transport, tmp_path) as sender:
+        sender.register_model(own)
+        for _ in range(5):
+            with torch.no_grad():
+                for parameter in own.parameters():
+                    parameter.mul_(1.01)
+            report = sender.update_weights()
+            told = http.get("/weights_digest").json()
+            assert told["digests"] == as_loader(own).digests()
+            assert told["weight_version"] == str(report.version) == http.get("/weight_info").json()["weight_version"]
+            (found,) = client.generate([PROMPT], max_tokens=32, temperature=0.0, ignore_eos=True)
+            assert list(found.token_ids) == greedy(own, PROMPT, 32)
+            assert [(span.version, span.start, span.end) for span in found.weight_versions] == [
+                (str(report.version), 0, 32)
+            ]
+    assert report.verified
+
+
+def test_pause_keep_lets_a_running_request_go_on_with_the_new_weights(server, http, client, in_service, tmp_path):
+    before, old = in_service(0)
+    new = model(1)
+    with (
+        generating(client, http, max_tokens=LONG, temperature=0.0) as result,
+        sender_to(server, "collective", tmp_path, pause_mode="keep") as sender,
+    ):
+        report = sender.update_weights(new)
+        found = result()
+    first, second = found.weight_versions
+    assert (first.version, second.version) == (str(before.version), str(report.version))
+    assert (first.start, second.start, second.end) == (0, first.end, LONG)
+    seen = min(first.end, 64)
+    assert list(found.token_ids[:seen]) == greedy(old, PROMPT, seen)
+    prefix = [*PROMPT, *found.token_ids[: first.end]]
+    assert list(found.token_ids[first.end : first.end + 16]) == greedy(new, prefix, 16)
+
+
+def test_a_stream_of_requests_survives_updates_and_says_which_weights_it_saw(server, http, client, tmp_path):
+    """The pauses abort what runs, and the client goes on with it."""
+    stop, found, versions = threading.Event(), [], set()
+
+    def stream():
+        while not stop.is_set():
+            found.extend(client.generate([PROMPT, PROMPT[:4]], n=2, max_tokens=40, ignore_eos=True))
+
+    thread = threading.Thread(target=stream, daemon=True)
+    thread.start()
+    with sender_to(server, "collective", tmp_path, pause_mode="abort") as sender:
+        for seed in range(4):
+            versions.add(str(sender.update_weights(model(seed)).version))
+            enough = len(found) + 8  # some that ran under this version entirely
+            Deadline(60).poll(lambda enough=enough: len(found) >= enough, "no generations")
+    stop.set()
+    thread.join(timeout=60)
+    assert all(len(one.token_ids) == 40 for one in found)
+    assert all(one.weight_versions[-1].end == 40 for one in found)
+    assert versions <= {span.version for one in found for span in one.weight_versions}
+
+
+def test_a_damaged_update_leaves_the_engine_paused_and_the_next_one_resumes_it(
+    server, http, client, in_service, tmp_path
+):
+    in_service(0)
+    bad, good = model(1), model(2)
+    engine, transport = tx.make_engine("embedded", url=server.url), tx.make_transport("disk", root=tmp_path / "bad")
+    source = as_source(bad)
+    engine.connect(connect_info(transport, source))
+    transport.prepare(Update(source=source, version=1), Deadline(60))
+    weights = max((tmp_path / "bad").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    damaged = bytearray(weights.read_bytes())
+    damaged[-100] ^= 0xFF
+    weights.write_bytes(damaged)
+    engine.begin(1)
+    with pytest.raises(WeightSyncError):
+        engine.load(arrival(source))
+        engine.verify({name: tensor_digest(tensor) for name, tensor in source})
+    with pytest.raises(EngineRefusedError):
+        engine.commit(1)
+    with pytest.raises(EngineRefusedError, match="a part of a version"):
+        engine.resume()
+    assert http.post("/resume").status_code == 409  # nor by anybody else
+    told = http.get("/is_sleeping").json()
+    assert told == {"is_sleeping": False, "tags": [], "is_paused": True, "empty": False, "whole": False}
+    with sender_to(server, "disk", tmp_path) as sender:
+        assert sender.update_weights(good).verified
+    (found,) = client.generate([PROMPT], max_tokens=16, temperature=0.0, ignore_eos=True)
+    assert list(found.token_ids) == greedy(good, PROMPT, 16)
+
+
+def test_an_engine_that_was_told_of_a_version_of_slimes_too_early_holds_all_of_it_when_told_again(
+    server, checkpoint, in_service, tmp_path
+):
+    in_service(0)
+    base, own, root = dict(as_source(model(0))), dict(as_source(model(0))), tmp_path / "root"
+    patches = []
+    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"):
+        own[name] = own[name].clone()
+        own[name].view(-1)[::7] += 1
+        patches.append(diff(ParamMeta.of(name, own[name]), base[name], own[name]))
+    engine = tx.make_engine("embedded", url=server.url)
+    transport = tx.make_transport("delta", root=root, base=checkpoint)
+    source = as_source(own)
+    engine.connect(connect_info(transport, source))
+    folder = root / "weight_v000001"
+    folder.mkdir()
+    holds = dict(base)
+    for number, patch in enumerate(patches):
+        (folder / flush_name(0, number)).write_bytes(build_flush([patch], "deltas", current_version="1"))
+        holds[patch.meta.name] = own[patch.meta.name]
+        engine.prefetch(1)
+        engine.begin(1)
+        engine.load(arrival(source))
+        engine.verify({name: tensor_digest(tensor) for name, tensor in holds.items()})
+        engine.commit(1)
+    transport.shutdown()
+
+
+def connect_info(transport, source):
+    opened = transport.open(1, source.params(), Deadline(60))
+    return {"transport": transport.name, **opened.info, **params_of(source), "world_size": 2}
+
+
+def arrival(source):
+    return {"version": 1, **params_of(source)}
+
+
+def params_of(source):
+    return {"params": [meta.to_json() for meta in source.params()]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda weights: weights.update(extra=torch.zeros(2)), "extra"),
+        (lambda weights: weights.pop("model.norm.weight"), "model.norm.weight"),
+        (lambda weights: weights.update({"model.norm.weight": torch.zeros(3)}), "model.norm.weight"),
+        (lambda weights: weights.update({"model.norm.weight": torch.zeros(128).half()}), "model.norm.weight"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named_and_the_engine_serves_on(
+    server, http, client, in_service, tmp_path, change, words
+):
+    _, own = in_service(0)
+    weights = dict(as_source(own))
+    change(weights)
+    with sender_to(server, "disk", tmp_path) as sender, pytest.raises(UpdateError, match=words):
+        sender.update_weights(weights)
+    (found,) = client.generate([PROMPT], max_tokens=8, temperature=0.0, ignore_eos=True)
+    assert list(found.token_ids) == greedy(own, PROMPT, 8)
+
+
+def test_a_transport_that_cannot_reach_the_process_is_refused_with_those_that_can(http):
+    for name in ("memory", "pigeon"):
+        answer = http.post(
+            "/init_weight_transfer_engine", json={"init_info": Join(transport=name, params=(), offer={}).to_json()}
+        )
+        assert answer.status_code == 400
+        _, _, expected = answer.json()["error"]["message"].partition("Expected: ")
+        assert "collective" in expected and "disk" in expected and "memory" not in expected
+
+
+def test_health_is_answered_while_a_trainer_keeps_the_engine_waiting_and_another_one_takes_over(
+    server, http, in_service, tmp_path
+):
+    in_service(0)
+    absent = tx.make_transport("collective", timeout_s=120)
+    info = connect_info(absent, as_source(model(0)))
+    answers = []
+
+    def join():
+        body = {"init_info": Join.of(info).to_json()}
+        answers.append(httpx.post(f"{server.url}/init_weight_transfer_engine", json=body, timeout=120))
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    thread.join(timeout=0.5)
+    assert thread.is_alive() and http.get("/health").status_code == 200
+    with sender_to(server, "collective", tmp_path) as sender:
+        assert sender.update_weights(model(1)).verified
+    thread.join(timeout=60)
+    assert answers[0].status_code >= 400
+    absent.shutdown()
+
+
+def test_an_update_needs_a_pause_and_a_start(server, http, tmp_path):
+    with sender_to(server, "disk", tmp_path) as sender:
+        sender.update_weights(model(0))
+        assert http.post("/start_weight_update").status_code == 409
+        with pytest.raises(EngineRefusedError, match="start_weight_update"):
+            sender.engine.verify({"x": "00"})
+
+
+def test_steps_of_a_sender_that_did_not_join_last_are_refused_before_anything_is_touched(http, in_service):
+    in_service(0)
+    answer = http.post("/update_weights", json={"update_info": Seal(connection="another").to_json()})
+    assert answer.status_code == 409 and "has to join again" in answer.json()["error"]["message"]
+
+
+def test_what_the_engine_says_of_itself(server, checkpoint):
+    (info,) = tx.discover(server.url)
+    assert (info.kind, info.world_size, info.model) == ("embedded", 1, str(checkpoint))
+    assert {"disk", "collective"} <= set(info.transports) and "memory" not in info.transports
+
+
+def test_a_tied_head_follows_its_embedding(tmp_path):
+    path = tiny_checkpoint(tmp_path / "model", seed=0, tie_word_embeddings=True)
+    own = tiny_model(3, tie_word_embeddings=True)
+    with served_here(Engine(str(path))) as server, sender_to(server, "disk", tmp_path) as sender:
+        assert sender.update_weights(own).verified
+        (found,) = InferenceClient(server.url).generate([PROMPT], max_tokens=16, temperature=0.0, ignore_eos=True)
+    assert list(found.token_ids) == greedy(own, PROMPT, 16)
