@@ -16,9 +16,9 @@ from torchrl_ext.planning.facts import Facts
 
 __all__ = ["ENCODINGS", "MEASURED", "UNCERTAINTY", "Encoding", "Measured", "Route", "Span", "routes"]
 
-KEYFRAME_EVERY = 25  # the delta transport's default
-LINE_BYTES = 64  # memory is read and written in lines of this size
-CHANGE_BYTES = 25  # coding one changed element takes as long as comparing this many bytes, whatever the encoding
+_KEYFRAME_EVERY = 25  # the delta transport's default
+_LINE_BYTES = 64  # memory is read and written in lines of this size
+_CHANGE_BYTES = 25  # coding one changed element takes as long as comparing this many bytes, whatever the encoding
 
 UNCERTAINTY = 2.0
 """A phase that was measured, and not given as a fact, takes from a half to twice as long as predicted."""
@@ -33,17 +33,18 @@ class Measured:
     command: str
 
 
+_LANDING, _TRANSPORT = "python -m tests.bench landing", "torchrl-ext bench transport"
 MEASURED: Mapping[str, Measured] = MappingProxyType(
     {
-        "control": Measured(value=0.026, unit="s", command="python -m tests.bench landing --engine vllm"),
-        "tensor": Measured(value=1.2e-4, unit="s", command="torchrl-ext bench transport"),
-        "broadcast": Measured(value=1.4e9, unit="bytes/s", command="torchrl-ext bench transport"),
-        "publish": Measured(value=3.8e8, unit="bytes/s", command="torchrl-ext bench transport"),
+        "control": Measured(value=0.026, unit="s", command=f"{_LANDING} --engine vllm"),
+        "tensor": Measured(value=1.2e-4, unit="s", command=_TRANSPORT),
+        "broadcast": Measured(value=1.4e9, unit="bytes/s", command=_TRANSPORT),
+        "publish": Measured(value=3.8e8, unit="bytes/s", command=_TRANSPORT),
         "copy": Measured(value=5e9, unit="bytes/s", command="torchrl-ext bench delta"),
-        "load": Measured(value=8.4e9, unit="bytes/s", command="python -m tests.bench landing"),
-        "reload": Measured(value=1.3e9, unit="bytes/s", command="python -m tests.bench landing"),
-        "stage": Measured(value=4.5e9, unit="bytes/s", command="python -m tests.bench landing"),
-        "commit": Measured(value=1.4e10, unit="bytes/s", command="python -m tests.bench landing"),
+        "load": Measured(value=8.4e9, unit="bytes/s", command=_LANDING),
+        "reload": Measured(value=1.3e9, unit="bytes/s", command=_LANDING),
+        "stage": Measured(value=4.5e9, unit="bytes/s", command=_LANDING),
+        "commit": Measured(value=1.4e10, unit="bytes/s", command=_LANDING),
     }
 )
 """``control``: the calls around a pause. ``tensor``: one more tensor in a broadcast. ``broadcast``: gloo between two
@@ -147,79 +148,62 @@ class Route:
 
 
 def routes(facts: Facts) -> list[Route]:
-    """Return every route, those that the facts rule out included, in the order of their simplicity."""
-    deltas = [
-        delta(facts, encoding, carrier) for carrier in ("disk", "collective") for encoding in ("auto", *ENCODINGS)
-    ]
-    return [ipc(facts), collective(facts), sharded(facts), disk(facts), *deltas]
+    """Return every route, those that the facts rule out included, in the order of their simplicity.
 
-
-def place_bits(density: float) -> float:
-    """Return the least bits per changed element for its place: a Bernoulli process's entropy, H(p) / p."""
-    if density >= 1:
-        return 0.0
-    return -(math.log2(density) + (1 - density) / density * math.log2(1 - density))
-
-
-def ipc(facts: Facts) -> Route:
-    """Predict the ``ipc`` route: weights are copied into a staging buffer and then into parameters, on one device."""
-    size = facts.model_bytes
-    copied_s = size / (_speed("copy") if facts.on_host else facts.device_bytes_s)
-    return Route(
-        transport="ipc",
-        bytes=round(size),
-        spans=(_measured("pause", copied_s + _loaded(facts) + _speed("control")),),
-        obstacle=None if facts.colocated else "trainer and engines share no device",
-    )
-
-
-def collective(facts: Facts) -> Route:
-    """Predict the ``collective`` route: weights are broadcast while engines are paused."""
-    size = facts.model_bytes
-    beside_s = _loaded(facts) + _speed("control") + facts.tensor_count * _speed("tensor")
-    pause = _measured("pause", _broadcast(facts, size) + beside_s)
-    return Route(transport="collective", bytes=round(size), spans=(pause,), obstacle=_no_group(facts))
-
-
-def sharded(facts: Facts) -> Route:
-    """Predict the ``sharded`` route: every trainer rank sends its own shards, and every worker gets its own slices.
-
-    Each rank and each worker is taken to have the network of one host; replicas of an engine pass on what they get.
+    ``ipc``: weights are copied into a staging buffer and then into parameters, on one device. ``collective``: they are
+    broadcast in the pause. ``sharded``: every trainer rank sends its own shards, and every worker gets its own slices;
+    each rank and each worker is taken to have the network of one host. ``disk``: files are written, read while engines
+    generate, and loaded from the page cache. ``delta``: see `_delta`.
     """
-    size = facts.model_bytes
-    links = min(facts.trainer_ranks, facts.workers_per_engine)
-    beside_s = _loaded(facts) + _speed("control") + facts.tensor_count * _speed("tensor")
-    one = facts.trainer_ranks == 1
-    return Route(
-        transport="sharded",
-        bytes=round(size),
-        spans=(_measured("pause", _broadcast(facts, size) / links + beside_s),),
-        obstacle=_no_group(facts) or ("the trainer has one rank, which holds all that is to be sent" if one else None),
-    )
+    size, control_s = facts.model_bytes, _speed("control")
+    copied_s = size / (_speed("copy") if facts.on_host else facts.device_bytes_s)
+    # each worker of a CPU engine copies its share
+    workers = facts.workers_per_engine
+    loaded_s = size / workers / _speed("load") if facts.on_host else size / facts.device_bytes_s
+    beside_s = loaded_s + control_s + facts.tensor_count * _speed("tensor")
+    sent_s, links = _broadcast(facts, size), min(facts.trainer_ranks, workers)
+    no_group, one_rank = _no_group(facts), "the trainer has one rank, which holds all that is to be sent"
+    by_files = [
+        Span(name="publish", seconds=_to_host(facts) + _published(facts, size)),
+        *_fetched(facts, size),
+        _measured("pause", size / workers / _speed("reload") + control_s),
+    ]
+    full = [
+        (
+            "ipc",
+            [_measured("pause", copied_s + loaded_s + control_s)],
+            None if facts.colocated else "trainer and engines share no device",
+        ),
+        ("collective", [_measured("pause", sent_s + beside_s)], no_group),
+        (
+            "sharded",
+            [_measured("pause", sent_s / links + beside_s)],
+            no_group or (one_rank if facts.trainer_ranks == 1 else None),
+        ),
+        ("disk", by_files, _no_files(facts, full=True)),
+    ]
+    return [
+        *(
+            Route(transport=name, bytes=round(size), spans=tuple(spans), obstacle=obstacle)
+            for name, spans, obstacle in full
+        ),
+        *(_delta(facts, encoding, carrier) for carrier in ("disk", "collective") for encoding in ("auto", *ENCODINGS)),
+    ]
 
 
-def disk(facts: Facts) -> Route:
-    """Predict the ``disk`` route: files are written, read while engines generate, and loaded from the page cache."""
-    size = facts.model_bytes
-    reload_s = size / facts.workers_per_engine / _speed("reload")
-    spans = [Span(name="publish", seconds=_to_host(facts) + _published(facts, size)), *_fetched(facts, size)]
-    spans.append(_measured("pause", reload_s + _speed("control")))
-    return Route(transport="disk", bytes=round(size), spans=tuple(spans), obstacle=_no_files(facts, full=True))
-
-
-def delta(facts: Facts, encoding: str, carrier: str) -> Route:
-    """Predict a ``delta`` route: changes are coded, sent and staged while engines generate, then written in place."""
+def _delta(facts: Facts, encoding: str, carrier: str) -> Route:
+    """Changes are coded, sent and staged while engines generate, then written in place."""
     if encoding == "auto":  # it takes the one that lands soonest, tensor by tensor
-        best = min((delta(facts, one, carrier) for one in ("ulp", "context")), key=lambda route: route.seconds)
+        best = min((_delta(facts, one, carrier) for one in ("ulp", "context")), key=lambda route: route.seconds)
         return replace(best, encoding="auto")
     coded, full = ENCODINGS[encoding], facts.model_bytes
     changed = max(1.0, facts.density * facts.parameters)
-    bits = coded.place * place_bits(facts.density) + coded.step
+    bits = coded.place * _place_bits(facts.density) + coded.step
     size = min(full, bits * changed / 8)  # a delta that would be larger is sent as full weights
-    coding_s = coded.effort * (full + CHANGE_BYTES * changed) / (facts.code_bytes_s * facts.cores)
+    coding_s = coded.effort * (full + _CHANGE_BYTES * changed) / (facts.code_bytes_s * facts.cores)
     spans = [_measured("encode", _to_host(facts) + coding_s)]
     if carrier == "disk":
-        keyframe = Span(name="keyframe", seconds=_published(facts, full / KEYFRAME_EVERY))
+        keyframe = Span(name="keyframe", seconds=_published(facts, full / _KEYFRAME_EVERY))
         spans += [Span(name="publish", seconds=_published(facts, size)), keyframe, *_fetched(facts, size)]
         obstacle = _no_files(facts, full=False)
     else:
@@ -227,13 +211,20 @@ def delta(facts: Facts, encoding: str, carrier: str) -> Route:
         obstacle = _no_group(facts)
     if facts.colocated:
         obstacle = "colocated engines take weights by memory handles, and a delta would not make those smaller"
-    line = LINE_BYTES / facts.bytes_per_parameter  # elements per line of memory
+    line = _LINE_BYTES / facts.bytes_per_parameter  # elements per line of memory
     share = full * (1 - (1 - facts.density) ** line) / facts.workers_per_engine  # bytes of lines with a change in them
     commit_s = share / (_speed("commit") if facts.on_host else facts.device_bytes_s)
     spans += [_measured("stage", share / _speed("stage")), _measured("pause", commit_s + _speed("control"))]
     return Route(
         transport="delta", encoding=encoding, carrier=carrier, bytes=round(size), spans=tuple(spans), obstacle=obstacle
     )
+
+
+def _place_bits(density: float) -> float:
+    """Return the least bits per changed element for its place: a Bernoulli process's entropy, H(p) / p."""
+    if density >= 1:
+        return 0.0
+    return -(math.log2(density) + (1 - density) / density * math.log2(1 - density))
 
 
 # phases, in seconds
@@ -266,12 +257,6 @@ def _broadcast(facts: Facts, size: float) -> float:
 def _to_host(facts: Facts) -> float:
     """Return the seconds to copy the trainer's weights to where they can be compared or written."""
     return 0.0 if facts.on_host else facts.model_bytes / facts.host_link_bytes_s
-
-
-def _loaded(facts: Facts) -> float:
-    """Return the seconds to copy weights into the parameters, of which each worker of a CPU engine holds its share."""
-    size = facts.model_bytes
-    return size / facts.workers_per_engine / _speed("load") if facts.on_host else size / facts.device_bytes_s
 
 
 def _measured(name: str, seconds: float) -> Span:

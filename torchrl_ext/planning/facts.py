@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +84,11 @@ class Facts:
             raise ConfigError("a delta does not go with colocated engines", hint="try it with engines of their own")
 
     @property
+    def job_owns(self) -> bool:
+        """Whether the job starts the engines: `owned`, or whether it needs a topology."""
+        return self.topology if self.owned is None else self.owned
+
+    @property
     def tensor_count(self) -> int:
         """The number of tensors: `tensors`, or an estimate from the parameters."""
         return self.tensors or max(1, min(self.parameters, max(100, self.parameters // _PER_TENSOR)))
@@ -98,7 +102,3 @@ class Facts:
     def on_host(self) -> bool:
         """Whether weights live in the hosts' own memory."""
         return self.device == "cpu"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-safe dictionary of every field."""
-        return dataclasses.asdict(self)

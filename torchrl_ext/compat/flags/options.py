@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,14 +29,14 @@ __all__ = ["TransportConfig", "WeightUpdateConfig"]
 
 
 _OTHER_NAMES = {
-    "update_weight_delta_encoding": "update_weight_encoding",
-    "update_weight_delta_dir": "update_weight_disk_dir",
-    "update_weight_delta_keep_files": "update_weight_disk_keep_files",
-    "custom_delta_pre_push_path": "custom_update_weight_post_write_path",
-    "sglang_router_ip": "vllm_router_ip",
-    "sglang_router_port": "vllm_router_port",
+    "update_weight_delta_encoding": ("update_weight_encoding", "auto"),
+    "update_weight_delta_dir": ("update_weight_disk_dir", None),
+    "update_weight_delta_keep_files": ("update_weight_disk_keep_files", False),
+    "custom_delta_pre_push_path": ("custom_update_weight_post_write_path", None),
+    "sglang_router_ip": ("vllm_router_ip", None),
+    "sglang_router_port": ("vllm_router_port", None),
 }
-"""Other names of options, as slime had or has them."""
+"""Other names of options, as slime had or has them: the option, and its value where neither was given (None)."""
 
 _HOOK_S = 3600.0
 
@@ -73,7 +73,7 @@ class WeightUpdateConfig:
         "what it holds)",
         choices=("nccl", "disk", "sharded"),
     )
-    update_weight_encoding: str = _option("auto", "encoding of deltas, one of DeltaTransport.encodings()")
+    update_weight_encoding: str = _option(None, "encoding of deltas, one of DeltaTransport.encodings(); else auto")
     update_weight_link_bytes_s: float | None = _option(
         None, "bytes a second to the engines, by which encoding auto chooses; torchrl-ext plan says it", type=float
     )
@@ -85,9 +85,9 @@ class WeightUpdateConfig:
         None, "most bytes of tensors in one bucket of a group, or in one file of a full version", type=int
     )
     update_weight_disk_dir: str | None = _option(None, "directory that trainer and engines see under the same path")
-    update_weight_disk_keep_files: bool = _option(False, "keep versions that every engine has loaded")
+    update_weight_disk_keep_files: bool = _option(None, "keep versions that every engine has loaded")
     update_weight_delta_dir: str | None = _option(None, "slime's earlier name of update_weight_disk_dir")
-    update_weight_delta_keep_files: bool = _option(False, "slime's earlier name of update_weight_disk_keep_files")
+    update_weight_delta_keep_files: bool | None = _option(None, "slime's earlier name of update_weight_disk_keep_files")
     custom_update_weight_post_write_path: str | None = _option(
         None, "module.function to call with (args, version_dir, []) when the files of a version are complete"
     )
@@ -121,113 +121,90 @@ class WeightUpdateConfig:
     """What `from_arguments` was given, for hooks."""
 
     def __post_init__(self) -> None:
-        for name, own in _OTHER_NAMES.items():
-            self._take(name, own)
-        for name in ("update_weight_mode", "update_weight_transport", "update_weight_delta_checksum"):
-            choices = self.__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}", expected=" or ".join(map(repr, choices)))
+        for other, (name, default) in _OTHER_NAMES.items():
+            values = [value for value in (getattr(self, name), getattr(self, other)) if value is not None] or [default]
+            if values[0] != values[-1]:
+                raise ConfigError(f"{name} is {values[0]!r}, and {other} is {values[1]!r}", hint="give one of the two")
+            object.__setattr__(self, name, values[0])
+        for option in dataclasses.fields(self):
+            choices, value = option.metadata.get("choices"), getattr(self, option.name)
+            if choices is not None and value not in choices:
+                raise ConfigError(f"{option.name} is {value!r}", expected=" or ".join(map(repr, choices)))
+            counts = option.metadata.get("type") is int and value is not None
+            if counts and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{option.name} is {value!r}", expected="a whole number of at least 1, or none")
         self._check_names()
-        delta, disk = self.update_weight_mode == "delta", self.update_weight_transport == "disk"
-        route, shards = self.update_weight_transport, self.update_weight_transport == "sharded"
-        place, owned = self.update_weight_disk_dir, self.vllm_config is not None or self.sglang_config is not None
-        router = (self.vllm_router_ip is None, self.vllm_router_port is None)
-        gpus, each, prefill = self.rollout_num_gpus, self.rollout_num_gpus_per_engine, self.prefill_num_servers
-        for refused, what, hint in (
-            (
-                delta and self.colocate,
-                "delta mode does not go with colocated engines: they take weights by memory handles, and a delta would "
-                "not make those smaller",
-                "use update_weight_mode='full' with colocate",
-            ),
-            (
-                shards and (delta or self.colocate),
-                "transport 'sharded' carries full updates, to engines on devices of their own",
-                "use update_weight_transport='nccl' or 'disk' for deltas, and 'nccl' with colocate",
-            ),
-            (
-                disk and place is None,
-                "transport 'disk' has no directory",
-                "set update_weight_disk_dir to one that both sides see",
-            ),
-            (
-                not disk and place is not None,
-                f"update_weight_disk_dir is set, and transport {route!r} writes no files",
-                "set update_weight_transport='disk', or leave the directory out",
-            ),
-            (
-                not disk and self.update_weight_disk_keep_files,
-                f"update_weight_disk_keep_files is set, and transport {route!r} writes no files",
-                "set update_weight_transport='disk' and update_weight_disk_dir, or leave the option out",
-            ),
-            (
-                disk and not delta and "://" in str(place).removeprefix("file://"),
-                f"full versions are checkpoint directories, and {place!r} is an object store",
-                "use update_weight_mode='delta' (its first version is a full one), or a directory",
-            ),
-            (
-                self.update_weight_local_checkpoint_dir is not None and not delta and not disk,
-                f"update_weight_local_checkpoint_dir has no use in full mode: transport {route!r} writes no files",
-                "set update_weight_transport='disk' or update_weight_mode='delta', or leave the option out",
-            ),
-            (
-                self.rollout_external_engine_addrs and owned,
-                "rollout_external_engine_addrs and vllm_config or sglang_config exclude each other: engines belong to "
-                "somebody else, or to this job",
-                "keep one of the two",
-            ),
-            (
-                not disk and self.custom_update_weight_post_write_path is not None,
-                f"custom_update_weight_post_write_path is set, and transport {route!r} writes no files",
-                "set update_weight_transport='disk', or leave the hook out",
-            ),
-            (
-                self.update_weights_interval < 1,
-                f"update_weights_interval is {self.update_weights_interval}",
-                "give a number of rollouts, 1 for an update after each",
-            ),
-            (
-                self.update_weight_buffer_size is not None and self.update_weight_buffer_size < 1,
-                f"update_weight_buffer_size is {self.update_weight_buffer_size}",
-                "give a number of bytes",
-            ),
-            (
-                self.release_train and (delta or not disk),
-                "release_train is set: the next trainer process knows nothing that a delta could be taken against",
-                "set update_weight_mode='full' and update_weight_transport='disk', or leave it out",
-            ),
-            (
-                min(count for count in (gpus, each, prefill, 1) if count is not None) < 1,
-                f"rollout_num_gpus={gpus}, rollout_num_gpus_per_engine={each}, prefill_num_servers={prefill}",
-                "give numbers of at least 1, or leave them out",
-            ),
-            (
-                prefill is not None and (owned or self.rollout_external_engine_addrs),
-                "prefill_num_servers is set, and a YAML or addresses say which engines prefill",
-                "leave it out",
-            ),
-            (
-                prefill is not None and (gpus is None or gpus <= prefill * each),
-                f"{prefill} prefill engines of {each} GPUs leave none of {gpus} to decode with",
-                "set rollout_num_gpus to more than they take",
-            ),
-            (router[0] != router[1], "a router needs vllm_router_ip and vllm_router_port", "set both or none"),
-        ):
+        for refused, why, hint in (*self._refused_routes(), *self._refused_engines()):
             if refused:
-                raise ConfigError(what, hint=hint)
+                raise ConfigError(why, hint=hint)
 
-    def _take(self, name: str, own: str) -> None:
-        """Take what was given under another name for an option of ours.
+    def _refused_routes(self) -> Iterator[tuple[bool, str, str]]:
+        """Yield combinations of ways for weights that cannot work: whether this is one, the reason and the remedy."""
+        delta, disk = self.update_weight_mode == "delta", self.update_weight_transport == "disk"
+        route, place = self.update_weight_transport, self.update_weight_disk_dir
+        yield (
+            delta and self.colocate,
+            "delta mode does not go with colocated engines: they take weights by memory handles, and a delta would not "
+            "make those smaller",
+            "use update_weight_mode='full' with colocate",
+        )
+        yield (
+            route == "sharded" and (delta or self.colocate),
+            "transport 'sharded' carries full updates, to engines on devices of their own",
+            "use update_weight_transport='nccl' or 'disk' for deltas, and 'nccl' with colocate",
+        )
+        yield (
+            disk and place is None,
+            "transport 'disk' has no directory",
+            "set update_weight_disk_dir to one that both sides see",
+        )
+        for name in ("update_weight_disk_dir", "update_weight_disk_keep_files", "custom_update_weight_post_write_path"):
+            yield (
+                not disk and bool(getattr(self, name)),
+                f"{name} is set, and transport {route!r} writes no files",
+                f"set update_weight_transport='disk' and update_weight_disk_dir, or leave {name} out",
+            )
+        yield (
+            disk and not delta and "://" in str(place).removeprefix("file://"),
+            f"full versions are checkpoint directories, and {place!r} is an object store",
+            "use update_weight_mode='delta' (its first version is a full one), or a directory",
+        )
+        yield (
+            self.update_weight_local_checkpoint_dir is not None and not delta and not disk,
+            f"update_weight_local_checkpoint_dir has no use in full mode: transport {route!r} writes no files",
+            "set update_weight_transport='disk' or update_weight_mode='delta', or leave the option out",
+        )
+        yield (
+            self.release_train and (delta or not disk),
+            "release_train is set: the next trainer process knows nothing that a delta could be taken against",
+            "set update_weight_mode='full' and update_weight_transport='disk', or leave it out",
+        )
 
-        Raises:
-            ConfigError: both were given, and differ.
-        """
-        told, default = getattr(self, name), type(self).__dataclass_fields__[own].default
-        if told in (None, False):
-            return
-        if getattr(self, own) not in (default, told):
-            raise ConfigError(f"{name} is {told!r}, and {own} is {getattr(self, own)!r}", hint="give one of the two")
-        object.__setattr__(self, own, told)
+    def _refused_engines(self) -> Iterator[tuple[bool, str, str]]:
+        """Yield combinations of engines that cannot work, as `_refused_routes` does."""
+        owned, external = bool(self.vllm_config or self.sglang_config), bool(self.rollout_external_engine_addrs)
+        gpus, each, prefill = self.rollout_num_gpus, self.rollout_num_gpus_per_engine, self.prefill_num_servers
+        yield (
+            external and owned,
+            "rollout_external_engine_addrs and vllm_config or sglang_config exclude each other: engines belong to "
+            "somebody else, or to this job",
+            "keep one of the two",
+        )
+        yield (
+            prefill is not None and (owned or external),
+            "prefill_num_servers is set, and a YAML or addresses say which engines prefill",
+            "leave it out",
+        )
+        yield (
+            prefill is not None and (gpus is None or gpus <= prefill * each),
+            f"{prefill} prefill engines of {each} GPUs leave none of {gpus} to decode with",
+            "set rollout_num_gpus to more than they take",
+        )
+        yield (
+            (self.vllm_router_ip is None) != (self.vllm_router_port is None),
+            "a router needs vllm_router_ip and vllm_router_port",
+            "set both or none",
+        )
 
     def due(self, rollout: int) -> bool:
         """Return whether engines are to get the weights after a rollout, which are counted from 0."""
@@ -242,12 +219,12 @@ class WeightUpdateConfig:
                 f"there is no encoding {self.update_weight_encoding!r}",
                 expected=f"one of {', '.join(sorted(encodings.names()))}",
             )
-        if isinstance(self.rollout_external_engine_addrs, str):
+        addresses = self.rollout_external_engine_addrs
+        if isinstance(addresses, str):
             raise ConfigError(
-                f"rollout_external_engine_addrs is the string {self.rollout_external_engine_addrs!r}",
-                expected="a sequence of host:port",
+                f"rollout_external_engine_addrs is the string {addresses!r}", expected="a sequence of host:port"
             )
-        urls = [normalise_url(address) for address in self.rollout_external_engine_addrs]
+        urls = [normalise_url(address) for address in addresses]
         twice = sorted({url for url in urls if urls.count(url) > 1})
         if twice:
             raise ConfigError(f"rollout_external_engine_addrs has {twice[0]} twice", hint="list each engine once")
@@ -264,28 +241,25 @@ class WeightUpdateConfig:
         Raises:
             ConfigError: engines that share no broadcast.
         """
+        size, local = self.update_weight_buffer_size, self.update_weight_local_checkpoint_dir
+        disk, sizes = self.update_weight_transport == "disk", {} if size is None else {"bucket_bytes": size}
         files: dict[str, Any] = {"root": self.update_weight_disk_dir, "keep_files": self.update_weight_disk_keep_files}
-        size = self.update_weight_buffer_size
         if size is not None:
             files["shard_bytes"] = size
         if self.custom_update_weight_post_write_path is not None:
             files["post_write_hook"] = self._hook(self.custom_update_weight_post_write_path)
-        disk = self.update_weight_transport == "disk"
         if self.update_weight_mode == "delta":
-            route = files if disk else {"carrier": "collective"}
-            copies = {"local_dir": self.update_weight_local_checkpoint_dir}
-            settings = {"encoding": self.update_weight_encoding, **route, **copies}
+            carrier = files if disk else {"carrier": "collective"}
+            settings = {"encoding": self.update_weight_encoding, "local_dir": local, **carrier}
             if self.update_weight_encoding == "auto" and self.update_weight_link_bytes_s is not None:
                 settings["settings"] = {"link_bytes_s": self.update_weight_link_bytes_s}
             if self.update_weight_delta_checksum != CHECKSUMS[0]:
                 settings["checksum"] = self.update_weight_delta_checksum
             return TransportConfig(name="delta", settings=settings)
         if disk:
-            local = self.update_weight_local_checkpoint_dir
             return TransportConfig(name="disk", settings=files if local is None else {**files, "local_dir": local})
         if self.update_weight_transport == "sharded":
             return TransportConfig(name="sharded", settings={})
-        sizes = {} if size is None else {"bucket_bytes": size}
         if self.colocate:
             return TransportConfig(name="ipc", settings=sizes)
         return _broadcast_to(engines, TransportConfig(name="collective", settings=sizes))
@@ -296,9 +270,9 @@ class WeightUpdateConfig:
         args = argparse.Namespace(**dataclasses.asdict(self)) if self.arguments is None else self.arguments
 
         def wrote(root: str, name: str) -> None:
-            found = None if hook is None else hook(args, f"{root}/{name}", [])
-            if isinstance(found, Future):
-                found.result(_HOOK_S)
+            returned = None if hook is None else hook(args, f"{root}/{name}", [])
+            if isinstance(returned, Future):
+                returned.result(_HOOK_S)
 
         return wrote
 
@@ -322,17 +296,15 @@ class WeightUpdateConfig:
         group = parser.add_argument_group("weight updates")
         for option in dataclasses.fields(cls):
             more = dict(option.metadata)
-            if isinstance(option.default, bool):
+            if "bool" in str(option.type):
                 more["action"] = "store_true"
             group.add_argument(f"--{option.name.replace('_', '-')}", dest=option.name, default=None, **more)
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> WeightUpdateConfig:
         """Make a config from the options that were given on the command line."""
-        given = {option.name: getattr(args, option.name) for option in dataclasses.fields(cls)}
-        given = {name: value for name, value in given.items() if value is not None}
-        if "rollout_external_engine_addrs" in given:
-            given["rollout_external_engine_addrs"] = tuple(given["rollout_external_engine_addrs"])
+        given: dict[str, Any] = {option.name: getattr(args, option.name) for option in dataclasses.fields(cls)}
+        given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None}
         made = cls(**given)
         object.__setattr__(made, "arguments", args)
         return made
@@ -340,19 +312,17 @@ class WeightUpdateConfig:
 
 def _broadcast_to(engines: Sequence[EngineInfo], ours: TransportConfig) -> TransportConfig:
     """Return the transport for full broadcasts to engines: ``ours``, or ``native`` where some lack our plugin."""
-    without = [info for info in engines if "collective" not in info.transports]
+    without = ", ".join(info.url for info in engines if "collective" not in info.transports)
     if not without:
         return ours
     kinds = sorted({info.kind for info in engines})
-    silent = [info.url for info in engines if "native" not in info.transports]
+    silent = ", ".join(info.url for info in engines if "native" not in info.transports)
     if silent or len(kinds) > 1:
+        why = f"{silent} has none of its own" if silent else f"engines of {' and '.join(kinds)} share none"
         raise ConfigError(
-            f"{', '.join(info.url for info in without)} cannot follow by broadcasts of ours, and "
-            + (
-                f"{', '.join(silent)} has none of its own" if silent else f"engines of {' and '.join(kinds)} share none"
-            ),
+            f"{without} cannot follow by broadcasts of ours, and {why}",
             expected="our plugin in every engine, or engines of one make that follow by 'native'",
             hint="install the plugin there, or set update_weight_transport='disk'; `torchrl-ext doctor` says more",
         )
-    log.info("%s run without our plugin: full updates go by transport 'native'", ", ".join(i.url for i in without))
+    log.info("%s run without our plugin: full updates go by transport 'native'", without)
     return TransportConfig(name="native", settings={**ours.settings, "make": kinds[0]})

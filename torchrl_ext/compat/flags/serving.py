@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.registry import engines
 
 if TYPE_CHECKING:
     from torchrl_ext.serving.served import Serving
@@ -20,14 +21,14 @@ def make_serving(
 ) -> Serving:
     """Reach or start the engines that options name, behind a router.
 
-    They are those at `rollout_external_engine_addrs`; or those of a YAML, `vllm_config` or `sglang_config`; or as many
-    as `rollout_num_gpus` has room for, of one model called ``default``, in two pools with `prefill_num_servers`.
+    They give addresses, `rollout_external_engine_addrs`; or a YAML, `vllm_config` or `sglang_config`; or devices,
+    `rollout_num_gpus`, for engines of one model called ``default``, in two pools with `prefill_num_servers`.
 
     Args:
         config: the options. ``vllm_router_ip`` and ``vllm_router_port`` name a router that runs already, for external
             engines or for the only model that the job owns.
         hf_checkpoint: what the trainer starts from; for owned engines.
-        kind: of owned engines without a YAML: ``"vllm"``, ``"sglang"`` or ``"embedded"``.
+        kind: of owned engines without a YAML; one of `torchrl_ext.engines` that has a server.
         settings: of `ExternalEngines` or `OwnedEngines`.
 
     Raises:
@@ -38,15 +39,14 @@ def make_serving(
     from torchrl_ext.serving.processes import reachable
     from torchrl_ext.serving.served import ExternalEngines, OwnedEngines
 
-    given: dict[str, Any] = {}
+    router: dict[str, Any] = {}
     if config.vllm_router_ip is not None:
-        given["router"] = f"{reachable(config.vllm_router_ip)}:{config.vllm_router_port}"
+        router["router"] = f"{reachable(config.vllm_router_ip)}:{config.vllm_router_port}"
     if config.rollout_external_engine_addrs:
-        return ExternalEngines(*config.rollout_external_engine_addrs, **given, **settings)
-    topology = _owned(config, hf_checkpoint, kind)
-    if given:
-        settings["router"] = {**(settings.get("router") or {}), **given}
-    return OwnedEngines(topology, **settings)
+        return ExternalEngines(*config.rollout_external_engine_addrs, **router, **settings)
+    if router:
+        settings["router"] = {**(settings.get("router") or {}), **router}
+    return OwnedEngines(_owned(config, hf_checkpoint, kind), **settings)
 
 
 def _owned(config: WeightUpdateConfig, hf_checkpoint: str | Path | None, kind: str) -> Topology:
@@ -61,7 +61,7 @@ def _owned(config: WeightUpdateConfig, hf_checkpoint: str | Path | None, kind: s
     sizes: dict[str, Any] = {
         "hf_checkpoint": hf_checkpoint, "rollout_num_gpus": gpus, "num_gpus_per_engine": each,
     }  # fmt: skip
-    paths = {"vllm": config.vllm_config, "sglang": config.sglang_config}
+    paths = {make: getattr(config, f"{make}_config", None) for make in engines.having("server")}
     named = {make: path for make, path in paths.items() if path is not None}
     if len(named) == 1:
         ((make, path),) = named.items()
@@ -71,7 +71,7 @@ def _owned(config: WeightUpdateConfig, hf_checkpoint: str | Path | None, kind: s
         return topology
     if named or gpus is None:
         raise ConfigError(
-            "the options name both kinds of engines" if named else "the options name no engine",
+            f"the options name engines of both kinds, {' and '.join(named)}" if named else "the options name no engine",
             expected="one of rollout_external_engine_addrs, vllm_config, sglang_config, rollout_num_gpus",
         )
     counts = {"regular": gpus} if prefill is None else {"prefill": prefill * each, "decode": gpus - prefill * each}
