@@ -26,20 +26,23 @@ default_role = "code"  # a single backtick in a docstring is code
 napoleon_use_ivar = True
 
 
-def settings(what, transport=None):
-    """The parameters of one table, and the classes that explain them."""
+def settings(what):
+    """The fields of one table, and the classes that explain them."""
     from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
+    from torchrl_ext.collectors.updater import TransportWeightUpdater
     from torchrl_ext.compat.flags.options import WeightUpdateConfig
     from torchrl_ext.configs import hydra
     from torchrl_ext.planning.facts import Facts
     from torchrl_ext.registry import transports
 
-    if what in ("update", "facts"):
-        owner = {"update": WeightUpdateConfig, "facts": Facts}[what]
-        return hydra.parameters(owner), [owner]
-    if what == "scheme":
-        return hydra.scheme_parameters(transport), [TransportWeightSyncScheme, transports.load(transport)]
-    return hydra.updater_parameters(), [hydra.transport_weight_updater, *map(transports.load, transports.names())]
+    moved = [transports.load(name) for name in sorted(transports.names())]
+    owner, explain = {
+        "update": (WeightUpdateConfig, [WeightUpdateConfig]),
+        "facts": (Facts, [Facts]),
+        "scheme": (hydra.TransportWeightSyncSchemeConfig, [TransportWeightSyncScheme, *moved]),
+        "updater": (hydra.TransportWeightUpdaterConfig, [TransportWeightUpdater, *moved]),
+    }[what]
+    return [field for field in dataclasses.fields(owner) if not field.name.startswith("_")], explain
 
 
 def explained(owners):
@@ -65,16 +68,14 @@ def setup(app):
 
     class ConfigFields(Directive):
         required_arguments = 1
-        optional_arguments = 1
 
         def run(self):
-            what, *name = self.arguments
-            fields, owners = settings(what, *name)
+            fields, owners = settings(self.arguments[0])
             texts = explained(owners)
             rows = ["| setting | type | default | |", "|---|---|---|---|"]
             for field in fields:
-                default = "required" if field.required else f"`{field.default!r}`"
-                cells = (f"`{field.name}`", f"`{field.type_name}`", default, texts[field.name])
+                default = "required" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
+                cells = (f"`{field.name}`", f"`{field.type}`", default, texts[field.name])
                 rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
             table = nodes.container()
             self.state.nested_parse(StringList(rows), 0, table)

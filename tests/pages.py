@@ -78,7 +78,8 @@ def blocks(page):
 def on_servers(name, checkpoint, *urls, timeout_s=300):
     """Run, in a process of its own, the blocks of the page ``name`` that need more than embedded engines."""
     python(
-        "import sys; from tests.pages import run\n"
+        "import sys; from tests.engine.served import with_routers; from tests.pages import run\n"
+        "with_routers()\n"
         "run(sys.argv[1], sys.argv[3:], sys.argv[2], plain=False, needing=True)",
         ROOT / "docs" / f"{name}.md",
         checkpoint,

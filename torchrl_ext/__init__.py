@@ -1,15 +1,12 @@
 """Weight synchronisation for TorchRL: running engines follow a trainer's policy over a transport picked by name.
 
-Everything here is imported on first use: an engine that only needs one worker end imports only that. Where TorchRL is
-imported before a name of ours is used, its `WeightSyncScheme.from_backend` knows every transport by its name
-(`torchrl_ext.collectors.backends`).
+Everything here is imported on first use: an engine that only needs one worker end imports only that.
 """
 
 from __future__ import annotations
 
 import importlib
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,7 +59,6 @@ def make_engine(name: str, **settings: Any) -> Any:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _tell_torchrl()
     if name == "errors":
         return importlib.import_module(f"{__name__}.errors")
     return getattr(importlib.import_module(_HOME[name]), name)
@@ -70,11 +66,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-def _tell_torchrl() -> None:
-    if "torchrl.weight_update.weight_sync_schemes" in sys.modules:
-        importlib.import_module(f"{__name__}.collectors.backends")
-
-
-_tell_torchrl()

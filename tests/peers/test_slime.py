@@ -22,6 +22,7 @@ from tests.peers import slime_trainer
 from torchrl_ext.weights.digests import tensor_digest
 
 COMMIT = "624b824a8"
+SLIMES = "torchrl_ext.compat.slime.embedded:routes"
 REPOSITORY = os.environ.get("TORCHRL_EXT_SLIME")
 
 pytestmark = pytest.mark.skipif(REPOSITORY is None, reason="TORCHRL_EXT_SLIME names no repository of slime")
@@ -43,7 +44,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    with EmbeddedServer(checkpoint, dtype="float32", threads=1) as running:
+    with EmbeddedServer(checkpoint, dtype="float32", threads=1, routes=SLIMES) as running:
         yield running
 
 
@@ -115,7 +116,7 @@ def test_an_engine_that_was_restarted_goes_on_from_the_local_checkpoint_of_its_h
     held = load_file(f"{checkpoint}/model.safetensors")
     disk, local = tmp_path / "disk", tmp_path / "local"
     with (
-        EmbeddedServer(checkpoint, dtype="float32", threads=1) as first,
+        EmbeddedServer(checkpoint, dtype="float32", threads=1, routes=SLIMES) as first,
         trainer(slime, first, checkpoint, disk, local) as update,
     ):
         update(held)
@@ -124,7 +125,7 @@ def test_an_engine_that_was_restarted_goes_on_from_the_local_checkpoint_of_its_h
         assert serves(first, held)
         port = int(first.url.rpartition(":")[2])
         first.stop()
-        with EmbeddedServer(checkpoint, port=port, dtype="float32", threads=1) as second:
+        with EmbeddedServer(checkpoint, port=port, dtype="float32", threads=1, routes=SLIMES) as second:
             held = moved(held, 2)
             assert update(held) == {"published": 2, "serves": "2"}
             assert serves(second, held)

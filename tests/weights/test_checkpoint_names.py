@@ -12,7 +12,7 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.models import CONVERTED, converted_model, tiny_model
-from torchrl_ext.collectors.policy_loader import ModelLoader, other_names
+from torchrl_ext.collectors.policy_loader import ModelLoader
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.errors import ManifestError
@@ -265,7 +265,7 @@ def test_a_policy_without_storage_gets_it_from_a_checkpoint_tied_tensors_as_one(
     for kind in ("mixtral", "hrm_text", "qwen2_5_vl"):
         sent = converted_model(kind, 1, tie_word_embeddings=True)
         held = converted_model(kind, 2, tie_word_embeddings=True).to("meta")
-        loader = ModelLoader(lambda held=held: held, device="cpu", tied=other_names(sent))
+        loader = ModelLoader(lambda held=held: held, device="cpu", tied=dict(as_source(sent).tied()))
         received = [(name, tensor.clone()) for name, tensor in as_source(sent)]
         received += [(name, buffer) for name, buffer in named_tensors(sent, scratch=True) if "inv_freq" in name]
         loader.check(ParamMeta.of(*pair) for pair in received)
