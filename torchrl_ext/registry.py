@@ -14,7 +14,7 @@ import importlib
 import inspect
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -73,13 +73,18 @@ class Registry:
         if name not in self._entries:  # a package may have brought a class by the name of an alias
             name = self._aliases.get(name, name)
         if name not in self._entries:
-            close = difflib.get_close_matches(str(name), self._entries, n=1)
-            raise ConfigError(
-                f"there is no {self._kind} called {name!r}",
-                expected=f"one of {', '.join(sorted(self._entries))}",
-                hint=f"did you mean {close[0]!r}?" if close else None,
-            )
+            raise self._unknown(name, self._entries)
         return self._imported(name, self._entries[name][0])
+
+    def _unknown(self, name: str, known: Iterable[str]) -> ConfigError:
+        """Return the error for a name that nobody registered, with those that could be meant."""
+        names = sorted(known)
+        close = difflib.get_close_matches(str(name), names, n=1)
+        return ConfigError(
+            f"there is no {self._kind} called {name!r}",
+            expected=f"one of {', '.join(names)}",
+            hint=f"did you mean {close[0]!r}?" if close else None,
+        )
 
     def make(self, name: str, **settings: Any) -> Any:
         """Build the class behind ``name`` with ``settings``.
@@ -198,10 +203,11 @@ class Makes(Registry):
         Raises:
             ConfigError: there is no such make, its imports fail, or it has no such part.
         """
-        found = getattr(self.load(name), role) if name in self.names() else None
+        if name not in self.names():
+            raise self._unknown(name, self.having(role))
+        found = getattr(self.load(name), role)
         if found is None:
-            what = f"{name!r} engines have no {role}" if name in self.names() else f"there is no engine called {name!r}"
-            raise ConfigError(what, expected=f"one of {', '.join(sorted(self.having(role)))}")
+            raise ConfigError(f"{name!r} engines have no {role}", expected=f"one of {', '.join(self.having(role))}")
         return self._imported(name, found) if isinstance(found, str) else found
 
     def having(self, role: str) -> Iterator[str]:

@@ -1,9 +1,11 @@
 """Hydra groups by transport name, in the ConfigStore beside TorchRL's own. Importing `torchrl_ext.configs` adds them::
 
-import torchrl_ext.configs  # in the script that has @hydra.main
+    import torchrl_ext.configs  # in the script that has @hydra.main
 
-trainer.py weight_sync_scheme=delta weight_sync_scheme.root=/shared/updates
-trainer.py weight_updater=transport weight_updater.transport=disk weight_updater.engine=[host1:8000]
+    trainer.py weight_sync_scheme=delta weight_sync_scheme.root=/shared/updates
+    trainer.py weight_updater=transport weight_updater.transport=disk weight_updater.engine=[host1:8000]
+
+TorchRL adds its groups the same way; ours come with them.
 """
 
 from __future__ import annotations

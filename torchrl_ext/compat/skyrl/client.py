@@ -202,8 +202,8 @@ class RemoteInferenceClient(EngineControl):
                 ``topk_prompt_logprobs``.
 
         Returns:
-            ``{"type": "sample", "sequences": [{"tokens", "logprobs", "stop_reason"}], "prompt_logprobs",
-            "topk_prompt_logprobs"}``, with log-probabilities in nats.
+            ``{"type": "sample", "sequences", "prompt_logprobs", "topk_prompt_logprobs"}``; each sequence is
+            ``{"tokens", "logprobs", "stop_reason"}``. Log-probabilities are in nats.
 
         Raises:
             ConfigError: as for `generate`.

@@ -4,41 +4,41 @@ The protocol, as far as routes and bodies go, is vLLM's (`vllm.entrypoints.rl.on
 `vllm.entrypoints.serve.dev.sleep.api_router`, 0.31 and 0.32). Where the server runs our backend, our messages travel in
 the bodies (`torchrl_ext.messages`):
 
-========================================  ====================================================================
-``POST /init_weight_transfer_engine``     ``{"init_info": message}``: all that loads nothing. Answers come in the
-                                          text of an error (`torchrl_ext.routes.ANSWERS`); from the embedded engine in
-                                          ``{"answer": {...}}``
-``POST /pause?mode=abort|wait|keep``      with ``clear_cache=false``, which vLLM is about to give up
+==========================================  ====================================================================
+``POST /init_weight_transfer_engine``       ``{"init_info": message}``: all that loads nothing. Answers come in the
+                                            text of an error (`torchrl_ext.routes.ANSWERS`); from the embedded engine in
+                                            ``{"answer": {...}}``
+``POST /pause?mode=abort|wait|keep``        with ``clear_cache=false``, which vLLM is about to give up
 ``POST /start_weight_update``
-``POST /update_weights``                  ``{"update_info": message}``: `Load`, `Verify`, or `Seal` after the last one
-``POST /finish_weight_update``            ``{"weight_version": "7"}``; after a failed update, without a body, it
-                                          ends the update that is still open
-``POST /reset_prefix_cache``              preempts what runs: its keys and values come from the old weights, as do
-                                          those that a KV connector keeps elsewhere
-``POST /reset_encoder_cache``             of multimodal models: embeddings of images come from the old weights too
+``POST /update_weights``                    ``{"update_info": message}``: `Load`, `Verify`, or `Seal` at the end
+``POST /finish_weight_update``              ``{"weight_version": "7"}``; after a failed update, without a body, it
+                                            ends the update that is still open
+``POST /reset_prefix_cache``                preempts what runs: its keys and values come from the old weights, as do
+                                            those that a KV connector keeps elsewhere
+``POST /reset_encoder_cache``               of multimodal models: embeddings of images come from the old weights too
 ``POST /resume``
-``POST /sleep?level=0|1|2&mode=``         0 pauses; 1 keeps weights on the host and drops keys and values; 2 drops both
-``POST /wake_up?tags=``                   ``weights`` or ``kv_cache``; without tags, all. The wake that completes the
-                                          engine resumes it, too
-``POST /release_kv_cache_memory``         drops keys and values only
-``GET /is_sleeping``                      false for an engine that serves. Our plugin and the embedded engine add
-                                          ``is_paused``, ``tags``, ``dropped``, ``empty`` and ``whole``
-``GET /metrics``                          ``vllm:engine_sleep_state``: how vLLM was put to sleep, until it is wholly
-                                          awake
-``POST /inference/v1/generate``           with ``prompt_logprobs``: log-probabilities of given tokens
-========================================  ====================================================================
+``POST /sleep?level=0|1|2&mode=``           0 pauses; 1 moves weights to the host, drops keys and values; 2 drops both
+``POST /wake_up?tags=``                     ``weights`` or ``kv_cache``; without tags, all. The wake that completes the
+                                            engine resumes it, too
+``POST /release_kv_cache_memory``           drops keys and values only
+``GET /is_sleeping``                        false for an engine that serves. Our plugin and the embedded engine add
+                                            ``is_paused``, ``tags``, ``dropped``, ``empty`` and ``whole``
+``GET /metrics``                            ``vllm:engine_sleep_state``: how vLLM was put to sleep, until it is wholly
+                                            awake
+``POST /inference/v1/generate``             with ``prompt_logprobs``: log-probabilities of given tokens
+==========================================  ====================================================================
 
 A server without our backend takes whole versions from files, and broadcasts where it was started with backend
 ``"nccl"``. It does not say what it holds afterwards, and drops a name that it does not know with a line in its log:
 only its outputs prove an update (``verify="outputs"``).
 
-========================================  ====================================================================
-``POST /init_weight_transfer_engine``     ``{"init_info": {"rank_offset", "world_size", "packed", ...}}``
-``POST /update_weights``                  ``{"update_info": {"names", "dtype_names", "shapes"}}``, several times
-``POST /shutdown_weight_transfer_engine`` 0.32
-``POST /collective_rpc``                  ``{"method": "reload_weights", "kwargs": {"weights_path"}}``
-``POST /update_weight_version``           ``{"new_version"}``, after files
-========================================  ====================================================================
+==========================================  ====================================================================
+``POST /init_weight_transfer_engine``       ``{"init_info": {"rank_offset", "world_size", "packed", ...}}``
+``POST /update_weights``                    ``{"update_info": {"names", "dtype_names", "shapes"}}``, several times
+``POST /shutdown_weight_transfer_engine``   0.32
+``POST /collective_rpc``                    ``{"method": "reload_weights", "kwargs": {"weights_path"}}``
+``POST /update_weight_version``             ``{"new_version"}``, after files
+==========================================  ====================================================================
 """
 
 from __future__ import annotations
