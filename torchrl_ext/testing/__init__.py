@@ -1,29 +1,29 @@
-"""Suites of tests of what transports promise, to be run over a new one, and fake engines to drive.
+"""Suites of tests of what transports promise, to be run over a new one, fake engines to drive, and tiny models.
 
     from torchrl_ext.testing import TransportContract  # or StandaloneContract, without a control layer
     from torchrl_ext.testing import FakeEngine  # an HTTP server with the routes of one make
 
-pytest is needed here, and nowhere else in this package: ``pip install torchrl_ext[testing]``.
+The suites need pytest: ``pip install torchrl_ext[testing]``. Everything is imported on first use.
 """
 
-import pytest
+import importlib
+from typing import TYPE_CHECKING, Any
 
-pytest.register_assert_rewrite("torchrl_ext.testing.transports")
-
-from torchrl_ext.testing.engines import FAULTS, MAKES, Call, FakeEngine, Fault  # noqa: E402
-from torchrl_ext.testing.transports import (  # noqa: E402 - whose assertions explain themselves from here on
-    DTYPES,
-    SMALL_BYTES,
-    WAIT_S,
-    Ends,
-    StandaloneContract,
-    TransportContract,
-    any_bits,
-    assert_arrived,
-    assert_held,
-    free_port,
-    same_bits,
-)
+if TYPE_CHECKING:
+    from torchrl_ext.testing.engines import FAULTS, MAKES, Call, FakeEngine, Fault
+    from torchrl_ext.testing.transports import (
+        DTYPES,
+        SMALL_BYTES,
+        WAIT_S,
+        Ends,
+        StandaloneContract,
+        TransportContract,
+        any_bits,
+        assert_arrived,
+        assert_held,
+        free_port,
+        same_bits,
+    )
 
 __all__ = [
     "DTYPES",
@@ -43,3 +43,14 @@ __all__ = [
     "free_port",
     "same_bits",
 ]
+
+_OF_ENGINES = {"FAULTS", "MAKES", "Call", "FakeEngine", "Fault"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _OF_ENGINES:
+        return getattr(importlib.import_module(f"{__name__}.engines"), name)
+    importlib.import_module("pytest").register_assert_rewrite(f"{__name__}.transports")  # its assertions say why
+    return getattr(importlib.import_module(f"{__name__}.transports"), name)
