@@ -38,7 +38,7 @@ def cluster():
 def job_of(tmp_path):
     checkpoint = tiny_checkpoint(tmp_path / "model")
 
-    def made(text=YAML, **launcher):
+    def made(text=YAML, router=None, **launcher):
         path = tmp_path / "engines.yaml"
         path.write_text(text)
         launcher = RayLauncher(
@@ -49,7 +49,7 @@ def job_of(tmp_path):
             hf_checkpoint=checkpoint,
             launcher=launcher,
             supervisor={"interval_s": 0},
-            router=settings_for_router("vllm"),
+            router=router,
         )
 
     return made
@@ -68,7 +68,7 @@ def listeners(url):
 
 @pytest.mark.engine  # a router is in front of them
 def test_engines_follow_one_is_lost_and_started_again_at_its_address(cluster, job_of, tmp_path):
-    with job_of() as job:
+    with job_of(router=settings_for_router("vllm")) as job:
         urls = [kept.url for kept in job.engines]
         sender = tx.WeightSender(tx.make_transport("delta", root=tmp_path / "root"), job.model("a").fleet())
         policy = tiny_model(1)
