@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 
 import pytest
@@ -14,6 +15,7 @@ from tests.processes import WAIT_S
 from torchrl_ext.errors import DeadlineError, EngineError, EngineUnreachableError, UpdateError
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.health import Health
+from torchrl_ext.rpc.makes.vllm import vllm_engine
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.types import EngineInfo, EngineRow
 
@@ -169,3 +171,10 @@ def test_a_lost_engine_that_fails_with_a_deadline_is_asked_again():
     pool = Pool(engines)
     pool.lose(engines[1], EngineUnreachableError("it does not answer"))
     assert pool.members() == ("steady",) and pool.members() == ("steady", "late")
+
+
+def test_a_pool_goes_to_another_process_without_its_complaints():
+    pool = Pool([vllm_engine("a:1"), vllm_engine("b:1")])
+    pool.health.fail("http://a:1", EngineError("it died"), by="pool")
+    copied = pickle.loads(pickle.dumps(pool))
+    assert copied.url == pool.url and copied.health.why("http://a:1") is None

@@ -24,6 +24,9 @@ class Health:
         self._complaints: defaultdict[str, dict[str, tuple[Exception, float]]] = defaultdict(dict)
         self._subscribers: list[Changed] = []
 
+    def __reduce__(self) -> tuple[type[Health], tuple[()]]:
+        return Health, ()  # another process makes its own observations
+
     def fail(self, url: str, why: Exception, *, by: str, for_s: float = float("inf")) -> None:
         """Complain of an engine.
 
