@@ -36,7 +36,7 @@ HOMES = {
     "aiohttp": {"rpc"},
     "httpx": set(),
     "requests": set(),
-    "ray": {"rpc", "serving", "sync"},
+    "ray": {"serving", "sync"},
     "vllm": {"plugins"},
     "sglang": {"plugins"},
     "pytest": {"testing"},

@@ -91,7 +91,7 @@ def scenario(fake, step, fault, number, trainers, named=True):
     trainer, rival = trainers
     engine = client(fake, **({"timeout_s": 0.5, "load_timeout_s": 0.5} if fault == "hang" else {}))
     steps = prepared(engine, fake, step, trainer)
-    before, error = len(fake.calls), None
+    before, error, made = len(fake.calls), None, 0
     fake.inject(
         "pass" if fault == "between" else fault,
         after=number,
@@ -105,8 +105,9 @@ def scenario(fake, step, fault, number, trainers, named=True):
             error = failure
             break
         finally:
-            fake.heal() if name == step else None
-            made = len(fake.calls) - before if name == step else made  # noqa: F821 - of the first one
+            if name == step:
+                fake.heal()
+                made = len(fake.calls) - before
     if made > number:
         where = f"{fault} at request {number} of {step}, {fake.calls[before + number].route}: {error}"
         check(fake, step, fault, error, where, named)

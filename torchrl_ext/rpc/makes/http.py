@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchrl_ext.errors import ConfigError, EngineRefusedError
+from torchrl_ext.messages import Prefetch
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
 from torchrl_ext.rpc.port import Port
@@ -18,7 +19,7 @@ from torchrl_ext.types import Info, ParamMeta, dtype_name
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ABSENT", "HTTPPort", "bodies", "is_absent", "session", "unproved", "warn_of_outputs"]
+__all__ = ["ABSENT", "HTTPPort", "bodies", "is_absent", "refuse_part", "session", "unproved", "warn_of_outputs"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -125,6 +126,12 @@ def bodies(handoff: Info) -> Iterator[tuple[list[str], list[str], list[list[int]
 def unproved(url: str, hint: str) -> ConfigError:
     """Return the error for digests that a server without our plugin is to compare."""
     return ConfigError(f"{url} runs without our plugin, and cannot prove what it holds", hint=hint)
+
+
+def refuse_part(message: Prefetch) -> None:
+    """Refuse to prepare a part of a version on a server without our plugin, which prepares nothing ahead."""
+    if message.part is not None:
+        raise EngineRefusedError("engines without our plugin take whole versions only", state="nothing was changed")
 
 
 def warn_of_outputs(url: str, transport: str) -> None:

@@ -54,7 +54,16 @@ from torchrl_ext.routes import CHANNEL, Flush, ListAdapters, merged
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
 from torchrl_ext.rpc.makes.adapters import AdapterPort
-from torchrl_ext.rpc.makes.http import ABSENT, HTTPPort, bodies, is_absent, session, unproved, warn_of_outputs
+from torchrl_ext.rpc.makes.http import (
+    ABSENT,
+    HTTPPort,
+    bodies,
+    is_absent,
+    refuse_part,
+    session,
+    unproved,
+    warn_of_outputs,
+)
 from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, restated
 from torchrl_ext.rpc.server_info import ServerInfo, server_info
 from torchrl_ext.types import EngineInfo, Info
@@ -427,10 +436,8 @@ class StockSGLangPort(SGLangPort):
         match message:
             case Join():
                 self._join(message)
-            case Prefetch(part=part) if part is not None:
-                raise EngineRefusedError(
-                    "engines without our plugin take whole versions only", state="nothing was changed"
-                )
+            case Prefetch():
+                refuse_part(message)
             case Start() if self._group:
                 self._open_session()
             case Start():

@@ -48,6 +48,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, final
 
 from torchrl_ext.deadline import Deadline
@@ -66,7 +67,7 @@ from torchrl_ext.routes import (
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
 from torchrl_ext.rpc.makes.adapters import AdapterPort
-from torchrl_ext.rpc.makes.http import HTTPPort, bodies, session, unproved, warn_of_outputs
+from torchrl_ext.rpc.makes.http import HTTPPort, bodies, refuse_part, session, unproved, warn_of_outputs
 from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, restated
 from torchrl_ext.rpc.server_info import ServerInfo, server_info
 from torchrl_ext.types import EngineInfo, Info
@@ -411,10 +412,8 @@ class StockVLLMPort(VLLMPort):
         match message:
             case Join():
                 self._join(message)
-            case Prefetch(part=part) if part is not None:
-                raise EngineRefusedError(
-                    "engines without our plugin take whole versions only", state="nothing was changed"
-                )
+            case Prefetch():
+                refuse_part(message)
             case Start():
                 self._start()
             case Load():
@@ -528,6 +527,7 @@ def vllm_engine(
     timeout_s: float = 60.0,
     load_timeout_s: float = 600.0,
     api_key: Keys = None,
+    port: type[VLLMPort] = VLLMPort,
 ) -> Engine:
     """Return the client of a vLLM server.
 
@@ -544,26 +544,17 @@ def vllm_engine(
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
         api_key: sent as a bearer token; see `HTTPSession` for several.
+        port: the make's, of those that speak vLLM's protocol.
 
     Raises:
         ConfigError: a setting that cannot work.
     """
     http = session(url, api_key, timeout_s)
-    return Engine(VLLMPort(http, timeout_s=load_timeout_s, pause_mode=pause_mode, keep_cache=keep_cache))
+    return Engine(port(http, timeout_s=load_timeout_s, pause_mode=pause_mode, keep_cache=keep_cache))
 
 
-def embedded_engine(
-    url: str,
-    *,
-    pause_mode: str = "keep",
-    keep_cache: bool = False,
-    timeout_s: float = 60.0,
-    load_timeout_s: float = 600.0,
-    api_key: Keys = None,
-) -> Engine:
-    """Return the client of an engine of `torchrl_ext.embedded` in another process; see `vllm_engine`."""
-    http = session(url, api_key, timeout_s)
-    return Engine(EmbeddedPort(http, timeout_s=load_timeout_s, pause_mode=pause_mode, keep_cache=keep_cache))
+embedded_engine = partial(vllm_engine, port=EmbeddedPort)
+"""Returns the client of an engine of `torchrl_ext.embedded` in another process; see `vllm_engine`."""
 
 
 def describe_vllm(http: HTTPSession) -> EngineInfo | None:
