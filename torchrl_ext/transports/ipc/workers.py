@@ -100,11 +100,10 @@ class ConnectedWorkers:
         """
         away: dict[str, None] = {}
         while True:
-            for worker in self._workers:
-                if not worker.link.alive:
-                    worker.hear()
-                    away[f"{worker.name}: {worker.trouble}"] = None
-            self._workers = [worker for worker in self._workers if worker.link.alive]
+            for worker in [worker for worker in self._workers if not worker.link.alive]:
+                worker.hear()  # it may have said why it left
+                away[f"{worker.name}: {worker.trouble}"] = None
+                self._workers.remove(worker)
             absent = set(ranks) - {worker.rank for worker in self._workers}
             waiting = bool(absent) or len(self._workers) < count
             link = self._listener.accept(within.within(_LOOK_S if waiting else 0.0))
