@@ -5,11 +5,14 @@ from contextlib import ExitStack
 import pytest
 
 import torchrl_ext as tx
+from tests.rpc.test_engine_states import run_real, seeds
 from tests.turns import TRANSPORTS as BY
 from tests.turns import Turns, each_after_each, may_serve
 from torchrl_ext.errors import DeadlineError, EngineError
 
 pytestmark = pytest.mark.engine
+
+seeds = seeds
 
 ROUTES = (*(route for route in BY if route != "delta on a base"), "push", "published")
 RESUME = {"vllm": "/resume", "sglang": "/continue_generation"}
@@ -62,3 +65,7 @@ def test_an_engine_that_holds_a_part_of_a_version_stays_paused_whoever_resumes_i
     """The engine's own route is what a program of others calls."""
     refused = may_serve(turns, "collective", "tensor:20", resume=f"{served.url}{RESUME[served.kind]}")
     assert len(refused) == 4
+
+
+def test_no_order_of_calls_of_two_clients_serves_a_part_of_an_update(served, request, seeds):
+    run_real(request, served.kind, served.url, seeds)

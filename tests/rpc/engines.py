@@ -1,13 +1,18 @@
 """Engines that tests drive through anything, and trainers that drive them step by step, whatever the make."""
 
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import torch
 
 import torchrl_ext as tx
+from tests.processes import WAIT_S
+from tests.turns import CLOSE, PROMPTS, gap
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import DeadlineError, EngineRefusedError, EngineUnreachableError
-from torchrl_ext.messages import Load, State
+from torchrl_ext.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.messages import Load
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.testing import MAKES, Call, FakeEngine, Fault
 from torchrl_ext.transports.base import Update
@@ -73,52 +78,100 @@ class FakeModule(WeightReceiver):
 
 
 class RealEngine:
-    """The embedded engine, served in this process, with the attributes of a `FakeEngine` that tests of states need.
+    """A real engine behind a proxy where requests go wrong, with the attributes of a `FakeEngine` that states need.
 
-    ``sources`` are the weights of each version. A fault befalls a message that some step sends it, not a request.
+    What it computes is asked past the proxy: log-probabilities tell which of ``models``, by version, it holds.
     """
 
-    kind, stock = "embedded", False
+    stock, limits = False, {"timeout_s": WAIT_S, "load_timeout_s": WAIT_S}
 
-    def __init__(self, engine, url, sources):
-        self.url, self._engine, self._sources, self._faults, self._handle = url, engine, sources, [], engine.handle
-        engine.handle = self._handled
+    def __init__(self, kind, url, models):
+        self.kind, self._direct, self._models = kind, tx.make_engine(kind, url=url, **self.limits), models
+        self._faults, self._noting, self._forward = [], threading.Lock(), httpx.Client(base_url=url, timeout=WAIT_S)
+        self._proxy = ThreadingHTTPServer(("127.0.0.1", 0), _Forwarding)
+        self._proxy.daemon_threads, self._proxy.engine = True, self
+        self.url = f"http://127.0.0.1:{self._proxy.server_port}"
 
-    serving = property(lambda self: not self._engine.scheduler.paused and not self._engine.asleep)
+    def __enter__(self):
+        threading.Thread(target=self._proxy.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self._proxy.shutdown()
+        self._proxy.server_close()
+        self._forward.close()
+
+    @property
+    def serving(self):
+        state = self._direct.state()
+        return not state.paused and not state.asleep
 
     @property
     def wrongs(self):
-        state = self._handle(State())
-        return [f"it serves {state}"] if self.serving and (not state["whole"] or state.get("empty")) else []
-
-    @property
-    def versions(self):
-        held, found = self._engine.digests(), None
-        for version, source in self._sources.items():
-            if all(held.get(name) == tensor_digest(tensor) for name, tensor in source):
-                found = version
-        return {"weights": found}
+        """Also where it says that it is paused it is asked to compute, and must not with a part of a version."""
+        state = self._direct.state()
+        if state.asleep:
+            return []
+        scoring = tx.make_engine(self.kind, url=self._direct.url, load_timeout_s=0.3 if state.paused else WAIT_S)
+        try:
+            found = scoring.logprobs(PROMPTS)
+        except (EngineError, DeadlineError):
+            return [] if state.paused else ["it serves, and does not compute"]
+        finally:
+            scoring.close()
+        gaps = {version: gap(model, found) for version, model in self._models.items()}
+        self.versions = {"weights": min(gaps, key=gaps.get)}
+        return [] if min(gaps.values()) < CLOSE else [f"it serves a mixture, {gaps} nats away"]
 
     def inject(self, how="fail", *, after=0):
-        self._faults.append([how, after])
+        with self._noting:
+            self._faults.append([how, after])
 
     def heal(self):
-        self._faults.clear()
+        with self._noting:
+            self._faults.clear()
 
-    def _handled(self, message):
-        how = "pass"
-        for row in list(self._faults):
-            row[1] -= 1
-            if row[1] < 0:
-                self._faults.remove(row)
-                how = row[0]
-        if how in ("fail", "cut"):
-            raise EngineRefusedError("it fails here")
-        for _ in range(2 if how == "twice" else 1):
-            told = self._handle(message)
-        if how in ("lose", "junk"):
-            raise DeadlineError("the answer is lost")
-        return told
+    def fault(self):
+        """The fault of the next request."""
+        with self._noting:
+            for row in list(self._faults):
+                row[1] -= 1
+                if row[1] < 0:
+                    self._faults.remove(row)
+                    return row[0]
+        return "pass"
+
+    def forward(self, method, path, body, headers):
+        kept = {name: value for name, value in headers.items() if name.lower() in ("content-type", "authorization")}
+        return self._forward.request(method, path, content=body, headers=kept)
+
+
+class _Forwarding(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        engine, body = self.server.engine, self.rfile.read(int(self.headers.get("content-length", 0)))
+        how, answer = engine.fault(), None
+        if how not in ("fail", "cut"):
+            for _ in range(2 if how == "twice" else 1):
+                answer = engine.forward(self.command, self.path, body, self.headers)
+        if how in ("cut", "lose"):
+            self.close_connection = True
+            return
+        status, content = (
+            (answer.status_code, answer.content) if answer is not None else (500, b'{"error": "it fails"}')
+        )
+        content = b'"junk"' if how == "junk" else content
+        with suppress(OSError):
+            self.send_response(status)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    do_POST = do_OPTIONS = do_GET
+
+    def log_message(self, *args):
+        """Nobody reads it."""
 
 
 @contextmanager
@@ -136,7 +189,7 @@ def client(fake, **settings):
     if isinstance(fake, FakeModule):
         return fake.client
     more = {"flush_timeout_s": 5.0} if fake.kind == "sglang" else {}
-    return tx.make_engine(fake.kind, url=fake.url, **{**QUICK, **more, **settings})
+    return tx.make_engine(fake.kind, url=fake.url, **{**getattr(fake, "limits", QUICK), **more, **settings})
 
 
 class Trainer:

@@ -1,6 +1,6 @@
 """Two clients of one engine, whose calls and failures mix in any order: nobody serves a part of an update.
 
-The engine is a fake one over HTTP, a module of this process, or a real embedded one that serves from it.
+The engine is a fake one over HTTP, a module of this process, or a real one behind a proxy.
 """
 
 from contextlib import nullcontext
@@ -10,12 +10,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from tests.embedded import served_here
+from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model
 from tests.rpc.engines import RealEngine, Trainer, client, running
-from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.weights.source import as_source
 
 VERSIONS = {0: 2, 1: 3}  # of each client's trainer
 FAULTS = ("fail", "cut", "lose", "junk", "twice")
@@ -40,6 +38,10 @@ class TwoClients(RuleBasedStateMachine):
         self.fake = self.running.__enter__()
         self.clients = [client(self.fake) for _ in VERSIONS]
 
+    def inject(self, how, **more):
+        """SGLang's scheduler ends where memory is given up, or taken back, twice: no client can mend that."""
+        self.fake.inject("lose" if how == "twice" and self.fake.kind == "sglang" else how, **more)
+
     def take(self, call, *given):
         """Make a call; what it raises is ours."""
         try:
@@ -61,7 +63,7 @@ class TwoClients(RuleBasedStateMachine):
         steps = list(self.trainers[who].steps(self.clients[who], VERSIONS[who]).values())[first : first + count]
         for number, step in enumerate(steps):
             if fault and number == len(steps) - 1:
-                self.fake.inject(fault)
+                self.inject(fault)
             self.take(step)
         if impatient is not None:
             self.take(self.clients[impatient].resume)
@@ -81,14 +83,14 @@ class TwoClients(RuleBasedStateMachine):
 
     @rule(how=st.sampled_from(FAULTS), after=st.integers(0, 4))
     def fault(self, how, after):
-        self.fake.inject(how, after=after)
+        self.inject(how, after=after)
 
     @rule(who=WHO)
     def good_update(self, who):
         """Whatever was before: a good update of a client that knows nothing of it heals the engine."""
         self.fake.heal()
         self.trainers[who].update(client(self.fake), VERSIONS[who])
-        assert self.fake.serving and set(self.fake.versions.values()) == {VERSIONS[who]}
+        assert self.fake.serving and not self.fake.wrongs and set(self.fake.versions.values()) == {VERSIONS[who]}
 
     @invariant()
     def nothing_but_whole_versions_is_served(self):
@@ -101,13 +103,13 @@ class TwoClients(RuleBasedStateMachine):
             self.running.__exit__(None, None, None)
 
 
-def run(request, port, trainers, **more):
+def run(request, port, trainers, examples=EXAMPLES, **more):
     """Let a machine run; ``more`` are further members of it."""
     exhaustive = request.config.getoption("--exhaustive")
     run_state_machine_as_test(
         type("Machine", (TwoClients,), {"port": port, "trainers": trainers, **more}),
         settings=settings(
-            max_examples=300 if exhaustive else EXAMPLES,
+            max_examples=300 if exhaustive else examples,
             stateful_step_count=30 if exhaustive else 20,
             suppress_health_check=list(HealthCheck),
             phases=list(Phase) if exhaustive else [Phase.generate],
@@ -120,9 +122,18 @@ def test_no_order_of_calls_serves_a_part_of_an_update(port, trainers, request):
     run(request, port, trainers)
 
 
-def test_nor_does_a_real_engine(request, tmp_path):
-    sources = {version: as_source(tiny_model(version)) for version in VERSIONS.values()}
-    trainers = [Trainer(tmp_path / f"trainer {who}", (version,), tiny_model) for who, version in VERSIONS.items()]
-    with served_here(Engine(str(tiny_checkpoint(tmp_path / "model")), dtype="float32")) as server:
-        engine = RealEngine(server.engine, server.url, sources)
-        run(request, "real", trainers, engine=staticmethod(lambda port: nullcontext(engine)))
+@pytest.fixture
+def seeds(tmp_path):
+    return [Trainer(tmp_path / f"trainer {who}", (version,), tiny_model) for who, version in VERSIONS.items()]
+
+
+def run_real(request, kind, url, seeds):
+    """Let a machine run on a real engine."""
+    with RealEngine(kind, url, {version: tiny_model(version) for version in VERSIONS.values()}) as engine:
+        seeds[0].update(client(engine), VERSIONS[0])
+        run(request, kind, seeds, engine=staticmethod(lambda port: nullcontext(engine)), examples=3)
+
+
+def test_nor_does_a_real_engine(request, seeds, tmp_path):
+    with EmbeddedServer(tiny_checkpoint(tmp_path / "model"), dtype="float32") as server:
+        run_real(request, "embedded", server.url, seeds)
