@@ -152,9 +152,12 @@ class _Forwarding(BaseHTTPRequestHandler):
     def do_GET(self):
         engine, body = self.server.engine, self.rfile.read(int(self.headers.get("content-length", 0)))
         how, answer = engine.fault(), None
-        if how not in ("fail", "cut"):
-            for _ in range(2 if how == "twice" else 1):
-                answer = engine.forward(self.command, self.path, body, self.headers)
+        try:
+            if how not in ("fail", "cut"):
+                for _ in range(2 if how == "twice" else 1):
+                    answer = engine.forward(self.command, self.path, body, self.headers)
+        except httpx.HTTPError:
+            how = "cut"
         if how in ("cut", "lose"):
             self.close_connection = True
             return
