@@ -162,6 +162,17 @@ class TestModule:
                 receiver.start()
             assert same(served, states(policy)) and engine.serving.is_set()
 
+    def test_two_clients_of_one_module_know_of_each_others_pauses_and_updates(self):
+        served, policy = nn.Linear(3, 2), nn.Linear(3, 2)
+        one, other = (tx.make_engine("inprocess", engine=served) for _ in range(2))
+        assert one.pause() and not other.pause() and not other.serving.is_set()
+        other.resume()
+        assert one.serving.is_set()
+        run(one.update_model_weights_from_state_dict(policy.state_dict()))
+        run(other.update_model_weights_from_state_dict({"bias": torch.ones(2)}))
+        report = run(one.update_model_weights_from_state_dict({"weight": torch.ones(2, 3)}))
+        assert not report.part and same(served, {"weight": torch.ones(2, 3), "bias": torch.ones(2)})
+
     def test_updates_at_the_same_time_queue_and_none_is_torn(self):
         served = nn.Linear(64, 64)
         others = [nn.Linear(64, 64).state_dict() for _ in range(6)]

@@ -9,17 +9,27 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
-from torchrl_ext.errors import ConfigError
-from torchrl_ext.registry import Make
+from torch import Tensor
+
+from torchrl_ext.errors import ConfigError, UpdateError, WeightSyncError, why
+from torchrl_ext.registry import Make, transports
 from torchrl_ext.rpc.engine import Engine
-from torchrl_ext.sync.engines.local import ModulePort, VLLMObjectPort, local_port
-from torchrl_ext.sync.engines.switching import Switch
-from torchrl_ext.sync.only import Only
+from torchrl_ext.sync.engines.local import EmbeddedObjectPort, LocalPort, ModulePort, VLLMObjectPort
+from torchrl_ext.sync.only import Only, chosen
+from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.sync.update_source import UpdateSource
+from torchrl_ext.types import SyncReport
+from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.derived import Layered
+from torchrl_ext.weights.source import WeightSource, as_source, is_torchrl
 
 __all__ = ["InProcessEngine"]
+
+_VLLM = {"vllm.entrypoints.llm.LLM", "vllm.v1.engine.async_llm.AsyncLLM"}
+_EMBEDDED = {"torchrl_ext.embedded.engine.Engine"}
 
 
 class InProcessEngine(Engine):
@@ -65,10 +75,22 @@ class InProcessEngine(Engine):
                 else f"keep_cache means nothing with pause mode {pause_mode!r}",
                 expected="pause_mode='keep', and no free_cache",
             )
-        settings: dict[str, Any] = {"pause_mode": pause_mode, "keep_cache": keep_cache, "loop": loop}
-        self._object = local_port(engine, url=url, timeout_s=timeout_s, **settings)
+        if is_torchrl(engine, "LocalLLMWrapper"):  # its own `update_weights` does nothing
+            engine = engine.llm_instance
+        bases = {f"{base.__module__}.{base.__name__}" for base in type(engine).__mro__}  # there may be no vLLM here
+        self._object: LocalPort
+        if bases & _VLLM:
+            self._object = VLLMObjectPort(engine, pause_mode=pause_mode, keep_cache=keep_cache, loop=loop)
+        elif bases & _EMBEDDED:
+            self._object = EmbeddedObjectPort(engine, pause_mode=pause_mode, keep_cache=keep_cache)
+        else:
+            self._object = ModulePort(engine)
+        self._object.url, self._object.timeout_s = url, timeout_s
         super().__init__(self._object, free_cache=free_cache)
         self._transport = transport or self._object.transport
+        self._turn = threading.Lock()
+        self._good: WeightSource | None = None  # what it was switched to last
+        self._joined = ""  # the connection by which that was sent
 
     @property
     def serving(self) -> threading.Event:
@@ -85,7 +107,7 @@ class InProcessEngine(Engine):
 
     async def update_model_weights(
         self, model_weights_path: str | os.PathLike[str], *, only: Only | None = None
-    ) -> Any:
+    ) -> SyncReport:
         """Serve the weights of a checkpoint directory, without a restart; concurrent updates run one by one.
 
         Args:
@@ -100,11 +122,18 @@ class InProcessEngine(Engine):
             ManifestError: ``only`` means none of its tensors, or the engine's model has none of such a name and shape.
             UpdateError: they did not land; the engine serves what it served, unless the message says otherwise.
         """
-        return await self._switched(lambda switch: switch.to_checkpoint(model_weights_path, only))
+
+        def switch() -> SyncReport:
+            checkpoint = CheckpointSource(model_weights_path)
+            if only is None:
+                return self._switch(checkpoint)
+            return self._merge(dict(checkpoint.pairs(chosen(only, checkpoint))))
+
+        return await self._beside(switch)
 
     async def update_model_weights_from_state_dict(
-        self, state_dict: Mapping[str, Any], *, mapper: Callable[[str], str] | Mapping[str, str] | None = None
-    ) -> Any:
+        self, state_dict: Mapping[str, Tensor], *, mapper: Callable[[str], str] | Mapping[str, str] | None = None
+    ) -> SyncReport:
         """Serve these tensors, which alone are moved; parameters that are left out stay as they are.
 
         Args:
@@ -118,16 +147,68 @@ class InProcessEngine(Engine):
             ManifestError: no parameter has a tensor's name and shape, or a tensor has no data.
             UpdateError: as for `update_model_weights`.
         """
-        return await self._switched(lambda switch: switch.to_state_dict(state_dict, mapper))
+        return await self._beside(partial(self._merge, state_dict, mapper))
 
-    async def _switched(self, how: Callable[[Switch], Any]) -> Any:
+    async def _beside(self, switch: Callable[[], SyncReport]) -> SyncReport:
+        """Return what ``switch`` does in a thread of its own, alone."""
         if isinstance(self._object, VLLMObjectPort):
             self._object.at_home(asyncio.get_running_loop())
-        return await asyncio.to_thread(how, self._switch)
+
+        def alone() -> SyncReport:
+            with self._turn:
+                return switch()
+
+        return await asyncio.to_thread(alone)
 
     @cached_property
-    def _switch(self) -> Switch:
-        return Switch(self, self._object, transport=self._transport)
+    def _sender(self) -> WeightSender:
+        sender = WeightSender(transports.make(self._transport), self)
+        sender.holds(0)
+        return sender
+
+    def _held(self) -> WeightSource:
+        """Return the weights that it holds, to fall back on."""
+        if self._good is None or (
+            isinstance(self._object, ModulePort) and self.replaced(self._joined) and self._object.state().whole
+        ):
+            self._good = self._object.start_weights()
+        return self._good
+
+    def _merge(
+        self, tensors: Mapping[str, Tensor], mapper: Callable[[str], str] | Mapping[str, str] | None = None
+    ) -> SyncReport:
+        """Serve these tensors, cast to the dtypes of those held, and for every other parameter what is held."""
+        given, good = UpdateSource(as_source(tensors), mapper=mapper), self._held()
+        dtypes = {meta.name: meta.dtype for meta in good.params()}
+        copies = {name: tensor.to("cpu", dtypes.get(name), copy=True) for name, tensor in given}
+        return self._switch(Layered(good, copies), frozenset(copies))
+
+    def _switch(self, source: WeightSource, names: frozenset[str] | None = None) -> SyncReport:
+        """Serve ``source``, of which only ``names`` differ from what is held, or put back what was held."""
+        self._object.check()
+        good = self._held()
+        try:
+            report = self._sender.update_weights(source, only=names)
+            self._object.check()
+        except WeightSyncError as error:
+            if self.rows()[0].state == "serving":
+                raise
+            try:
+                self._sender.update_weights(good)
+            except WeightSyncError as second:
+                raise UpdateError(
+                    f"{why(error)}; and the weights before it could not be put back: {why(second)}",
+                    state=second.state,
+                    hint=second.hint,
+                    rows=self.rows(),
+                ) from error
+            raise UpdateError(
+                f"{why(error)}; the weights that were served before were put back, and serve",
+                expected=error.expected,
+                rows=self.rows(),
+            ) from error
+        self._good, self._joined = source, self._connection
+        return report
 
 
 INPROCESS = Make(client=InProcessEngine)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, wait
 from contextlib import suppress
 from typing import Any, ClassVar, Final
+from weakref import WeakValueDictionary
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
@@ -29,12 +30,10 @@ from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import EngineInfo, Info
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.scoring import score
-from torchrl_ext.weights.source import WeightSource, as_source, is_torchrl
+from torchrl_ext.weights.source import WeightSource, as_source
 
-__all__ = ["EmbeddedObjectPort", "LocalPort", "ModulePort", "VLLMObjectPort", "local_port"]
+__all__ = ["EmbeddedObjectPort", "LocalPort", "ModulePort", "VLLMObjectPort"]
 
-_VLLM: Final = {("vllm.entrypoints.llm", "LLM"), ("vllm.v1.engine.async_llm", "AsyncLLM")}
-_EMBEDDED: Final = {("torchrl_ext.embedded.engine", "Engine")}
 _PLUGIN: Final = "install this package beside vLLM, and let VLLM_PLUGINS, where it is set, name torchrl_ext"
 _COPYING_S: Final = 10.0
 _LOOK_S: Final = 1.0  # how often a wait looks whether the engine's loop still runs
@@ -44,11 +43,14 @@ class LocalPort(Port):
     """An engine object of this process.
 
     Attributes:
+        driven: the object.
         transport: name of the transport by which weights reach it from this process.
         handle: does what a message says, and returns the answer when it is done; raises the errors of that step.
     """
 
     kind: ClassVar[str] = "inprocess"
+    url: str = "inprocess"
+    driven: Any
     transport: ClassVar[str]
     handle: Callable[[Message], Info]
 
@@ -74,6 +76,8 @@ class LocalPort(Port):
 
     def check(self) -> None:
         """Raise EngineError where the engine could not take an update: it is dead, or asleep."""
+        if self.asleep():
+            raise EngineError(f"{self.url} is asleep", expected="an engine that is awake", hint="wake it up first")
 
     @abstractmethod
     def start_weights(self) -> WeightSource:
@@ -92,48 +96,32 @@ class LocalPort(Port):
                 self.handle(Leave(connection=connection))
 
 
-def local_port(
-    engine: Any,
-    *,
-    url: str = "inprocess",
-    pause_mode: str = "keep",
-    keep_cache: bool = False,
-    loop: asyncio.AbstractEventLoop | None = None,
-    timeout_s: float = 600.0,
-) -> LocalPort:
-    """Return the port of an object; vLLM's classes are recognised by name, since this process may not have vLLM.
+class _Module:
+    """A module's receiver and its pause, which all ports of the module share as clients of one server do."""
 
-    Args:
-        engine: as for `torchrl_ext.sync.engines.inprocess.InProcessEngine`, as all others.
-    """
-    if is_torchrl(engine, "LocalLLMWrapper"):  # its own `update_weights` does nothing
-        engine = engine.llm_instance
-    bases = {(base.__module__, base.__name__) for base in type(engine).__mro__}
-    found: LocalPort
-    if bases & _VLLM:
-        found = VLLMObjectPort(engine, pause_mode=pause_mode, keep_cache=keep_cache, loop=loop)
-    elif bases & _EMBEDDED:
-        found = EmbeddedObjectPort(engine, pause_mode=pause_mode, keep_cache=keep_cache)
-    else:
-        found = ModulePort(engine)
-    found.url, found.timeout_s = url, timeout_s
-    return found
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self.receiver = target if isinstance(target, WeightReceiver) else WeightReceiver(target)
+        self.serving = threading.Event()
+        self.serving.set()
+
+
+_modules: WeakValueDictionary[int, _Module] = WeakValueDictionary()  # by the id of a target, which they keep alive
 
 
 class ModulePort(LocalPort):
-    """A module, a mapping of tensors, a TensorDict, or a receiver.
-
-    Attributes:
-        serving: cleared while paused.
-    """
+    """A module, a mapping of tensors, a TensorDict, or a receiver."""
 
     transport = "memory"
 
-    def __init__(self, target: Any, *, url: str = "inprocess") -> None:
-        receiver = target if isinstance(target, WeightReceiver) else WeightReceiver(target)
-        self.url, self._target, self.handle = url, receiver.target, receiver.handle
-        self.serving = threading.Event()
-        self.serving.set()
+    def __init__(self, target: Any) -> None:
+        self._module = _modules.get(id(target)) or _modules.setdefault(id(target), _Module(target))
+        self.driven, self.handle = target, self._module.receiver.handle
+
+    @property
+    def serving(self) -> threading.Event:
+        """The event that is cleared while the module is paused."""
+        return self._module.serving
 
     def tell(self, message: Message) -> list[Info]:
         if isinstance(message, (Start, Load)) and self.serving.is_set():
@@ -150,10 +138,11 @@ class ModulePort(LocalPort):
         self.serving.set()
 
     def start_weights(self) -> WeightSource:
-        return as_source({name: tensor.clone() for name, tensor in as_source(self._target)})
+        held = as_source(self._module.receiver.target)
+        return as_source({name: tensor.clone() for name, tensor in held})
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        return score(self._target, prompts)
+        return score(self._module.receiver.target, prompts)
 
 
 class EmbeddedObjectPort(LocalPort):
@@ -162,8 +151,8 @@ class EmbeddedObjectPort(LocalPort):
     transport = "ipc"
 
     def __init__(self, engine: Any, *, pause_mode: str, keep_cache: bool) -> None:
-        self._engine, self._mode, self._keep_cache = engine, pause_mode, keep_cache
-        self.handle = engine.handle
+        self.driven = self._engine = engine
+        self.handle, self._mode, self._keep_cache = engine.handle, pause_mode, keep_cache
 
     def describe(self) -> EngineInfo:
         return EngineInfo(url=self.url, kind=self.kind, model=self._engine.model_dir)
@@ -189,10 +178,6 @@ class EmbeddedObjectPort(LocalPort):
 
     def wake(self, tags: frozenset[str], state: EngineState) -> None:
         self._engine.wake_up(sorted(tags & state.asleep))
-
-    def check(self) -> None:
-        if self._engine.asleep:
-            raise EngineError("the engine is asleep", expected="one that is awake", hint="wake it up, then update it")
 
     def start_weights(self) -> WeightSource:
         return CheckpointSource(self._engine.model_dir)
@@ -221,15 +206,10 @@ class VLLMObjectPort(LocalPort):
     transport = "ipc"
 
     def __init__(
-        self,
-        llm: Any,
-        *,
-        pause_mode: str,
-        keep_cache: bool = False,
-        loop: asyncio.AbstractEventLoop | None,
+        self, llm: Any, *, pause_mode: str, keep_cache: bool = False, loop: asyncio.AbstractEventLoop | None
     ) -> None:
-        self._llm, self._mode, self._loop = llm, pause_mode, loop
-        self._keep_cache = keep_cache
+        self.driven = self._llm = llm
+        self._mode, self._keep_cache, self._loop = pause_mode, keep_cache, loop
         self._asynchronous = inspect.iscoroutinefunction(llm.collective_rpc)
         self._config = llm.vllm_config if self._asynchronous else llm.llm_engine.vllm_config
         if keep_cache and self._config.kv_transfer_config is not None:
@@ -276,8 +256,8 @@ class VLLMObjectPort(LocalPort):
         return {}
 
     def describe(self) -> EngineInfo:
-        if self._asynchronous and (self._loop is not None or _running_here() is not None):
-            self._home()
+        if self._loop is not None and not self._loop.is_running():  # so that a fleet goes on without it
+            raise _ended()
         parallel = self._config.parallel_config
         return EngineInfo(
             url=self.url,
@@ -318,12 +298,7 @@ class VLLMObjectPort(LocalPort):
 
     def check(self) -> None:
         if self._asynchronous:
-            try:
-                self._done(self._llm.check_health())
-            except WeightSyncError:
-                raise
-            except Exception as error:
-                raise EngineError(f"{error}; vLLM is not healthy", hint="make a new engine") from error
+            self._do(self._llm.check_health)
             if self._do(self._llm.is_sleeping):
                 raise EngineError("vLLM is asleep", expected="one that is awake", hint="await engine.wake_up() first")
 
@@ -391,15 +366,14 @@ class VLLMObjectPort(LocalPort):
             EngineUnreachableError: the loop has ended.
             DeadlineError: no answer in time.
         """
-        if not inspect.isawaitable(value):
+        if not inspect.iscoroutine(value):
             return value
         try:
             home = self._home()
         except WeightSyncError:
-            if inspect.iscoroutine(value):
-                value.close()  # it never runs, of which Python would warn
+            value.close()  # it never runs, of which Python would warn
             raise
-        future = asyncio.run_coroutine_threadsafe(_awaited(value), home)
+        future = asyncio.run_coroutine_threadsafe(value, home)
         within = Deadline(self.timeout_s, "vLLM")
         while not wait([future], min(_LOOK_S, within.left_s)).done:
             if not home.is_running():
@@ -457,7 +431,3 @@ def _ended() -> EngineUnreachableError:
         state="the engine serves nobody",
         hint="make a new engine on a loop that goes on",
     )
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
