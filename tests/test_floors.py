@@ -62,7 +62,7 @@ ENGINE_MODULES = [
     "torchrl_ext.transports.ranks",
     "torchrl_ext.transports.sharded.transport",
 ]
-NOT_IN_ENGINES = {f"torchrl_ext/sync/{name}.py" for name in ("engines/actors", "engines/ray", "sender")}
+NOT_IN_ENGINES = {f"torchrl_ext/sync/{name}.py" for name in ("engines/ray", "sender")}
 
 
 def modules():

@@ -30,7 +30,7 @@ from torchrl_ext.errors import (
 from torchrl_ext.rpc.discovery import as_engine
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.sync.engines.ray import EngineActor, Served, as_remote, ray_engine
+from torchrl_ext.sync.engines.ray import EngineActor, Served, ray_engine
 
 ray = pytest.importorskip("ray")
 WAIT_S = 120
@@ -66,8 +66,6 @@ def where(_=None):
 class Trainer:
     """A sender in an actor, made there with its model."""
 
-    as_remote = classmethod(as_remote)
-
     def __init__(self, transport, engine=None, **settings):
         self.model = make_net()
         self.sender = tx.WeightSender(tx.make_transport(transport, **settings), engine)
@@ -88,8 +86,6 @@ class Trainer:
 
 class Follower:
     """A receiver in an actor, without a control layer."""
-
-    as_remote = classmethod(as_remote)
 
     def __init__(self, transport, **settings):
         self.model = make_net_of_zeros()
@@ -123,7 +119,8 @@ def actors(cluster):
     started = []
 
     def start(cls, *args, on="rollout", **kwargs):
-        remote = cls.as_remote({"num_cpus": 1, "resources": {on: 1}})
+        options = {"num_cpus": 1, "resources": {on: 1}}
+        remote = EngineActor.as_remote(options) if cls is EngineActor else ray.remote(**options)(cls)
         started.append(remote.remote(*args, **kwargs))
         return started[-1]
 

@@ -15,7 +15,8 @@ from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
 from torchrl_ext.messages import Join, replaced_by
 from torchrl_ext.routes import ANSWERS, TAKE_OVER
 from torchrl_ext.rpc.discovery import as_engine
-from torchrl_ext.sync.engines import actors
+from torchrl_ext.sync.engines import ray
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.weights.source import as_source
 
 
@@ -105,26 +106,6 @@ class Serving:
     async def generate(self): ...
 
 
-def test_what_a_client_gave_up_asking_for_is_dropped_when_it_closes_and_what_others_ask_for_is_not():
-    held = Serving()
-
-    def begun(client, job, method):
-        assert actors.begin(held, lambda held: held.model, client, job, "call", method, {}) is None
-        Deadline(60).poll(actors._jobs[client][job].done)
-
-    begun("left", "late", ("describe",))
-    begun("stays", "other", ("describe",))
-    begun("left", "last", ("close", ""))
-    assert actors.answer(held, "left", "last") == (None,)
-    assert actors._jobs.keys() == actors._hosted.keys() == {"stays"}
-    with pytest.raises(NotConnectedError, match="left the engine"):
-        actors.answer(held, "left", "late")
-    (info,) = actors.answer(held, "stays", "other")
-    assert info.world_size == 1 and not actors._jobs
-    begun("stays", "last", ("close", ""))
-    assert actors.answer(held, "stays", "last") == (None,) and not actors._hosted
-
-
 class Plain:
     """Of an actor that does one thing at a time."""
 
@@ -132,16 +113,17 @@ class Plain:
         self.model = talker(0)
 
 
+@pytest.mark.parametrize("pick", [lambda held: held.model, lambda held: InProcessEngine(held.model)])
 @pytest.mark.parametrize("kind", [Serving, Plain])
-def test_a_client_that_joins_ends_those_of_trainers_that_died_without_a_close(kind):
+def test_a_client_that_joins_has_those_before_it_forgotten_and_what_nobody_fetched(kind, pick):
     held, trainer = kind(), tx.MemoryTransport()
     params = as_source(held.model).params()
 
-    def called(client, method, *args):
-        found = actors.begin(held, lambda held: held.model, client, "job", method, args, {})
+    def called(client, *args):
+        found = ray.begin(held, pick, client, "job", args[0], args[1:], {})
         if found is None:
-            Deadline(60).poll(actors._jobs[client]["job"].done)
-            found = actors.answer(held, client, "job")
+            Deadline(60).poll(ray._hosted[client].jobs["job"].done)
+            found = ray.answer(held, client, "job")
         return found[0]
 
     def joining(name):
@@ -153,9 +135,13 @@ def test_a_client_that_joins_ends_those_of_trainers_that_died_without_a_close(ki
     for name in ("first", "second", "third"):
         info = joining(name)
         called(name, "suited", info)
-        called(name, "call", "tell", Join.of(info))
-        assert actors._hosted.keys() == {name} and not actors._jobs
-    assert replaced_by(lambda message: called("first", "call", "tell", message), "first")  # it lives, and joins anew
-    for name in [*actors._hosted]:
-        called(name, "call", "close", "")
-    assert not actors._hosted
+        called(name, "tell", Join.of(info))
+        if ray.begin(held, pick, name, "unfetched", "describe", (), {}) is None:
+            Deadline(60).poll(ray._hosted[name].jobs["unfetched"].done)
+        assert ray._hosted.keys() == {name}
+    with pytest.raises(NotConnectedError, match="another client joined"):
+        ray.answer(held, "first", "unfetched")
+    assert replaced_by(lambda message: called("first", "tell", message), "first")  # it lives, and joins anew
+    for name in ("first", "third"):
+        called(name, "close", name)
+    ray._hosted.clear()

@@ -1,4 +1,4 @@
-"""The port of an engine in a Ray actor: what an `EngineActor` or another class holds, or a server.
+"""Engines in Ray actors: an `EngineActor` hosts any engine and its port, and `RayPort` asks that port from outside.
 
 Ray moves the calls; weights go by the transport, from the trainer to the actor's process or to the engine behind it.
 """
@@ -6,42 +6,186 @@ Ray moves the calls; weights go by the transport, from the trainer to the actor'
 from __future__ import annotations
 
 import copy
+import inspect
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, final
 
-from torchrl_ext.deadline import Deadline
+from torchrl_ext.deadline import Deadline, in_thread
 from torchrl_ext.errors import (
     ConfigError,
     DeadlineError,
     EngineRefusedError,
     EngineUnreachableError,
+    NotConnectedError,
     WeightSyncError,
 )
-from torchrl_ext.messages import Message
-from torchrl_ext.registry import Make
+from torchrl_ext.registry import Make, engines
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.rpc.port import EngineState, Port
-from torchrl_ext.sync.engines.actors import EngineActor, Served, answer, as_remote, begin, the_ray
+from torchrl_ext.rpc.port import Port
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.local import LocalPort
 from torchrl_ext.types import EngineInfo, Info
 from torchrl_ext.weights.source import is_torchrl
 
-__all__ = ["EngineActor", "RayPort", "Served", "as_remote", "connect_actors", "ray_engine"]
+__all__ = ["EngineActor", "RayPort", "Served", "connect_actors", "ray_engine"]
 
 _POLL_S = 0.05
-_VLLM_TIMEOUT_S = 600.0
 _LIMITS = {"timeout_s", "load_timeout_s", "start_timeout_s"}
 _SHORT = {"describe", "state", "release", "close"}  # calls that wait for no weights
 
+_hosted: dict[str, EngineActor] = {}  # in an actor of another class: by client
 
-class _Late(Exception):
-    """A call was begun in an actor, and has no answer in time."""
+
+def _the_ray() -> Any:
+    """Return the module `ray`.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(f"ray cannot be imported: {error}", hint="pip install 'torchrl_ext[ray]'") from error
+    return ray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """A recipe of an engine server that an `EngineActor` starts on its node, with the client that drives it there.
+
+    Attributes:
+        kind: ``"embedded"``, ``"vllm"``, ``"sglang"``.
+        launch: fields of the make's server spec (`torchrl_ext.serving.server.ServerSpec`): ``model``, ``dtype``, ...
+        client: settings of its client (`torchrl_ext.rpc`).
+    """
+
+    kind: str
+    launch: Mapping[str, Any]
+    client: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self) -> tuple[EngineClient, Any]:
+        """Start the server; return its client, and the server."""
+        server = engines.part(self.kind, "server")(**self.launch).start()
+        return engines.make(self.kind, url=server.url, **self.client), server
+
+
+class EngineActor:
+    """The class that runs in a Ray actor, with an engine of the actor's process or a server on its node.
+
+    Args:
+        make: called in the actor; returns what takes the weights (a module, a TensorDict, a `WeightReceiver` or an
+            `EngineClient`). `Served` makes a server.
+
+    ``EngineActor.as_remote({"resources": {"engine": 1}}).remote(make)`` places one; `ray_engine` drives it.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        made = make()
+        self.target, self._server = made if isinstance(made, tuple) else (made, None)
+        engine = self.target if isinstance(self.target, Engine) else InProcessEngine(self.target)
+        self._own = self._port = engine.port
+        self.driven = engine.port.driven if isinstance(engine.port, LocalPort) else engine
+        self.jobs: dict[str, Future[Any]] = {}  # of `begin`, by name
+
+    @classmethod
+    def as_remote(cls, remote_config: Mapping[str, Any] | None = None) -> Any:
+        """Return this class as a Ray actor class with room for two calls: one waits for weights, one asks or closes.
+
+        Args:
+            remote_config: options of `ray.remote` (``num_cpus``, ``resources``, ``max_concurrency``, ...).
+
+        Raises:
+            ConfigError: ray is not installed.
+        """
+        return _the_ray().remote(**{"max_concurrency": 2, **(remote_config or {})})(cls)
+
+    def call(self, name: str, *args: Any, **settings: Any) -> Any:
+        """Call a method of the engine's `Port`, and return its answer.
+
+        Of `Port.suited` that is ``pauses``, ``proves`` and ``drops_first`` of the port, which stays here and is called
+        from then on.
+        """
+        if name != "suited":
+            return getattr(self._port, name)(*args, **settings)
+        before, self._port = self._port, self._own.suited(*args)
+        if before is not self._port:
+            before.close("")
+        return self._port.pauses, self._port.proves, self._port.drops_first
+
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return ``function(target, *args)``, where the target is what ``make`` returned."""
+        return function(self.target, *args)
+
+    def stop(self) -> None:
+        """End the server, where there is one. It also ends with the actor's process."""
+        if self._server is not None:
+            self._server.stop()
+
+
+def begin(
+    held: Any, pick: Callable[[Any], Any], client: str, job: str, name: str, args: tuple[Any, ...], settings: Info
+) -> tuple[Any] | None:
+    """Do what `EngineActor.call` does, over what ``pick`` finds in ``held``; to be run in the actor of ``held``.
+
+    Ray starts no other call of the actor before this one returns. An actor with coroutines goes on meanwhile, so a
+    thread does the job there. Any other actor does one thing at a time, and this is it.
+
+    One sender at a time drives an engine: the one that joins has the clients before it forgotten, except those whose
+    jobs run. One that lives joins anew.
+
+    Args:
+        held: the actor's object.
+        pick: takes it; returns what takes the weights, as ``make`` of `EngineActor` does.
+        client: names the client, which has an `EngineActor` of its own.
+        job: names this call, for `answer`.
+        name, args, settings: of `EngineActor.call`.
+
+    Returns:
+        The answer, in a tuple; or None where the job has begun.
+    """
+    if client not in _hosted:
+        _hosted[client] = EngineActor(partial(pick, held))
+    host = _hosted[client]
+    if name == "suited":
+        for other, one in [*_hosted.items()]:
+            if one is not host and one.driven is host.driven and all(job.done() for job in one.jobs.values()):
+                del _hosted[other]
+    call = partial(host.call, name, *args, **settings)
+    if not inspect.getmembers(type(held), inspect.iscoroutinefunction):
+        return (call(),)
+    host.jobs[job] = in_thread(call, f"torchrl-ext-{name}")
+    return None
+
+
+def answer(held: Any, client: str, job: str) -> tuple[Any] | None:
+    """Return the answer of a client's job, in a tuple, or None while it runs; raise what it raised.
+
+    Raises:
+        NotConnectedError: another client joined before it asked.
+    """
+    del held
+    if client not in _hosted:
+        raise NotConnectedError(
+            "another client joined this engine before this one had its answer", hint="connect again"
+        )
+    jobs = _hosted[client].jobs
+    return (jobs.pop(job).result(),) if jobs[job].done() else None
+
+
+def _asked(name: str) -> Any:
+    """Return a method that asks the port in the actor."""
+
+    def ask(self: RayPort, *args: Any, **settings: Any) -> Any:
+        return self._ask(name, *args, **settings)
+
+    return ask
 
 
 @final
@@ -63,7 +207,7 @@ class RayPort(Port):
         load_timeout_s: float = 600.0,
         start_timeout_s: float = 600.0,
     ) -> None:
-        ray = the_ray()
+        ray = _the_ray()
         if isinstance(actor, str):
             self.url = f"ray:{actor}"
             try:
@@ -84,77 +228,51 @@ class RayPort(Port):
         return str(self._ask("describe").url)
 
     def suited(self, info: Info) -> Port:
+        pauses, proves, drops_first = self._ask("suited", info)
+        if (pauses, proves, drops_first) == (self.pauses, self.proves, self.drops_first):
+            return self
         found = copy.copy(self)
-        self._first_timeout_s = 0.0
-        pauses, proves, drops_first = self._call("suited", info)
         vars(found).update(pauses=pauses, proves=proves, drops_first=drops_first)
         return found
 
-    def state(self, *, fit: bool = False) -> EngineState:
-        return self._ask("state", fit=fit)
-
-    def tell(self, message: Message) -> list[Info]:
-        return self._ask("tell", message)
-
-    def hold(self, before: EngineState) -> None:
-        self._ask("hold", before)
-
-    def release(self) -> None:
-        self._ask("release")
-
-    def abandon(self) -> None:
-        self._ask("abandon")
-
-    def drop_cached(self) -> None:
-        self._ask("drop_cached")
-
-    def make_idle(self) -> None:
-        self._ask("make_idle")
-
-    def label_as(self, version: int) -> None:
-        self._ask("label_as", version)
-
-    def refuse_sleep(self, level: int, tags: frozenset[str]) -> None:
-        self._ask("refuse_sleep", level, tags)
-
-    def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
-        self._ask("sleep", level, tags, state)
-
-    def wake(self, tags: frozenset[str], state: EngineState) -> None:
-        self._ask("wake", tags, state)
-
-    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._ask("logprobs", prompts)
+    state = _asked("state")
+    tell = _asked("tell")
+    hold = _asked("hold")
+    release = _asked("release")
+    abandon = _asked("abandon")
+    drop_cached = _asked("drop_cached")
+    make_idle = _asked("make_idle")
+    label_as = _asked("label_as")
+    refuse_sleep = _asked("refuse_sleep")
+    sleep = _asked("sleep")
+    wake = _asked("wake")
+    logprobs = _asked("logprobs")
 
     def close(self, connection: str) -> None:
         with suppress(EngineUnreachableError, EngineRefusedError):  # it is gone, or another sender's
             self._ask("close", connection)
 
     def _ask(self, name: str, *args: Any, **settings: Any) -> Any:
-        """Call a method of the port in the actor, and return its answer; raise as `_call`."""
-        return self._call("call", name, *args, **settings)
-
-    def _call(self, method: str, *args: Any, **settings: Any) -> Any:
-        """Call a method of the `EngineActor`, and wait for its answer.
+        """Call a method of the port in the actor, and wait for its answer.
 
         Raises:
             EngineUnreachableError: the actor is dead.
             DeadlineError: no answer in time.
             WeightSyncError: what the actor raised, in its own class where it is one of ours.
         """
-        ray, what = the_ray(), args[0] if method == "call" else method
-        limit = max(self._timeout_s if what in _SHORT else self.timeout_s, self._first_timeout_s)
+        errors = _the_ray().exceptions
+        limit_s = max(self._timeout_s if name in _SHORT else self.timeout_s, self._first_timeout_s)
         try:
-            found = self._answer(method, args, settings, limit)
-        except ray.exceptions.RayTaskError as error:
-            raise self._failed(what, error.cause) from error
-        except (ray.exceptions.GetTimeoutError, _Late) as error:
+            found = self._answer(limit_s, name, args, settings)
+        except errors.RayTaskError as error:
+            raise self._failed(name, error.cause) from error
+        except errors.GetTimeoutError as error:
             raise DeadlineError(
-                f"no answer to {what!r} within {limit:g} s from {self.url}",
+                f"no answer to {name!r} within {limit_s:g} s from {self.url}",
                 state="the call may still run in the actor",
                 hint="look at the actor's log, or allow more time (load_timeout_s)",
             ) from error
-        except ray.exceptions.RayActorError as error:
+        except errors.RayActorError as error:
             raise EngineUnreachableError(
                 f"{str(error).strip().rstrip('.')}; {self.url} is dead",
                 state="its weights are lost with it",
@@ -163,22 +281,22 @@ class RayPort(Port):
         self._first_timeout_s = 0.0
         return found
 
-    def _answer(self, method: str, args: tuple[Any, ...], settings: Info, timeout_s: float) -> Any:
+    def _answer(self, timeout_s: float, name: str, args: tuple[Any, ...], settings: Info) -> Any:
         """Return the actor's answer; errors of Ray, and errors that Ray carries, come through."""
-        ray, actor = the_ray(), self._actor
+        ray, actor, within = _the_ray(), self._actor, Deadline(timeout_s)
         if self._pick is None:
-            return ray.get(getattr(actor, method).remote(*args, **settings), timeout=timeout_s)
-        within, job = Deadline(timeout_s), uuid.uuid4().hex
-        begun = actor.__ray_call__.remote(begin, self._pick, self._name, job, method, args, settings)
+            return ray.get(actor.call.remote(name, *args, **settings), timeout=timeout_s)
+        job = uuid.uuid4().hex
+        begun = actor.__ray_call__.remote(begin, self._pick, self._name, job, name, args, settings)
         (found,) = ray.get(begun, timeout=timeout_s) or within.poll(
             lambda: ray.get(actor.__ray_call__.remote(answer, self._name, job), timeout=max(_POLL_S, within.left_s)),
-            late=_Late,
+            late=ray.exceptions.GetTimeoutError,
             longest_s=_POLL_S,
         )
         return found
 
-    def _failed(self, what: str, cause: BaseException) -> WeightSyncError:
-        if isinstance(cause, the_ray().exceptions.RaySystemError) and "torchrl_ext" in str(cause):
+    def _failed(self, name: str, cause: BaseException) -> WeightSyncError:
+        if isinstance(cause, _the_ray().exceptions.RaySystemError) and "torchrl_ext" in str(cause):
             return ConfigError(
                 f"{str(cause).splitlines()[0]}; {self.url} cannot be driven",
                 expected="an actor that can import this package",
@@ -186,7 +304,7 @@ class RayPort(Port):
             )
         if isinstance(cause, WeightSyncError):
             return cause
-        return EngineRefusedError(f"{type(cause).__name__}: {cause}; {self.url} did not {what}")
+        return EngineRefusedError(f"{type(cause).__name__}: {cause}; {self.url} did not {name}")
 
 
 def ray_engine(actor: Any, **settings: Any) -> Engine:
@@ -235,16 +353,13 @@ def connect_actors(engine: Any, **settings: Any) -> EngineClient:
         )
     if not torchrls:
         return ray_engine(engine, **settings)
-    limits = {name: settings[name] for name in _LIMITS & settings.keys()}
-    vllm = {
-        "pause_mode": settings.get("pause_mode") or "keep",
-        "keep_cache": settings.get("keep_cache", False),
-        "timeout_s": limits.get("load_timeout_s", limits.get("timeout_s", _VLLM_TIMEOUT_S)),
-    }
+    vllm: dict[str, Any] = {name: settings.pop(name) for name in ("pause_mode", "keep_cache") if name in settings}
+    if settings.keys() & {"timeout_s", "load_timeout_s"}:
+        vllm["timeout_s"] = settings.get("load_timeout_s", settings.get("timeout_s"))
     if is_torchrl(engine, "LocalLLMWrapper"):
         return InProcessEngine(engine, url=f"{type(engine).__name__}-{id(engine):x}", **vllm)
     if is_torchrl(engine, "RayLLMWorker"):
-        return ray_engine(engine.ray_actor, pick=partial(InProcessEngine, **vllm), **limits)
+        return ray_engine(engine.ray_actor, pick=partial(InProcessEngine, **vllm), **settings)
     if not is_torchrl(engine, "AsyncVLLM"):
         raise ConfigError(
             f"{type(engine).__name__} implements RLvLLMEngine, whose update_weights cannot tell an update that ends "
@@ -254,7 +369,7 @@ def connect_actors(engine: Any, **settings: Any) -> EngineClient:
         )
     if not engine.actors:
         raise ConfigError("this AsyncVLLM has no replicas", hint="make it by AsyncVLLM.launch or from_pretrained")
-    return Pool([ray_engine(actor, pick=partial(_async_llm, **vllm), **limits) for actor in engine.actors])
+    return Pool([ray_engine(actor, pick=partial(_async_llm, **vllm), **settings) for actor in engine.actors])
 
 
 def _async_llm(replica: Any, **settings: Any) -> InProcessEngine:
