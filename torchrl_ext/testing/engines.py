@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, final
 from urllib.parse import parse_qs, urlsplit
 
@@ -27,7 +26,7 @@ from torch import Tensor
 import torchrl_ext
 from torchrl_ext import messages
 from torchrl_ext.errors import ConfigError, EngineRefusedError, WeightSyncError
-from torchrl_ext.messages import Message, partial_version
+from torchrl_ext.messages import Message, partial_version, read
 from torchrl_ext.routes import ANSWERS, BACKEND, CHANNEL, OPEN_UPDATE, Flush, escaped
 from torchrl_ext.sync.inspection import followed, inspect
 from torchrl_ext.sync.receiver import WeightReceiver
@@ -42,14 +41,16 @@ FAULTS = ("fail", "cut", "hang", "lose", "junk", "twice", "pass")
 """The ways of `Fault`."""
 
 Reply = tuple[int, Any]
-Route = Callable[[Info], Reply]
 
 _LATE_S: Final = 60.0
 _TAGS: Final = {"weights", "kv_cache"}
 _MODES: Final = {"vllm": ("abort", "wait", "keep"), "sglang": ("abort", "retract", "in_place")}
-_GAUGE: Final = {1: "weights_offloaded", 2: "discard_all"}
+_SLEEPS: Final = ("awake", "weights_offloaded", "discard_all")  # vLLM's words, by level
 _ABSENT: Final = (404, {"detail": "Not Found"})
-_DONE: Final = (200, {"success": True, "message": "Success"})
+_EXECUTORS = (
+    "Call to collective_rpc method failed: Worker failed with error '{}', please check the stack trace above for the "
+    "root cause"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class Fault:
     """Something that goes wrong with one request.
 
     Attributes:
-        how: ``"fail"``: it is refused with ``status``, and nothing is done. ``"cut"``: nothing is done, and the
+        how: ``"fail"``: it is refused with status 500, and nothing is done. ``"cut"``: nothing is done, and the
             connection breaks. Of the others it is done: ``"lose"``: the connection breaks before the answer.
             ``"hang"``: no answer comes. ``"junk"``: the answer is ``junk``. ``"twice"``: it is done twice, and the
             second answer counts. ``"pass"``: nothing goes wrong.
@@ -86,7 +87,6 @@ class Fault:
     how: str = "fail"
     route: str = ""
     after: int = 0
-    status: int = 500
     junk: Any = "junk"
     first: Callable[[], object] | None = None
 
@@ -106,6 +106,7 @@ class FakeEngine:
     Attributes:
         url: its address.
         kind: the name of its make in `torchrl_ext.make_engine`.
+        stock: whether it runs nothing of ours.
         tensors, versions: the weights, and for each of them the number of the update that changed it last; 0 at first.
         calls: every request but those that look for a router, in order.
         answers: a reply per route, or a callable that takes the query and the body and returns one, in place of the
@@ -134,14 +135,15 @@ class FakeEngine:
         self.asleep: set[str] = set()
         self._receiver = WeightReceiver(self.tensors)
         self._open = self._session = self._frozen = self._given_up = False
-        self._slept = "awake"  # vLLM's word
-        self._faults: list[list[Any]] = []
+        self._slept = "awake"
+        self._faults: list[list[Any]] = []  # each with the number of requests that pass before it
         self._alone, self._noting, self._closed = threading.RLock(), threading.Lock(), threading.Event()
-        self._routes = {"vllm": self._vllm, "embedded": self._embedded, "sglang": self._sglang}[self.kind]()
+        self._routes = self._sglang() if self.kind == "sglang" else self._vllm()
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.fake = self
         self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._serve, name=f"fake {make}", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), name=f"fake {make}")
+        self._thread.daemon = True
         self._thread.start()
 
     def inject(self, how: str = "fail", route: str = "", **more: Any) -> None:
@@ -170,18 +172,6 @@ class FakeEngine:
         """Whether its weights are one version that arrived whole."""
         return self._receiver.whole and not self._open and not self._given_up
 
-    def generate(self) -> dict[str, int]:
-        """Generate a token, and return the version of each tensor that it was generated with.
-
-        Raises:
-            EngineRefusedError: it is paused.
-        """
-        with self._alone:
-            if not self.serving:
-                raise EngineRefusedError(f"{self.url} is paused", state="paused")
-            self._watch()
-            return dict(self.versions)
-
     def close(self) -> None:
         """End the server; requests that hang are dropped."""
         if not self._closed.is_set():
@@ -193,15 +183,10 @@ class FakeEngine:
     def __enter__(self) -> FakeEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # requests
-
-    def _serve(self) -> None:
-        self._server.serve_forever(poll_interval=0.02)
 
     def _respond(self, call: Call) -> Reply | None:
         """Answer a request; None cuts its connection."""
@@ -215,9 +200,8 @@ class FakeEngine:
         if fault.how == "cut":
             return None
         if fault.how == "fail":
-            return fault.status, {"error": "it fails here"}
-        reply = self._do(call)
-        if fault.how == "twice":
+            return 500, {"error": "it fails here"}
+        for _ in range(2 if fault.how == "twice" else 1):
             reply = self._do(call)
         if fault.how == "hang":
             self._closed.wait(_LATE_S)
@@ -237,14 +221,10 @@ class FakeEngine:
 
     def _do(self, call: Call) -> Reply:
         asked = {**(call.body if isinstance(call.body, dict) else {}), **call.query}
-        if call.route in self.answers:
-            answer = self.answers[call.route]
-            return answer(asked) if callable(answer) else answer
-        if call.route not in self._routes:
-            return _ABSENT
+        route = {**self._routes, **self.answers}.get(call.route, _ABSENT)
         with self._alone:
             try:
-                return self._routes[call.route](asked)
+                found = route(asked) if callable(route) else route
             except (KeyError, AssertionError) as error:  # pydantic's checks in the engines themselves
                 return 422, {"detail": f"{call.route} does not accept {asked}: {error!r}"}
             except WeightSyncError as error:
@@ -252,16 +232,13 @@ class FakeEngine:
             finally:
                 if self.serving:
                     self._watch()
+        return found if isinstance(found, tuple) else (200, {"success": True} if found is None else found)
 
     def _refusal(self, words: str) -> Reply:
         if self.kind == "sglang":
             return 400, {"success": False, "message": words}
-        if self.kind == "vllm":
-            words = (
-                f"Worker failed with error '{escaped(words)}', please check the stack trace above for the root cause"
-            )
-            words = f"Call to collective_rpc method failed: {words}"
-        return 500, {"error": {"message": words, "type": "InternalServerError", "code": 500}}
+        message = _EXECUTORS.format(escaped(words)) if self.kind == "vllm" else words
+        return 500, {"error": {"message": message, "type": "InternalServerError", "code": 500}}
 
     def _watch(self) -> None:
         if not self.whole:
@@ -271,16 +248,16 @@ class FakeEngine:
 
     def _tell(self, message: Message) -> Info:
         """Do what a message says in the only worker."""
-        if isinstance(message, messages.Inspect):
-            return {"worker": 0, **inspect(message), "transports": followed()}
-        if isinstance(message, messages.Join) and self.kind == "vllm" and self._open:
-            raise EngineRefusedError(OPEN_UPDATE)
-        if isinstance(message, (messages.Start, messages.Load, messages.Verify, messages.Seal)):
-            self._refuse_busy()
-        if isinstance(message, messages.Start):
-            self._open = True
-        if isinstance(message, messages.Rehearse):
-            return self._rehearse(message)
+        match message:
+            case messages.Inspect():
+                return {"worker": 0, **inspect(message), "transports": followed()}
+            case messages.Rehearse():
+                return self._rehearse(message)
+            case messages.Join() if self.kind == "vllm" and self._open:
+                raise EngineRefusedError(OPEN_UPDATE)
+            case messages.Start() | messages.Load() | messages.Verify() | messages.Seal():
+                self._refuse_busy()
+        self._open |= isinstance(message, messages.Start)
         before = {name: tensor.clone() for name, tensor in self.tensors.items()}
         try:
             answer = self._receiver.handle(message)
@@ -289,9 +266,8 @@ class FakeEngine:
             raise
         finally:
             if isinstance(message, messages.Load):
-                for name, tensor in self.tensors.items():
-                    if not torch.equal(tensor, before[name]):
-                        self.versions[name] = message.version
+                changed = (name for name, tensor in self.tensors.items() if not torch.equal(tensor, before[name]))
+                self.versions |= dict.fromkeys(changed, message.version)
         if isinstance(message, messages.Finish):
             self._finished(message.version)
         if isinstance(message, messages.State) and not message.connection:
@@ -337,33 +313,46 @@ class FakeEngine:
         self._frozen = mode == "in_place" and (self._frozen or not self.paused)
         self.paused = True
 
+    def _rename(self, asked: Info) -> None:
+        self.label = asked["new_version"]
+
     def _score(self, prompt: list[int]) -> list[float]:
+        if not self.serving:
+            raise EngineRefusedError(f"{self.url} is paused", state="paused")
         bias = sum(float(tensor.float().sum()) for tensor in self.tensors.values())
         return [-1.0 - token % 7 - abs(bias) for token in prompt]
 
     # vLLM, and the embedded engine
 
-    def _vllm(self) -> dict[str, Route]:
+    def _vllm(self) -> dict[str, Any]:
         config = {
             "model_config": {"model": "/models/policy", "dtype": "torch.float32"},
             "parallel_config": {f"{axis}_parallel_size": 1 for axis in ("tensor", "pipeline", "data")},
             "weight_transfer_config": {"backend": "nccl" if self.stock else BACKEND},
         }
-        info = {"vllm_config": config, "system_env": {"vllm_version": "0.32.0"}}
+        embedded = {
+            "GET /server_info": {
+                "engine": "embedded",
+                "version": torchrl_ext.__version__,
+                "model": "/models/policy",
+                "transports": followed(),
+            },
+            "POST /prompt_logprobs": lambda asked: {"logprobs": [self._score(one[1:]) for one in asked["prompts"]]},
+        }
         return {
-            "GET /server_info": lambda asked: (200, info),
-            "GET /get_world_size": lambda asked: (200, {"world_size": 1}),
-            "GET /weight_info": lambda asked: (200, {"weight_version": self.label}),
-            "GET /is_paused": lambda asked: (200, {"is_paused": self.paused}),
+            "GET /server_info": {"vllm_config": config, "system_env": {"vllm_version": "0.32.0"}},
+            "GET /get_world_size": {"world_size": 1},
+            "GET /weight_info": lambda asked: {"weight_version": self.label},
+            "GET /is_paused": lambda asked: {"is_paused": self.paused},
             "GET /is_sleeping": self._report,
-            "GET /metrics": lambda asked: (200, self._gauge()),
+            "GET /metrics": self._gauge,
             "POST /pause": self._pause_vllm,
             "POST /resume": self._resume_vllm,
             "POST /sleep": self._sleep_vllm,
             "POST /wake_up": self._wake_vllm,
             "POST /release_kv_cache_memory": self._release_cache,
             "POST /init_weight_transfer_engine": self._initialise,
-            "POST /shutdown_weight_transfer_engine": lambda asked: (200, {"message": "done"}),
+            "POST /shutdown_weight_transfer_engine": (200, None),
             "POST /start_weight_update": self._start_vllm,
             "POST /update_weights": self._update_vllm,
             "POST /finish_weight_update": self._finish_vllm,
@@ -371,70 +360,51 @@ class FakeEngine:
             "POST /collective_rpc": self._call_workers,
             "POST /update_weight_version": self._rename,
             "POST /inference/v1/generate": self._generate_vllm,
+            **(embedded if self.kind == "embedded" else {}),
         }
 
-    def _embedded(self) -> dict[str, Route]:
-        info: Info = {"engine": "embedded", "version": torchrl_ext.__version__, "model": "/models/policy"}
-        info |= {"transports": followed()}
-        return {
-            **self._vllm(),
-            "GET /server_info": lambda asked: (200, info),
-            "GET /is_sleeping": lambda asked: (200, self._rest()),
-            "POST /prompt_logprobs": lambda asked: (
-                200,
-                {"logprobs": [self._score(prompt[1:]) for prompt in asked["prompts"]]},
-            ),
+    def _report(self, asked: Info) -> Info:
+        sleeps = {"is_sleeping": bool(self.asleep) or (self.kind == "vllm" and self.paused)}
+        whole = self._receiver.whole and not self._open
+        more = {
+            "tags": sorted(self.asleep),
+            "is_paused": self.paused,
+            "empty": self._receiver.held.empty,
+            "whole": whole,
         }
+        return sleeps if self.stock else {**sleeps, **more, "dropped": self._given_up and bool(self.asleep)}
 
-    def _report(self, asked: Info) -> Reply:
-        sleeps = {"is_sleeping": self.paused or bool(self.asleep)}
-        return 200, sleeps if self.stock else {**self._rest(), **sleeps}
-
-    def _rest(self) -> Info:
-        told = {"is_sleeping": bool(self.asleep), "tags": sorted(self.asleep), "is_paused": self.paused}
-        more = {"empty": self._receiver.held.empty, "whole": self._receiver.whole and not self._open}
-        return {**told, **more, "dropped": self._given_up and bool(self.asleep)}
-
-    def _gauge(self) -> bytes:
+    def _gauge(self, asked: Info) -> bytes:
         labels = 'engine="0",model_name="policy",sleep_state'
-        names = ("awake", *_GAUGE.values())
-        rows = (f'vllm:engine_sleep_state{{{labels}="{name}"}} {float(name == self._slept)}\n' for name in names)
+        rows = (f'vllm:engine_sleep_state{{{labels}="{name}"}} {float(name == self._slept)}\n' for name in _SLEEPS)
         return b"# TYPE vllm:engine_sleep_state gauge\n" + "".join(rows).encode()
 
-    def _pause_vllm(self, asked: Info) -> Reply:
+    def _pause_vllm(self, asked: Info) -> None:
         assert asked.get("clear_cache", "false") == "false", "vLLM is about to give it up"
         self._hold(asked["mode"])
-        return 200, {"status": "paused"}
 
-    def _resume_vllm(self, asked: Info) -> Reply:
-        if self.kind == "embedded":
-            self._refuse_unfit()
+    def _resume_vllm(self, asked: Info) -> None:
+        if self.kind == "embedded" and (not self.whole or self.asleep):
+            raise partial_version(self.url)
         self.paused = False
         if self.asleep:
             self.wrongs.append("it was resumed in its sleep")
-        return 200, {"status": "resumed"}
 
-    def _refuse_unfit(self) -> None:
-        if not self.whole or self.asleep:
-            raise partial_version(self.url)
-
-    def _sleep_vllm(self, asked: Info) -> Reply:
+    def _sleep_vllm(self, asked: Info) -> None:
         self._hold(asked["mode"])
         level = int(asked["level"])
-        self._slept = _GAUGE.get(level, "neither")
+        self._slept = _SLEEPS[level] if level else "neither"
         if level:
             self._give_up(_TAGS, keep=level == 1)
             if self.kind == "embedded" and level == 2:
                 self._receiver.invalidate(empty=True)
-        return 200, {"status": "sleeping"}
 
-    def _release_cache(self, asked: Info) -> Reply:
+    def _release_cache(self, asked: Info) -> None:
         assert self.paused
         self._give_up({"kv_cache"}, keep=True)
         self._slept = "neither"
-        return 200, {"status": "kv_cache_released"}
 
-    def _wake_vllm(self, asked: Info) -> Reply:
+    def _wake_vllm(self, asked: Info) -> None:
         tags = asked.get("tags", sorted(_TAGS))
         woken = {tags} if isinstance(tags, str) else set(tags)
         assert woken <= _TAGS
@@ -443,168 +413,139 @@ class FakeEngine:
         self.asleep -= woken
         if not self.asleep:
             self.paused, self._slept = False, "awake"
-        return 200, {"status": "sleeping" if self.asleep else "awake"}
 
-    def _initialise(self, asked: Info) -> Reply:
+    def _initialise(self, asked: Info) -> Any:
         info = asked["init_info"]
         if self.stock:
             if "packed" not in info:
                 raise EngineRefusedError(f"Invalid init_info for NCCLWeightTransferEngine: unexpected {sorted(info)}")
             assert info["world_size"] > info["rank_offset"] >= 1
             assert "nccl_unique_id_b64" in info or {"master_address", "master_port"} <= info.keys()
-            return 200, {"message": "Weight transfer initialized"}
-        answer = self._tell(messages.read(info))
+            return None
+        answer = self._tell(read(info))
         if answer and self.kind == "vllm":
             return self._refusal(f"EngineError: {ANSWERS}{json.dumps(answer)}.")
-        return 200, {"message": "Weight transfer initialized", **({"answer": answer} if answer else {})}
+        return {"answer": answer} if answer else None
 
-    def _start_vllm(self, asked: Info) -> Reply:
-        if self.stock:
-            if self._open:
-                raise EngineRefusedError("Weight update already active")
-            self._open = True
-        else:
+    def _start_vllm(self, asked: Info) -> None:
+        if not self.stock:
             self._tell(messages.Start(connection=self._receiver.connection))
-        return 200, {"message": "Weight update started"}
+        elif self._open:
+            raise EngineRefusedError("Weight update already active")
+        self._open = True
 
-    def _update_vllm(self, asked: Info) -> Reply:
+    def _update_vllm(self, asked: Info) -> None:
         info = asked["update_info"]
         if not self._open:
             raise EngineRefusedError("no weight update is open")
         if self.stock:
             assert info.keys() == {"names", "dtype_names", "shapes"}
         else:
-            self._tell(messages.read(info))
-        return 200, {"message": "Weights updated"}
+            self._tell(read(info))
 
-    def _finish_vllm(self, asked: Info) -> Reply:
+    def _finish_vllm(self, asked: Info) -> None:
         if not self._open:
             raise EngineRefusedError("no weight update is open")
         self._open = False
-        if "weight_version" not in asked:  # it ends one that failed
-            return 200, {"message": "Weight update finished"}
-        self.label = asked["weight_version"]
-        if not self.stock:
-            self._tell(messages.Finish(connection=self._receiver.connection, version=int(self.label)))
-        return 200, {"message": "Weight update finished"}
+        if "weight_version" in asked:  # else it ends one that failed
+            self.label = asked["weight_version"]
+            if not self.stock:
+                self._tell(messages.Finish(connection=self._receiver.connection, version=int(self.label)))
 
-    def _reset_cache(self, asked: Info) -> Reply:
+    def _reset_cache(self, asked: Info) -> None:
         assert asked == {"reset_running_requests": "true", "reset_external": "true"}
-        return 200, {"success": True}
 
-    def _call_workers(self, asked: Info) -> Reply:
+    def _call_workers(self, asked: Info) -> None:
         assert asked["method"] == "reload_weights" and self.stock
         path = asked["kwargs"]["weights_path"]
-        self._reload(path, _number(path))
-        return 200, {"results": [None]}
+        number = re.search(r"(\d+)\D*$", path)
+        self._reload(path, int(number[1]) if number else 0)
 
-    def _rename(self, asked: Info) -> Reply:
-        self.label = asked["new_version"]
-        return _DONE
-
-    def _generate_vllm(self, asked: Info) -> Reply:
-        prompt, wanted = asked["token_ids"], asked["sampling_params"]
-        served = self.generate()
-        rows = [
-            {str(token): {"logprob": value}} for token, value in zip(prompt[1:], self._score(prompt[1:]), strict=True)
-        ]
-        more = {"prompt_logprobs": [None, *rows]} if "prompt_logprobs" in wanted else {}
-        return 200, {"choices": [{"token_ids": [1]}], "versions": served, **more}
+    def _generate_vllm(self, asked: Info) -> Info:
+        prompt = asked["token_ids"]
+        scores = zip(prompt[1:], self._score(prompt[1:]), strict=True)
+        rows = [None, *({str(token): {"logprob": value}} for token, value in scores)]
+        more = {"prompt_logprobs": rows} if "prompt_logprobs" in asked["sampling_params"] else {}
+        return {"choices": [{"token_ids": [1]}], **more}
 
     # SGLang
 
-    def _sglang(self) -> dict[str, Route]:
+    def _sglang(self) -> dict[str, Any]:
         info: Info = {"model_path": "/models/policy", "disaggregation_mode": "null", "version": "0.5.23"}
         info |= {"tp_size": 1, "pp_size": 1, "dp_size": 1, "enable_weights_cpu_backup": True}
         group = ("init_weights_update_group", "destroy_weights_update_group", "update_weights_from_distributed")
         return {
-            "GET /server_info": lambda asked: (200, info),
-            "GET /model_info": lambda asked: (200, {"model_path": "/models/policy", "weight_version": self.label}),
-            "GET /v1/loads": lambda asked: (200, {"loads": [{"dp_rank": 0, "num_running_reqs": 0}]}),
+            "GET /server_info": info,
+            "GET /model_info": lambda asked: {"model_path": "/models/policy", "weight_version": self.label},
+            "GET /v1/loads": {"loads": [{"dp_rank": 0, "num_running_reqs": 0}]},
             "GET /ready": lambda asked: (503 if self.paused else 200, ""),
-            "OPTIONS /begin_weight_update": lambda asked: (405, ""),
+            "OPTIONS /begin_weight_update": (405, ""),
             "POST /weights_checker": self._check,
             "POST /pause_generation": self._pause_sglang,
             "POST /continue_generation": self._continue,
             "POST /flush_cache": lambda asked: (400 if self._frozen else 200, "Flush cache."),
-            "POST /begin_weight_update": self._begin_session,
-            "POST /end_weight_update": self._end_session,
+            "POST /begin_weight_update": lambda asked: self._set_session(True),
+            "POST /end_weight_update": lambda asked: self._set_session(False),
             "POST /update_weights_from_disk": self._from_disk,
             "POST /update_weight_version": self._rename,
             "POST /release_memory_occupation": self._release_memory,
             "POST /resume_memory_occupation": self._resume_memory,
             "POST /generate": self._generate_sglang,
-            **{f"POST /{route}": lambda asked: _DONE for route in group},
+            **{f"POST /{route}": {"success": True} for route in group},
         }
 
-    def _check(self, asked: Info) -> Reply:
+    def _check(self, asked: Info) -> Any:
         action = asked["action"]
         if self.stock or not action.startswith(CHANNEL):
             return 400, {"success": False, "message": f"Unsupported action={action!r}"}
-        message = messages.read(json.loads(action.removeprefix(CHANNEL)))
-        if isinstance(message, Flush):
-            answer: Info = {"flushed": not self._frozen}
-        else:
-            answer = self._tell(message)
+        message = read(json.loads(action.removeprefix(CHANNEL)))
+        answer = {"flushed": not self._frozen} if isinstance(message, Flush) else self._tell(message)
+        words = json.dumps(answer)
         if isinstance(message, messages.State) and not message.connection:
-            answer |= {"paused": self.paused, "asleep": sorted(self.asleep)}
-            words = f"{json.dumps(answer)} | {json.dumps({'server': True, 'paused': self.paused})}"
-            return 200, {"success": True, "message": words}
-        return 200, {"success": True, "message": json.dumps(answer)}
+            words = json.dumps({**answer, "paused": self.paused, "asleep": sorted(self.asleep)})
+            words += f" | {json.dumps({'server': True, 'paused': self.paused})}"
+        return {"success": True, "message": words}
 
-    def _pause_sglang(self, asked: Info) -> Reply:
+    def _pause_sglang(self, asked: Info) -> Reply | None:
         if asked["mode"] == "abort" and self._frozen:
             return 504, {"message": "it waits for requests that are frozen"}
         self._hold(asked["mode"])
-        return _DONE
+        return None
 
-    def _continue(self, asked: Info) -> Reply:
+    def _continue(self, asked: Info) -> None:
         self.paused = self._frozen = self.paused and not self.stock and not self._receiver.whole
-        return _DONE
 
-    def _begin_session(self, asked: Info) -> Reply:
-        if self._session:
-            raise EngineRefusedError("a weight-update session is already open; call end_weight_update() first")
-        self._session = True
-        return _DONE
+    def _set_session(self, opened: bool) -> None:
+        if self._session == opened:
+            raise EngineRefusedError(
+                "a weight-update session is already open; call end_weight_update() first"
+                if opened
+                else "no weight-update session is open"
+            )
+        self._session = opened
 
-    def _end_session(self, asked: Info) -> Reply:
-        if not self._session:
-            raise EngineRefusedError("no weight-update session is open")
-        self._session = False
-        return _DONE
-
-    def _from_disk(self, asked: Info) -> Reply:
+    def _from_disk(self, asked: Info) -> None:
         assert asked["load_format"] == "auto" and not asked["flush_cache"] and not asked["abort_all_requests"]
         self._reload(asked["model_path"], int(asked["weight_version"]))
         self.label = asked["weight_version"]
-        return _DONE
 
-    def _release_memory(self, asked: Info) -> Reply:
+    def _release_memory(self, asked: Info) -> None:
         tags = set(asked["tags"])
         if not self.paused or self._frozen or tags & self.asleep:
             self.wrongs.append(f"its scheduler ended: {sorted(tags)} were to sleep")
         self._give_up(tags, keep=not self._receiver.held.empty)
-        return 200, None
 
-    def _resume_memory(self, asked: Info) -> Reply:
+    def _resume_memory(self, asked: Info) -> None:
         tags = set(asked["tags"])
         if not tags <= self.asleep:
             self.wrongs.append(f"its scheduler ended: {sorted(tags - self.asleep)} were awake")
         self.asleep -= tags
-        return 200, None
 
-    def _generate_sglang(self, asked: Info) -> Reply:
-        prompt, served = asked["input_ids"], self.generate()
+    def _generate_sglang(self, asked: Info) -> Info:
+        prompt = asked["input_ids"]
         rows = [[value, token, None] for token, value in zip(prompt, self._score(prompt), strict=True)]
         rows[0][0] = None
-        return 200, {"output_ids": [1], "versions": served, "meta_info": {"input_token_logprobs": rows}}
-
-
-def _number(path: str) -> int:
-    """Return the number of the version in a directory's name."""
-    found = re.search(r"(\d+)\D*$", path)
-    return int(found[1]) if found else 0
+        return {"output_ids": [1], "meta_info": {"input_token_logprobs": rows}}
 
 
 class _Server(ThreadingHTTPServer):
