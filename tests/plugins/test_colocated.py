@@ -5,7 +5,6 @@ import os
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -117,30 +116,6 @@ def test_an_update_wakes_a_sleeping_engine(server, engine, sender, level):
     assert tokens(server) == greedy(model)
 
 
-def test_weights_are_awake_during_an_update_and_the_cache_only_after_it(server, engine, sender):
-    seen = []
-
-    class Watched(tx.IPCTransport):
-        def prepare(self, update, within):
-            seen.append(("prepare", ask(server, "/is_sleeping")["tags"]))
-            handoff = super().prepare(update, within)
-
-            def watched(within):
-                seen.append(("load", ask(server, "/is_sleeping")["tags"]))
-                handoff.transfer(within)
-
-            return replace(handoff, transfer=watched)
-
-    watching = tx.WeightSender(Watched(bucket_bytes=BUCKET_BYTES), engine)
-    watching.update_weights(tiny_model(1))
-    seen.clear()
-    engine.sleep(2)
-    watching.update_weights(tiny_model(2))
-    assert seen[-1] == ("load", ["kv_cache"])
-    assert ask(server, "/is_sleeping")["tags"] == []
-    watching.shutdown()
-
-
 def test_level_two_gives_the_weights_memory_back(tmp_path):
     model = tiny_model(0, **WIDE)
     model.save_pretrained(tmp_path / "wide")
@@ -170,17 +145,6 @@ def test_an_engine_without_weights_does_not_serve(server, engine, sender):
     assert ask(server, "/is_sleeping")["tags"] == ["kv_cache"]
     assert httpx.get(f"{server.url}/weights_digest").status_code == 409
     assert ask(server, "/is_paused")["is_paused"]
-
-
-def test_another_trainer_takes_over_a_sleeping_engine_once_it_woke_the_weights(server, engine):
-    engine.sleep(2)
-    stranger = tx.make_engine("embedded", url=server.url)
-    stranger.wake_up(["weights"])
-    other, model = tx.WeightSender(tx.make_transport("ipc", bucket_bytes=BUCKET_BYTES), stranger), tiny_model(6)
-    assert other.update_weights(model).verified
-    assert ask(server, "/is_sleeping")["tags"] == []
-    assert tokens(server) == greedy(model)
-    other.shutdown()
 
 
 def test_each_step_of_the_colocated_order_may_come_from_a_client_of_its_own(server, sender):
@@ -277,22 +241,14 @@ def test_an_update_of_only_some_weights_does_not_wake_it(server, engine, sender)
     assert ask(server, "/is_paused")["is_paused"]
 
 
-def test_waking_at_level_one_needs_no_update(server, engine, sender):
+@pytest.mark.parametrize("tags", [None, ["kv_cache"]])
+def test_an_engine_that_kept_its_weights_wakes_without_an_update(server, engine, sender, tags):
     model = tiny_model(3)
     sender.update_weights(model)
-    engine.sleep(1)
+    engine.sleep(1, tags)
     engine.wake_up(["weights"])
     assert ask(server, "/is_sleeping")["tags"] == ["kv_cache"]
     engine.wake_up(["kv_cache"])
-    assert tokens(server) == greedy(model)
-
-
-def test_the_cache_alone_can_sleep(server, engine, sender):
-    model = tiny_model(3)
-    sender.update_weights(model)
-    engine.sleep(tags=["kv_cache"])
-    assert ask(server, "/is_sleeping")["tags"] == ["kv_cache"]
-    engine.wake_up()
     assert tokens(server) == greedy(model)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torchrl.modules.llm.backends.vllm import AsyncVLLM, RayLLMWorker, vllm_async
 
 import torchrl_ext as tx
-from tests.models import tiny_model
+from tests.models import tiny_checkpoint, tiny_model
 from tests.rpc.ray_cluster import two_nodes
 from tests.sync.vllm_objects import Alone, Replica, said, says
 from tests.sync.vllm_objects import net as talker
@@ -34,7 +34,7 @@ from torchrl_ext.sync.engines.ray import EngineActor, Served, ray_engine
 
 ray = pytest.importorskip("ray")
 WAIT_S = 120
-BETWEEN_PROCESSES = ["collective", "delta", "disk", "ipc"]
+BETWEEN_PROCESSES = ["collective", "ipc"]
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +109,6 @@ def same(left, right):
 
 
 @pytest.fixture
-def settings(tmp_path):
-    return lambda name: {"root": str(tmp_path / "updates")} if name in ("disk", "delta") else {}
-
-
-@pytest.fixture
 def actors(cluster):
     """Starts actors on the rollout node, and ends them."""
     started = []
@@ -130,12 +125,12 @@ def actors(cluster):
 
 
 @pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
-def test_engines_in_actors_of_another_node_follow_the_trainer(actors, settings, transport):
+def test_engines_in_actors_of_another_node_follow_the_trainer(actors, transport):
     handles = [actors(EngineActor, make_net) for _ in range(2)]
     node, _ = ray.get(handles[0].apply.remote(where), timeout=WAIT_S)
     assert node != ray.get_runtime_context().get_node_id()
     policy = make_net(seed=1)
-    sender = tx.WeightSender(tx.make_transport(transport, **settings(transport)), tx.make_engine("ray", engine=handles))
+    sender = tx.WeightSender(tx.make_transport(transport), tx.make_engine("ray", engine=handles))
     sender.register_model(policy)
     try:
         for version in (1, 2):
@@ -170,11 +165,11 @@ def test_an_update_that_was_not_begun_leaves_an_actors_engine_serving_and_its_ro
     engine.close()
 
 
-def test_an_actor_that_dies_is_reported_as_that_and_the_other_serves_the_version(actors, settings):
+def test_an_actor_that_dies_is_reported_as_that_and_the_other_serves_the_version(actors, tmp_path):
     handles = [actors(EngineActor, make_net) for _ in range(2)]
     policy = make_net(seed=1)
     engine = tx.make_engine("ray", engine=handles)
-    sender = tx.WeightSender(tx.make_transport("disk", **settings("disk")), engine)
+    sender = tx.WeightSender(tx.make_transport("disk", root=tmp_path), engine)
     sender.register_model(policy)
     sender.update_weights()
     _, pid = ray.get(handles[1].apply.remote(where), timeout=WAIT_S)
@@ -218,14 +213,6 @@ def test_an_engine_that_cannot_be_made_says_why(actors):
         ray_engine(actors(EngineActor, fail_to_start)).info()
 
 
-def test_an_actor_needs_no_options(cluster):
-    handle = EngineActor.as_remote().remote(make_net)
-    try:
-        assert ray.get(handle.apply.remote(where), timeout=WAIT_S)
-    finally:
-        ray.kill(handle)
-
-
 def test_an_actor_is_found_by_its_name(cluster):
     handle = EngineActor.as_remote({"resources": {"rollout": 1}, "name": "rollout-0"}).remote(make_net)
     try:
@@ -237,15 +224,12 @@ def test_an_actor_is_found_by_its_name(cluster):
 
 
 @pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
-def test_a_sender_and_a_receiver_are_actors_on_two_nodes(actors, settings, transport):
-    place = settings(transport)
+def test_a_sender_and_a_receiver_are_actors_on_two_nodes(actors, transport):
+    place = {"channel": f"ray-{os.getpid()}"}
     if transport == "collective":
         place = {"master_port": free_port(), "world_size": 2}
-    if transport == "ipc":
-        place = {"channel": f"ray-{os.getpid()}"}
-    other = {**place, "rank": 1} if transport == "collective" else place
     sender = actors(Trainer, transport, on="trainer", **place)
-    receiver = actors(Follower, transport, **other)
+    receiver = actors(Follower, transport, **place, **({"rank": 1} if transport == "collective" else {}))
     metadata = {name: (tensor.dtype, tensor.shape) for name, tensor in make_net().state_dict().items()}
     ray.get([end.init_all_workers_group.remote(metadata) for end in (sender, receiver)], timeout=WAIT_S)
     for version in (1, 2):
@@ -258,9 +242,9 @@ def test_a_sender_and_a_receiver_are_actors_on_two_nodes(actors, settings, trans
     ray.get([end.shutdown.remote() for end in (sender, receiver)], timeout=WAIT_S)
 
 
-def test_a_sender_in_an_actor_drives_engines_in_actors(actors, settings):
+def test_a_sender_in_an_actor_drives_engines_in_actors(actors, tmp_path):
     handle = actors(EngineActor, make_net)
-    sender = actors(Trainer, "delta", ray_engine(handle), on="trainer", **settings("delta"))
+    sender = actors(Trainer, "delta", ray_engine(handle), on="trainer", root=tmp_path)
     for version in (1, 2):
         sent = ray.get(sender.step.remote(), timeout=WAIT_S)
         report = ray.get(sender.update_weights.remote(), timeout=WAIT_S)
@@ -268,16 +252,14 @@ def test_a_sender_in_an_actor_drives_engines_in_actors(actors, settings):
         assert same(ray.get(handle.apply.remote(weights_of), timeout=WAIT_S), sent)
 
 
-def test_an_engine_server_runs_on_the_node_of_its_actor(actors, settings, tmp_path):
-    from tests.models import tiny_checkpoint, tiny_model
-
+def test_an_engine_server_runs_on_the_node_of_its_actor(actors, tmp_path):
     model_dir = tiny_checkpoint(tmp_path / "model")
     served = Served(kind="embedded", launch={"model_dir": str(model_dir), "dtype": "float32", "threads": 1})
     handle = actors(EngineActor, served)
     engine = ray_engine(handle)
     assert engine.port.address().startswith("http://127.0.0.1:")
     policy = tiny_model(seed=3)
-    sender = tx.WeightSender(tx.make_transport("delta", **settings("delta")), engine)
+    sender = tx.WeightSender(tx.make_transport("delta", root=tmp_path), engine)
     sender.register_model(policy)
     for _ in range(2):
         assert sender.update_weights().verified
@@ -305,9 +287,9 @@ def make_net_of_zeros():
     return net
 
 
-def test_outputs_of_an_engine_in_an_actor_are_compared(actors, settings):
+def test_outputs_of_an_engine_in_an_actor_are_compared(actors):
     engine = tx.make_engine("ray", engine=actors(EngineActor, tiny_model))
-    sender = tx.WeightSender(tx.make_transport("ipc", **settings("ipc")), engine, verify="outputs")
+    sender = tx.WeightSender(tx.make_transport("ipc"), engine, verify="outputs")
     try:
         (row,) = sender.update_weights(tiny_model(1)).engines
         assert row.state == "serving" and 0 <= row.max_gap < 1e-4
@@ -329,9 +311,9 @@ def service(cluster):
 
 
 @pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
-def test_the_replicas_of_asyncvllm_say_what_the_trainer_says_and_running_requests_go_on(service, settings, transport):
+def test_the_replicas_of_asyncvllm_say_what_the_trainer_says_and_running_requests_go_on(service, transport):
     policy, engine = talker(1), tx.make_engine("ray", engine=service, timeout_s=WAIT_S)
-    sender = tx.WeightSender(tx.make_transport(transport, **settings(transport)), engine)
+    sender = tx.WeightSender(tx.make_transport(transport), engine)
     sender.register_model(policy)
     try:
         for version in (1, 2):
@@ -353,9 +335,9 @@ def test_the_replicas_of_asyncvllm_say_what_the_trainer_says_and_running_request
         sender.shutdown()
 
 
-def test_a_replica_that_is_killed_is_named_and_the_other_follows(service, settings):
+def test_a_replica_that_is_killed_is_named_and_the_other_follows(service, tmp_path):
     policy, engine = talker(1), tx.make_engine("ray", engine=service, pause_mode="wait")
-    sender = tx.WeightSender(tx.make_transport("disk", **settings("disk")), engine)
+    sender = tx.WeightSender(tx.make_transport("disk", root=tmp_path), engine)
     sender.register_model(policy)
     sender.update_weights()
     ray.kill(service.actors[1])
@@ -369,9 +351,9 @@ def test_a_replica_that_is_killed_is_named_and_the_other_follows(service, settin
     sender.shutdown()
 
 
-def test_an_llm_in_a_worker_of_torchrls_says_what_the_trainer_says(cluster, settings):
+def test_an_llm_in_a_worker_of_torchrls_says_what_the_trainer_says(cluster, tmp_path):
     worker, policy = RayLLMWorker(ray.remote(num_cpus=0)(Alone).remote(), 1, "net"), talker(1)
-    sender = tx.WeightSender(tx.make_transport("delta", **settings("delta")), as_engine(worker))
+    sender = tx.WeightSender(tx.make_transport("delta", root=tmp_path), as_engine(worker))
     try:
         for version in (1, 2):
             policy.load_state_dict(talker(version).state_dict())
@@ -382,7 +364,7 @@ def test_an_llm_in_a_worker_of_torchrls_says_what_the_trainer_says(cluster, sett
         ray.kill(worker.ray_actor)
 
 
-def test_what_an_actor_of_any_class_holds_is_an_engine_when_it_is_told_where(cluster, settings):
+def test_what_an_actor_of_any_class_holds_is_an_engine_when_it_is_told_where(cluster, tmp_path):
     class Holder:
         def __init__(self, known):
             import sys
@@ -395,7 +377,7 @@ def test_what_an_actor_of_any_class_holds_is_an_engine_when_it_is_told_where(clu
 
     holder, stranger = (ray.remote(num_cpus=0)(Holder).remote(known) for known in (True, False))
     pick, policy = operator.attrgetter("model"), nn.Linear(2, 2)
-    sender = tx.WeightSender(tx.make_transport("disk", **settings("disk")), ray_engine(holder, pick=pick))
+    sender = tx.WeightSender(tx.make_transport("disk", root=tmp_path), ray_engine(holder, pick=pick))
     try:
         assert sender.update_weights(policy).verified
         held = ray.get(holder.__ray_call__.remote(operator.methodcaller("__getattribute__", "model")), timeout=WAIT_S)

@@ -26,7 +26,6 @@ from torchrl_ext.errors import (
     UpdateError,
 )
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import Prefetch
 
 
 @pytest.fixture(scope="module")
@@ -203,30 +202,18 @@ class TestEmbedded:
             report = run(online.update_model_weights(place / f"seed{seed}"))
             assert report.verified and self.says(engine) == greedy(tiny_model(seed), PROMPT, 8)
 
-    def test_one_layer_alone(self, engine):
+    @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
+    def test_one_layer_is_switched_alone_and_costs_one_layer(self, engine, place, way):
         online, model = tx.make_engine("inprocess", engine=engine), tiny_model(0)
-        other = tiny_model(1)
-        layer = {name: tensor for name, tensor in other.state_dict().items() if ".layers.1." in name}
-        run(online.update_model_weights_from_state_dict(layer))
+        layer = {name: tensor for name, tensor in states(tiny_model(1)).items() if ".layers.1." in name}
+        report = run(
+            online.update_model_weights(place / "seed1", only="model.layers.1")
+            if way == "checkpoint"
+            else online.update_model_weights_from_state_dict(layer)
+        )
+        assert report.part and report.bytes == sum(tensor.nbytes for tensor in layer.values())
         model.load_state_dict({**model.state_dict(), **layer})
         assert self.says(engine) == greedy(model, PROMPT, 8)
-
-    def test_one_layer_costs_one_layer(self, engine):
-        online = tx.make_engine("inprocess", engine=engine)
-        layer = {name: tensor for name, tensor in states(tiny_model(1)).items() if ".layers.0." in name}
-        report = run(online.update_model_weights_from_state_dict(layer))
-        assert report.bytes == sum(tensor.nbytes for tensor in layer.values())
-
-    def test_a_name_of_the_hub_means_what_is_in_the_local_cache(self, engine, place, tmp_path, monkeypatch):
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-        snapshots = tmp_path / "models--somebody--policy" / "snapshots"
-        snapshots.mkdir(parents=True)
-        (snapshots / ("0" * 40)).symlink_to(place / "seed1")
-        (tmp_path / "models--somebody--policy" / "refs").mkdir()
-        (tmp_path / "models--somebody--policy" / "refs" / "main").write_text("0" * 40)
-        online = tx.make_engine("inprocess", engine=engine)
-        assert run(online.update_model_weights("somebody/policy")).verified
-        assert self.says(engine) == greedy(tiny_model(1), PROMPT, 8)
 
     def test_memory_of_keys_and_values_is_given_up_for_the_load_and_requests_go_on(self, engine, place, monkeypatch):
         online = tx.make_engine("inprocess", engine=engine, free_cache=True)
@@ -250,27 +237,11 @@ class TestEmbedded:
         run(message.update_model_weights(place / "seed1"))
         assert seen == ["freed", "load", "finish", "freed"]
 
-    def test_some_tensors_of_a_checkpoint_are_switched_alone(self, engine, place):
-        online, model, other = tx.make_engine("inprocess", engine=engine), tiny_model(0), tiny_model(1)
-        report = run(online.update_model_weights(place / "seed1", only="model.layers.1"))
-        layer = {name: tensor for name, tensor in other.state_dict().items() if ".layers.1." in name}
-        assert report.part and report.bytes == sum(tensor.nbytes for tensor in layer.values())
-        model.load_state_dict({**model.state_dict(), **layer})
-        assert self.says(engine) == greedy(model, PROMPT, 8)
-
     def test_a_checkpoint_of_another_model_is_refused_and_the_old_weights_serve(self, engine, place):
         online = tx.make_engine("inprocess", engine=engine)
         with pytest.raises(UpdateError, match=r"lm_head.*\[512, 64\]"):
             run(online.update_model_weights(place / "wide"))
         assert self.says(engine) == greedy(tiny_model(0), PROMPT, 8)
-
-    def test_the_engine_leaves_with_the_trainer_and_serves_on(self, engine):
-        sender = tx.WeightSender(tx.make_transport("ipc"), tx.make_engine("inprocess", engine=engine))
-        sender.update_weights(tiny_model(1))
-        sender.shutdown()
-        with pytest.raises(NotConnectedError, match="joined no transport"):
-            engine.handle(Prefetch(version=2))
-        assert self.says(engine) == greedy(tiny_model(1), PROMPT, 8)
 
     def test_an_engine_asleep_is_not_updated(self, engine, place):
         engine.sleep(1, "abort", 10)
