@@ -211,7 +211,8 @@ class VLLMObjectPort(LocalPort):
         self.driven = self._llm = llm
         self._mode, self._keep_cache, self._loop = pause_mode, keep_cache, loop
         self._asynchronous = inspect.iscoroutinefunction(llm.collective_rpc)
-        self._config = llm.vllm_config if self._asynchronous else llm.llm_engine.vllm_config
+        self._inner = llm if self._asynchronous else llm.llm_engine
+        self._config = self._inner.vllm_config
         if keep_cache and self._config.kv_transfer_config is not None:
             raise ConfigError(
                 "this vLLM has a KV connector, which would hand keys and values of old weights on for ever",
@@ -318,10 +319,8 @@ class VLLMObjectPort(LocalPort):
 
     def _name(self, version: str) -> None:
         """Label the weights in service."""
-        if self._asynchronous:
-            self._do(self._llm.update_weight_version, version)
-        else:
-            self._do(self._llm.llm_engine.set_weight_version, version)
+        inner = self._inner
+        self._do(inner.update_weight_version if self._asynchronous else inner.set_weight_version, version)
 
     def drop_cached(self) -> None:
         """Drop cached keys and values, a connector's and running requests' too, and cached embeddings of images.
@@ -336,7 +335,7 @@ class VLLMObjectPort(LocalPort):
             late=lambda: EngineRefusedError("vLLM could not drop cached keys and values of the old weights"),
         )
         if self._config.model_config.multimodal_config is not None:  # embeddings of images come from the old weights
-            self._do((self._llm if self._asynchronous else self._llm.llm_engine).reset_encoder_cache)
+            self._do(self._inner.reset_encoder_cache)
 
     def _do(self, call: Callable[..., Any], *args: Any, **settings: Any) -> Any:
         """Call a method of vLLM's, and return its answer.
