@@ -5,26 +5,16 @@ from tests.processes import python
 WITHOUT = "import sys; sys.modules['ray'] = None\nimport torchrl_ext as tx\n"
 
 
-def test_the_engine_says_what_to_install():
-    python(
-        WITHOUT + "try:\n"
-        "    tx.make_engine('ray', engine='rollout-0')\n"
-        "except tx.errors.ConfigError as error:\n"
-        "    assert 'torchrl_ext[ray]' in str(error), error\n"
-        "else:\n"
-        "    raise AssertionError"
-    )
-
-
-def test_actor_classes_say_what_to_install():
+def test_its_names_say_what_to_install():
     python(
         WITHOUT + "from torchrl_ext.sync.engines.ray import EngineActor\n"
-        "try:\n"
-        "    EngineActor.as_remote()\n"
-        "except tx.errors.ConfigError as error:\n"
-        "    assert 'torchrl_ext[ray]' in str(error), error\n"
-        "else:\n"
-        "    raise AssertionError"
+        "for call in (lambda: tx.make_engine('ray', engine='rollout-0'), EngineActor.as_remote):\n"
+        "    try:\n"
+        "        call()\n"
+        "    except tx.errors.ConfigError as error:\n"
+        "        assert 'torchrl_ext[ray]' in str(error), error\n"
+        "    else:\n"
+        "        raise AssertionError"
     )
 
 

@@ -380,6 +380,32 @@ class TestVLLM:
 
         run(main())
 
+    @pytest.mark.parametrize(("after", "sees"), [(1, False), (3, True), (10**9, False)])
+    def test_all_that_was_computed_with_older_weights_is_dropped_and_no_refusal_is_overheard(
+        self, folders, after, sees
+    ):
+        async def main():
+            (llm, engine), asked = self.served(folders), []
+
+            async def reset_prefix_cache(reset_running_requests, reset_connector):
+                asked.append((reset_running_requests, reset_connector))
+                return len(asked) >= after
+
+            async def reset_encoder_cache():
+                asked.append("encoder")
+
+            llm.reset_prefix_cache, llm.reset_encoder_cache = reset_prefix_cache, reset_encoder_cache
+            llm.vllm_config.model_config.multimodal_config = {} if sees else None
+            engine.port.timeout_s = 10.0 if after < 10 else 0.1
+            if after < 10:
+                await asyncio.to_thread(engine.port.drop_cached)
+                assert asked == [(True, True)] * after + ["encoder"] * sees
+            else:
+                with pytest.raises(EngineRefusedError, match="could not drop cached keys"):
+                    await asyncio.to_thread(engine.port.drop_cached)
+
+        run(main())
+
     def test_workers_leave_with_the_trainer_unless_that_would_block_the_engines_own_loop(self, folders, monkeypatch):
         async def main():
             llm, engine = self.served(folders)

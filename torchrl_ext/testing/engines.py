@@ -15,12 +15,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any, Final, final
 from urllib.parse import parse_qs, urlsplit
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import torchrl_ext
@@ -31,6 +29,7 @@ from torchrl_ext.routes import ANSWERS, BACKEND, CHANNEL, OPEN_UPDATE, Flush, es
 from torchrl_ext.sync.inspection import followed, inspect
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import Info
+from torchrl_ext.weights.checkpoint import CheckpointSource
 
 __all__ = ["FAULTS", "MAKES", "Call", "FakeEngine", "Fault"]
 
@@ -295,9 +294,7 @@ class FakeEngine:
     def _reload(self, path: str, version: int) -> None:
         """Load a checkpoint as an engine does by itself."""
         self._refuse_busy()
-        self._receiver.apply_weights(
-            {name: one for file in Path(path).glob("*.safetensors") for name, one in load_file(file).items()}
-        )
+        self._receiver.apply_weights(CheckpointSource(path))
         self._finished(version)
 
     def _give_up(self, parts: set[str], *, keep: bool) -> None:
@@ -560,12 +557,8 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        data = self.rfile.read(int(self.headers.get("content-length", 0)))
+        body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or "null")
         parts = urlsplit(self.path)
-        try:
-            body = json.loads(data) if data else None
-        except ValueError:
-            body = data.decode(errors="replace")
         query = {name: one if len(one) > 1 else one[0] for name, one in parse_qs(parts.query).items()}
         headers = {name.lower(): value for name, value in self.headers.items()}
         call = Call(route=f"{self.command} {parts.path}", query=query, body=body, headers=headers)
