@@ -14,7 +14,8 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.messages import Load
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.testing import MAKES, Call, FakeEngine, Fault
+from torchrl_ext.testing import MAKES, Call, FakeEngine
+from torchrl_ext.testing.engines import Faults
 from torchrl_ext.transports.base import Update
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
@@ -29,35 +30,24 @@ def weights(value):
     return {name: torch.full(shape, float(value)) for name, shape in SHAPES.items()}
 
 
-class FakeModule(WeightReceiver):
+class FakeModule(Faults, WeightReceiver):
     """A module of this process, with the attributes of a `FakeEngine`: what would be a request is a message here."""
 
     kind, url, stock, answers = "inprocess", "inprocess", False, {}
 
     def __init__(self):
         self.tensors = weights(0)
-        super().__init__(self.tensors)
-        self.versions, self.calls, self.wrongs, self._faults = dict.fromkeys(SHAPES, 0), [], [], []
+        Faults.__init__(self)
+        WeightReceiver.__init__(self, self.tensors)
+        self.versions, self.calls, self.wrongs = dict.fromkeys(SHAPES, 0), [], []
         self.client = tx.make_engine("inprocess", engine=self)
         self._host = super().handle
 
     serving = property(lambda self: self.client.serving.is_set())
 
-    def inject(self, how="fail", route="", **more):
-        fault = Fault(how=how, route=route, **more)
-        self._faults.append([fault, fault.after])
-
-    def heal(self):
-        self._faults.clear()
-
     def handle(self, message):
         self.calls.append(Call(route=message.kind, query={}, body=message.to_json(), headers={}))
-        fault = Fault(how="pass")
-        for row in list(self._faults):
-            row[1] -= row[0].route in ("", message.kind)
-            if row[1] < 0:
-                self._faults.remove(row)
-                fault = row[0]
+        fault = self.next_fault(message.kind)
         if fault.first is not None:
             fault.first()
         if fault.how == "cut":
@@ -77,7 +67,7 @@ class FakeModule(WeightReceiver):
         return told
 
 
-class RealEngine:
+class RealEngine(Faults):
     """A real engine behind a proxy where requests go wrong, with the attributes of a `FakeEngine` that states need.
 
     What it computes is asked past the proxy: log-probabilities tell which of ``models``, by version, it holds.
@@ -86,8 +76,9 @@ class RealEngine:
     stock, limits = False, {"timeout_s": WAIT_S, "load_timeout_s": WAIT_S}
 
     def __init__(self, kind, url, models):
+        super().__init__()
         self.kind, self._direct, self._models = kind, tx.make_engine(kind, url=url, **self.limits), models
-        self._faults, self._noting, self._forward = [], threading.Lock(), httpx.Client(base_url=url, timeout=WAIT_S)
+        self._forward = httpx.Client(base_url=url, timeout=WAIT_S)
         self._proxy = ThreadingHTTPServer(("127.0.0.1", 0), _Forwarding)
         self._proxy.daemon_threads, self._proxy.engine = True, self
         self.url = f"http://127.0.0.1:{self._proxy.server_port}"
@@ -123,24 +114,6 @@ class RealEngine:
         self.versions = {"weights": min(gaps, key=gaps.get)}
         return [] if min(gaps.values()) < CLOSE else [f"it serves a mixture, {gaps} nats away"]
 
-    def inject(self, how="fail", *, after=0):
-        with self._noting:
-            self._faults.append([how, after])
-
-    def heal(self):
-        with self._noting:
-            self._faults.clear()
-
-    def fault(self):
-        """The fault of the next request."""
-        with self._noting:
-            for row in list(self._faults):
-                row[1] -= 1
-                if row[1] < 0:
-                    self._faults.remove(row)
-                    return row[0]
-        return "pass"
-
     def forward(self, method, path, body, headers):
         kept = {name: value for name, value in headers.items() if name.lower() in ("content-type", "authorization")}
         return self._forward.request(method, path, content=body, headers=kept)
@@ -151,20 +124,17 @@ class _Forwarding(BaseHTTPRequestHandler):
 
     def do_GET(self):
         engine, body = self.server.engine, self.rfile.read(int(self.headers.get("content-length", 0)))
-        how, answer = engine.fault(), None
+        how, status, content = engine.next_fault("").how, 500, b"it fails here"
         try:
             if how not in ("fail", "cut"):
                 for _ in range(2 if how == "twice" else 1):
                     answer = engine.forward(self.command, self.path, body, self.headers)
+                status, content = (200, b'"junk"') if how == "junk" else (answer.status_code, answer.content)
         except httpx.HTTPError:
             how = "cut"
         if how in ("cut", "lose"):
             self.close_connection = True
             return
-        status, content = (
-            (answer.status_code, answer.content) if answer is not None else (500, b'{"error": "it fails"}')
-        )
-        content = b'"junk"' if how == "junk" else content
         with suppress(OSError):
             self.send_response(status)
             self.send_header("content-length", str(len(content)))

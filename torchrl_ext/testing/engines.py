@@ -94,8 +94,39 @@ class Fault:
             raise ConfigError(f"there is no fault {self.how!r}", expected=f"one of {', '.join(FAULTS)}")
 
 
+class Faults:
+    """What goes wrong with the requests of an engine, and when."""
+
+    def __init__(self) -> None:
+        self._waiting: list[list[Any]] = []  # each with the number of requests that pass before it
+        self._noting = threading.Lock()
+
+    def inject(self, how: str = "fail", route: str = "", **more: Any) -> None:
+        """Let something go wrong once; see `Fault` for the arguments. Faults are taken in the order of these calls."""
+        fault = Fault(how=how, route=route, **more)
+        with self._noting:
+            self._waiting.append([fault, fault.after])
+
+    def heal(self) -> None:
+        """Forget faults that did not happen yet."""
+        with self._noting:
+            self._waiting.clear()
+
+    def next_fault(self, route: str) -> Fault:
+        """Return what goes wrong with this request."""
+        with self._noting:
+            for row in self._waiting:
+                fault, left = row
+                if fault.route in ("", route):
+                    row[1] -= 1
+                    if left <= 0:
+                        self._waiting.remove(row)
+                        return fault
+        return Fault(how="pass")
+
+
 @final
-class FakeEngine:
+class FakeEngine(Faults):
     """Serves the routes of one make of engine on a free port of 127.0.0.1, in threads, until it is closed.
 
     Args:
@@ -124,6 +155,7 @@ class FakeEngine:
     def __init__(self, make: str, tensors: dict[str, Tensor] | None = None) -> None:
         if make not in MAKES:
             raise ConfigError(f"there is no fake of {make!r}", expected=f"one of {', '.join(MAKES)}")
+        super().__init__()
         self.kind, self.stock = make.removeprefix("stock-"), make.startswith("stock-")
         self.tensors = {name: torch.zeros(4) for name in ("a", "b")} if tensors is None else tensors
         self.versions = dict.fromkeys(self.tensors, 0)
@@ -135,8 +167,7 @@ class FakeEngine:
         self._receiver = WeightReceiver(self.tensors)
         self._open = self._session = self._frozen = self._given_up = False
         self._slept = "awake"
-        self._faults: list[list[Any]] = []  # each with the number of requests that pass before it
-        self._alone, self._noting, self._closed = threading.RLock(), threading.Lock(), threading.Event()
+        self._alone, self._closed = threading.RLock(), threading.Event()
         self._routes = self._sglang() if self.kind == "sglang" else self._vllm()
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.fake = self
@@ -144,17 +175,6 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), name=f"fake {make}")
         self._thread.daemon = True
         self._thread.start()
-
-    def inject(self, how: str = "fail", route: str = "", **more: Any) -> None:
-        """Let something go wrong once; see `Fault` for the arguments. Faults are taken in the order of these calls."""
-        fault = Fault(how=how, route=route, **more)
-        with self._noting:
-            self._faults.append([fault, fault.after])
-
-    def heal(self) -> None:
-        """Forget faults that did not happen yet."""
-        with self._noting:
-            self._faults.clear()
 
     @property
     def counts(self) -> Counter[str]:
@@ -191,9 +211,8 @@ class FakeEngine:
         """Answer a request; None cuts its connection."""
         if call.route in ("GET /workers", "GET /list_workers"):  # how clients see that this is no router
             return _ABSENT
-        with self._noting:
-            self.calls.append(call)
-            fault = self._next_fault(call.route)
+        self.calls.append(call)
+        fault = self.next_fault(call.route)
         if fault.first is not None:
             fault.first()
         if fault.how == "cut":
@@ -207,16 +226,6 @@ class FakeEngine:
         if fault.how in ("hang", "lose"):
             return None
         return (200, fault.junk) if fault.how == "junk" else reply
-
-    def _next_fault(self, route: str) -> Fault:
-        for row in self._faults:
-            fault, left = row
-            if fault.route in ("", route):
-                row[1] -= 1
-                if left <= 0:
-                    self._faults.remove(row)
-                    return fault
-        return Fault(how="pass")
 
     def _do(self, call: Call) -> Reply:
         asked = {**(call.body if isinstance(call.body, dict) else {}), **call.query}
