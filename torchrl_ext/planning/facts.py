@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torchrl_ext.errors import ConfigError
@@ -57,31 +57,25 @@ class Facts:
     device: str = _fact("cuda", "cuda (NCCL) or cpu (gloo)")
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "engines", "workers_per_engine", "trainer_ranks", "regions", "cores"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}", expected="a whole number of at least 1")
-        if self.tensors is not None and not 1 <= self.tensors <= self.parameters:
-            raise ConfigError(f"tensors is {self.tensors!r}", expected="from 1 to the number of parameters")
-        for name in ("bytes_per_parameter", "interval_s", *(one for one in vars(self) if one.endswith("_bytes_s"))):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}", expected="a positive number")
-        if not 0 < self.density <= 1:
-            raise ConfigError(f"density is {self.density!r}", expected="a share above 0 and up to 1, such as 0.01")
-        if self.device not in ("cuda", "cpu"):
-            raise ConfigError(f"device is {self.device!r}", expected="'cuda' or 'cpu'")
-        if self.regions > self.engines:
-            raise ConfigError(f"{self.engines} engines cannot be in {self.regions} regions")
-        if self.owned is False and self.topology:
-            raise ConfigError(
-                "a topology is wanted of engines that somebody else starts",
-                expected="engines that the job owns",
-                hint="leave out owned=False, or topology",
-            )
-        if self.colocated and self.regions > 1:
-            raise ConfigError("colocated engines are where the trainer is", expected="regions=1")
-        if self.validate_delta and self.colocated:
-            raise ConfigError("a delta does not go with colocated engines", hint="try it with engines of their own")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.type == "int" and (type(value) is not int or value < 1):
+                raise ConfigError(f"{one.name} is {value!r}", expected="a whole number of at least 1")
+            if one.type == "float" and not 0 < value < math.inf:
+                raise ConfigError(f"{one.name} is {value!r}", expected="a positive number")
+        tensors = 1 if self.tensors is None else self.tensors
+        not_owned = self.owned is False and self.topology
+        for wrong, what, expected in (
+            (not 1 <= tensors <= self.parameters, f"tensors is {tensors!r}", "from 1 to the number of parameters"),
+            (self.density > 1, f"density is {self.density!r}", "a share above 0 and up to 1, such as 0.01"),
+            (self.device not in ("cuda", "cpu"), f"device is {self.device!r}", "'cuda' or 'cpu'"),
+            (self.regions > self.engines, f"{self.engines} engines are in {self.regions} regions", "an engine in each"),
+            (not_owned, "a topology is wanted of engines that somebody else starts", "owned=True, or no topology"),
+            (self.colocated and self.regions > 1, "colocated engines are where the trainer is", "regions=1"),
+            (self.validate_delta and self.colocated, "a delta does not go with colocated engines", "colocated=False"),
+        ):
+            if wrong:
+                raise ConfigError(what, expected=expected)
 
     @property
     def job_owns(self) -> bool:

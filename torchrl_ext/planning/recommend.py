@@ -6,9 +6,9 @@ The goals are those of the external-engine guides of slime and vime; `torchrl_ex
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.planning.costs import ENCODINGS, MEASURED, Route, routes
@@ -20,14 +20,8 @@ _HEAVY = 0.1
 """A full update is too heavy when it takes more than this share of the time from one update to the next."""
 
 
-@dataclass(frozen=True)
-class Decision:
-    """One row of the table of goals.
-
-    Attributes:
-        goal: what somebody wants or has.
-        entry_point: options of `WeightUpdateConfig` to start from.
-    """
+class Decision(NamedTuple):
+    """One row of the table of goals: what somebody wants or has, and options of `WeightUpdateConfig` to start from."""
 
     goal: str
     entry_point: str
@@ -117,21 +111,17 @@ class Recommendation:
         if route.encoding is not None:
             settings["encoding"] = route.encoding
         if route.encoding == "auto":  # which chooses by the speed at which a delta travels, publishing included
-            seconds = sum(span.seconds for span in route.spans if span.name in ("publish", "cross", "fetch", "send"))
+            seconds = sum(route.spans.get(phase, 0.0) for phase in ("publish", "cross", "fetch", "send"))
             settings["settings"] = {"link_bytes_s": float(max(1, round(route.bytes / seconds)))}
         return settings
 
     @property
     def options(self) -> dict[str, Any]:
         """The same settings under the names of `WeightUpdateConfig`."""
-        settings, transport = self.settings, self.chosen.transport
-        options: dict[str, Any] = {
-            "update_weight_mode": "delta" if transport == "delta" else "full",
-            "update_weight_transport": "disk"
-            if "root" in settings
-            else "sharded"
-            if transport == "sharded"
-            else "nccl",
+        settings, names = self.settings, {"disk": "disk", "sharded": "sharded"}
+        options = {
+            "update_weight_mode": "full" if self.chosen.encoding is None else "delta",
+            "update_weight_transport": names.get(self.chosen.carrier or self.chosen.transport, "nccl"),
             "update_weight_disk_dir": settings.get("root"),
             "update_weight_encoding": settings.get("encoding"),
             "update_weight_link_bytes_s": settings.get("settings", {}).get("link_bytes_s"),
@@ -163,7 +153,7 @@ class Recommendation:
         rejected = self.rejected
         return {
             "facts": asdict(self.facts),
-            "answers": {name: vars(decision) for name, decision in self.answers.items()},
+            "answers": {name: decision._asdict() for name, decision in self.answers.items()},
             "transport": self.chosen.transport,
             "encoding": self.chosen.encoding,
             "carrier": self.chosen.carrier,
@@ -173,8 +163,8 @@ class Recommendation:
             "rejected": rejected,
             "routes": [route.to_json() | {"rejected": rejected.get(route.label)} for route in self.routes],
             "notes": list(self.notes),
-            "measured": {name: vars(one) for name, one in MEASURED.items()},
-            "encodings": {name: vars(one) for name, one in ENCODINGS.items()},
+            "measured": {name: one._asdict() for name, one in MEASURED.items()},
+            "encodings": {name: one._asdict() for name, one in ENCODINGS.items()},
         }
 
 
@@ -187,11 +177,11 @@ def recommend(facts: Facts | None = None, **given: Any) -> Recommendation:
     Raises:
         ConfigError: the facts are impossible, or rule out every route.
     """
+    names = [one.name for one in fields(Facts)]
+    if unknown := sorted(given.keys() - set(names)):
+        raise ConfigError(f"there is no fact {unknown[0]!r}", expected=", ".join(names))
     if facts is not None and given:
         raise ConfigError("recommend takes facts, or their fields by name", expected="one of the two")
-    unknown = sorted(set(given) - set(Facts.__dataclass_fields__))
-    if unknown:
-        raise ConfigError(f"there is no fact {unknown[0]!r}", expected=", ".join(Facts.__dataclass_fields__))
     facts = facts or Facts(**given)
     every = routes(facts)
     chosen, reason = _choose(facts, every)
@@ -206,13 +196,12 @@ def _choose(facts: Facts, every: list[Route]) -> tuple[Route, str]:
     """
     possible = [route for route in every if route.obstacle is None and route.encoding in (None, "auto")]
     if facts.validate_delta:
-        plainest = [route for route in every if (route.carrier, route.encoding) == ("collective", "indices")]
-        possible = [route for route in plainest if route.obstacle is None]
+        plainest = ("collective", "indices", None)
+        possible = [route for route in every if (route.carrier, route.encoding, route.obstacle) == plainest]
     if not possible:
         obstacles = {route.transport: route.obstacle for route in every if route.obstacle is not None}
         raise ConfigError(
-            "weights cannot reach these engines: "
-            + "; ".join(f"{name}: {obstacle}" for name, obstacle in obstacles.items()),
+            f"weights cannot reach these engines: {'; '.join(map(': '.join, obstacles.items()))}",
             expected="a process group, a shared path or bucket, or a device that both share",
         )
     if facts.validate_delta:
@@ -222,18 +211,15 @@ def _choose(facts: Facts, every: list[Route]) -> tuple[Route, str]:
     full = [route for route in possible if route.encoding is None]
     light = [route for route in full if route.seconds <= _HEAVY * facts.interval_s]
     if light:
-        return light[0], (
-            f"the simplest route that the facts allow; it takes less than {_HEAVY:.0%} of the time between two updates"
-        )
+        share = f"less than {_HEAVY:.0%} of the time between two updates"
+        return light[0], f"the simplest route that the facts allow; it takes {share}"
     best = min(possible, key=lambda route: route.seconds)
     if best in full:
         return best, "no route takes less time, a delta included"
     if not full:
         return best, "full updates have no route here"
-    return best, (
-        f"full updates are too heavy: {min(route.seconds for route in full):,.3g} s of the {facts.interval_s:g} s "
-        "between two updates"
-    )
+    least = min(route.seconds for route in full)
+    return best, f"full updates are too heavy: {least:,.3g} s of the {facts.interval_s:g} s between two updates"
 
 
 def _why_not(route: Route, chosen: Route) -> str:
