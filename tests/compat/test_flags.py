@@ -86,7 +86,7 @@ def test_what_cannot_work_is_refused_with_the_reason(options, reason):
 
 
 DISK = {"update_weight_transport": "disk", "update_weight_disk_dir": "/s"}
-DELTA = {"encoding": "auto", "local_dir": None}
+DELTA = {"encoding": "auto", "checksum": "xxh3-128"}
 FILES = {"root": "/s", "keep_files": False}
 
 
@@ -118,7 +118,7 @@ FILES = {"root": "/s", "keep_files": False}
             },
             "delta",
             {
-                "encoding": "xor", "root": "/s", "keep_files": True, "local_dir": None, "checksum": "adler32",
+                "encoding": "xor", "root": "/s", "keep_files": True, "checksum": "adler32",
                 "shard_bytes": 1 << 20,
             },
         ),

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torchrl_ext.codecs.slime.current import CHECKSUMS
 from torchrl_ext.errors import ConfigError
@@ -27,22 +27,14 @@ log = logging.getLogger("torchrl_ext")
 
 __all__ = ["TransportConfig", "WeightUpdateConfig"]
 
-
-_OTHER_NAMES = {
-    "update_weight_delta_encoding": ("update_weight_encoding", "auto"),
-    "update_weight_delta_dir": ("update_weight_disk_dir", None),
-    "update_weight_delta_keep_files": ("update_weight_disk_keep_files", False),
-    "custom_delta_pre_push_path": ("custom_update_weight_post_write_path", None),
-    "sglang_router_ip": ("vllm_router_ip", None),
-    "sglang_router_port": ("vllm_router_port", None),
-}
-"""Other names of options, as slime had or has them: the option, and its value where neither was given (None)."""
-
+_DEFAULTS = {"update_weight_encoding": "auto", "update_weight_disk_keep_files": False}  # of options with two names
+_FLAGS: Mapping[str, dict[str, Any]] = {
+    "int": {"type": int}, "float": {"type": float}, "bool": {"action": "store_true"}, "tuple[str, ...]": {"nargs": "+"},
+}  # fmt: skip
 _HOOK_S = 3600.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransportConfig:
+class TransportConfig(NamedTuple):
     """The name of a transport, with the settings that options give it; it has its own defaults for the rest."""
 
     name: str
@@ -51,6 +43,14 @@ class TransportConfig:
 
 def _option(default: Any, text: str, **more: Any) -> Any:
     return field(default=default, metadata={"help": text, **more})
+
+
+def _also(name: str, text: str = "") -> Any:
+    return _option(None, f"another name of {name}{text}", also=name)
+
+
+def _kind(option: dataclasses.Field[Any]) -> str:
+    return str(option.type).removesuffix(" | None")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,73 +75,83 @@ class WeightUpdateConfig:
     )
     update_weight_encoding: str = _option(None, "encoding of deltas, one of DeltaTransport.encodings(); else auto")
     update_weight_link_bytes_s: float | None = _option(
-        None, "bytes a second to the engines, by which encoding auto chooses; torchrl-ext plan says it", type=float
+        None, "bytes a second to the engines, by which encoding auto chooses; torchrl-ext plan says it"
     )
-    update_weight_delta_encoding: str | None = _option(None, "slime's later name of update_weight_encoding")
+    update_weight_delta_encoding: str | None = _also("update_weight_encoding", " (slime's later one)")
     update_weight_delta_checksum: str = _option(
         CHECKSUMS[0], "checksum of tensors in the files of encodings xor and overwrite", choices=CHECKSUMS
     )
     update_weight_buffer_size: int | None = _option(
-        None, "most bytes of tensors in one bucket of a group, or in one file of a full version", type=int
+        None, "most bytes of tensors in one bucket of a group, or in one file of a full version"
     )
     update_weight_disk_dir: str | None = _option(None, "directory that trainer and engines see under the same path")
     update_weight_disk_keep_files: bool = _option(None, "keep versions that every engine has loaded")
-    update_weight_delta_dir: str | None = _option(None, "slime's earlier name of update_weight_disk_dir")
-    update_weight_delta_keep_files: bool | None = _option(None, "slime's earlier name of update_weight_disk_keep_files")
+    update_weight_delta_dir: str | None = _also("update_weight_disk_dir", " (slime's earlier one)")
+    update_weight_delta_keep_files: bool | None = _also("update_weight_disk_keep_files", " (slime's earlier one)")
     custom_update_weight_post_write_path: str | None = _option(
         None, "module.function to call with (args, version_dir, []) when the files of a version are complete"
     )
-    custom_delta_pre_push_path: str | None = _option(None, "slime's earlier name of the same; it may return a Future")
-    update_weights_interval: int = _option(1, "rollouts from one update to the next, which `due` counts", type=int)
+    custom_delta_pre_push_path: str | None = _also(
+        "custom_update_weight_post_write_path", " (slime's earlier one); it may return a Future"
+    )
+    update_weights_interval: int = _option(1, "rollouts from one update to the next, which `due` counts")
     release_train: bool = _option(False, "the trainer gives its devices back after each update, so that each is due")
     update_weight_local_checkpoint_dir: str | None = _option(
         None,
         "directory on each engine's host: over disk full versions are copied there first; of deltas what cannot be "
         "patched in place, which is in memory else",
     )
-    rollout_external_engine_addrs: tuple[str, ...] = _option(
-        (), "host:port of engines that somebody else started", nargs="+"
-    )
+    rollout_external_engine_addrs: tuple[str, ...] = _option((), "host:port of engines that somebody else started")
     rollout_num_gpus: int | None = _option(
-        None, "devices of all engines that the job owns; the groups of a YAML have to add up to it", type=int
+        None, "devices of all engines that the job owns; the groups of a YAML have to add up to it"
     )
-    rollout_num_gpus_per_engine: int = _option(1, "devices of each, where no YAML says otherwise", type=int)
+    rollout_num_gpus_per_engine: int = _option(1, "devices of each, where no YAML says otherwise")
     prefill_num_servers: int | None = _option(
-        None, "how many engines make a prefill pool, without a YAML; the other devices decode", type=int
+        None, "how many engines make a prefill pool, without a YAML; the other devices decode"
     )
     vllm_config: str | None = _option(None, "YAML of vLLM engines that the job owns")
     sglang_config: str | None = _option(None, "YAML of SGLang engines that the job owns")
     vllm_router_ip: str | None = _option(None, "address of a router that runs already")
-    vllm_router_port: int | None = _option(None, "its port", type=int)
-    sglang_router_ip: str | None = _option(None, "slime's name of vllm_router_ip, for a pool of SGLang engines")
-    sglang_router_port: int | None = _option(None, "its port", type=int)
+    vllm_router_port: int | None = _option(None, "its port")
+    sglang_router_ip: str | None = _also("vllm_router_ip", ", for a pool of SGLang engines")
+    sglang_router_port: int | None = _also("vllm_router_port")
     colocate: bool = _option(False, "trainer and engines share their devices")
 
     arguments: ClassVar[argparse.Namespace | None] = None
     """What `from_arguments` was given, for hooks."""
 
     def __post_init__(self) -> None:
-        for other, (name, default) in _OTHER_NAMES.items():
-            values = [value for value in (getattr(self, name), getattr(self, other)) if value is not None] or [default]
-            if values[0] != values[-1]:
-                raise ConfigError(f"{name} is {values[0]!r}, and {other} is {values[1]!r}", hint="give one of the two")
-            object.__setattr__(self, name, values[0])
         for option in dataclasses.fields(self):
-            choices, value = option.metadata.get("choices"), getattr(self, option.name)
+            name, value = option.name, getattr(self, option.name)
+            choices, other = option.metadata.get("choices"), option.metadata.get("also")
             if choices is not None and value not in choices:
-                raise ConfigError(f"{option.name} is {value!r}", expected=" or ".join(map(repr, choices)))
-            counts = option.metadata.get("type") is int and value is not None
-            if counts and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{option.name} is {value!r}", expected="a whole number of at least 1, or none")
-        self._check_names()
-        for refused, why, hint in (*self._refused_routes(), *self._refused_engines()):
+                raise ConfigError(f"{name} is {value!r}", expected=" or ".join(map(repr, choices)))
+            if _kind(option) == "int" and value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}", expected="a whole number of at least 1, or none")
+            if other is not None and value is not None:
+                first = getattr(self, other)
+                if first not in (None, value):
+                    raise ConfigError(f"{other} is {first!r}, and {name} is {value!r}", hint="give one of the two")
+                object.__setattr__(self, other, value)
+        for name, default in _DEFAULTS.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        for refused, why, hint in self._refusals():
             if refused:
                 raise ConfigError(why, hint=hint)
 
-    def _refused_routes(self) -> Iterator[tuple[bool, str, str]]:
-        """Yield combinations of ways for weights that cannot work: whether this is one, the reason and the remedy."""
+    def _refusals(self) -> Iterator[tuple[bool, str, str]]:
+        """Yield every combination that cannot work: whether this is one, the reason and the remedy."""
+        from torchrl_ext.codecs.base import encodings
+        from torchrl_ext.rpc.http import normalise_url
+
         delta, disk = self.update_weight_mode == "delta", self.update_weight_transport == "disk"
-        route, place = self.update_weight_transport, self.update_weight_disk_dir
+        route, place, encoding = self.update_weight_transport, self.update_weight_disk_dir, self.update_weight_encoding
+        yield (
+            encoding not in encodings.names(),
+            f"there is no encoding {encoding!r}",
+            f"use one of {', '.join(sorted(encodings.names()))}",
+        )
         yield (
             delta and self.colocate,
             "delta mode does not go with colocated engines: they take weights by memory handles, and a delta would not "
@@ -179,19 +189,24 @@ class WeightUpdateConfig:
             "release_train is set: the next trainer process knows nothing that a delta could be taken against",
             "set update_weight_mode='full' and update_weight_transport='disk', or leave it out",
         )
-
-    def _refused_engines(self) -> Iterator[tuple[bool, str, str]]:
-        """Yield combinations of engines that cannot work, as `_refused_routes` does."""
-        owned, external = bool(self.vllm_config or self.sglang_config), bool(self.rollout_external_engine_addrs)
+        owned, addresses = bool(self.vllm_config or self.sglang_config), self.rollout_external_engine_addrs
         gpus, each, prefill = self.rollout_num_gpus, self.rollout_num_gpus_per_engine, self.prefill_num_servers
         yield (
-            external and owned,
+            isinstance(addresses, str),
+            f"rollout_external_engine_addrs is the string {addresses!r}",
+            "give a sequence of host:port",
+        )
+        urls = [normalise_url(address) for address in addresses]
+        for url in urls:
+            yield urls.count(url) > 1, f"rollout_external_engine_addrs has {url} twice", "list each engine once"
+        yield (
+            owned and bool(urls),
             "rollout_external_engine_addrs and vllm_config or sglang_config exclude each other: engines belong to "
             "somebody else, or to this job",
             "keep one of the two",
         )
         yield (
-            prefill is not None and (owned or external),
+            prefill is not None and (owned or bool(urls)),
             "prefill_num_servers is set, and a YAML or addresses say which engines prefill",
             "leave it out",
         )
@@ -210,25 +225,6 @@ class WeightUpdateConfig:
         """Return whether engines are to get the weights after a rollout, which are counted from 0."""
         return self.release_train or (rollout + 1) % self.update_weights_interval == 0
 
-    def _check_names(self) -> None:
-        from torchrl_ext.codecs.base import encodings
-        from torchrl_ext.rpc.http import normalise_url
-
-        if self.update_weight_encoding not in encodings.names():
-            raise ConfigError(
-                f"there is no encoding {self.update_weight_encoding!r}",
-                expected=f"one of {', '.join(sorted(encodings.names()))}",
-            )
-        addresses = self.rollout_external_engine_addrs
-        if isinstance(addresses, str):
-            raise ConfigError(
-                f"rollout_external_engine_addrs is the string {addresses!r}", expected="a sequence of host:port"
-            )
-        urls = [normalise_url(address) for address in addresses]
-        twice = sorted({url for url in urls if urls.count(url) > 1})
-        if twice:
-            raise ConfigError(f"rollout_external_engine_addrs has {twice[0]} twice", hint="list each engine once")
-
     def transport_config(self, engines: Sequence[EngineInfo] = ()) -> TransportConfig:
         """Return the settings of the transport that these options name, under the transport's own names.
 
@@ -241,36 +237,38 @@ class WeightUpdateConfig:
         Raises:
             ConfigError: engines that share no broadcast.
         """
-        size, local = self.update_weight_buffer_size, self.update_weight_local_checkpoint_dir
-        disk, sizes = self.update_weight_transport == "disk", {} if size is None else {"bucket_bytes": size}
-        files: dict[str, Any] = {"root": self.update_weight_disk_dir, "keep_files": self.update_weight_disk_keep_files}
-        if size is not None:
-            files["shard_bytes"] = size
-        if self.custom_update_weight_post_write_path is not None:
-            files["post_write_hook"] = self._hook(self.custom_update_weight_post_write_path)
-        if self.update_weight_mode == "delta":
-            carrier = files if disk else {"carrier": "collective"}
-            settings = {"encoding": self.update_weight_encoding, "local_dir": local, **carrier}
-            if self.update_weight_encoding == "auto" and self.update_weight_link_bytes_s is not None:
+        name, delta = self.update_weight_transport, self.update_weight_mode == "delta"
+        encoding, size = self.update_weight_encoding, self.update_weight_buffer_size
+        settings: dict[str, Any] = {"local_dir": self.update_weight_local_checkpoint_dir}
+        if name == "disk":
+            settings |= {
+                "root": self.update_weight_disk_dir,
+                "keep_files": self.update_weight_disk_keep_files,
+                "shard_bytes": size,
+                "post_write_hook": self._hook(),
+            }
+        elif delta:
+            settings["carrier"] = "collective"
+        elif name == "nccl":
+            settings["bucket_bytes"] = size
+            name = "ipc" if self.colocate else "collective"
+        if delta:
+            name = "delta"
+            settings |= {"encoding": encoding, "checksum": self.update_weight_delta_checksum}
+            if encoding == "auto" and self.update_weight_link_bytes_s is not None:
                 settings["settings"] = {"link_bytes_s": self.update_weight_link_bytes_s}
-            if self.update_weight_delta_checksum != CHECKSUMS[0]:
-                settings["checksum"] = self.update_weight_delta_checksum
-            return TransportConfig(name="delta", settings=settings)
-        if disk:
-            return TransportConfig(name="disk", settings=files if local is None else {**files, "local_dir": local})
-        if self.update_weight_transport == "sharded":
-            return TransportConfig(name="sharded", settings={})
-        if self.colocate:
-            return TransportConfig(name="ipc", settings=sizes)
-        return _broadcast_to(engines, TransportConfig(name="collective", settings=sizes))
+        chosen = TransportConfig(name, {name: value for name, value in settings.items() if value is not None})
+        return _broadcast_to(engines, chosen) if name == "collective" else chosen
 
-    def _hook(self, path: str) -> Callable[[str, str], None]:
+    def _hook(self) -> Callable[[str, str], None] | None:
         """Return slime's hook as a transport calls one; what it returns may be a future."""
-        hook = hook_at(path)
+        hook = hook_at(self.custom_update_weight_post_write_path)
+        if hook is None:
+            return None
         args = argparse.Namespace(**dataclasses.asdict(self)) if self.arguments is None else self.arguments
 
         def wrote(root: str, name: str) -> None:
-            returned = None if hook is None else hook(args, f"{root}/{name}", [])
+            returned = hook(args, f"{root}/{name}", [])
             if isinstance(returned, Future):
                 returned.result(_HOOK_S)
 
@@ -295,9 +293,8 @@ class WeightUpdateConfig:
         """Add a flag per option: ``--update-weight-mode`` and so on."""
         group = parser.add_argument_group("weight updates")
         for option in dataclasses.fields(cls):
-            more = dict(option.metadata)
-            if "bool" in str(option.type):
-                more["action"] = "store_true"
+            more = {name: value for name, value in option.metadata.items() if name != "also"}
+            more |= _FLAGS.get(_kind(option), {})
             group.add_argument(f"--{option.name.replace('_', '-')}", dest=option.name, default=None, **more)
 
     @classmethod
