@@ -15,7 +15,7 @@ from torchrl_ext.embedded.protocol import GenerateRequest, Sampling
 from torchrl_ext.embedded.sampling import pick
 from torchrl_ext.embedded.scheduler import Scheduler
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
-from torchrl_ext.messages import Verify
+from torchrl_ext.messages import Start, Verify
 
 CONTEXT = 256
 
@@ -301,7 +301,7 @@ class TestSleep:
         with pytest.raises(EngineRefusedError, match="in use"):
             engine.release_kv_cache()
         with pytest.raises(EngineRefusedError, match="while the engine generates"):
-            engine.start()
+            engine.handle(Start())
         with pytest.raises(EngineRefusedError, match="while the engine generates"):
             engine.reload(str(checkpoint), None)
         for step in (lambda: engine.finish(None), lambda: engine.handle(Verify(digests={}))):
@@ -311,7 +311,7 @@ class TestSleep:
             engine.wake_up(["cpu"])
         with pytest.raises(ConfigError, match="0 tokens"):
             engine.logprobs([[]])
-        with pytest.raises(ConfigError, match="does not know"):
+        with pytest.raises(ConfigError, match="no token 512"):
             engine.logprobs([[512]])
         engine.pause("keep", 10)
         engine.release_kv_cache()

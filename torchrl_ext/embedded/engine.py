@@ -53,10 +53,10 @@ class Engine:
         model = _load_model(model_dir, dtype).to(usable_device(device)).eval().requires_grad_(False)
         self.context = context or model.config.max_position_embeddings
         self._model = model
-        self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        vocabulary = model.get_input_embeddings().weight.shape[0]
         ends = model.generation_config.eos_token_id
         end_ids = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
-        self.scheduler = Scheduler(model, end_ids=end_ids, vocabulary=self._vocabulary, context=self.context)
+        self.scheduler = Scheduler(model, end_ids=end_ids, vocabulary=vocabulary, context=self.context)
         self._loader = TensorsLoader(model)
         self._receiver = WeightReceiver(self._loader)
         self._control = threading.Lock()
@@ -163,9 +163,16 @@ class Engine:
             case Join():
                 self._connect(message)
             case Start():
-                self.start()
+                with self._alone():
+                    self._refuse_busy()
+                    self._receiver.handle(message)
+                    self._arrived = []
+                    self._updating = True
             case Load() | Verify() | Seal():
-                self._load(message)
+                with self._in_update():
+                    self._receiver.handle(message)
+                    if isinstance(message, Load):
+                        self._arrived += [ParamMeta.from_json(row) for row in message.handoff.get("params", ())]
             case Finish():
                 self.finish(str(message.version))
             case _:
@@ -185,14 +192,6 @@ class Engine:
             self._updating = False
             self._receiver.connect(message)
 
-    def start(self) -> None:
-        """Begin an update; see `handle`."""
-        with self._alone():
-            self._refuse_busy()
-            self._receiver.start()
-            self._arrived = []
-            self._updating = True
-
     def reload(self, path: str, label: str | None) -> None:
         """Load a checkpoint directory; ``label`` becomes the weight version.
 
@@ -203,7 +202,6 @@ class Engine:
         source = CheckpointSource(path)
         with self._alone():
             self._refuse_busy()
-            self._loader.check(source.params())
             with self.scheduler.weights:
                 self._updating = False
                 self._receiver.apply_weights(source)
@@ -220,27 +218,17 @@ class Engine:
             return
         raise EngineRefusedError(reason, expected=first, state="unchanged")
 
-    def _load(self, message: Load | Verify | Seal) -> None:
-        """Take one step of the update that `start` began; one that fails ends the update."""
-        with self._in_update():
-            self._updating = False
-            self._receiver.handle(message)
-            if isinstance(message, Load):
-                self._arrived += [ParamMeta.from_json(row) for row in message.handoff.get("params", ())]
-            self._updating = True
-
     def finish(self, label: str | None) -> None:
         """End an update of which every parameter arrived; ``label`` becomes the weight version.
 
         Requests that are frozen keep their keys and values of the old weights, until `Scheduler.forget`.
         """
-        with self._in_update():
+        with self._in_update(last=True):
             if self._receiver.held.empty:
                 self._loader.check(self._arrived)  # what did not come has no older value to fall back on
             version = int(label) if label is not None and _NUMBER.fullmatch(label) else self._receiver.version
             self._receiver.finish(version)
             self.scheduler.changed(label)
-            self._updating = False
 
     def digests(self) -> dict[str, str]:
         """Return the digest of every parameter that the live model holds, by checkpoint name.
@@ -263,8 +251,7 @@ class Engine:
         for prompt in prompts:
             if not 1 <= len(prompt) <= self.context:
                 raise ConfigError(f"a prompt has {len(prompt)} tokens", expected=f"1 to {self.context}")
-            if not all(0 <= token < self._vocabulary for token in prompt):
-                raise ConfigError("a prompt has a token that the model does not know", expected=f"< {self._vocabulary}")
+            self.scheduler.check(prompt)
         with self._alone(), self.scheduler.weights:
             self._refuse_torn()
             return score(self._model, prompts)
@@ -290,12 +277,15 @@ class Engine:
             self._control.release()
 
     @contextmanager
-    def _in_update(self) -> Iterator[None]:
+    def _in_update(self, *, last: bool = False) -> Iterator[None]:
+        """Take a step of an open update, which ends with the ``last`` one, and with one that fails."""
         with self._alone():
             if not self._updating:
                 raise NotConnectedError("no weight update is open", hint="POST /start_weight_update first")
+            self._updating = False
             with self.scheduler.weights:
                 yield
+            self._updating = not last
 
 
 def _load_model(model_dir: str, dtype: str) -> Any:

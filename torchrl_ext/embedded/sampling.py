@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from torchrl_ext.embedded.protocol import Sampling
 from torchrl_ext.types import Info
@@ -41,9 +42,9 @@ def pick(
         for row, ids in enumerate(barred):
             logits[row, list(ids)] = -torch.inf
     tokens = logits.argmax(-1)
-    drawn = [row for row, setting in enumerate(settings) if setting.temperature >= _GREEDY_BELOW]
-    if drawn:
-        tokens[drawn] = _draw(logits[drawn], [settings[row] for row in drawn], [generators[row] for row in drawn])
+    for row, setting in enumerate(settings):
+        if setting.temperature >= _GREEDY_BELOW:
+            tokens[row] = _draw(logits[row : row + 1], setting, generators[row])
     chosen = tokens.tolist()
     entries: list[Info | None] = [None] * len(chosen)
     if raw is not None:
@@ -63,29 +64,13 @@ def _candidate(token: int, logprob: float, rank: int) -> Info:
     return {"token_id": token, "logprob": max(logprob, -9999.0), "rank": rank}  # JSON has no -inf
 
 
-def _draw(logits: Tensor, settings: Sequence[Sampling], generators: Sequence[torch.Generator | None]) -> Tensor:
-    """Draw by inversion of the cumulative distribution: one uniform number per row, whatever the other rows do."""
-    temperature = torch.tensor([row.temperature for row in settings], dtype=torch.float64)
-    probabilities = (logits.double() / temperature[:, None]).softmax(-1)
-    if any(row.top_p < 1 or row.top_k > 0 or row.min_p > 0 for row in settings):
-        probabilities = _restrict(probabilities, settings)
-    cumulative = probabilities.cumsum(-1)
-    uniform = torch.stack([torch.rand((), dtype=torch.float64, generator=generator) for generator in generators])
-    total = cumulative[:, -1]
-    threshold = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    found = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0]  # strictly above: never p = 0
-    return found.clamp(max=logits.shape[-1] - 1)  # a row of NaN finds none
-
-
-def _restrict(probabilities: Tensor, settings: Sequence[Sampling]) -> Tensor:
-    """Return the probabilities with zeros where top_k, top_p or min_p leave a token out."""
-    ordered, order = torch.sort(probabilities, dim=-1, descending=True, stable=True)
-    size = ordered.shape[-1]
-    top_k = torch.tensor([row.top_k if row.top_k > 0 else size for row in settings])[:, None]
-    top_p = torch.tensor([row.top_p for row in settings], dtype=torch.float64)[:, None]
-    min_p = torch.tensor([row.min_p for row in settings], dtype=torch.float64)[:, None]
-    keep = torch.arange(size) < top_k
-    kept = ordered * keep
-    before = (kept.cumsum(-1) - kept) / kept.sum(-1, keepdim=True)
-    keep &= (before < top_p) & (ordered >= min_p * ordered[:, :1])
-    return torch.zeros_like(probabilities).scatter(-1, order, ordered * keep)
+def _draw(logits: Tensor, setting: Sampling, generator: torch.Generator | None) -> int:
+    """Draw a token of one row, shape ``(1, vocabulary)``, whatever the other rows do."""
+    scores = logits.double() / setting.temperature
+    if setting.top_k > 0:
+        scores = TopKLogitsWarper(setting.top_k)(None, scores)
+    if setting.top_p < 1:
+        scores = TopPLogitsWarper(setting.top_p)(None, scores)
+    if setting.min_p > 0:
+        scores = MinPLogitsWarper(setting.min_p)(None, scores)
+    return int(scores.softmax(-1).multinomial(1, generator=generator))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torchrl_ext.embedded.protocol import GenerateRequest
@@ -62,20 +63,27 @@ class Scheduler:
         """The number of sequences that have begun and not ended."""
         return len(self._sequences())
 
+    def check(self, tokens: Sequence[int]) -> None:
+        """Refuse tokens that the model does not know.
+
+        Raises:
+            ConfigError: names the first of them.
+        """
+        for token in tokens:
+            if not 0 <= token < self._vocabulary:
+                raise ConfigError(f"the model has no token {token}", expected=f"< {self._vocabulary}")
+
     def submit(self, request: GenerateRequest) -> Job:
         """Queue a request; while paused it waits for the resume.
 
         Raises:
             ConfigError: the prompt does not fit the context, or there is a token that the model does not know.
         """
-        highest = max(*request.token_ids, *request.sampling.stop_token_ids, 0)
-        if highest >= self._vocabulary:
-            raise ConfigError(f"the model has no token {highest}", expected=f"< {self._vocabulary}")
-        room = self._context - len(request.token_ids)
+        prompt = request.token_ids
+        self.check((*prompt, *request.sampling.stop_token_ids))
+        room = self._context - len(prompt)
         if room < 1:
-            raise ConfigError(
-                f"the prompt has {len(request.token_ids)} tokens", expected=f"at most {self._context - 1}"
-            )
+            raise ConfigError(f"the prompt has {len(prompt)} tokens", expected=f"at most {self._context - 1}")
         job = Job(request, end_ids=self._end_ids, room=room)
         with self._changed:
             queue = self._waiting if self._state == "serving" else self._held

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,7 +14,7 @@ from torchrl_ext.embedded.protocol import GenerateRequest
 from torchrl_ext.embedded.sampling import pick
 from torchrl_ext.types import Info
 
-__all__ = ["Batch", "Job", "RunningSequence"]
+__all__ = ["Batch", "Job", "RunningSequence", "cache_argument"]
 
 
 class Job:
@@ -30,11 +31,6 @@ class Job:
         self.future: Future[list[RunningSequence]] = Future()
         self.cancelled = False
         self.sequences = [RunningSequence(self, i, end_ids, room) for i in range(request.sampling.n)]
-
-    def settle(self) -> None:
-        """Hand the sequences to the future once every one of them is finished."""
-        if not self.future.done() and all(sequence.finish_reason for sequence in self.sequences):
-            self.future.set_result(self.sequences)
 
     def fail(self, error: BaseException) -> None:
         """Give the request up: its future raises ``error``."""
@@ -102,9 +98,11 @@ class RunningSequence:
             self.finish("length")
 
     def finish(self, reason: str, stop_token: int | None = None) -> None:
-        """End the sequence with the tokens that it has."""
+        """End the sequence with the tokens that it has, and its job, where it was the last one to run."""
         self.finish_reason, self.stop_reason = reason, stop_token
-        self.job.settle()
+        job = self.job
+        if not job.future.done() and all(sequence.finish_reason for sequence in job.sequences):
+            job.future.set_result(job.sequences)
 
     def spans(self) -> list[Info]:
         """Return contiguous ``{version, start, end}`` over the new tokens."""
@@ -136,6 +134,7 @@ class Batch:
 
     def __init__(self, model: Any, sequences: Sequence[RunningSequence] = ()) -> None:
         self._model, self.sequences = model, list(sequences)
+        self._cache_argument = cache_argument(model)
         self._cache: Any = None
         self._widest = 0  # positions that the cache has, padding included
 
@@ -161,7 +160,8 @@ class Batch:
         fed = rows if self._cache is None else [row[-1:] for row in rows]
         width = max(map(len, fed))
         ids = torch.tensor([(0,) * (width - len(row)) + row for row in fed], device=self._model.device)
-        out = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **self._padding(rows, width))
+        settings = {self._cache_argument: self._cache, **self._padding(rows, width)}
+        out = self._model(input_ids=ids, use_cache=True, **settings)
         self._cache = out.past_key_values
         tokens, logprobs = pick(
             out.logits[:, -1].cpu(),
@@ -189,3 +189,8 @@ class Batch:
             self._cache = None
         elif self._cache is not None:
             self._cache.batch_select_indices(torch.tensor(rows, device=self._model.device))
+
+
+def cache_argument(model: Any) -> str:
+    """Return the name by which a model of `transformers` takes keys and values; newer releases have a shorter one."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

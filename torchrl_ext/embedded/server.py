@@ -13,26 +13,27 @@ import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, final
+from typing import Any
 
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, QueryParams
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import torchrl_ext
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest, Token
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
-from torchrl_ext.messages import State, read
+from torchrl_ext.messages import Start, State, read
 from torchrl_ext.routes import bears_key, refusal
 from torchrl_ext.sync.inspection import followed
 from torchrl_ext.types import Info, decoded
 
-__all__ = ["make_app"]
+__all__ = ["make_app", "read_json"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -56,8 +57,7 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
         return Response(status_code=200 if scheduler.alive else 503)
 
     async def generate(request: Request) -> Response:
-        asked = GenerateRequest.from_json(parsed(await request.body()), default_id=uuid.uuid4().hex)
-        job = await asyncio.to_thread(scheduler.submit, asked)
+        job = scheduler.submit(GenerateRequest.from_json(await read_json(request), default_id=uuid.uuid4().hex))
         outputs = asyncio.wrap_future(job.future)
         gone = asyncio.ensure_future(_disconnect(request))
         try:
@@ -74,35 +74,41 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(engine.close)
+        await run_in_threadpool(engine.close)
 
     handlers = {
         "GET /health": health,
         "POST /inference/v1/generate": generate,
-        "GET /load": _at_once(lambda: {"server_load": scheduler.running}),
-        "GET /server_info": _at_once(lambda: _server_info(engine)),
-        "GET /get_world_size": _at_once(lambda: {"world_size": 1}),
-        "GET /weight_info": _at_once(lambda: {"weight_version": scheduler.version, "paused": scheduler.paused}),
-        "GET /is_paused": _at_once(lambda: {"is_paused": scheduler.paused}),
-        "GET /is_sleeping": _at_once(lambda: _state(engine)),
-        "GET /weights_digest": _in_thread(
+        "GET /load": _answer(lambda query, body: {"server_load": scheduler.running}),
+        "GET /server_info": _answer(lambda query, body: _server_info(engine)),
+        "GET /get_world_size": _answer(lambda query, body: {"world_size": 1}),
+        "GET /weight_info": _answer(
+            lambda query, body: {"weight_version": scheduler.version, "paused": scheduler.paused}
+        ),
+        "GET /is_paused": _answer(lambda query, body: {"is_paused": scheduler.paused}),
+        "GET /is_sleeping": _answer(lambda query, body: _state(engine)),
+        "GET /weights_digest": _answer(
             lambda query, body: {"digests": engine.digests(), "weight_version": scheduler.version}
         ),
-        "POST /prompt_logprobs": _in_thread(lambda query, body: _logprobs(engine, body)),
-        "POST /pause": _in_thread(lambda query, body: engine.pause(_mode(query), DRAIN_TIMEOUT_S), status="paused"),
-        "POST /resume": _in_thread(lambda query, body: engine.resume(), status="resumed"),
-        "POST /sleep": _in_thread(lambda query, body: _sleep(engine, query), status="sleeping"),
-        "POST /wake_up": _in_thread(lambda query, body: _wake_up(engine, query.getlist("tags") or None)),
-        "POST /release_kv_cache_memory": _in_thread(
+        "POST /prompt_logprobs": _answer(lambda query, body: _logprobs(engine, body)),
+        "POST /pause": _answer(lambda query, body: engine.pause(_mode(query), DRAIN_TIMEOUT_S), status="paused"),
+        "POST /resume": _answer(lambda query, body: engine.resume(), status="resumed"),
+        "POST /sleep": _answer(lambda query, body: _sleep(engine, query), status="sleeping"),
+        "POST /wake_up": _answer(lambda query, body: _wake_up(engine, query.getlist("tags") or None)),
+        "POST /release_kv_cache_memory": _answer(
             lambda query, body: engine.release_kv_cache(), status="kv_cache_released"
         ),
-        "POST /reset_prefix_cache": _in_thread(lambda query, body: _reset(engine, query), success=True),
-        "POST /init_weight_transfer_engine": _in_thread(lambda query, body: _connect(engine, body)),
-        "POST /start_weight_update": _in_thread(lambda query, body: engine.start(), message="Weight update started"),
-        "POST /update_weights": _in_thread(
-            lambda query, body: engine.handle(read(_field(body, "update_info", Info))), message="Weights updated"
+        "POST /reset_prefix_cache": _answer(lambda query, body: _reset(engine, query), success=True),
+        "POST /init_weight_transfer_engine": _answer(
+            lambda query, body: _message(engine, body, "init_info"), message="Weight transfer initialized"
         ),
-        "POST /finish_weight_update": _in_thread(
+        "POST /start_weight_update": _answer(
+            lambda query, body: engine.handle(Start()), message="Weight update started"
+        ),
+        "POST /update_weights": _answer(
+            lambda query, body: _message(engine, body, "update_info"), message="Weights updated"
+        ),
+        "POST /finish_weight_update": _answer(
             lambda query, body: engine.finish(_field(body, "weight_version", str | None)),
             message="Weight update finished",
         ),
@@ -111,84 +117,59 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
     return Starlette(
         routes=[*own, *routes],
         exception_handlers={WeightSyncError: _refuse, Exception: _refuse},
-        middleware=[Middleware(_Guard, api_key=api_key)],
+        middleware=[Middleware(_guarded, api_key=api_key)],
         lifespan=lifespan,
     )
 
 
-@final
-class _Guard:
-    """ASGI middleware that refuses requests without the key, requests of web pages, and bodies that are too large.
+def _guarded(app: ASGIApp, api_key: str | None) -> ASGIApp:
+    """Refuse requests without the key, requests of web pages, and bodies that do not say that they are JSON.
 
     A page of any site can have its reader's browser post to a loopback address. The browser then names the page's
     ``Origin``, and asks the server first before it sends JSON.
     """
+    keys = [api_key] if api_key else []
 
-    def __init__(self, app: ASGIApp, *, api_key: str | None) -> None:
-        self._app, self._keys = app, [api_key] if api_key else []
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        answer = app
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if scope["path"] != _OPEN_ROUTE and not bears_key(headers.get("authorization"), self._keys):
-                refused = JSONResponse(refusal(), status_code=401)
+            if scope["path"] != _OPEN_ROUTE and not bears_key(headers.get("authorization"), keys):
+                answer = JSONResponse(refusal(), status_code=401)
             elif scope["method"] == "POST" and "origin" in headers:
-                refused = _error(403, "web pages may not call this engine: the request has the header Origin")
+                answer = _error(403, "web pages may not call this engine: the request has the header Origin")
             elif has_body and kind != "application/json":
-                refused = _error(415, f"the body is of type {kind or 'unknown'!r}; send content-type: application/json")
-            else:
-                await self._app(scope, _bounded(receive), send)
-                return
-            await refused(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+                answer = _error(415, f"the body is of type {kind or 'unknown'!r}; send content-type: application/json")
+        await answer(scope, receive, send)
+
+    return guard
 
 
-def _bounded(receive: Receive) -> Receive:
-    """Return a ``receive`` that counts the bytes of a body, and refuses a large one before it is all in memory."""
-    seen = 0
-
-    async def bounded() -> Message:
-        nonlocal seen
-        message = await receive()
-        seen += len(message.get("body", b""))
-        if seen > _MAX_BODY_BYTES:
-            raise ConfigError(f"the body has more than {_MAX_BODY_BYTES} bytes", state="unchanged")
-        return message
-
-    return bounded
-
-
-def parsed(body: bytes) -> Any:
-    """Return the JSON of a body; an empty object where there is none.
+async def read_json(request: Request) -> Any:
+    """Return the JSON of a request's body; an empty object where there is none.
 
     Raises:
-        ConfigError: it is no JSON.
+        ConfigError: it is no JSON, or too large, which is known before all of it is in memory.
     """
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_BODY_BYTES:
+            raise ConfigError(f"the body has more than {_MAX_BODY_BYTES} bytes", state="unchanged")
     try:
         return json.loads(body) if body else {}
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the body is no JSON: {error}") from None
 
 
-def _at_once(look: Callable[[], Info]) -> Callable[[Request], Any]:
-    """Return a handler that responds with what ``look`` returns, which waits for nothing."""
-
-    async def handler(request: Request) -> Response:
-        return JSONResponse(look())
-
-    return handler
-
-
-def _in_thread(step: Callable[[QueryParams, Info], Info | None], **fields: Any) -> Callable[[Request], Any]:
+def _answer(step: Callable[[QueryParams, Info], Info | None], **fields: Any) -> Callable[[Request], Any]:
     """Return a handler that runs ``step`` in a thread, and responds with ``fields`` and with what ``step`` returned."""
 
     async def handler(request: Request) -> Response:
-        raw = await request.body()
-        returned = await asyncio.to_thread(lambda: step(request.query_params, decoded(parsed(raw), Info, "the body")))
-        return JSONResponse({**fields, **(returned or {})})
+        body = decoded(await read_json(request), Info, "the body")
+        return JSONResponse({**fields, **(await run_in_threadpool(step, request.query_params, body) or {})})
 
     return handler
 
@@ -253,9 +234,10 @@ def _wake_up(engine: Engine, tags: list[str] | None) -> Info:
     return {"status": "awake" if engine.wake_up(tags) else "sleeping", "tags": tags}
 
 
-def _connect(engine: Engine, body: Info) -> Info:
-    answer = engine.handle(read(_field(body, "init_info", Info)))
-    return {"message": "Weight transfer initialized", **({"answer": answer} if answer else {})}
+def _message(engine: Engine, body: Info, name: str) -> Info:
+    """Handle the message that a body has under ``name``."""
+    answer = engine.handle(read(_field(body, name, Info)))
+    return {"answer": answer} if answer else {}
 
 
 def _reset(engine: Engine, query: QueryParams) -> None:

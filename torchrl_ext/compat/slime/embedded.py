@@ -8,22 +8,22 @@ Bodies and answers are those of slime's SGLang (``/pull_weights``, ``/update_wei
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, final
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from torchrl_ext.embedded.engine import Engine
-from torchrl_ext.embedded.server import DRAIN_TIMEOUT_S, parsed
+from torchrl_ext.embedded.server import DRAIN_TIMEOUT_S, read_json
 from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.messages import Finish, Message, Pull, State
 from torchrl_ext.sync.published import DiskLoads
 from torchrl_ext.sync.worker_end import pull
-from torchrl_ext.types import Info
+from torchrl_ext.types import Info, decoded
 
 __all__ = ["routes"]
 
@@ -42,20 +42,17 @@ def routes(engine: Engine) -> list[Route]:
         pull(Pull.of(body), engine.model_dir)
 
     def update_from_disk(body: Info) -> None:
-        label = body.get("weight_version")
-        if label is not None:
-            label = _text(body, "weight_version")
+        label = decoded(body.get("weight_version"), str | None, "weight_version")
         loads.load(body.get("model_path"), body.get("load_format"), label, body.get("files"))
 
     def update_version(body: Info) -> Info:
-        scheduler.version = _text(body, "new_version")
+        scheduler.version = decoded(body.get("new_version"), str, "new_version")
         return {"new_version": scheduler.version}
 
     def collective_rpc(body: Info) -> Info:
-        method, given = body.get("method"), body.get("kwargs")
-        given = given if isinstance(given, Mapping) else {}
+        method, given = body.get("method"), decoded(body.get("kwargs") or {}, Info, "kwargs")
         if method == "pull_weights":
-            pull_weights({**given})
+            pull_weights(given)
             return {"results": [{"success": True, "weight_version": str(given["target_version"])}]}
         if method == "reload_weights":
             loads.load(given.get("weights_path"), None, None, None)
@@ -84,23 +81,15 @@ def _in_sglangs_words(step: Callable[[Info], Info | None]) -> Callable[[Request]
     """Return a handler that runs ``step`` on the body in a thread, and reports success or failure as SGLang does."""
 
     async def handler(request: Request) -> Response:
-        body = parsed(await request.body())
+        body = await read_json(request)
         try:
-            returned = await asyncio.to_thread(step, body if isinstance(body, dict) else {})
+            returned = await run_in_threadpool(step, body if isinstance(body, dict) else {})
         except WeightSyncError as error:
             log.error("%s %s: %s", request.method, request.url.path, error)
             return JSONResponse({"success": False, "message": str(error)}, status_code=400)
         return JSONResponse({"success": True, "message": "Success.", **(returned or {})})
 
     return handler
-
-
-def _text(body: Info, name: str) -> str:
-    """Return a field of the body that has to be text."""
-    value = body.get(name)
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} is {value!r:.80}", expected="text")
-    return value
 
 
 @final
