@@ -34,16 +34,13 @@ def test_full_broadcasts_take_the_wire_of_engines_without_our_plugin():
     assert config.make_transport([STOCK_VLLM], backend="gloo").make == "vllm"
 
 
-@pytest.mark.parametrize(
-    ("engines", "named"),
-    [
+def test_engines_that_share_no_broadcast_are_named_with_both_remedies():
+    for engines, named in (
         ([PLUGGED, FILES_ALONE], "http://f:1 has none of its own"),
         ([STOCK_SGLANG, STOCK_VLLM], "engines of sglang and vllm share none"),
-    ],
-)
-def test_engines_that_share_no_broadcast_are_named_with_both_remedies(engines, named):
-    with pytest.raises(ConfigError, match=rf"(?s){named}.*install the plugin.*'disk'"):
-        WeightUpdateConfig().make_transport(engines)
+    ):
+        with pytest.raises(ConfigError, match=rf"(?s){named}.*install the plugin.*'disk'"):
+            WeightUpdateConfig().make_transport(engines)
 
 
 @pytest.mark.parametrize(
@@ -129,15 +126,15 @@ def test_options_are_settings_of_a_transport_under_other_names(options, name, se
     assert (chosen.name, chosen.settings) == (name, settings)
 
 
-@pytest.mark.parametrize("encoding", tx.DeltaTransport.encodings())
-def test_a_transport_is_made_with_every_encoding_and_with_further_settings_of_its_own(tmp_path, encoding):
-    place = {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path)}
-    config = WeightUpdateConfig(update_weight_mode="delta", update_weight_encoding=encoding, **place)
-    transport = config.make_transport(timeout_s=3.0)
-    assert isinstance(transport, tx.DeltaTransport)
-    assert (transport.root, transport.timeout_s) == (str(tmp_path), 3.0)
-    with pytest.raises(ConfigError, match="does not take these settings"):
-        config.make_transport(colour="red")
+def test_a_transport_is_made_with_every_encoding_and_with_further_settings_of_its_own(tmp_path):
+    options = {"update_weight_transport": "disk", "update_weight_disk_dir": str(tmp_path)}
+    for encoding in tx.DeltaTransport.encodings():
+        config = WeightUpdateConfig(update_weight_mode="delta", update_weight_encoding=encoding, **options)
+        transport = config.make_transport(timeout_s=3.0)
+        assert isinstance(transport, tx.DeltaTransport)
+        assert (transport.root, transport.timeout_s) == (str(tmp_path), 3.0)
+        with pytest.raises(ConfigError, match="does not take these settings"):
+            config.make_transport(colour="red")
 
 
 @pytest.mark.parametrize(
@@ -192,27 +189,27 @@ def test_external_engines_are_registered_with_the_router_of_the_options(tmp_path
         assert engine.alive() and router.alive()
 
 
-def test_options_without_an_engine_or_with_two_kinds_are_refused():
-    with pytest.raises(ConfigError, match="name no engine"):
-        make_serving(WeightUpdateConfig())
-    with pytest.raises(ConfigError, match="both kinds, vllm and sglang"):
-        make_serving(WeightUpdateConfig(vllm_config="a.yaml", sglang_config="b.yaml"))
+GROUP = "server_groups: [{worker_type: regular, num_gpus: 1}]"
+ONE = f"vllm: [{{name: a, model_path: /nowhere, {GROUP}}}]"
+TWO = f"vllm: [{{name: a, model_path: /nowhere, {GROUP}}}, {{name: b, model_path: /nowhere, {GROUP}}}]"
 
 
-def test_a_yaml_of_the_other_kind_is_refused_before_anything_starts(tmp_path):
-    path = tmp_path / "engines.yaml"
-    path.write_text("sglang: [{name: a}]")
-    with pytest.raises(ConfigError, match="describes engines of kind 'sglang'"):
-        make_serving(WeightUpdateConfig(vllm_config=str(path)))
-
-
-def test_one_router_is_refused_for_two_models_before_anything_starts(tmp_path):
-    path = tmp_path / "engines.yaml"
-    group = "server_groups: [{worker_type: regular, num_gpus: 1}]"
-    path.write_text(f"vllm: [{{name: a, model_path: /nowhere, {group}}}, {{name: b, model_path: /nowhere, {group}}}]")
-    config = WeightUpdateConfig(vllm_config=str(path), vllm_router_ip="host", vllm_router_port=1)
-    with pytest.raises(ConfigError, match="a, b need a router each"):
-        make_serving(config)
+@pytest.mark.parametrize(
+    ("yaml", "options", "reason"),
+    [
+        (None, {}, "name no engine"),
+        ("", {"vllm_config": "a.yaml", "sglang_config": "b.yaml"}, "both kinds, vllm and sglang"),
+        ("sglang: [{name: a}]", {"vllm_config": None}, "describes engines of kind 'sglang'"),
+        (TWO, {"vllm_config": None, "vllm_router_ip": "host", "vllm_router_port": 1}, "a, b need a router each"),
+        (ONE, {"vllm_config": None}, "/nowhere"),  # as far as the start
+    ],
+)
+def test_engines_that_cannot_be_reached_or_started_are_refused_with_the_reason(tmp_path, yaml, options, reason):
+    if yaml:
+        (tmp_path / "engines.yaml").write_text(yaml)
+        options |= {"vllm_config": str(tmp_path / "engines.yaml")}
+    with pytest.raises((ConfigError, EngineError), match=reason):
+        make_serving(WeightUpdateConfig(**options))
 
 
 @pytest.fixture
@@ -262,13 +259,6 @@ def test_the_groups_of_either_yaml_have_to_add_up_to_the_devices(tmp_path, owned
     assert planned(owned[0][0]) == [("a/regular/0", (0, 1)), ("a/regular/1", (2, 3))] and owned[0][0].kind == kind
     with pytest.raises(ConfigError, match="4 GPUs in all"):
         make_serving(WeightUpdateConfig(**options, rollout_num_gpus=6), hf_checkpoint="/policy")
-
-
-def test_a_yaml_leads_to_engines_that_are_started(tmp_path):
-    path = tmp_path / "engines.yaml"
-    path.write_text("vllm: [{name: a, model_path: /nowhere, server_groups: [{worker_type: regular, num_gpus: 1}]}]")
-    with pytest.raises((ConfigError, EngineError), match="/nowhere"):
-        make_serving(WeightUpdateConfig(vllm_config=str(path)))
 
 
 def test_updates_are_due_after_every_so_many_rollouts_or_whenever_the_trainer_ends():

@@ -11,8 +11,6 @@ import torch
 import torchrl_ext as tx
 from tests.embedded import served_here
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
-from torchrl_ext.codecs.patch import diff
-from torchrl_ext.codecs.slime.first import build_flush, flush_name
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.errors import EngineRefusedError, UpdateError, WeightSyncError
@@ -20,7 +18,6 @@ from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.messages import Join, Seal
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.transports.base import Update
-from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
 
@@ -155,11 +152,11 @@ def test_a_reader_that_leaves_ends_its_request(http, client):
 
 
 @pytest.mark.parametrize("transport", ["disk", "collective"])
-def test_five_updates_land_bit_for_bit_and_are_numbered(server, http, client, tmp_path, transport):
+def test_updates_land_bit_for_bit_and_are_numbered(server, http, client, tmp_path, transport):
     own = model(1)
     with sender_to(server, transport, tmp_path) as sender:
         sender.register_model(own)
-        for _ in range(5):
+        for _ in range(2):
             with torch.no_grad():
                 for parameter in own.parameters():
                     parameter.mul_(1.01)
@@ -193,28 +190,6 @@ def test_pause_keep_lets_a_running_request_go_on_with_the_new_weights(server, ht
     assert list(found.token_ids[first.end : first.end + 16]) == greedy(new, prefix, 16)
 
 
-def test_a_stream_of_requests_survives_updates_and_says_which_weights_it_saw(server, http, client, tmp_path):
-    """The pauses abort what runs, and the client goes on with it."""
-    stop, found, versions = threading.Event(), [], set()
-
-    def stream():
-        while not stop.is_set():
-            found.extend(client.generate([PROMPT, PROMPT[:4]], n=2, max_tokens=40, ignore_eos=True))
-
-    thread = threading.Thread(target=stream, daemon=True)
-    thread.start()
-    with sender_to(server, "collective", tmp_path, pause_mode="abort") as sender:
-        for seed in range(4):
-            versions.add(str(sender.update_weights(model(seed)).version))
-            enough = len(found) + 8  # some that ran under this version entirely
-            Deadline(60).poll(lambda enough=enough: len(found) >= enough, "no generations")
-    stop.set()
-    thread.join(timeout=60)
-    assert all(len(one.token_ids) == 40 for one in found)
-    assert all(one.weight_versions[-1].end == 40 for one in found)
-    assert versions <= {span.version for one in found for span in one.weight_versions}
-
-
 def test_a_damaged_update_leaves_the_engine_paused_and_the_next_one_resumes_it(
     server, http, client, in_service, tmp_path
 ):
@@ -245,34 +220,6 @@ def test_a_damaged_update_leaves_the_engine_paused_and_the_next_one_resumes_it(
     assert list(found.token_ids) == greedy(good, PROMPT, 16)
 
 
-def test_an_engine_that_was_told_of_a_version_of_slimes_too_early_holds_all_of_it_when_told_again(
-    server, checkpoint, in_service, tmp_path
-):
-    in_service(0)
-    base, own, root = dict(as_source(model(0))), dict(as_source(model(0))), tmp_path / "root"
-    patches = []
-    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"):
-        own[name] = own[name].clone()
-        own[name].view(-1)[::7] += 1
-        patches.append(diff(ParamMeta.of(name, own[name]), base[name], own[name]))
-    engine = tx.make_engine("embedded", url=server.url)
-    transport = tx.make_transport("delta", root=root, base=checkpoint)
-    source = as_source(own)
-    engine.connect(connect_info(transport, source))
-    folder = root / "weight_v000001"
-    folder.mkdir()
-    holds = dict(base)
-    for number, patch in enumerate(patches):
-        (folder / flush_name(0, number)).write_bytes(build_flush([patch], "deltas", current_version="1"))
-        holds[patch.meta.name] = own[patch.meta.name]
-        engine.prefetch(1)
-        engine.begin(1)
-        engine.load(arrival(source))
-        engine.verify({name: tensor_digest(tensor) for name, tensor in holds.items()})
-        engine.commit(1)
-    transport.shutdown()
-
-
 def connect_info(transport, source):
     opened = transport.open(1, source.params(), Deadline(60))
     return {"transport": transport.name, **opened.info, **params_of(source), "world_size": 2}
@@ -286,23 +233,18 @@ def params_of(source):
     return {"params": [meta.to_json() for meta in source.params()]}
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda weights: weights.update(extra=torch.zeros(2)), "extra"),
-        (lambda weights: weights.pop("model.norm.weight"), "model.norm.weight"),
-        (lambda weights: weights.update({"model.norm.weight": torch.zeros(3)}), "model.norm.weight"),
-        (lambda weights: weights.update({"model.norm.weight": torch.zeros(128).half()}), "model.norm.weight"),
-    ],
-)
-def test_weights_that_do_not_fit_are_named_and_the_engine_serves_on(
-    server, http, client, in_service, tmp_path, change, words
-):
+def test_weights_that_do_not_fit_are_named_and_the_engine_serves_on(server, http, client, in_service, tmp_path):
     _, own = in_service(0)
-    weights = dict(as_source(own))
-    change(weights)
-    with sender_to(server, "disk", tmp_path) as sender, pytest.raises(UpdateError, match=words):
-        sender.update_weights(weights)
+    for name, tensor in (
+        ("extra", torch.zeros(2)),
+        ("model.norm.weight", None),
+        ("model.norm.weight", torch.zeros(3)),
+        ("model.norm.weight", torch.zeros(128).half()),
+    ):
+        weights = {**dict(as_source(own)), name: tensor}
+        weights = {name: tensor for name, tensor in weights.items() if tensor is not None}
+        with sender_to(server, "disk", tmp_path) as sender, pytest.raises(UpdateError, match=name):
+            sender.update_weights(weights)
     (found,) = client.generate([PROMPT], max_tokens=8, temperature=0.0, ignore_eos=True)
     assert list(found.token_ids) == greedy(own, PROMPT, 8)
 
@@ -340,30 +282,15 @@ def test_health_is_answered_while_a_trainer_keeps_the_engine_waiting_and_another
     absent.shutdown()
 
 
-def test_an_update_needs_a_pause_and_a_start(server, http, tmp_path):
-    with sender_to(server, "disk", tmp_path) as sender:
-        sender.update_weights(model(0))
-        assert http.post("/start_weight_update").status_code == 409
-        with pytest.raises(EngineRefusedError, match="start_weight_update"):
-            sender.engine.verify({"x": "00"})
-
-
 def test_steps_of_a_sender_that_did_not_join_last_are_refused_before_anything_is_touched(http, in_service):
     in_service(0)
     answer = http.post("/update_weights", json={"update_info": Seal(connection="another").to_json()})
     assert answer.status_code == 409 and "has to join again" in answer.json()["error"]["message"]
+    answer = http.post("/update_weights", json={"update_info": Seal().to_json()})
+    assert answer.status_code >= 400 and "start_weight_update" in answer.json()["error"]["message"]
 
 
 def test_what_the_engine_says_of_itself(server, checkpoint):
     (info,) = tx.discover(server.url)
     assert (info.kind, info.world_size, info.model) == ("embedded", 1, str(checkpoint))
     assert {"disk", "collective"} <= set(info.transports) and "memory" not in info.transports
-
-
-def test_a_tied_head_follows_its_embedding(tmp_path):
-    path = tiny_checkpoint(tmp_path / "model", seed=0, tie_word_embeddings=True)
-    own = tiny_model(3, tie_word_embeddings=True)
-    with served_here(Engine(str(path))) as server, sender_to(server, "disk", tmp_path) as sender:
-        assert sender.update_weights(own).verified
-        (found,) = InferenceClient(server.url).generate([PROMPT], max_tokens=16, temperature=0.0, ignore_eos=True)
-    assert list(found.token_ids) == greedy(own, PROMPT, 16)

@@ -79,36 +79,32 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
     handlers = {
         "GET /health": health,
         "POST /inference/v1/generate": generate,
-        "GET /load": _answer(lambda query, body: {"server_load": scheduler.running}),
-        "GET /server_info": _answer(lambda query, body: _server_info(engine)),
-        "GET /get_world_size": _answer(lambda query, body: {"world_size": 1}),
-        "GET /weight_info": _answer(
-            lambda query, body: {"weight_version": scheduler.version, "paused": scheduler.paused}
-        ),
-        "GET /is_paused": _answer(lambda query, body: {"is_paused": scheduler.paused}),
-        "GET /is_sleeping": _answer(lambda query, body: _state(engine)),
-        "GET /weights_digest": _answer(
+        "GET /load": _run(lambda query, body: {"server_load": scheduler.running}),
+        "GET /server_info": _run(lambda query, body: _server_info(engine)),
+        "GET /get_world_size": _run(lambda query, body: {"world_size": 1}),
+        "GET /weight_info": _run(lambda query, body: {"weight_version": scheduler.version, "paused": scheduler.paused}),
+        "GET /is_paused": _run(lambda query, body: {"is_paused": scheduler.paused}),
+        "GET /is_sleeping": _run(lambda query, body: _state(engine)),
+        "GET /weights_digest": _run(
             lambda query, body: {"digests": engine.digests(), "weight_version": scheduler.version}
         ),
-        "POST /prompt_logprobs": _answer(lambda query, body: _logprobs(engine, body)),
-        "POST /pause": _answer(lambda query, body: engine.pause(_mode(query), DRAIN_TIMEOUT_S), status="paused"),
-        "POST /resume": _answer(lambda query, body: engine.resume(), status="resumed"),
-        "POST /sleep": _answer(lambda query, body: _sleep(engine, query), status="sleeping"),
-        "POST /wake_up": _answer(lambda query, body: _wake_up(engine, query.getlist("tags") or None)),
-        "POST /release_kv_cache_memory": _answer(
+        "POST /prompt_logprobs": _run(lambda query, body: _logprobs(engine, body)),
+        "POST /pause": _run(lambda query, body: engine.pause(_mode(query), DRAIN_TIMEOUT_S), status="paused"),
+        "POST /resume": _run(lambda query, body: engine.resume(), status="resumed"),
+        "POST /sleep": _run(lambda query, body: _sleep(engine, query), status="sleeping"),
+        "POST /wake_up": _run(lambda query, body: _wake_up(engine, query.getlist("tags") or None)),
+        "POST /release_kv_cache_memory": _run(
             lambda query, body: engine.release_kv_cache(), status="kv_cache_released"
         ),
-        "POST /reset_prefix_cache": _answer(lambda query, body: _reset(engine, query), success=True),
-        "POST /init_weight_transfer_engine": _answer(
+        "POST /reset_prefix_cache": _run(lambda query, body: _reset(engine, query), success=True),
+        "POST /init_weight_transfer_engine": _run(
             lambda query, body: _message(engine, body, "init_info"), message="Weight transfer initialized"
         ),
-        "POST /start_weight_update": _answer(
-            lambda query, body: engine.handle(Start()), message="Weight update started"
-        ),
-        "POST /update_weights": _answer(
+        "POST /start_weight_update": _run(lambda query, body: engine.handle(Start()), message="Weight update started"),
+        "POST /update_weights": _run(
             lambda query, body: _message(engine, body, "update_info"), message="Weights updated"
         ),
-        "POST /finish_weight_update": _answer(
+        "POST /finish_weight_update": _run(
             lambda query, body: engine.finish(_field(body, "weight_version", str | None)),
             message="Weight update finished",
         ),
@@ -164,7 +160,7 @@ async def read_json(request: Request) -> Any:
         raise ConfigError(f"the body is no JSON: {error}") from None
 
 
-def _answer(step: Callable[[QueryParams, Info], Info | None], **fields: Any) -> Callable[[Request], Any]:
+def _run(step: Callable[[QueryParams, Info], Info | None], **fields: Any) -> Callable[[Request], Any]:
     """Return a handler that runs ``step`` in a thread, and responds with ``fields`` and with what ``step`` returned."""
 
     async def handler(request: Request) -> Response:
