@@ -63,9 +63,9 @@ class RunningSequence:
     def __init__(self, job: Job, index: int, end_ids: frozenset[int], room: int) -> None:
         sampling = job.request.sampling
         self.job, self.sampling, self._index = job, sampling, index
-        self.generator: torch.Generator | None = None
+        self._generator: torch.Generator | None = None
         if sampling.seed is not None and sampling.temperature > 0:
-            self.generator = torch.Generator().manual_seed((sampling.seed + index) % 2**63)
+            self._generator = torch.Generator().manual_seed((sampling.seed + index) % 2**63)
         self._limit = min(room, sampling.max_tokens or room)
         self._ends = frozenset() if sampling.ignore_eos else end_ids
         self._stops = frozenset(sampling.stop_token_ids)
@@ -79,12 +79,10 @@ class RunningSequence:
         """Return the token ids of the prompt and of what followed so far."""
         return (*self.job.request.token_ids, *self.token_ids)
 
-    def barred(self) -> tuple[int, ...]:
-        """Return the tokens that must not come next."""
-        return tuple(self._ends | self._stops) if len(self.token_ids) < self.sampling.min_tokens else ()
-
-    def take(self, token: int, logprob: Info | None, version: str) -> None:
-        """Append a token that weights labelled ``version`` picked, with its entry of ``logprobs.content``."""
+    def extend(self, logits: torch.Tensor, version: str) -> None:
+        """Append the token that weights labelled ``version`` make of their logits, shape ``(vocabulary,)``."""
+        barred = self._ends | self._stops if len(self.token_ids) < self.sampling.min_tokens else ()
+        token, logprob = pick(logits, self.sampling, self._generator, barred)
         if not self._versions or self._versions[-1][0] != version:
             self._versions.append((version, len(self.token_ids)))
         self.token_ids.append(token)
@@ -163,14 +161,8 @@ class Batch:
         settings = {self._cache_argument: self._cache, **self._padding(rows, width)}
         out = self._model(input_ids=ids, use_cache=True, **settings)
         self._cache = out.past_key_values
-        tokens, logprobs = pick(
-            out.logits[:, -1].cpu(),
-            [sequence.sampling for sequence in self.sequences],
-            [sequence.generator for sequence in self.sequences],
-            [sequence.barred() for sequence in self.sequences],
-        )
-        for sequence, token, logprob in zip(self.sequences, tokens, logprobs, strict=True):
-            sequence.take(token, logprob, version)
+        for sequence, logits in zip(self.sequences, out.logits[:, -1].cpu(), strict=True):
+            sequence.extend(logits, version)
         self._keep([i for i, sequence in enumerate(self.sequences) if sequence.finish_reason is None])
 
     def _padding(self, rows: Sequence[tuple[int, ...]], width: int) -> dict[str, torch.Tensor]:

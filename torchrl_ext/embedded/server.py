@@ -165,7 +165,8 @@ def _run(step: Callable[[QueryParams, Info], Info | None], **fields: Any) -> Cal
 
     async def handler(request: Request) -> Response:
         body = decoded(await read_json(request), Info, "the body")
-        return JSONResponse({**fields, **(await run_in_threadpool(step, request.query_params, body) or {})})
+        returned: Info | None = await run_in_threadpool(step, request.query_params, body)
+        return JSONResponse({**fields, **(returned or {})})
 
     return handler
 

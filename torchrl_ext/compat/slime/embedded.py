@@ -42,7 +42,9 @@ def routes(engine: Engine) -> list[Route]:
         pull(Pull.of(body), engine.model_dir)
 
     def update_from_disk(body: Info) -> None:
-        label = decoded(body.get("weight_version"), str | None, "weight_version")
+        label = body.get("weight_version")
+        if label is not None:
+            label = decoded(label, str, "weight_version")
         loads.load(body.get("model_path"), body.get("load_format"), label, body.get("files"))
 
     def update_version(body: Info) -> Info:
