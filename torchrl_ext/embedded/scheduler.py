@@ -106,7 +106,7 @@ class Scheduler:
             raise ConfigError(f"there is no pause mode {mode!r}", expected="one of abort, wait, keep")
         late = False
         with self._changed:
-            if mode == "wait" and self._state == "serving":
+            if mode == "wait" and self._state in ("serving", "draining"):
                 self._state = "draining"
                 late = not self._changed.wait_for(lambda: not self._has_work() or self._state != "draining", timeout_s)
             if self._state == "stopped":

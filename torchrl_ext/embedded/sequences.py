@@ -71,7 +71,7 @@ class RunningSequence:
         self._stops = frozenset(sampling.stop_token_ids)
         self.token_ids: list[int] = []
         self._logprobs: list[Info] = []
-        self._versions: list[tuple[str, int]] = []  # weight version, and the first token that it made
+        self._spans: list[Info] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
 
@@ -83,9 +83,10 @@ class RunningSequence:
         """Append the token that weights labelled ``version`` make of their logits, shape ``(vocabulary,)``."""
         barred = self._ends | self._stops if len(self.token_ids) < self.sampling.min_tokens else ()
         token, logprob = pick(logits, self.sampling, self._generator, barred)
-        if not self._versions or self._versions[-1][0] != version:
-            self._versions.append((version, len(self.token_ids)))
+        if not self._spans or self._spans[-1]["version"] != version:
+            self._spans.append({"version": version, "start": len(self.token_ids)})
         self.token_ids.append(token)
+        self._spans[-1]["end"] = len(self.token_ids)
         if logprob is not None:
             self._logprobs.append(logprob)
         if token in self._stops:
@@ -104,11 +105,7 @@ class RunningSequence:
 
     def spans(self) -> list[Info]:
         """Return contiguous ``{version, start, end}`` over the new tokens."""
-        ends = [start for _, start in self._versions[1:]] + [len(self.token_ids)]
-        return [
-            {"version": version, "start": start, "end": end}
-            for (version, start), end in zip(self._versions, ends, strict=True)
-        ]
+        return self._spans
 
     def to_json(self) -> Info:
         """Return the finished sequence as an entry of ``choices``."""
@@ -118,7 +115,7 @@ class RunningSequence:
             "logprobs": None if self.sampling.logprobs is None else {"content": self._logprobs},
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
-            "weight_versions": self.spans(),
+            "weight_versions": self._spans,
         }
 
 
