@@ -112,13 +112,13 @@ def greedy_over_kept_keys(models, switches, prompt=None, count=32):
 
     Token ``switches[i]`` is the first one of ``models[i + 1]``.
     """
-    from torchrl_ext.embedded.sequences import cache_argument
+    from torchrl_ext.embedded.sequences import cache_name
 
     fed, cache, tokens = list(PROMPT if prompt is None else prompt), None, []
     while len(tokens) < count:
         model = models[sum(len(tokens) >= switch for switch in switches)]
-        out = model(torch.tensor([fed]), use_cache=True, **{cache_argument(model): cache})
-        cache, fed = out.past_key_values, [int(out.logits[0, -1].argmax())]
+        out = model(torch.tensor([fed]), use_cache=True, **{cache_name(model): cache})
+        cache, fed = out[cache_name(model)], [int(out.logits[0, -1].argmax())]
         tokens += fed
     return tokens
 

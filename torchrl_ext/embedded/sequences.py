@@ -14,7 +14,7 @@ from torchrl_ext.embedded.protocol import GenerateRequest
 from torchrl_ext.embedded.sampling import pick
 from torchrl_ext.types import Info
 
-__all__ = ["Batch", "Job", "RunningSequence", "cache_argument"]
+__all__ = ["Batch", "Job", "RunningSequence", "cache_name"]
 
 
 class Job:
@@ -129,7 +129,7 @@ class Batch:
 
     def __init__(self, model: Any, sequences: Sequence[RunningSequence] = ()) -> None:
         self._model, self.sequences = model, list(sequences)
-        self._cache_argument = cache_argument(model)
+        self._cache_name = cache_name(model)
         self._cache: Any = None
         self._widest = 0  # positions that the cache has, padding included
 
@@ -155,9 +155,9 @@ class Batch:
         fed = rows if self._cache is None else [row[-1:] for row in rows]
         width = max(map(len, fed))
         ids = torch.tensor([(0,) * (width - len(row)) + row for row in fed], device=self._model.device)
-        settings = {self._cache_argument: self._cache, **self._padding(rows, width)}
+        settings = {self._cache_name: self._cache, **self._padding(rows, width)}
         out = self._model(input_ids=ids, use_cache=True, **settings)
-        self._cache = out.past_key_values
+        self._cache = out[self._cache_name]
         for sequence, logits in zip(self.sequences, out.logits[:, -1].cpu(), strict=True):
             sequence.extend(logits, version)
         self._keep([i for i, sequence in enumerate(self.sequences) if sequence.finish_reason is None])
@@ -180,6 +180,6 @@ class Batch:
             self._cache.batch_select_indices(torch.tensor(rows, device=self._model.device))
 
 
-def cache_argument(model: Any) -> str:
-    """Return the name by which a model of `transformers` takes keys and values; newer releases have a shorter one."""
+def cache_name(model: Any) -> str:
+    """Return the name by which a model of `transformers` takes and returns keys and values, in this release."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
