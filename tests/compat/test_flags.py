@@ -55,7 +55,10 @@ def test_engines_that_share_no_broadcast_are_named_with_both_remedies():
         ({"update_weight_transport": "sharded", "update_weight_disk_dir": "/s"}, "'sharded' writes no files"),
         ({"update_weight_disk_keep_files": True}, "writes no files"),
         ({"custom_update_weight_post_write_path": "a.b"}, "writes no files"),
-        ({"update_weight_local_checkpoint_dir": "/local"}, "full mode: transport 'nccl' writes no files"),
+        (
+            {"update_weight_local_checkpoint_dir": "/local"},
+            "dir is set, and transport 'nccl' writes no files",
+        ),
         ({"update_weight_transport": "disk", "update_weight_disk_dir": "s3://bucket/a"}, "object store"),
         ({"update_weight_encoding": "morse"}, "deltas_zstd"),
         ({"update_weight_delta_checksum": "crc"}, "'adler32'"),

@@ -67,9 +67,9 @@ class Scheduler:
         """Refuse tokens that the model does not know.
 
         Raises:
-            ConfigError: names the first of them.
+            ConfigError: names one of them.
         """
-        for token in tokens:
+        for token in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token < self._vocabulary:
                 raise ConfigError(f"the model has no token {token}", expected=f"< {self._vocabulary}")
 

@@ -168,7 +168,8 @@ class WeightUpdateConfig:
             "transport 'disk' has no directory",
             "set update_weight_disk_dir to one that both sides see",
         )
-        for name in ("update_weight_disk_dir", "update_weight_disk_keep_files", "custom_update_weight_post_write_path"):
+        files = ["update_weight_disk_dir", "update_weight_disk_keep_files", "custom_update_weight_post_write_path"]
+        for name in files if delta else [*files, "update_weight_local_checkpoint_dir"]:
             yield (
                 not disk and bool(getattr(self, name)),
                 f"{name} is set, and transport {route!r} writes no files",
@@ -178,11 +179,6 @@ class WeightUpdateConfig:
             disk and not delta and "://" in str(place).removeprefix("file://"),
             f"full versions are checkpoint directories, and {place!r} is an object store",
             "use update_weight_mode='delta' (its first version is a full one), or a directory",
-        )
-        yield (
-            self.update_weight_local_checkpoint_dir is not None and not delta and not disk,
-            f"update_weight_local_checkpoint_dir has no use in full mode: transport {route!r} writes no files",
-            "set update_weight_transport='disk' or update_weight_mode='delta', or leave the option out",
         )
         yield (
             self.release_train and (delta or not disk),
