@@ -342,7 +342,7 @@ class TestEmbedded:
 
     @pytest.mark.parametrize(
         ("prompts", "said"),
-        [([[1, VOCAB]], "does not know"), ([[]], "0 tokens"), ([[1] * 600], "600 tokens"), ([["a"]], "Expected `int`")],
+        [([[1, VOCAB]], "has no token"), ([[]], "0 tokens"), ([[1] * 600], "600 tokens"), ([["a"]], "Expected `int`")],
     )
     def test_prompts_that_are_none_are_refused(self, servers, prompts, said):
         engine = tx.make_engine("embedded", url=servers[0].url)

@@ -119,7 +119,7 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
 
 
 def _guarded(app: ASGIApp, api_key: str | None) -> ASGIApp:
-    """Refuse requests without the key, requests of web pages, and bodies that do not say that they are JSON.
+    """Return an app that refuses requests without the key, those of web pages, and bodies that are not called JSON.
 
     A page of any site can have its reader's browser post to a loopback address. The browser then names the page's
     ``Origin``, and asks the server first before it sends JSON.
