@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -87,20 +87,13 @@ class Routing:
         if router is not None and settings:
             raise ConfigError(f"{', '.join(settings)} is for a router of ours, and {router} runs already")
         self.name, self.update_weights, self.health = name, update_weights, health or Health()
-        self._engines = {normalise_url(info.url): info for info in engines}
+        self._engines = {url: replace(info, url=url) for info in engines for url in [normalise_url(info.url)]}
         self._max_lag, self.api_key, self._settings = max_lag, api_key, settings
         self._changing, self._deaf = threading.RLock(), False
-        self._process: GuardedProcess | None = None
-        if router is None:
-            self._process = self._started(list(self._engines))
-            router = self._process.url
-        self.router = RouterClient(router, api_key=api_key)
-        try:
-            for info in self._routed(list(self._engines)) if self._process is None else ():
-                self._add(info)
-        except BaseException:
-            self.close()
-            raise
+        self._process = self._started(self._engines) if router is None else None
+        self.router = RouterClient(router or self._process.url, api_key=api_key)  # type: ignore[union-attr]
+        for url in self._routed(self._engines) if router is not None else ():
+            self._add(url)
         self.health.subscribe(self._heard)
         for url in self._engines:  # what was said before we listened
             if (why := self.health.why(url)) is not None:
@@ -137,9 +130,8 @@ class Routing:
         """
         if not self._engines:
             raise ConfigError(f"there is no engine behind router {self.url}")
-        kind = next(iter(self._engines.values())).kind
         defaults = {"max_concurrency": 64 * len(self._engines), "api_key": self.api_key, "persistent": True}
-        return InferenceClient(self.url, kind=kind, **{**defaults, **settings})
+        return InferenceClient(self.url, kind=self.engines[0].kind, **{**defaults, **settings})
 
     def fleet(self, **settings: Any) -> Pool:
         """Return a client for `WeightSender` and for control of every engine.
@@ -165,10 +157,10 @@ class Routing:
         Raises:
             ConfigError: one router cannot serve it together with the others.
         """
-        _check([*self._engines.values(), info])
+        _check([*self.engines, info])
         url = normalise_url(info.url)
         self.health.fail(url, EngineError(f"no update has reached {url} yet"), by=_PARTY)
-        self._engines[url] = info
+        self._engines[url] = replace(info, url=url)
 
     def following(self, update: Callable[..., SyncReport]) -> Callable[..., SyncReport]:
         """Return ``update`` (such as ``sender.update_weights``) with `follow` after it, also where it fails."""
@@ -200,15 +192,15 @@ class Routing:
         """
         rows, strange = self._rows_of_ours(report)
         newest = max((row.version or 0 for row in report.engines if row.state == "serving"), default=0)
-        problems = []
+        unclear = {}
         with self._changing:
             before, self._deaf = self._deaf, True  # the router is changed in one go
             try:
                 for url in self._engines:
                     row = rows.get(url)
                     if row is None and strange:
-                        problems.append((url, f"it is not in the report, which has {', '.join(strange)}"))
-                        log.warning("%s stays as it is behind router %s: %s", url, self.url, problems[-1][1])
+                        unclear[url] = f"it is not in the report, which has {', '.join(strange)}"
+                        log.warning("%s stays as it is behind router %s: %s", url, self.url, unclear[url])
                     elif row is not None and row.state == "serving" and (row.version or 0) >= newest - self._max_lag:
                         self.health.mend(url, by=_PARTY)
                     else:
@@ -216,12 +208,11 @@ class Routing:
                         self.health.fail(url, EngineError(why), by=_PARTY)
             finally:
                 self._deaf = before
-            unclear = [url for url, _ in problems]
-            changes = self._settle([url for url in self._engines if url not in unclear])
+            changes = self._settle()
         for url in changes.removed:
             if url in rows and rows[url].state == "paused":
                 self._end_requests(url)
-        return replace(changes, problems=(*problems, *changes.problems))
+        return replace(changes, problems=(*unclear.items(), *changes.problems))
 
     def close(self) -> None:
         """End the router where it is ours; leave one that was given as it is. May be called twice."""
@@ -240,23 +231,23 @@ class Routing:
     def _pools(self) -> bool:
         return any(info.worker_type in ("prefill", "decode") for info in self._engines.values())
 
-    def _routed(self, urls: Sequence[str]) -> list[EngineInfo]:
+    def _routed(self, urls: Iterable[str]) -> list[str]:
         """Return the engines that a router can take: all but encoders, which get requests from other engines."""
-        return [self._engines[url] for url in urls if self._engines[url].worker_type != "encoder"]
+        return [url for url in urls if self._engines[url].worker_type != "encoder"]
 
-    def _started(self, urls: Sequence[str], **more: Any) -> GuardedProcess:
+    def _started(self, urls: Iterable[str], **more: Any) -> GuardedProcess:
         """Start a router of ours, and return it once it lists these engines."""
         routed, settings = self._routed(urls), {**self._settings, **more}
         pools: dict[str, list[Any]] = {"regular": [], "prefill": [], "decode": []}
-        for info in routed:
-            url, port = normalise_url(info.url), _bootstrap_port(info)
-            pools[info.worker_type].append(url if port is None else (url, port))
+        for url in routed:
+            port = _bootstrap_port(self._engines[url])
+            pools[self._engines[url].worker_type].append(url if port is None else (url, port))
         if routed:
-            kind = routed[0].kind
+            kind = self._engines[routed[0]].kind
             settings = {"kind": kind, "health_route": None if self.api_key else _probe(kind), **settings}
         process = RouterProcess(pools["regular"], prefill=pools["prefill"], decode=pools["decode"], **settings)
         try:
-            RouterClient(process.url, api_key=self.api_key).expect(normalise_url(info.url) for info in routed)
+            RouterClient(process.url, api_key=self.api_key).expect(routed)
         except BaseException:
             process.stop()
             raise
@@ -273,35 +264,31 @@ class Routing:
         if url not in self._engines or self._pools:  # a report of another routing may wait for us, so take no lock
             return
         with self._changing:
-            problems = () if self._deaf else self._settle([url]).problems
-        if problems and why is None:
+            problems = {} if self._deaf else dict(self._settle().problems)
+        problem = problems.get(url) or problems.get(self.url)
+        if problem and why is None:
             raise EngineError(
-                f"{url} is well, and its router did not take it back: {problems[0][1]}",
+                f"{url} is well, and its router did not take it back: {problem}",
                 state="it gets no requests",
                 hint="the router is asked again with the next check of the engine, or the next report",
             )
 
-    def _settle(self, urls: Sequence[str]) -> MemberChanges:
-        """Make the router use those of ``urls`` that are well, and not the others."""
-        well = [url for url in self._engines if self.health.why(url) is None]
+    def _settle(self) -> MemberChanges:
+        """Make the router use the engines of which nobody complains; start it again if it is ours and has ended."""
+        well = [url for url in self._routed(self._engines) if self.health.why(url) is None]
         if self._process is not None and not self._process.alive():
             log.warning("router %s has ended, and is started again", self.url)
-            return self._restarted(list(self._engines), well)
+            return self._restarted(well)
         try:
             keys = {engine_key(worker.url) for worker in self.router.workers()}
         except (EngineError, DeadlineError) as error:
             log.warning("router %s lists no workers: %s", self.url, error)
             return MemberChanges(problems=((self.url, str(error)),))
         used = [url for url in self._engines if engine_key(url) in keys]
-        out = [url for url in urls if url in used and url not in well]
-        back = [normalise_url(info.url) for info in self._routed([url for url in urls if url in well])]
-        back = [url for url in back if url not in used]
+        out, back = ([url for url in mine if url not in others] for mine, others in ((used, well), (well, used)))
         if self._pools and (out or back):
-            members = [url for url in self._engines if url in (*used, *back) and url not in out]
-            if self._process is not None and {"prefill", "decode"} <= {
-                one.worker_type for one in self._routed(members)
-            }:
-                return self._restarted(used, members)
+            if self._process is not None and {"prefill", "decode"} <= {self._engines[url].worker_type for url in well}:
+                return self._restarted(well, added=tuple(back), removed=tuple(out))
             why = "the router keeps its pools: it is not ours, or one would be empty"
             log.warning("%s: %s", self.url, why)
             return MemberChanges(problems=tuple((url, why) for url in (*out, *back)))
@@ -312,12 +299,25 @@ class Routing:
                     log.warning("%s gets no requests: %s", url, self.health.why(url))
                     self.router.remove(url)
                 else:
-                    self._add(self._engines[url])
+                    self._add(url)
             except WeightSyncError as error:
                 log.warning("router %s and %s: %s", self.url, url, error)
                 problems[url] = str(error)
         added, removed = (tuple(url for url in urls if url not in problems) for urls in (back, out))
         return MemberChanges(added=added, removed=removed, problems=tuple(problems.items()))
+
+    def _restarted(self, members: Sequence[str], **changes: tuple[str, ...]) -> MemberChanges:
+        """End our router, start it with ``members`` at its address, and return the changes that this makes."""
+        try:
+            self._process.stop()  # type: ignore[union-attr]
+            self._process = self._started(members, port=urlsplit(self.url).port)
+        except WeightSyncError as error:
+            log.error("router %s is down: %s", self.url, error)
+            return MemberChanges(
+                problems=((self.url, f"it is down, and is tried again with the next report: {error}"),)
+            )
+        log.warning("router %s was started again", self.url)
+        return MemberChanges(**changes)
 
     def _rows_of_ours(self, report: SyncReport) -> tuple[dict[str, EngineRow], list[str]]:
         """Return the report's rows of our engines, by our addresses of them, and the names in all other rows."""
@@ -330,23 +330,9 @@ class Routing:
                 strange.append(row.engine)
         return rows, strange
 
-    def _add(self, info: EngineInfo) -> None:
-        self.router.add(info.url, info.worker_type, bootstrap_port=_bootstrap_port(info))
-
-    def _restarted(self, before: Sequence[str], members: Sequence[str]) -> MemberChanges:
-        """End our router, and start it with ``members`` at its address."""
-        try:
-            self._process.stop()  # type: ignore[union-attr]
-            self._process = self._started(members, port=urlsplit(self.url).port)
-        except WeightSyncError as error:
-            log.error("router %s is down: %s", self.url, error)
-            down = f"it is down, and is tried again with the next report: {error}"
-            return MemberChanges(problems=((self.url, down),))
-        log.warning("router %s was started again", self.url)
-        return MemberChanges(
-            added=tuple(url for url in members if url not in before),
-            removed=tuple(url for url in before if url not in members),
-        )
+    def _add(self, url: str) -> None:
+        info = self._engines[url]
+        self.router.add(url, info.worker_type, bootstrap_port=_bootstrap_port(info))
 
     def _end_requests(self, url: str) -> None:
         """End the requests that a paused engine has in work, so that clients continue them on other engines."""
@@ -365,15 +351,13 @@ def _probe(kind: str) -> str | None:
 
     A health route may generate a token, which never comes while the engine is paused, and others may want its key.
     """
-    make = engines.load(kind)
-    return None if make.server is None else engines.part(kind, "server").probes[0]
+    return engines.part(kind, "server").probes[0] if kind in engines.having("server") else None
 
 
 def _bootstrap_port(info: EngineInfo) -> int | None:
     """Return the port that a prefill engine's router has to know; None where its connector needs none from it."""
-    if info.worker_type != "prefill" or not engines.part(info.kind, "router").bootstraps:
-        return None
-    return info.bootstrap_port
+    bootstraps = info.worker_type == "prefill" and engines.part(info.kind, "router").bootstraps
+    return info.bootstrap_port if bootstraps else None
 
 
 def _check(infos: Sequence[EngineInfo]) -> None:
