@@ -7,10 +7,9 @@ engines). Only models that follow the trainer give a client that sends weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineUnreachableError
@@ -29,15 +28,23 @@ log = logging.getLogger("torchrl_ext")
 
 
 class Serving:
-    """Holds models by name, behind routers that end with it; a context manager. Its engines live and end by themselves.
+    """Holds models by name, behind routers that end with it; a context manager.
+
+    Args:
+        supervisor: of the engines that the job owns; it ends with this object. None where others own the engines,
+            which live and end by themselves.
 
     Attributes:
         models: the routing of each model, by name.
+        engines: every engine of the job; empty where others own them.
+        health: which engines are well.
     """
 
-    def __init__(self) -> None:
-        self._models: dict[str, Routing] = {}
-        self.models: Mapping[str, Routing] = MappingProxyType(self._models)
+    def __init__(self, supervisor: Supervisor | None = None) -> None:
+        self._supervisor = supervisor
+        self.models: dict[str, Routing] = {}
+        self.engines: tuple[SupervisedEngine, ...] = () if supervisor is None else supervisor.engines
+        self.health = Health() if supervisor is None else supervisor.health
 
     def model(self, name: str) -> Routing:
         """Return the model called ``name``.
@@ -55,19 +62,29 @@ class Serving:
 
     def recover(self) -> tuple[str, ...]:
         """Start lost engines that the job owns again, and return their addresses; of others, log a warning only."""
+        if self._supervisor is not None:
+            return tuple(one.url for one in self._supervisor.recover())
         log.warning("external engines are not started again: whoever deployed them does that")
         return ()
 
     def offload(self) -> None:
-        """Make engines that the job owns give their device memory back, for the trainer; leave others as they are."""
+        """Put engines that the job owns to sleep at level 1, which keeps weights in host memory; leave others alone.
+
+        A topology gives engines on GPUs ``sleep_mode: true`` among their ``overrides``: without it vLLM only pauses,
+        and SGLang refuses. An update wakes them (see `torchrl_ext.rpc.engine.Engine.sleep`).
+        """
+        self._everywhere(lambda fleet: fleet.sleep(1))
 
     def onload(self) -> None:
-        """Make engines that the job owns take their device memory again."""
+        """Make engines that the job owns take their device memory again; leave others as they are."""
+        self._everywhere(lambda fleet: fleet.wake_up())
 
     def shutdown(self) -> None:
         """End the engines and routers that this object started. May be called twice."""
-        for model in self._models.values():
+        for model in self.models.values():  # routers first
             model.close()
+        if self._supervisor is not None:
+            self._supervisor.stop()
 
     def __enter__(self) -> Serving:
         return self
@@ -75,9 +92,21 @@ class Serving:
     def __exit__(self, *_: Any) -> None:
         self.shutdown()
 
+    def _everywhere(self, call: Callable[[Pool], object]) -> None:
+        """Call ``call`` with our engines of each model that answer, whether the model follows the trainer or not."""
+        for name, model in self.models.items():
+            urls = [one.url for one in self.engines if one.plan.model == name]
+            if urls:
+                try:
+                    fleet = connect(*urls, api_key=model.api_key, missing="lose")
+                except (EngineUnreachableError, DeadlineError) as error:
+                    log.warning("model %s has no engine that answers: %s", name, error)
+                else:
+                    call(fleet)
 
-class ExternalEngines(Serving):
-    """Serves model ``default`` with engines that run already; only a router is started, where none is given.
+
+def ExternalEngines(*addresses: str, router: str | None = None, **settings: Any) -> Serving:
+    """Serve model ``default`` with engines that run already; only a router is started, where none is given.
 
     Args:
         addresses: ``host:port`` of each engine.
@@ -87,14 +116,20 @@ class ExternalEngines(Serving):
     Raises:
         ConfigError, EngineError, DeadlineError: as for `Routing.over`.
     """
+    serving = Serving()
+    serving.models["default"] = Routing.over(*addresses, router=router, health=serving.health, **settings)
+    return serving
 
-    def __init__(self, *addresses: str, router: str | None = None, **settings: Any) -> None:
-        super().__init__()
-        self._models["default"] = Routing.over(*addresses, router=router, **settings)
 
-
-class OwnedEngines(Serving):
-    """Starts the engines and routers of a topology, watches them, and ends them.
+def OwnedEngines(
+    topology: Topology | str | Path,
+    *,
+    hf_checkpoint: str | Path | None = None,
+    launcher: EngineLauncher | None = None,
+    router: Mapping[str, Any] | None = None,
+    supervisor: Mapping[str, Any] | None = None,
+) -> Serving:
+    """Start the engines and routers of a topology, and watch them until the `Serving` that is returned ends them.
 
     An engine that is lost gets no more requests. One of a frozen model gets them again as soon as it is up; one of a
     model that follows the trainer, when a report shows it with the newest weights (`Routing.follow`).
@@ -110,88 +145,39 @@ class OwnedEngines(Serving):
     Raises:
         ConfigError, EngineError, DeadlineError: something could not be started; the rest was ended again.
     """
+    if not isinstance(topology, Topology):
+        topology = Topology.load(topology, hf_checkpoint=hf_checkpoint)
+    launcher = launcher or LocalLauncher()
+    settings = {"api_key": launcher.api_key, **(router or {})}
+    if "router" not in settings:
+        settings.setdefault("kind", topology.kind)
+    elif len(topology.models) > 1:
+        raise ConfigError(
+            f"{', '.join(model.name for model in topology.models)} need a router each, and one is given",
+            state="nothing was started",
+            hint="leave it out",
+        )
+    plans = [plan for model in topology.models for plan in model.engines]
+    serving = Serving(Supervisor(plans, launcher, **(supervisor or {})))
+    try:
+        for model in topology.models:
+            mine = [one for one in serving.engines if one.plan.model == model.name]
+            serving.models[model.name] = _routed(model, mine, health=serving.health, **settings)
+    except BaseException:
+        serving.shutdown()
+        raise
+    return serving
 
-    def __init__(
-        self,
-        topology: Topology | str | Path,
-        *,
-        hf_checkpoint: str | Path | None = None,
-        launcher: EngineLauncher | None = None,
-        router: Mapping[str, Any] | None = None,
-        supervisor: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__()
-        if not isinstance(topology, Topology):
-            topology = Topology.load(topology, hf_checkpoint=hf_checkpoint)
-        launcher, self.health = launcher or LocalLauncher(), Health()
-        settings = {"api_key": launcher.api_key, "health": self.health, **(router or {})}
-        if "router" not in settings:
-            settings.setdefault("kind", topology.kind)
-        elif len(topology.models) > 1:
-            raise ConfigError(
-                f"{', '.join(model.name for model in topology.models)} need a router each, and one is given",
-                state="nothing was started",
-                hint="leave it out",
-            )
-        plans = [plan for model in topology.models for plan in model.engines]
-        self._supervisor = Supervisor(plans, launcher, self.health, **(supervisor or {}))
-        try:
-            for model in topology.models:
-                self._models[model.name] = self._routed(model, settings)
-        except BaseException:
-            self.shutdown()
-            raise
 
-    @property
-    def engines(self) -> tuple[SupervisedEngine, ...]:
-        """Every engine of the job."""
-        return self._supervisor.engines
-
-    def recover(self) -> tuple[str, ...]:
-        return tuple(one.url for one in self._supervisor.recover())
-
-    def offload(self) -> None:
-        """Put engines to sleep at level 1, which keeps weights in host memory.
-
-        A topology gives engines on GPUs ``sleep_mode: true`` among their ``overrides``: without it vLLM only pauses,
-        and SGLang refuses. An update wakes them (see `torchrl_ext.rpc.engines.sleep`).
-        """
-        self._everywhere(lambda fleet: fleet.sleep(1))
-
-    def onload(self) -> None:
-        self._everywhere(lambda fleet: fleet.wake_up())
-
-    def shutdown(self) -> None:
-        super().shutdown()  # routers first
-        self._supervisor.stop()
-
-    def _routed(self, model: ModelPlan, settings: dict[str, Any]) -> Routing:
-        planned = [
-            EngineInfo(
-                url=one.url,
-                kind=one.plan.kind,
-                worker_type=one.plan.worker_type,
-                num_gpus=len(one.plan.gpus),
-                model=one.plan.model_path,
-            )
-            for one in self.engines
-            if one.plan.model == model.name
-        ]
-        follows = model.update_weights and bool(planned)
-        # a transport is chosen by what an engine can follow; a router has to know where prefill engines are met
-        asked = [info.url for info in planned if follows or info.worker_type == "prefill"]
-        found = dict(zip(asked, discover(*asked, api_key=settings["api_key"]), strict=True)) if asked else {}
-        infos = [replace(found.get(info.url, info), kind=info.kind, worker_type=info.worker_type) for info in planned]
-        return Routing(infos, name=model.name, update_weights=follows, **settings)
-
-    def _everywhere(self, call: Callable[[Pool], object]) -> None:
-        """Call ``call`` with the engines of each model that answer, whether the model follows the trainer or not."""
-        for model in self._models.values():
-            if model.engines:
-                urls = [info.url for info in model.engines]
-                try:
-                    fleet = connect(*urls, api_key=model.api_key, missing="lose")
-                except (EngineUnreachableError, DeadlineError) as error:
-                    log.warning("model %s has no engine that answers: %s", model.name, error)
-                else:
-                    call(fleet)
+def _routed(model: ModelPlan, engines: Sequence[SupervisedEngine], **settings: Any) -> Routing:
+    """Put the engines of a model behind a router."""
+    follows = model.update_weights and bool(engines)
+    # a transport is chosen by what an engine can follow; a router has to know where prefill engines are met
+    asked = [one.url for one in engines if follows or one.plan.worker_type == "prefill"]
+    found = dict(zip(asked, discover(*asked, api_key=settings["api_key"]), strict=True)) if asked else {}
+    infos = []
+    for one in engines:
+        plan = one.plan
+        planned = EngineInfo(url=one.url, kind=plan.kind, num_gpus=len(plan.gpus), model=plan.model_path)
+        infos.append(replace(found.get(one.url, planned), kind=plan.kind, worker_type=plan.worker_type))
+    return Routing(infos, name=model.name, update_weights=follows, **settings)
