@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from torchrl_ext.deadline import Deadline
+from torchrl_ext.deadline import Deadline, in_thread
 from torchrl_ext.errors import EngineError, WeightSyncError
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.health import Health
@@ -25,6 +26,7 @@ log = logging.getLogger("torchrl_ext")
 
 _STOP_S = 60.0  # by then a restart that is given up has ended its processes
 _ALIVE_S = 1.0
+_PARTY = "supervisor"
 _WORDS = 500  # characters of an ended engine's log, for ours
 
 
@@ -34,22 +36,24 @@ class SupervisedEngine:
 
     Attributes:
         plan: what it is.
-        engine: the one that runs now.
-        encoders: addresses of the encoders of its model.
+        engine: the one that runs now; None before the first start.
         restarts: how often it was started again.
     """
 
     plan: EnginePlan
-    engine: RunningEngine
-    encoders: tuple[str, ...] = ()
+    engine: RunningEngine | None = None
     restarts: int = 0
     failures: int = field(default=0, repr=False)
     checking: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def url(self) -> str:
-        """The base address, which a restart keeps."""
-        return self.engine.url
+        """The base address, which a restart keeps; empty before the first start."""
+        return "" if self.engine is None else normalise_url(self.engine.url)
+
+    def alive(self) -> bool:
+        """Return whether its process runs."""
+        return self.engine is not None and self.engine.alive()
 
 
 class Supervisor:
@@ -86,12 +90,15 @@ class Supervisor:
         self._launcher, self._timeout_s, self._patience = launcher, timeout_s, patience
         self.health = health or Health()
         self._over = threading.Event()
-        self.engines = tuple[SupervisedEngine, ...]()
+        self.engines = tuple(SupervisedEngine(plan) for plan in plans)
         try:
             for encoders in (True, False):
-                self._start([plan for plan in plans if (plan.worker_type == "encoder") == encoders])
+                group = [one for one in self.engines if (one.plan.worker_type == "encoder") == encoders]
+                starts = [in_thread(partial(self._start, one), f"launch {one.plan.name}") for one in group]
+                for start in as_completed(starts):
+                    start.result()
         except BaseException:
-            self.stop()
+            self.stop()  # the first that fails gives the others up
             raise
         if interval_s > 0:
             for engine in self.engines:
@@ -115,7 +122,8 @@ class Supervisor:
         def end(one: SupervisedEngine) -> None:
             nobody_checks = one.checking.acquire(timeout=_STOP_S)
             try:
-                one.engine.stop()
+                if one.engine is not None:
+                    one.engine.stop()
             finally:
                 if nobody_checks:
                     one.checking.release()
@@ -129,26 +137,17 @@ class Supervisor:
     def __exit__(self, *_: Any) -> None:
         self.stop()
 
-    def _start(self, plans: Sequence[EnginePlan]) -> None:
-        """Start engines at the same time; the first that fails gives the others up; `stop` ends those that run."""
-        running = self.engines
+    def _start(self, one: SupervisedEngine) -> None:
+        with one.checking:
+            if not self._over.is_set():
+                self._launch(one)
 
-        def one(plan: EnginePlan) -> None:
-            encoders = tuple(other.url for other in running if other.plan.model == plan.model)
-            engine = self._launcher.launch(plan, encoders, cancel=self._over)
-            started[plan.name] = SupervisedEngine(plan, engine, encoders)
-
-        started: dict[str, SupervisedEngine] = {}
-        try:
-            with ThreadPoolExecutor(max(1, len(plans)), thread_name_prefix="launch") as pool:
-                try:
-                    for start in as_completed([pool.submit(one, plan) for plan in plans]):
-                        start.result()
-                except BaseException:
-                    self._over.set()  # else the pool would wait for starts that nobody wants
-                    raise
-        finally:
-            self.engines += tuple(started[plan.name] for plan in plans if plan.name in started)
+    def _launch(self, one: SupervisedEngine) -> None:
+        others = (other for other in self.engines if other.plan.model == one.plan.model and other is not one)
+        encoders = tuple(other.url for other in others if other.plan.worker_type == "encoder")
+        one.engine = engine = self._launcher.launch(one.plan, encoders, cancel=self._over)
+        if self._over.is_set():
+            engine.stop()
 
     def _watch(self, one: SupervisedEngine, first_wait_s: float, interval_s: float) -> None:
         """Check an engine until all is over: in intervals, and at once where its process has ended."""
@@ -164,21 +163,22 @@ class Supervisor:
     def _check(self, one: SupervisedEngine) -> bool:
         """Start an engine again if it is lost, and return whether that was done."""
         with one.checking:
-            before = one.restarts
+            before, engine = one.restarts, one.engine
+            if engine is None or self._over.is_set():
+                return False
             try:
-                if self._over.is_set():
-                    return False
                 if not self._healthy(one):
-                    self._restart(one)
-                self._mend(one)
-            except WeightSyncError as error:
-                log.error("%s is not up again: %s", one.plan.name, error)
-            except Exception:  # this thread goes on to look after its engine
-                log.exception("%s is not up again", one.plan.name)
+                    self._restart(one, engine)
+                self.health.mend(one.url, by=_PARTY)
+            except Exception as error:  # this thread goes on to look after its engine
+                unforeseen = not isinstance(error, WeightSyncError)
+                log.error("%s is not up again: %s", one.plan.name, error, exc_info=unforeseen)
+                with suppress(Exception):  # a subscriber that failed is told by the next check
+                    self.health.fail(one.url, error, by=_PARTY)
             return one.restarts > before
 
     def _healthy(self, one: SupervisedEngine) -> bool:
-        if not one.engine.alive():
+        if not one.alive():
             return False
         one.failures += 1
         for route in engines.part(one.plan.kind, "server").probes:
@@ -188,33 +188,22 @@ class Supervisor:
                     break
         return one.failures <= self._patience
 
-    def _restart(self, one: SupervisedEngine) -> None:
-        url, words = normalise_url(one.url), ""
+    def _restart(self, one: SupervisedEngine, lost: RunningEngine) -> None:
+        words = ""
         with suppress(Exception):  # a log that cannot be read keeps no engine down
-            words = one.engine.log()[-_WORDS:]
-        log.warning("%s at %s is lost and is started again; its log ended with: %s", one.plan.name, url, words)
-        self.health.fail(url, EngineError(f"{one.plan.name} is lost", state="it is started again"), by="supervisor")
-        one.engine.stop()
+            words = lost.log()[-_WORDS:]
+        log.warning("%s at %s is lost and is started again; its log ended with: %s", one.plan.name, one.url, words)
+        self.health.fail(one.url, EngineError(f"{one.plan.name} is lost", state="it is started again"), by=_PARTY)
+        lost.stop()
         began = time.monotonic()
-        one.engine = self._launcher.launch(one.plan, one.encoders, cancel=self._over)
+        self._launch(one)
         one.restarts, one.failures = one.restarts + 1, 0
         log.warning("%s is up again after %.1f s", one.plan.name, time.monotonic() - began)
         if one.plan.follows:
-            self.health.fail(url, EngineError(f"{one.plan.name} has the weights of its checkpoint"), by="update")
-        if self._over.is_set():
-            one.engine.stop()
-
-    def _mend(self, one: SupervisedEngine) -> None:
-        """Withdraw the complaint of an engine; complain again where a subscriber fails, which the next check tells."""
-        url = normalise_url(one.url)
-        try:
-            self.health.mend(url, by="supervisor")
-        except Exception as error:
-            self.health.fail(url, error, by="supervisor")
-            raise
+            self.health.fail(one.url, EngineError(f"{one.plan.name} has the weights of its checkpoint"), by="update")
 
 
 def _runs(one: SupervisedEngine) -> bool:
     with suppress(Exception):  # the next check logs it
-        return one.engine.alive()
+        return one.alive()
     return False
