@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import httpx
 import psutil
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from tests.models import tiny_checkpoint
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.serving import launchers
-from torchrl_ext.serving.launchers import LocalLauncher, _arguments, named_devices
+from torchrl_ext.serving.launchers import LocalLauncher
 from torchrl_ext.serving.topology import EnginePlan
 
 
@@ -31,27 +33,35 @@ def test_an_engine_gets_the_device_that_its_number_means_among_those_of_the_job_
         engine.stop()
 
 
-def test_a_device_that_the_job_does_not_see_is_refused_before_anything_starts():
-    with pytest.raises(
-        ConfigError, match=r"a/regular/0: .*device 8 of the job.*one of the 2 .*CUDA_VISIBLE_DEVICES=4,5"
-    ):
-        LocalLauncher(devices=("4", "5")).launch(plan(gpus=(8,)))
-
-
-def test_devices_are_called_what_the_jobs_own_variable_calls_them():
-    assert named_devices(2, None) == ("0", "1")
-    assert named_devices(2, "4,5") == ("4", "5")
-    assert named_devices(2, "GPU-8e1b, GPU-07aa") == ("GPU-8e1b", "GPU-07aa")
-    assert named_devices(1, "4,-1,5") == ("4",)
-    assert named_devices(0, "") == named_devices(0, "4,5") == named_devices(0, None) == ()
+@pytest.mark.parametrize(
+    ("count", "visible", "device"),
+    [
+        (2, None, "1"),
+        (2, "4,5", "5"),
+        (2, "GPU-8e1b, GPU-07aa", "GPU-07aa"),
+        (0, "4,5", None),
+        (1, "4,-1", ConfigError),
+    ],
+)
+def test_devices_are_called_what_the_jobs_own_variable_calls_them(monkeypatch, count, visible, device):
+    monkeypatch.setattr(launchers, "start", lambda spec: spec.environ.get("CUDA_VISIBLE_DEVICES"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    refused = pytest.raises(ConfigError, match=r"a/regular/0: .*device 1 of the job.*one of the 1 .*DEVICES=4")
+    with refused if device is ConfigError else nullcontext():
+        assert LocalLauncher().launch(plan(gpus=(1,))) == device
 
 
 def test_overrides_become_fields_or_arguments_of_the_server(monkeypatch):
     monkeypatch.setattr(launchers, "start", lambda spec: spec)
     overrides = {"enable_prefix_caching": False, "max_model_len": 8, "extra_args": ("--x",), "environ": {"A": "b"}}
+    overrides |= {"swap_space": 4, "enable_y": True, "kv": {"a": 1}, "urls": ["b", "c"], "z": None}
     launcher = LocalLauncher(devices=("4", "5"), api_key="secret", dtype="float32", max_model_len=9)
     spec, again = (launcher.launch(plan(kind="vllm", gpus=(0, 1), overrides=overrides)) for _ in range(2))
-    assert spec.extra_args == ("--x", "--no-enable-prefix-caching") and spec == again
+    flags = ["--x", "--no-enable-prefix-caching", "--swap-space", "4", "--enable-y", "--kv", '{"a": 1}', "--urls"]
+    assert spec.extra_args == (*flags, "b", "c") and spec == again
     assert (spec.max_model_len, spec.dtype, spec.tensor_parallel_size) == (8, "float32", 2)
     assert spec.environ == {"CUDA_VISIBLE_DEVICES": "4,5", "VLLM_API_KEY": "secret", "A": "b"}
     assert launcher.launch(plan(kind="sglang")).extra_args == ("--api-key", "secret")
@@ -68,9 +78,3 @@ def test_overrides_become_fields_or_arguments_of_the_server(monkeypatch):
 def test_what_an_engine_has_no_argument_for_is_refused_by_the_plans_name(kind, overrides, gpus, words):
     with pytest.raises(ConfigError, match=rf"a/regular/0: .*{words}"):
         LocalLauncher(devices=()).launch(plan(kind=kind, overrides=overrides, gpus=gpus))
-
-
-def test_overrides_that_no_setting_takes_become_arguments():
-    settings = {"swap_space": 4, "enable_x": True, "disable_y": False, "kv": {"a": 1}, "urls": ["b", "c"], "z": None}
-    flags = ["--swap-space", "4", "--enable-x", "--no-disable-y", "--kv", '{"a": 1}', "--urls", "b", "c"]
-    assert _arguments(settings) == flags

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -88,15 +89,15 @@ class LocalLauncher(EngineLauncher):
         self.api_key = api_key
         self._log_folder = None if log_folder is None else Path(log_folder)
         self._settings, self._devices = settings, devices
-        self._ports: dict[str, int] = {}
+        self._ports = defaultdict[str, int](free_port)  # by name: a later start gets the same one
 
     def launch(
         self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
     ) -> RunningEngine:
         make: type[EngineSpec] = engines.part(plan.kind, "server")
         try:
-            role = make.role(plan.worker_type, encoders, lambda: self._port(f"{plan.name} bootstrap"))
-            wanted: dict[str, Any] = {"port": self._port(plan.name), **self._settings, **role, **plan.overrides}
+            role = make.role(plan.worker_type, encoders, lambda: self._ports[f"{plan.name} bootstrap"])
+            wanted: dict[str, Any] = {"port": self._ports[plan.name], **self._settings, **role, **plan.overrides}
             environ = self._pinned(plan)
             if self.api_key is not None and make.key_variable is not None:
                 environ[make.key_variable] = self.api_key
@@ -117,17 +118,13 @@ class LocalLauncher(EngineLauncher):
             ) from None
         return start(spec)
 
-    def _port(self, name: str) -> int:
-        """Return a free port for a name, the same one for every later start."""
-        if name not in self._ports:
-            self._ports[name] = free_port()
-        return self._ports[name]
-
     def _pinned(self, plan: EnginePlan) -> dict[str, str]:
-        """Return the variable that gives an engine its devices and no others."""
+        """Return the variable that shows a plan's devices to its engine; none where there is no device."""
         devices = self._devices
         if devices is None:
-            devices = named_devices(torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+            count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+            names = map(str, range(count)) if visible is None else (name.strip() for name in visible.split(","))
+            devices = tuple(names)[:count]
         if not devices:
             return {}
         beyond = [number for number in plan.gpus if number >= len(devices)]
@@ -138,13 +135,6 @@ class LocalLauncher(EngineLauncher):
                 hint="let the job see more devices, or plan with fewer; other machines need another launcher",
             )
         return {"CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in plan.gpus)}
-
-
-def named_devices(count: int, visible: str | None) -> tuple[str, ...]:
-    """Return the names in ``CUDA_VISIBLE_DEVICES`` of the ``count`` devices of a process where that is ``visible``."""
-    if visible is None:
-        return tuple(map(str, range(count)))
-    return tuple(name.strip() for name in visible.split(","))[:count]
 
 
 def _fields(make: type[EngineSpec], wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,26 +151,20 @@ def _fields(make: type[EngineSpec], wanted: Mapping[str, Any]) -> dict[str, Any]
             f"an engine of kind {make.name!r} has no setting {', '.join(sorted(others))}",
             expected=f"some of {', '.join(known)}",
         )
-    if not make.negates and (false := [name for name, value in others.items() if value is False]):
+    words = [word for name, value in others.items() for word in _argument(make, name, value)]
+    return {**found, "extra_args": (*found.get("extra_args", ()), *words)} if words else found
+
+
+def _argument(make: type[EngineSpec], name: str, value: Any) -> list[str]:
+    """Return the words of an argument: ``swap_space=4`` gives ``--swap-space 4``, ``x=True`` ``--x``, None nothing."""
+    flag = name.replace("_", "-")
+    if value is False and not make.negates:
         raise ConfigError(
-            f"an engine of kind {make.name!r} has no argument that makes {', '.join(false)} false",
+            f"an engine of kind {make.name!r} has no argument that makes {name} false",
             expected="true, or another value",
             hint="leave it out: the engine's own default counts then",
         )
-    return {**found, "extra_args": (*found.get("extra_args", ()), *_arguments(others))} if others else found
-
-
-def _arguments(settings: Mapping[str, Any]) -> list[str]:
-    """Return arguments: ``{"swap_space": 4, "x": True, "y": False}`` -> ``["--swap-space", "4", "--x", "--no-y"]``."""
-    found: list[str] = []
-    for name, value in settings.items():
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            found.append(flag if value else f"--no-{flag[2:]}")
-        elif isinstance(value, dict):
-            found += [flag, json.dumps(value)]
-        elif isinstance(value, (list, tuple)):
-            found += [flag, *map(str, value)]
-        elif value is not None:
-            found += [flag, str(value)]
-    return found
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    words = value if isinstance(value, (list, tuple)) else [json.dumps(value) if isinstance(value, dict) else value]
+    return [] if value is None else [f"--{flag}", *map(str, words)]
