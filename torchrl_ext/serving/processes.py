@@ -88,7 +88,6 @@ class GuardedProcess:
     ) -> None:
         self.name, self.url, self._shared_memory = name, url, shared_memory
         self._folder = Path(tempfile.mkdtemp(prefix=f"torchrl-ext-{name}-"))
-        self._guard: subprocess.Popen[bytes] | None = None
         self.log_path, self._kept = Path(log_path or self._folder / "log"), log_path is not None
         variables = {**os.environ, **(environ or {})}
         try:
@@ -104,22 +103,25 @@ class GuardedProcess:
                     start_new_session=True,
                     env=variables,
                 )
+        except BaseException:
+            shutil.rmtree(self._folder)
+            raise
+        try:
             self.pid = self._first_word(start_timeout_s)
             if url:
-                self._wait_until_healthy(health, start_timeout_s, cancel or threading.Event())
+                self._wait_until_healthy(health, Deadline(start_timeout_s, stop=cancel))
         except BaseException:
             self.stop()
             raise
 
     def alive(self) -> bool:
         """Return whether it runs."""
-        return self._guard is not None and self._guard.poll() is None
+        return self._guard.poll() is None
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it ends, at most ``timeout_s`` seconds, and return whether it did."""
-        if self._guard is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._guard.wait(timeout_s)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(timeout_s)
         return not self.alive()
 
     def log(self) -> str:
@@ -133,11 +135,10 @@ class GuardedProcess:
 
     def stop(self) -> None:
         """End it and everything that it started, and wait for it. May be called twice."""
-        if self._guard is not None:
-            left = _mapped(self._guard.pid, self._shared_memory) if self._shared_memory and self.alive() else set()
-            self._end(self._guard)
-            for path in left:
-                path.unlink(missing_ok=True)
+        left = _mapped(self._guard.pid, self._shared_memory) if self._shared_memory and self.alive() else set()
+        self._end(self._guard)
+        for path in left:
+            path.unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -153,43 +154,41 @@ class GuardedProcess:
             return log.read()
         return b""
 
-    def _where(self) -> str:
-        """Return where a reader of an error finds the whole log."""
-        return f"the whole log is {self.log_path}" if self._kept else "log_path= keeps the whole log"
-
     def _first_word(self, timeout_s: float) -> int:
         """Return the program's process id, which its guard prints first."""
-        said = self._guard.stdout if self._guard is not None else None
-        if said is not None and not select.select([said], [], [], timeout_s)[0]:
+        said = self._guard.stdout
+        if said is None or not select.select([said], [], [], timeout_s)[0]:
             raise DeadlineError(f"{self.name} could not be started within {timeout_s:g} s", state="it was ended")
-        first = said.readline().strip() if said is not None else b""
+        first = said.readline().strip()
         if not first.isdigit():
             raise EngineError(f"{self.name} could not be started: {self.log()}")
         return int(first)
 
-    def _wait_until_healthy(self, route: str, timeout_s: float, cancel: threading.Event) -> None:
+    def _wait_until_healthy(self, route: str, within: Deadline) -> None:
         def healthy() -> bool:
             if not self.alive():
                 raise EngineError(
                     f"{self.name} ended while starting; errors that it printed: {self.errors() or 'none'}; "
                     f"its log ends with: {self.log() or 'nothing'}",
-                    hint=self._where(),
+                    hint=where,
                 )
             with contextlib.suppress(WeightSyncError):
                 return server.call("GET", route).status == 200
             return False
 
         def late() -> EngineError | DeadlineError:
-            if cancel.is_set():
+            if within.stop.is_set():
                 return EngineError(f"the start of {self.name} at {self.url} was given up", state="it was ended")
             return DeadlineError(
-                f"{self.name} at {self.url} was not healthy within {timeout_s:g} s; its log ends with: {self.log()}",
+                f"{self.name} at {self.url} was not healthy within {within.timeout_s:g} s; "
+                f"its log ends with: {self.log()}",
                 state="it was ended",
-                hint=self._where(),
+                hint=where,
             )
 
+        where = f"the whole log is {self.log_path}" if self._kept else "log_path= keeps the whole log"
         server = HTTPSession(self.url, timeout_s=_ANSWER_S)
-        Deadline(timeout_s, stop=cancel).poll(healthy, late=late, longest_s=_POLL_S)
+        within.poll(healthy, late=late, longest_s=_POLL_S)
 
     def _end(self, guard: subprocess.Popen[bytes]) -> None:
         """Have the guard end the program; kill both where it does not."""
