@@ -121,13 +121,8 @@ def _lora(rank: int | None, adapters: int, cpu: bool) -> list[str]:
         return []
     if rank < 1 or adapters < 1:
         raise ConfigError(f"lora_rank={rank}, lora_adapters={adapters}", expected="1 or more of each")
-    return [
-        "--enable-lora",
-        f"--max-lora-rank={rank}",
-        "--lora-target-modules=all",
-        f"--max-loras-per-batch={1 + 2 * adapters}",
-        *(["--lora-backend=torch_native"] if cpu else []),
-    ]
+    flags = {"max-lora-rank": rank, "lora-target-modules": "all", "max-loras-per-batch": 1 + 2 * adapters}
+    return ["--enable-lora", *as_flags({**flags, "lora-backend": "torch_native" if cpu else None})]
 
 
 def _workers(arguments: Sequence[str]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import sys
@@ -54,7 +53,6 @@ class VLLMSpec(StockSpec):
         return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": roles[worker_type]}}
 
     def command(self, port: int) -> list[str]:
-        cpu = self.on_cpu
         arguments = {
             "model": self.model,
             "host": self.host,
@@ -67,24 +65,24 @@ class VLLMSpec(StockSpec):
         }
         command = [str(self.interpreter), "-m", self.module, *as_flags(arguments)]
         command += ["--enable-scale-out"] if _has_scale_out(self.interpreter) else []  # /inference/v1/generate
-        command += [*(["--enforce-eager"] if cpu else []), *_lora(self.lora_rank, self.lora_adapters)]
-        return [*command, *(["--enable-sleep-mode"] if self.sleep_mode and not cpu else []), *self.extra_args]
+        command += ["--enforce-eager"] if self.on_cpu else ["--enable-sleep-mode"] if self.sleep_mode else []
+        return [*command, *_lora(self.lora_rank, self.lora_adapters), *self.extra_args]
 
     def variables(self) -> dict[str, str]:
+        allowed = os.environ.get("VLLM_PLUGINS")  # an allow-list, and vLLM takes routes only from plugins on it
+        others = _installed_plugins(self.interpreter) if allowed is None else filter(None, allowed.split(","))
         environ = {
             "VLLM_SERVER_DEV_MODE": "1",  # vLLM has its RL routes only then
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
+            "VLLM_PLUGINS": ",".join(dict.fromkeys([*others, "torchrl_ext"])),
         }
-        allowed = os.environ.get("VLLM_PLUGINS")  # an allow-list, and vLLM takes routes only from plugins on it
-        others = _installed_plugins(self.interpreter) if allowed is None else filter(None, allowed.split(","))
-        environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*others, "torchrl_ext"]))
         if self.on_cpu:
-            environ["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-            environ["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-            if self.tensor_parallel_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+            own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # GiB
+            if self.tensor_parallel_size > 1:
                 # unbound, every worker would take a thread per core, and all of them wait for each other by spinning
-                environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // self.tensor_parallel_size))
+                own["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // self.tensor_parallel_size))
+            environ |= {name: os.environ.get(name, value) for name, value in own.items()}
         if self.plain_linears:
             environ["TORCHRL_EXT_PLAIN_LINEARS"] = "1"
         return environ
@@ -120,9 +118,7 @@ def _lora(rank: int | None, adapters: int) -> list[str]:
         )
     return [
         "--enable-lora",
-        f"--max-lora-rank={room}",
-        f"--max-loras={2 * adapters}",
-        f"--max-cpu-loras={4 * adapters}",
+        *as_flags({"max-lora-rank": room, "max-loras": 2 * adapters, "max-cpu-loras": 4 * adapters}),
     ]
 
 
@@ -131,19 +127,19 @@ def _has_scale_out(python: Path) -> bool:
 
     The sources are read as text: an import takes seconds. Where they are not found, it is taken to have it.
     """
-    if python == Path(sys.executable):
-        spec = importlib.util.find_spec("vllm")
-        folders = [Path(place) for place in spec.submodule_search_locations or ()] if spec is not None else []
-    else:
-        folders = list(python.parent.parent.glob("lib/python3*/site-packages/vllm"))
-    found = [path for folder in folders for path in folder.glob("entrypoints/**/cli_args.py")]
+    found = [path for folder in _packages(python) for path in Path(folder, "vllm").glob("entrypoints/**/cli_args.py")]
     return not found or any("enable_scale_out" in path.read_text(errors="replace") for path in found)
 
 
 def _installed_plugins(python: Path) -> list[str]:
     """Return the names of the plugins that vLLM finds in an environment by itself."""
-    here = python == Path(sys.executable)
-    folders = [] if here else [str(path) for path in python.parent.parent.glob("lib/python3*/site-packages")]
-    found = importlib.metadata.distributions() if here else importlib.metadata.distributions(path=folders)
+    found = importlib.metadata.distributions(path=_packages(python))
     points = (point for distribution in found for point in distribution.entry_points)
     return sorted({point.name for point in points if point.group.startswith("vllm.") and "endpoint" not in point.group})
+
+
+def _packages(python: Path) -> list[str]:
+    """Return the folders in which an environment has its packages."""
+    if python == Path(sys.executable):
+        return sys.path
+    return [str(path) for path in python.parent.parent.glob("lib/python3*/site-packages")]
