@@ -237,7 +237,7 @@ def test_devices_alone_make_engines_of_one_model_that_follows(owned, kind):
     assert planned(topology) == [("default/regular/0", (0, 1)), ("default/regular/1", (2, 3))]
     assert topology.kind == kind and settings == {}
     (model,) = topology.models
-    assert model.update_weights and model.model_path == "/policy"
+    assert model.update_weights and model.engines[0].model_path == "/policy"
 
 
 def test_prefill_servers_make_two_pools_of_the_devices(owned):

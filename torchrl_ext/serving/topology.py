@@ -15,9 +15,10 @@ Source of the keys and of how they are resolved: ``--vllm-config`` of vime and `
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -86,13 +87,11 @@ class ModelPlan:
 
     Attributes:
         name: how the job calls it.
-        model_path: checkpoint directory.
         update_weights: whether it follows the trainer. Engines of a model that does not never get a weight call.
         engines: encoders first, since others are told their addresses; none for a router alone.
     """
 
     name: str
-    model_path: str
     update_weights: bool
     engines: tuple[EnginePlan, ...]
 
@@ -104,12 +103,10 @@ class Topology:
     Attributes:
         kind: of all engines.
         models: in the order of the file.
-        num_gpus: devices in all, placeholders included.
     """
 
     kind: str
     models: tuple[ModelPlan, ...]
-    num_gpus: int
 
     @classmethod
     def load(cls, path: str | Path, **settings: Any) -> Topology:
@@ -157,20 +154,18 @@ class Topology:
         engines.part(kind, "server")  # an error, with the kinds that there are, for one that cannot be started
         if len({row.name for row in rows}) < len(rows):
             raise ConfigError(f"two models have one name: {', '.join(row.name for row in rows)}")
-        models: list[ModelPlan] = []
-        offset = 0
-        for row in rows:
-            model, offset = _planned(kind, row, hf_checkpoint, num_gpus_per_engine, offset)
-            models.append(model)
-        if rollout_num_gpus not in (None, offset):
-            raise ConfigError(f"the groups have {offset} GPUs in all", expected=f"rollout_num_gpus={rollout_num_gpus}")
-        return cls(kind=kind, models=tuple(models), num_gpus=offset)
+        devices = itertools.count()
+        models = tuple(_planned(kind, row, hf_checkpoint, num_gpus_per_engine, devices) for row in rows)
+        total = next(devices)
+        if rollout_num_gpus not in (None, total):
+            raise ConfigError(f"the groups have {total} GPUs in all", expected=f"rollout_num_gpus={rollout_num_gpus}")
+        return cls(kind=kind, models=models)
 
 
 def _planned(
-    kind: str, row: _Model, hf_checkpoint: str | Path | None, per_engine: int, offset: int
-) -> tuple[ModelPlan, int]:
-    """Return the plan of a model, whose devices begin at ``offset``, and the offset of the next."""
+    kind: str, row: _Model, hf_checkpoint: str | Path | None, per_engine: int, devices: Iterator[int]
+) -> ModelPlan:
+    """Return the plan of a model, whose engines get the next ``devices``."""
     name, default = row.name, row.model_path or str(hf_checkpoint or "")
     if row.server_groups is not None and row.engine_groups is not None:
         raise ConfigError(f"model {name!r} has server_groups and engine_groups", expected="one: they mean the same")
@@ -179,29 +174,26 @@ def _planned(
         overrides = {key.replace("-", "_"): value for key, value in (group.overrides or {}).items()}
         path = str(overrides.pop("model_path", default))
         each = group.num_gpus_per_engine or row.num_gpus_per_engine or per_engine
-        devices = range(offset, offset + group.num_gpus)
-        offset += group.num_gpus
+        mine = tuple(itertools.islice(devices, group.num_gpus))
         if group.worker_type == "placeholder":
             continue
-        if group.num_gpus % each:
-            raise ConfigError(
-                f"a group of {name!r} has {group.num_gpus} GPUs for engines of {each}", expected="a multiple"
-            )
+        if len(mine) % each:
+            raise ConfigError(f"a group of {name!r} has {len(mine)} GPUs for engines of {each}", expected="a multiple")
         if not path:
             raise ConfigError(f"model {name!r} has no model_path", hint="give one, or hf_checkpoint")
-        for first in range(0, group.num_gpus, each):
-            number = sum(plan.worker_type == group.worker_type for plan in plans)
-            plans.append(
-                EnginePlan(
-                    name=f"{name}/{group.worker_type}/{number}",
-                    model=name,
-                    kind=kind,
-                    worker_type=group.worker_type,
-                    model_path=path,
-                    gpus=tuple(devices[first : first + each]),
-                    overrides=overrides,
-                )
+        before = sum(plan.worker_type == group.worker_type for plan in plans)
+        plans += [
+            EnginePlan(
+                name=f"{name}/{group.worker_type}/{before + first // each}",
+                model=name,
+                kind=kind,
+                worker_type=group.worker_type,
+                model_path=path,
+                gpus=mine[first : first + each],
+                overrides=overrides,
             )
+            for first in range(0, len(mine), each)
+        ]
     types = {plan.worker_type for plan in plans}
     check_pools(f"model {name!r}", types)
     if types == {"encoder"}:
@@ -216,8 +208,7 @@ def _planned(
             words = "model %r does not follow the trainer: its path %r is not the trainer's %r"
             log.warning(words, name, paths[0], hf_checkpoint)
     plans.sort(key=lambda plan: plan.worker_type != "encoder")
-    ordered = tuple(replace(plan, follows=bool(follows)) for plan in plans)
-    return ModelPlan(name=name, model_path=paths[0], update_weights=bool(follows), engines=ordered), offset
+    return ModelPlan(name=name, update_weights=follows, engines=tuple(replace(plan, follows=follows) for plan in plans))
 
 
 def check_pools(whose: str, types: Collection[str]) -> None:
