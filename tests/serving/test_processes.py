@@ -40,8 +40,10 @@ def impatient(monkeypatch):
     monkeypatch.setattr("torchrl_ext.serving.processes._GRACE_S", 1.5)
 
 
-def start(port, **settings):
-    command = [sys.executable, "-c", STUBBORN, str(port)]
+def start_of(code, **settings):
+    """Start a server of this code at a port of its own; it prints without delay."""
+    port = free_port()
+    command = [sys.executable, "-u", "-c", code, str(port)]
     return GuardedProcess(command, name="toy", url=f"http://127.0.0.1:{port}", **settings)
 
 
@@ -57,35 +59,31 @@ def gone(pid, within_s=20.0):
     return False
 
 
-def test_a_server_starts_logs_and_ends_with_its_children(tmp_path):
-    with start(free_port(), log_path=tmp_path / "log") as server:
+def test_a_server_starts_logs_and_ends_with_its_children_and_a_log_that_nobody_named():
+    with start_of(STUBBORN) as server:
         child = int(httpx.get(server.url).text)
         assert server.alive() and psutil.pid_exists(server.pid) and psutil.pid_exists(child)
-        assert "listening" in server.log()
+        assert "listening" in server.log() and server.log_path.exists()
     assert not server.alive() and gone(server.pid)
     assert gone(child)  # although it ignores SIGTERM
+    assert server.log() == server.errors() == "" and not server.log_path.parent.exists()
 
 
-MAPPING = (
-    """
+MAPPING = """
 import mmap, os, sys
-for name in sys.argv[2:]:
+for name in {names}:
     with open(name, "w+b") as file:
         file.truncate(4096)
         globals()[name] = mmap.mmap(file.fileno(), 4096)
 """
-    + SERVER
-)
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no shared memory as files")
 def test_shared_memory_that_a_server_leaves_behind_is_removed_and_no_other(tmp_path):
-    port, stem = free_port(), f"/dev/shm/left_behind_{os.getpid()}"
+    stem = f"/dev/shm/left_behind_{os.getpid()}"
     mine, other = Path(f"{stem}_mine"), Path(f"{stem}_other")
-    command = [sys.executable, "-c", MAPPING, str(port), str(mine), str(other)]
-    settings = {"name": "toy", "url": f"http://127.0.0.1:{port}", "shared_memory": (mine.name,)}
     try:
-        with GuardedProcess(command, **settings):
+        with start_of(MAPPING.format(names=[str(mine), str(other)]) + SERVER, shared_memory=(mine.name,)):
             assert mine.exists() and other.exists()
         assert other.exists() and not mine.exists()
     finally:
@@ -93,37 +91,15 @@ def test_shared_memory_that_a_server_leaves_behind_is_removed_and_no_other(tmp_p
         other.unlink(missing_ok=True)
 
 
-def test_a_server_that_ends_while_starting_shows_the_end_of_its_log(tmp_path):
-    command = [sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)"]
-    with pytest.raises(EngineError, match="no such model"):
-        GuardedProcess(command, name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
-
-
-def test_errors_that_others_only_follow_from_are_named_too(tmp_path):
-    code = "print('OSError: no space left'); print('x' * 9000); raise RuntimeError('see above')"
-    with pytest.raises(
-        EngineError, match="printed: OSError: no space left; RuntimeError: see above; its log ends with: x"
-    ) as caught:
-        GuardedProcess([sys.executable, "-c", code], name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
-    assert "see above" in str(caught.value)
-
-
-def test_errors_of_an_earlier_run_in_the_same_log_are_not_this_ones(tmp_path):
+def test_a_server_that_ends_while_starting_shows_the_errors_and_the_end_of_this_runs_log(tmp_path):
     log = tmp_path / "log"
     log.write_text("OSError: yesterday\n")
-    with pytest.raises(EngineError, match="printed: RuntimeError: today; its log ends with: Traceback") as caught:
-        start_of("raise RuntimeError('today')", log)
+    code = "print('OSError: no space left'); print('x' * 9000); raise RuntimeError('see above')"
+    words = "printed: OSError: no space left; RuntimeError: see above; its log ends with: x"
+    with pytest.raises(EngineError, match=words) as caught:
+        start_of(code, log_path=log)
     assert "yesterday" not in str(caught.value) and str(log) in str(caught.value)
     assert log.read_text().startswith("OSError: yesterday\n")
-
-
-def test_a_log_that_nobody_named_goes_with_its_server():
-    port = free_port()
-    with GuardedProcess(
-        [sys.executable, "-c", SERVER, str(port)], name="toy", url=f"http://127.0.0.1:{port}"
-    ) as server:
-        assert "listening" in server.log() and server.log_path.exists()
-    assert server.log() == server.errors() == "" and not server.log_path.parent.exists()
 
 
 def test_a_program_that_does_not_exist_is_an_error(tmp_path):
@@ -155,20 +131,10 @@ def test_a_start_that_another_thread_gives_up_ends_the_server(tmp_path):
     assert gone(int(log.read_text()))
 
 
-APART = SERVER.replace("signal.pause()", "os.setsid(); signal.pause()").replace("import signal;", "import os, signal;")
-"""Its child is in a session of its own, as workers of some engines are."""
-
-ORPHANED = SERVER.replace(
-    "signal.pause()", "os.setsid(); os.fork() and os._exit(0); print(os.getpid()); signal.pause()"
+ORPHANED = SERVER.replace("import signal;", "import os, signal;").replace(
+    "signal.pause()", "os.setsid(); os.fork() and os._exit(0); print(os.getpid(), flush=True); signal.pause()"
 )
-ORPHANED = ORPHANED.replace("import signal;", "import os, signal;")
-"""As `APART`, and nobody is left who started it: only the log says where it is."""
-
-
-def start_of(code, log):
-    port = free_port()
-    command = [sys.executable, "-u", "-c", code, str(port)]
-    return GuardedProcess(command, name="toy", url=f"http://127.0.0.1:{port}", log_path=log)
+"""Its child leaves a daemon in a session of its own, as some engines do: only the log says where it is."""
 
 
 def last_number(log):
@@ -182,22 +148,13 @@ def last_number(log):
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
-def test_children_in_a_session_of_their_own_end_with_the_server(tmp_path, how):
-    server = start_of(APART, tmp_path / "log")
-    child = int(httpx.get(server.url).text)
-    if how == "kill":
-        os.kill(server.pid, signal.SIGKILL)
-        assert server.wait(WAIT_S)
-    server.stop()
-    assert gone(server.pid) and gone(child)
-
-
-def test_a_daemon_that_a_server_left_behind_ends_with_it(tmp_path):
-    with start_of(
-        ORPHANED.replace("subprocess.Popen([sys.executable", "subprocess.Popen([sys.executable, '-u'"), tmp_path / "log"
-    ) as server:
+def test_a_daemon_in_a_session_of_its_own_ends_with_the_server_that_left_it(tmp_path, how):
+    with start_of(ORPHANED, log_path=tmp_path / "log") as server:
         daemon = last_number(tmp_path / "log")
         assert psutil.pid_exists(daemon)
+        if how == "kill":
+            os.kill(server.pid, signal.SIGKILL)
+            assert server.wait(WAIT_S)
     assert gone(server.pid) and gone(daemon)
 
 
@@ -238,8 +195,8 @@ def test_a_forked_child_of_the_parent_keeps_no_server_alive(tmp_path, how):
             os.kill(worker, signal.SIGKILL)
 
 
-def test_a_server_ends_with_its_guard(tmp_path):
-    with start_of(SERVER, tmp_path / "log") as server:
+def test_a_server_ends_with_its_guard():
+    with start_of(SERVER) as server:
         child = int(httpx.get(server.url).text)
         os.kill(server._guard.pid, signal.SIGKILL)
         assert gone(server.pid)
