@@ -19,8 +19,6 @@ from torchrl_ext.serving.processes import free_port
 from torchrl_ext.serving.router import RouterProcess
 from torchrl_ext.serving.server import ServerSpec, as_flags, start, usable_port
 
-ENGINES = [EmbeddedServer, VLLMServer, SGLangServer]
-
 
 @pytest.fixture
 def taken():
@@ -29,16 +27,15 @@ def taken():
         yield listener.getsockname()[1]
 
 
-@pytest.mark.parametrize("launcher", ENGINES)
-def test_a_directory_that_does_not_exist_is_refused(tmp_path, launcher):
-    with pytest.raises(ConfigError, match="nothing is no directory"):
-        launcher(tmp_path / "nothing", python=sys.executable)
-
-
-@pytest.mark.parametrize("launcher", ENGINES)
-def test_a_port_in_use_is_refused_by_engines(tmp_path, launcher, taken):
-    with pytest.raises(ConfigError, match=rf"port {taken} cannot be used.*in use"):
-        launcher(tmp_path, port=taken, python=sys.executable)
+def test_a_directory_that_does_not_exist_and_a_port_in_use_are_refused(tmp_path, taken):
+    settings = {"port": taken, "python": sys.executable}
+    for server in (EmbeddedServer, VLLMServer, SGLangServer):
+        with pytest.raises(ConfigError, match="nothing is no directory"):
+            server(tmp_path / "nothing", **settings)
+        with pytest.raises(ConfigError, match=rf"port {taken} cannot be used.*in use"):
+            server(tmp_path, **settings)
+    with pytest.raises(ConfigError, match=rf"port {taken} cannot be used"):
+        RouterProcess(["http://127.0.0.1:1"], **settings)
 
 
 def test_a_package_that_is_not_here_is_named_with_where_it_can_come_from(tmp_path, monkeypatch):
@@ -63,11 +60,6 @@ def test_a_vllm_is_told_to_have_its_routes_for_tokens_where_it_knows_the_option(
         (sources / "cli_args.py").write_text(text)
     command = VLLMSpec(tmp_path, python=tmp_path / "bin" / "python").command(1)
     assert ("--enable-scale-out" in command) is given
-
-
-def test_a_port_in_use_is_refused_by_routers(taken):
-    with pytest.raises(ConfigError, match=rf"port {taken} cannot be used"):
-        RouterProcess(["http://127.0.0.1:1"], port=taken, python=sys.executable)
 
 
 def test_a_port_is_picked_where_none_is_asked_for_and_else_kept(taken):
@@ -152,33 +144,22 @@ def test_the_folder_with_the_plugin_goes_when_the_server_cannot_start(plugin):
     assert (folder != "None") == plugin and not Path(folder).exists()
 
 
-def told_to_an_engine(variable, server, folder, **settings):
-    """What an engine's process finds in its environment, as text."""
-    program = folder / "python"
-    look = f"print('found:', os.environ.get({variable!r})); sys.exit('that is all')"
-    program.write_text(f"#!{sys.executable}\nimport os, sys\n{look}\n")
-    program.chmod(0o755)
-    with pytest.raises(EngineError, match="that is all") as caught:
-        server(folder, python=program, **settings)
-    (found,) = re.findall(r"found: (\S+)", caught.value.what)
-    return found
-
-
 @pytest.mark.parametrize(
-    ("settings", "workers"),
+    ("arguments", "tp", "workers"),
     [
-        ({}, None),
-        ({"tensor_parallel_size": 2}, 2),
-        ({"extra_args": ["--dp-size", "2"]}, 2),
-        ({"extra_args": ["--data-parallel-size=2"], "tensor_parallel_size": 2}, 4),
-        ({"extra_args": ["--pp", "2"]}, 2),
-        ({"extra_args": ["--dp-size", "2", "--enable-dp-attention"], "tensor_parallel_size": 2}, 2),
-        ({"extra_args": ["--dp-size", "many"]}, None),
+        ("", 1, None),
+        ("", 2, 2),
+        ("--dp-size 2", 1, 2),
+        ("--data-parallel-size=2", 2, 4),
+        ("--pp 2", 1, 2),
+        ("--dp-size 2 --enable-dp-attention", 2, 2),
+        ("--dp-size many", 1, None),
     ],
 )
-def test_every_worker_of_a_sglang_on_a_cpu_is_told_its_cores(tmp_path, settings, workers):
-    found = told_to_an_engine("SGLANG_CPU_OMP_THREADS_BIND", SGLangServer, tmp_path, **settings)
-    assert found == "None" if workers is None else len(found.split("|")) == workers
+def test_every_worker_of_a_sglang_on_a_cpu_is_told_its_cores(tmp_path, arguments, tp, workers):
+    spec = SGLangSpec(tmp_path, cpu=True, tensor_parallel_size=tp, extra_args=arguments.split())
+    found = spec.variables().get("SGLANG_CPU_OMP_THREADS_BIND")
+    assert found is None if workers is None else len(found.split("|")) == workers
 
 
 @pytest.mark.parametrize(("workers", "told", "expected"), [(1, None, None), (2, None, "cores"), (2, "3", "3")])
@@ -186,6 +167,6 @@ def test_workers_of_a_vllm_on_a_cpu_share_its_cores(tmp_path, monkeypatch, worke
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if told is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", told)
-    found = told_to_an_engine("OMP_NUM_THREADS", VLLMServer, tmp_path, tensor_parallel_size=workers)
+    found = VLLMSpec(tmp_path, cpu=True, tensor_parallel_size=workers).variables().get("OMP_NUM_THREADS")
     shared = max(1, len(os.sched_getaffinity(0)) // workers)
-    assert found == str(shared if expected == "cores" else expected)
+    assert found == (str(shared) if expected == "cores" else expected)
