@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from tests.processes import WAIT_S
+from tests.rpc.servers import running
 from torchrl_ext.errors import EngineError
 from torchrl_ext.rpc.health import Health
 from torchrl_ext.serving.launchers import EngineLauncher
@@ -18,33 +18,16 @@ from torchrl_ext.serving.supervisor import Supervisor
 from torchrl_ext.serving.topology import EnginePlan
 
 
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        status = self.server.statuses.get(self.path, 404)
-        if status is None:  # hangs until its server ends
-            self.server.over.wait(WAIT_S)
-            status = 503
-        self.send_response(status)
-        self.end_headers()
-
-    def log_message(self, *args):
-        pass
-
-
 @contextmanager
 def answering(statuses):
-    """A server that answers its routes with these statuses; None is no answer."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads, server.statuses, server.over = True, statuses, threading.Event()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.over.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    """A server that answers its routes with these statuses; None is an answer that comes too late."""
+
+    def late(_):
+        threading.Event().wait(2)
+        return 503, {}
+
+    with running({f"GET {path}": late if code is None else (code, {}) for path, code in statuses.items()}) as server:
+        yield server.url
 
 
 class Started:
@@ -96,22 +79,18 @@ def until(condition):
 
 
 @pytest.mark.parametrize(
-    ("statuses", "who"),
+    "statuses",
     [
-        ({"/ping": 200, "/health": None}, "one that is paused, whose /health waits for a token"),
-        ({"/ping": 503, "/health": 200}, "one whose /health_generate was asked by somebody while it was paused"),
-        ({"/ping": 401, "/health": 200}, "one with a key, which its /health does not ask for"),
-        ({"/health": 200}, "one without /ping"),
+        pytest.param({"/ping": 200, "/health": None}, id="it is paused, and /health waits for a token"),
+        pytest.param({"/ping": 503, "/health": 200}, id="/health_generate was asked while it was paused"),
+        pytest.param({"/ping": 401, "/health": 200}, id="it has a key, for which /health does not ask"),
+        pytest.param({"/health": 200}, id="it has no /ping"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_sglang_that_is_up_but_generates_nothing_is_not_lost(statuses, who):
-    with answering(statuses) as url:
-        launcher = Scripted(url)
-        with supervisor(launcher, kind="sglang") as watched:
-            for _ in range(3):
-                assert watched.recover() == (), who
-            assert launcher.count == 1
+def test_a_sglang_that_is_up_but_generates_nothing_is_not_lost(statuses):
+    with answering(statuses) as url, supervisor(Scripted(url), kind="sglang") as watched:
+        for _ in range(3):
+            assert watched.recover() == ()
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "embedded"])

@@ -278,7 +278,7 @@ class Routing:
         well = [url for url in self._routed(self._engines) if self.health.why(url) is None]
         if self._process is not None and not self._process.alive():
             log.warning("router %s has ended, and is started again", self.url)
-            return self._restarted(well)
+            return self._restarted(well, MemberChanges())
         try:
             keys = {engine_key(worker.url) for worker in self.router.workers()}
         except (EngineError, DeadlineError) as error:
@@ -288,7 +288,7 @@ class Routing:
         out, back = ([url for url in mine if url not in others] for mine, others in ((used, well), (well, used)))
         if self._pools and (out or back):
             if self._process is not None and {"prefill", "decode"} <= {self._engines[url].worker_type for url in well}:
-                return self._restarted(well, added=tuple(back), removed=tuple(out))
+                return self._restarted(well, MemberChanges(added=tuple(back), removed=tuple(out)))
             why = "the router keeps its pools: it is not ours, or one would be empty"
             log.warning("%s: %s", self.url, why)
             return MemberChanges(problems=tuple((url, why) for url in (*out, *back)))
@@ -306,8 +306,8 @@ class Routing:
         added, removed = (tuple(url for url in urls if url not in problems) for urls in (back, out))
         return MemberChanges(added=added, removed=removed, problems=tuple(problems.items()))
 
-    def _restarted(self, members: Sequence[str], **changes: tuple[str, ...]) -> MemberChanges:
-        """End our router, start it with ``members`` at its address, and return the changes that this makes."""
+    def _restarted(self, members: Sequence[str], changes: MemberChanges) -> MemberChanges:
+        """End our router, start it with ``members`` at its address, and return ``changes`` if that works."""
         try:
             self._process.stop()  # type: ignore[union-attr]
             self._process = self._started(members, port=urlsplit(self.url).port)
@@ -317,7 +317,7 @@ class Routing:
                 problems=((self.url, f"it is down, and is tried again with the next report: {error}"),)
             )
         log.warning("router %s was started again", self.url)
-        return MemberChanges(**changes)
+        return changes
 
     def _rows_of_ours(self, report: SyncReport) -> tuple[dict[str, EngineRow], list[str]]:
         """Return the report's rows of our engines, by our addresses of them, and the names in all other rows."""
