@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rpc.servers import Resting, running
+from tests.rpc.servers import CONFIG, GOOD, Resting, running
 from tests.rpc.test_router import Earlier, Engine, Gateway, serving
 from torchrl_ext.errors import ConfigError, EngineError, UpdateError
 from torchrl_ext.rpc.health import Health
 from torchrl_ext.rpc.router import RouterClient
 from torchrl_ext.serving.launchers import EngineLauncher
 from torchrl_ext.serving.routing import Routing
-from torchrl_ext.serving.served import OwnedEngines
+from torchrl_ext.serving.served import ExternalEngines, OwnedEngines
 from torchrl_ext.serving.topology import Topology
 from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
 
@@ -285,9 +285,15 @@ def test_a_router_of_a_model_without_engines_yet_is_the_one_for_their_kind(specs
         assert specs[0].module == "sglang_router.launch_router"
 
 
-def test_a_router_of_no_known_make_is_refused_before_it_is_made(urls, specs):
-    with pytest.raises(ConfigError, match="'nginx'"):
-        Routing([EngineInfo(url=urls[0], kind="sglang")], make="nginx")
+def test_what_one_router_cannot_serve_is_refused_before_it_is_made(urls, specs):
+    vllm, sglang = (EngineInfo(url=url, kind=kind) for url, kind in zip(urls, ("vllm", "sglang"), strict=False))
+    for engines, more, words in (
+        ([sglang], {"make": "nginx"}, "'nginx'"),
+        ([vllm, sglang], {}, "sglang, vllm are asked in different dialects"),
+        ([vllm], {"router": "http://127.0.0.1:1", "policy": "random"}, "policy is for a router of ours"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Routing(engines, **more)
     assert not specs
 
 
@@ -349,8 +355,21 @@ def test_a_jobs_own_engines_are_registered_with_a_router_that_is_given(urls):
         assert job.model("a").url == router.url and listed(router.url) == set(urls)
         job.health.fail(urls[0], EngineError("it hangs"), by="somebody")
         assert listed(router.url) == set(urls[1:])
-        job.health.mend(urls[0], by="somebody")
-        assert listed(router.url) == set(urls)
+
+
+def test_external_engines_are_one_model_and_nobody_elses_life_is_touched(caplog):
+    described = {"vllm_config": {**CONFIG, "kv_transfer_config": None}}
+    answers = {**GOOD, "GET /health": (200, {}), "GET /server_info": (200, described)}
+    with running(answers) as engine, serving(Many()) as router, ExternalEngines(engine.url, router=router.url) as job:
+        assert list(job.models) == list(job.updatable()) == ["default"]
+        assert listed(job.model("default").url) == {engine.url}
+        with pytest.raises(ConfigError, match=r"no model called 'critic'.*default"):
+            job.model("critic")
+        before = len(engine.calls)
+        assert job.recover() == () and "not started again" in caplog.text
+        job.offload()
+        job.onload()
+        assert len(engine.calls) == before
 
 
 def test_an_adopted_engine_waits_for_its_first_report_and_a_failed_update_is_followed_too(urls):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -13,14 +12,13 @@ import psutil
 import pytest
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.serving.launchers import LocalLauncher
 from torchrl_ext.serving.processes import free_port
-from torchrl_ext.serving.served import ExternalEngines, OwnedEngines
+from torchrl_ext.serving.served import OwnedEngines
 
 pytestmark = pytest.mark.engine
 
@@ -174,19 +172,3 @@ def test_what_cannot_be_started_takes_the_others_with_it(checkpoint, tmp_path):
     with pytest.raises(ConfigError, match="a/regular/1: an engine of kind 'embedded' has no setting swap_space"):
         OwnedEngines(path, hf_checkpoint=checkpoint)
     assert set(psutil.Process().children()) <= before
-
-
-def test_external_engines_are_one_model_and_nobody_elses_life_is_touched(checkpoint, caplog):
-    with EmbeddedServer(checkpoint, dtype="float32", threads=1) as server:
-        with ExternalEngines(server.url, **settings_for_router("vllm")) as serving:
-            assert list(serving.models) == list(serving.updatable()) == ["default"]
-            assert listed(serving.model("default")) == {server.url}
-            with caplog.at_level(logging.WARNING, "torchrl_ext"):
-                assert serving.recover() == ()
-            assert "not started again" in caplog.text
-            serving.offload()
-            serving.onload()
-            router = serving.model("default").url
-        assert server.alive()
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(router)

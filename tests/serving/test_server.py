@@ -15,9 +15,9 @@ from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.serving.engines.embedded import EmbeddedServer
 from torchrl_ext.serving.engines.sglang import SGLangServer, SGLangSpec
 from torchrl_ext.serving.engines.vllm import VLLMServer, VLLMSpec
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.serving.processes import free_port, usable_port
 from torchrl_ext.serving.router import RouterProcess
-from torchrl_ext.serving.server import ServerSpec, as_flags, start, usable_port
+from torchrl_ext.serving.server import ServerSpec, as_flags, start
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import DeadlineError, EngineError, WeightSyncError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, WeightSyncError
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.serving.guard import descendants
 from torchrl_ext.serving.overlay import make_overlay, on_path
@@ -28,7 +28,7 @@ from torchrl_ext.serving.overlay import make_overlay, on_path
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["GuardedProcess", "free_port", "reachable"]
+__all__ = ["GuardedProcess", "free_port", "reachable", "usable_port"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -234,16 +234,34 @@ def free_port() -> int:
     with _giving:
         below = list(set(range(_LOWEST_PORT, lowest)) - _given)
         for port in [*random.SystemRandom().sample(below, min(_PORT_TRIES, len(below))), *[0] * _PORT_TRIES]:
-            with socket.socket() as probe, contextlib.suppress(OSError):
-                # a process that another thread forks holds a copy until it runs its program: without this, its copy of
-                # a closed probe would keep the port from the server that it was chosen for
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("127.0.0.1", port))
-                found: int = probe.getsockname()[1]
+            with contextlib.suppress(OSError):
+                found = _bound(port, "127.0.0.1")
                 if found not in _given:
                     _given.add(found)
                     return found
     raise EngineError("there is no free port on 127.0.0.1")
+
+
+def usable_port(port: int, host: str = "127.0.0.1") -> int:
+    """Return ``port``, or a free one where it is 0.
+
+    Raises:
+        ConfigError: it is taken: the process there would answer the health check in the engine's place.
+    """
+    try:
+        return _bound(port, host) if port else free_port()
+    except OSError as error:
+        raise ConfigError(f"port {port} cannot be used: {error}", hint="pick another one, or 0 for any") from None
+
+
+def _bound(port: int, host: str) -> int:
+    """Bind a port for a moment, a free one where it is 0, and return it."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        # a process that another thread forks holds a copy until it runs its program: without this, its copy of a closed
+        # probe would keep the port from the server that it was chosen for
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])
 
 
 def reachable(host: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -15,9 +14,9 @@ from typing import Any, ClassVar
 import torch
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.serving.processes import GuardedProcess, free_port, reachable
+from torchrl_ext.serving.processes import GuardedProcess, reachable, usable_port
 
-__all__ = ["EngineSpec", "ServerSpec", "StockSpec", "as_flags", "start", "usable_port"]
+__all__ = ["EngineSpec", "ServerSpec", "StockSpec", "as_flags", "start"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,23 +190,6 @@ def start(spec: ServerSpec) -> GuardedProcess:
         shared_memory=spec.shared_memory,
         plugin=spec.plugin,
     )
-
-
-def usable_port(port: int, host: str = "127.0.0.1") -> int:
-    """Return ``port``, or a free one where it is 0.
-
-    Raises:
-        ConfigError: it is taken: the process there would answer the health check in the engine's place.
-    """
-    if not port:
-        return free_port()
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"port {port} cannot be used: {error}", hint="pick another one, or 0 for any") from None
-    return port
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:
