@@ -95,9 +95,8 @@ class Routing:
         for url in self._routed(self._engines) if router is not None else ():
             self._add(url)
         self.health.subscribe(self._heard)
-        for url in self._engines:  # what was said before we listened
-            if (why := self.health.why(url)) is not None:
-                self._heard(url, why)
+        if any(self.health.why(url) for url in self._engines):  # it was said before we listened
+            self._settle()
 
     @classmethod
     def over(cls, *addresses: str, api_key: str | tuple[str, ...] | None = None, **settings: Any) -> Routing:
