@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import sys
-import textwrap
 from contextlib import ExitStack
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given, settings
@@ -22,30 +21,6 @@ from torchrl_ext.serving.routing import Routing
 from torchrl_ext.serving.served import ExternalEngines, OwnedEngines
 from torchrl_ext.serving.topology import Topology
 from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
-
-ROUTER = """
-#!{python}
-import http.server, json, pathlib, sys
-folder, arguments = pathlib.Path({folder!r}), sys.argv[1:]
-with (folder / "starts").open("a") as starts:
-    starts.write(" ".join(arguments) + "\\n")
-number = len((folder / "starts").read_text().splitlines())
-if (folder / f"refuse-{{number}}").exists():
-    sys.exit("this router does not start")
-types = {{"--prefill": "prefill", "--decode": "decode", "--worker-urls": "regular"}}
-workers = [{{"url": url, "worker_type": types[flag]}} for flag, url in zip(arguments, arguments[1:]) if flag in types]
-(port,) = [int(one.partition("=")[2]) for one in arguments if one.startswith("--port=")]
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({{"workers": workers}}).encode())
-    def log_message(self, *args):
-        pass
-
-http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
 
 
 @pytest.fixture
@@ -148,48 +123,66 @@ def test_an_earlier_router_is_told_to_let_go_in_its_own_words(urls):
 # routers of ours
 
 
-@pytest.fixture
-def program(tmp_path):
-    """What stands in for an interpreter with a router: it notes its starts, and refuses those it is told to."""
-    path = tmp_path / "router"
-    path.write_text(textwrap.dedent(ROUTER).strip().format(python=sys.executable, folder=str(tmp_path)))
-    path.chmod(0o755)
-    return path
+class Routers:
+    """Takes the place of `start`: keeps the specs of routers, each of which lists whatever it is started with.
+
+    Attributes:
+        runs: whether the last one does.
+        refused: how many starts fail from now on.
+    """
+
+    def __init__(self, router, script):
+        self.url, self.script, self.specs, self.runs, self.refused = router.url, script, [], False, 0
+
+    def start(self, spec):
+        self.specs.append(spec)
+        if self.refused:
+            self.refused -= 1
+            raise EngineError("this router does not start")
+        pools = {"regular": spec.workers, "prefill": spec.prefill, "decode": spec.decode}
+        found = [
+            (kind, url) if isinstance(url, str) else (kind, url[0]) for kind, urls in pools.items() for url in urls
+        ]
+        self.script.workers = {url: {"id": url, "url": url, "worker_type": kind} for kind, url in found}
+        self.runs = True
+        return SimpleNamespace(url=self.url, alive=lambda: self.runs, stop=self.stop)
+
+    def stop(self):
+        self.runs = False
 
 
 @pytest.fixture
-def pools(urls, program):
-    types = ("prefill", "prefill", "decode")
-    with Routing(infos(urls, types), python=program, start_timeout_s=20) as routing:
+def routers(monkeypatch):
+    script = Many()
+    with serving(script) as router:
+        made = Routers(router, script)
+        monkeypatch.setattr("torchrl_ext.serving.router.start", made.start)
+        yield made
+
+
+@pytest.fixture
+def pools(urls, routers):
+    with Routing(infos(urls, ("prefill", "prefill", "decode"))) as routing:
         yield routing
 
 
-def starts(program):
-    return len((program.parent / "starts").read_text().splitlines())
-
-
-def refuse(program, *numbers):
-    for number in numbers:
-        (program.parent / f"refuse-{starts(program) + number}").write_text("")
-
-
-def test_a_router_with_pools_comes_back_at_its_address_with_other_members(pools, urls):
-    before = pools.url
+def test_a_router_with_pools_comes_back_at_its_address_with_other_members(pools, urls, routers):
     rows = [(url, "serving", 1) for url in urls]
     assert pools.follow(report((urls[0], "paused", 0), *rows[1:])).removed == (urls[0],)
-    assert pools.url == before and listed(before) == set(urls[1:])
+    assert listed(pools.url) == set(urls[1:])
     assert pools.follow(report(*rows)).added == (urls[0],)
-    assert pools.url == before and listed(before) == set(urls)
+    assert listed(pools.url) == set(urls)
+    assert [spec.port for spec in routers.specs] == [0, *[urlsplit(pools.url).port] * 2]
 
 
-def test_a_router_that_is_down_is_started_again_by_the_next_report(pools, urls, program):
+def test_a_router_that_is_down_or_died_by_itself_is_started_again_by_the_next_report(pools, urls, routers):
     rows = [(urls[0], "paused", 0), *((url, "serving", 1) for url in urls[1:])]
-    refuse(program, 1)
-    changes = pools.follow(report(*rows))
-    assert "is down" in dict(changes.problems)[pools.url]
-    before = pools.url
-    assert pools.follow(report(*rows)).problems == ()
-    assert pools.url == before and listed(before) == set(urls[1:])
+    routers.refused = 1
+    assert "is down" in dict(pools.follow(report(*rows)).problems)[pools.url]
+    for _ in range(2):
+        assert pools.follow(report(*rows)).problems == () and routers.runs
+        assert listed(pools.url) == set(urls[1:])
+        routers.stop()
 
 
 def test_pools_are_left_as_they_are_where_one_would_be_empty_or_the_router_is_given(pools, urls):
@@ -200,17 +193,11 @@ def test_pools_are_left_as_they_are_where_one_would_be_empty_or_the_router_is_gi
             assert url == urls[lost] and "keeps its pools" in problem and listed(pools.url) == set(urls)
 
 
-def test_a_closed_routing_starts_no_router_for_an_engine_that_is_lost(urls, program):
-    routing = Routing(infos(urls[:1]), python=program, start_timeout_s=20)
+def test_a_closed_routing_starts_no_router_for_an_engine_that_is_lost(urls, routers):
+    routing = Routing(infos(urls[:1]))
     routing.close()
     routing.health.fail(urls[0], EngineError("it is lost"), by="somebody")
-    assert starts(program) == 1 and not routing._process.alive()
-
-
-def test_one_that_died_by_itself_is_started_again_too(pools, urls):
-    pools._process.stop()
-    assert pools.follow(report(*((url, "serving", 1) for url in urls))).problems == ()
-    assert listed(pools.url) == set(urls)
+    assert len(routers.specs) == 1 and not routers.runs
 
 
 def test_a_given_router_that_does_not_answer_is_a_problem_and_not_an_error(urls):
@@ -218,24 +205,6 @@ def test_a_given_router_that_does_not_answer_is_a_problem_and_not_an_error(urls)
         routing = Routing(infos(urls), router=router.url)
     assert dict(routing.follow(report(*((url, "serving", 1) for url in urls))).problems).keys() == {router.url}
     routing.close()
-
-
-@pytest.fixture
-def specs(monkeypatch):
-    """The specs of the routers that are started; they list whatever they are started with."""
-    script = Many()
-
-    def start(spec):
-        found.append(spec)
-        for worker in (*spec.workers, *spec.prefill, *spec.decode):
-            url = worker if isinstance(worker, str) else worker[0]
-            script.workers[url] = {"id": url, "url": url}
-        return SimpleNamespace(url=router.url, alive=lambda: True, stop=lambda: None)
-
-    found = []
-    monkeypatch.setattr("torchrl_ext.serving.router.start", start)
-    with serving(script) as router:
-        yield found
 
 
 VLLMS = "vllm_router.launch_router --policy=consistent_hash"
@@ -253,9 +222,9 @@ SGLANGS = "sglang_router.launch_router --policy=manual --disable-retries"
         ("vllm", {"make": "sglang", "policy": "random"}, "sglang_router.launch_router --policy=random"),
     ],
 )
-def test_engines_get_the_router_of_their_make_or_the_one_that_is_named(urls, specs, kind, settings, own):
+def test_engines_get_the_router_of_their_make_or_the_one_that_is_named(urls, routers, kind, settings, own):
     with Routing([EngineInfo(url=urls[0], kind=kind)], **settings):
-        command = specs[0].command(1)
+        command = routers.specs[0].command(1)
     assert set(own.split()) <= set(command) and command[-2:] == ["--worker-urls", urls[0]]
     assert ("--disable-retries" in command) is ("sglang_router" in own)
     assert ("--health-check-endpoint" in " ".join(command)) is ("api_key" not in settings)
@@ -265,13 +234,13 @@ def test_engines_get_the_router_of_their_make_or_the_one_that_is_named(urls, spe
 @pytest.mark.parametrize(
     ("kind", "flag", "port"), [("vllm", "--vllm-pd-disaggregation", []), ("sglang", "--pd-disaggregation", ["9001"])]
 )
-def test_pools_are_told_the_port_where_they_meet_if_the_router_hands_it_on(urls, specs, kind, flag, port):
+def test_pools_are_told_the_port_where_they_meet_if_the_router_hands_it_on(urls, routers, kind, flag, port):
     members = [
         EngineInfo(url=urls[0], kind=kind, worker_type="prefill", bootstrap_port=9001),
         EngineInfo(url=urls[1], kind=kind, worker_type="decode"),
     ]
     with Routing(members):
-        command = specs[0].command(1)
+        command = routers.specs[0].command(1)
     assert command[command.index(flag) + 1 :] == ["--prefill", urls[0], *port, "--decode", urls[1]]
     with serving(Many()) as router:
         Routing(members, router=router.url).close()
@@ -279,13 +248,13 @@ def test_pools_are_told_the_port_where_they_meet_if_the_router_hands_it_on(urls,
     assert [body.get("bootstrap_port") for body in sent] == [*([9001] if port else [None]), None]
 
 
-def test_a_router_of_a_model_without_engines_yet_is_the_one_for_their_kind(specs):
+def test_a_router_of_a_model_without_engines_yet_is_the_one_for_their_kind(routers):
     topology = Topology.parse({"sglang": [{"name": "a", "model_path": "/m"}]})
     with OwnedEngines(topology):
-        assert specs[0].module == "sglang_router.launch_router"
+        assert routers.specs[0].module == "sglang_router.launch_router"
 
 
-def test_what_one_router_cannot_serve_is_refused_before_it_is_made(urls, specs):
+def test_what_one_router_cannot_serve_is_refused_before_it_is_made(urls, routers):
     vllm, sglang = (EngineInfo(url=url, kind=kind) for url, kind in zip(urls, ("vllm", "sglang"), strict=False))
     for engines, more, words in (
         ([sglang], {"make": "nginx"}, "'nginx'"),
@@ -294,7 +263,7 @@ def test_what_one_router_cannot_serve_is_refused_before_it_is_made(urls, specs):
     ):
         with pytest.raises(ConfigError, match=words):
             Routing(engines, **more)
-    assert not specs
+    assert not routers.specs
 
 
 def owned(urls, router, kind):
