@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
@@ -53,7 +53,7 @@ class EngineClient(ABC):
         return self.info().world_size
 
     def members(self) -> tuple[str, ...]:
-        """Return the addresses that take part in the next update; a fleet goes on without those that do not answer."""
+        """Return the addresses of the engines that take part in the next update."""
         return (self.url,)
 
     def each(self) -> tuple[EngineClient, ...]:
@@ -61,13 +61,8 @@ class EngineClient(ABC):
         return (self,)
 
     def replaced(self, connection: str) -> str:
-        """Return why the sender that joined as ``connection`` has to join again; "" while its steps are taken.
-
-        Args:
-            connection: of the info that `connect` took.
-
-        An engine that does not answer is left to the next step, which says so.
-        """
+        """Return why the sender that joined as ``connection`` (see `connect`) has to join again; "" while its steps are
+        taken, or where the engine does not answer, so that the next step says so."""
         return ""
 
     @property
@@ -253,63 +248,31 @@ class NullEngine(EngineClient):
     """
 
     kind: ClassVar[str] = "none"
+    url = "none"
+    verifies = False
 
-    def __init__(self, on_load: Callable[[Info], None] | None = None) -> None:
+    def __init__(self, on_load: Callable[[Info], None] = lambda info: None) -> None:
         self._on_load = on_load
 
-    @property
-    def url(self) -> str:
-        return "none"
-
     def info(self) -> EngineInfo:
-        return EngineInfo(url="none", kind=self.kind, world_size=0)
-
-    @property
-    def verifies(self) -> bool:
-        return False
-
-    def oldest(self, version: int) -> None:
-        return None
+        return EngineInfo(url=self.url, kind=self.kind, world_size=0)
 
     def each(self) -> tuple[EngineClient, ...]:
         return ()
 
-    def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        return None
-
-    def prefetch(self, version: int, part: Part | None = None) -> None:
-        return None
-
-    def begin(self, version: int) -> None:
-        return None
-
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        if self._on_load is not None:
-            self._on_load(info)
-
-    def commit(self, version: int) -> None:
-        return None
+        self._on_load(info)
 
     def adapter(self, name: str) -> EngineClient:
         return self
 
-    def unload(self) -> None:
-        return None
-
     def pause(self) -> bool:
         return False
-
-    def resume(self) -> None:
-        return None
-
-    def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
-        return None
-
-    def wake_up(self, tags: Collection[str] | None = None) -> None:
-        return None
 
     def rows(self) -> tuple[EngineRow, ...]:
         return ()
 
-    def close(self) -> None:
-        return None
+    def _ignore(self, *args: Any, **settings: Any) -> None:
+        """Do nothing: there is no engine that could."""
+
+    connect = prefetch = begin = commit = resume = sleep = wake_up = unload = oldest = close = _ignore
