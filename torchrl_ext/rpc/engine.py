@@ -74,7 +74,6 @@ class Engine(EngineClient):
         self._since: float | None = None  # when the pause began
         self._row = EngineRow(engine=port.url, kind=self.kind, state="serving", proof="sent")
         self._rehearsed: tuple[Info, ...] = ()
-        self._followed: tuple[str, ...] = ()
 
     @property
     def url(self) -> str:
@@ -139,21 +138,6 @@ class Engine(EngineClient):
                 hint="install this version of torchrl_ext in the engine's environment",
             )
         return answers
-
-    def followed(self) -> tuple[str, ...]:
-        """Return the names of the transports that all workers can follow, those of other packages among them.
-
-        An answer is kept, and they are not asked again. Where they do not say, there are none, and a warning is logged.
-        """
-        if not self._followed:
-            try:
-                known = [answer.get("transports") for answer in self.inspect(Inspect())]
-            except (EngineError, DeadlineError) as error:
-                log.warning("%s does not say which transports it can follow: %s", self.url, error)
-                return ()
-            names = [set(map(str, told)) if isinstance(told, list) else set() for told in known]
-            self._followed = tuple(sorted(set.intersection(*names)))
-        return self._followed
 
     def state(self) -> EngineState:
         """Ask the engine how it is.
@@ -261,7 +245,6 @@ class Engine(EngineClient):
 
     @final
     def prefetch(self, version: int, part: Part | None = None) -> None:
-        """See `EngineClient.prefetch`. Workers stage while they generate."""
         self._wake_weights()  # staging checks changes against them
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
             self.tell(Prefetch(version=version, part=part))
@@ -269,8 +252,7 @@ class Engine(EngineClient):
 
     @final
     def begin(self, version: int) -> None:
-        """See `EngineClient.begin`. Where it fails, no weight was changed, and an engine that served before serves
-        again."""
+        """See `EngineClient.begin`. Where it fails, no weight was changed, and an engine that served serves again."""
         before = self._before = self._halt(f"pause for version {version}")
         undo = self._undo_of(before)
         with self._step(f"drop what it cached for version {version}", undo=undo):
@@ -286,7 +268,7 @@ class Engine(EngineClient):
             self.tell(Start())
 
     def _abandoned(self, undo: Callable[[], str]) -> str:
-        """End the update on workers that have started it, then undo; return the state that holds, in words."""
+        """End the update on workers that have started it, then undo; return, in words, what holds then."""
         try:
             self.port.abandon()
         except (EngineError, DeadlineError) as error:
@@ -533,7 +515,6 @@ class Engine(EngineClient):
         return self.rows()
 
     def close(self) -> None:
-        """See `EngineClient.close`. The engine serves on."""
         connection, self._connection = self._connection, ""
         self.port.close(connection)
 

@@ -110,14 +110,11 @@ class AdapterPort(Port):
             self._say(UnloadAdapter(name=self.name))
         self._versions = []
 
-    def adapter(self, name: str) -> Port:
-        return self._engine.adapter(name)
-
     def hold(self, before: EngineState) -> None:
-        self._engine.hold(before)
+        """Pause nothing: the engine serves while a version is loaded."""
 
     def release(self) -> None:
-        self._engine.release()
+        """Do nothing, as `hold` does."""
 
     def _serving(self) -> int | None:
         """Return the version that the engine serves under the name; None where it serves none of ours."""

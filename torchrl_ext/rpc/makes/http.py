@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.messages import Prefetch
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
+from torchrl_ext.messages import Inspect, Join, Message, Prefetch, Verify
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
 from torchrl_ext.rpc.port import Port
@@ -19,17 +20,16 @@ from torchrl_ext.types import Info, ParamMeta, dtype_name
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ABSENT", "HTTPPort", "bodies", "is_absent", "refuse_part", "session", "unproved", "warn_of_outputs"]
+__all__ = ["HTTPPort", "StockPort", "bodies", "is_absent", "session"]
 
 log = logging.getLogger("torchrl_ext")
 
-ABSENT = (404, 405, 501)
-"""HTTP statuses of a server that has no such route."""
+_LEAVE_S = 30.0
 
 
 def is_absent(error: EngineRefusedError) -> bool:
     """Return whether a server refused because it lacks our plugin; SGLang's own route calls the action unsupported."""
-    return error.status in ABSENT or "Unsupported action" in error.what
+    return isinstance(error, RouteAbsent) or "Unsupported action" in error.what
 
 
 def session(url: str, api_key: Keys, timeout_s: float) -> HTTPSession:
@@ -55,8 +55,18 @@ class HTTPPort(Port):
         return cls(http, timeout_s=http.left_s)
 
     def followed(self) -> tuple[str, ...]:
-        """Return the transports that its workers follow; an answer is kept."""
-        self._followed = self._followed or Engine(self).followed()
+        """Return the names of the transports that all workers can follow, those of other packages among them.
+
+        An answer is kept. Where they do not say, there are none, and a warning is logged.
+        """
+        if not self._followed:
+            try:
+                known = [answer.get("transports") for answer in Engine(self).inspect(Inspect())]
+            except (EngineError, DeadlineError) as error:
+                log.warning("%s does not say which transports it can follow: %s", self.url, error)
+                return ()
+            names = [set(map(str, told)) if isinstance(told, list) else set() for told in known]
+            self._followed = tuple(sorted(set.intersection(*names)))
         return self._followed
 
     def lacks_plugin(self, error: EngineRefusedError) -> bool:
@@ -83,6 +93,9 @@ class HTTPPort(Port):
                 expected="one for each token after the first",
             ) from error
 
+    def _post(self, route: str, body: Any = None, **how: Any) -> Any:
+        return self.http.post(route, body, **how)
+
     @abstractmethod
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
         """Return the route and the body that ask for the log-probabilities of ``prompt``."""
@@ -92,22 +105,71 @@ class HTTPPort(Port):
         """Return the log-probabilities in an answer, in nats, of the tokens after the first; raise anything where the
         answer lacks one."""
 
-    def post(self, route: str, body: Any = None, *, query: Mapping[str, Any] | None = None) -> Info:
-        """Call a route of the engine's own, and return ``{"status": HTTP status, "body": JSON, or text}``.
 
-        Raises:
-            EngineRefusedError: any status but 2xx.
-            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
-        """
-        answer = self.http.call("POST", route, body, query=query, timeout_s=self.timeout_s)
-        if not answer.ok:
-            raise EngineRefusedError(
-                f"{self.url}{route} answered {answer.status}: {answer.message()}", status=answer.status
-            )
-        try:
-            return {"status": answer.status, "body": answer.json()}
-        except ValueError:
-            return {"status": answer.status, "body": answer.text}
+class StockPort(HTTPPort):
+    """A server that runs nothing of ours, and has joined a transport: by whole files, or by its own broadcasts.
+
+    Attributes:
+        lacking, wanted, plugin: words of errors: what the server is, what it should be, and a hint.
+        group: of its own broadcasts; None where it follows by files.
+    """
+
+    proves: bool = False
+    lacking: ClassVar[str]
+    wanted: ClassVar[str]
+    plugin: ClassVar[str]
+    group: Info | None = None
+
+    def tell(self, message: Message) -> list[Info]:
+        """Join a transport, and refuse what needs our plugin; a make translates `Start`, `Load` and `Finish`."""
+        match message:
+            case Join():
+                self._join(message)
+            case Prefetch() if message.part is not None:
+                words = "engines without our plugin take whole versions only"
+                raise EngineRefusedError(words, state="nothing was changed")
+            case Verify():
+                words = f"{self.url} runs without our plugin, and cannot prove what it holds"
+                raise ConfigError(words, hint=self.plugin)
+        return []
+
+    def _join(self, message: Join) -> None:
+        by, offer = message.transport, message.offer
+        if by == "native":
+            self._check(offer)
+        elif by != "disk":
+            words = f"{self.url} runs {self.lacking}, and cannot follow by {by!r}"
+            raise EngineRefusedError(words, expected=self.wanted, hint=self.plugin)
+        words = "%s runs without our plugin, and follows by %s: only its outputs show what it loaded (verify='outputs')"
+        log.warning(words, self.url, by)
+        if by == "native":
+            self.group = offer["group"]
+            self._leave()  # an earlier trainer's
+            route, body = self._meeting(offer, message.rank_offset)
+            self._post(route, body, timeout_s=self.timeout_s)
+
+    @abstractmethod
+    def _check(self, offer: Info) -> None:
+        """Raise EngineRefusedError where the server cannot take the broadcasts of a transport with this offer."""
+
+    @abstractmethod
+    def _meeting(self, offer: Info, rank_offset: int) -> tuple[str, Info]:
+        """Return the route and the body by which its workers join the group of the broadcasts."""
+
+    @abstractmethod
+    def _leaving(self) -> tuple[str, Info | None]:
+        """Return the route and the body by which they leave it."""
+
+    def close(self, connection: str) -> None:
+        """Have the workers leave the group that they joined."""
+        if self.group:
+            self._leave()
+            self.group = None
+
+    def _leave(self) -> None:
+        route, body = self._leaving()
+        with suppress(EngineError, DeadlineError):  # there may be no group, no such route, or no server any more
+            self.http.call("POST", route, body, timeout_s=_LEAVE_S)
 
 
 def bodies(handoff: Info) -> Iterator[tuple[list[str], list[str], list[list[int]]]]:
@@ -121,20 +183,3 @@ def bodies(handoff: Info) -> Iterator[tuple[list[str], list[str], list[list[int]
                 [dtype_name(meta.dtype) for meta in metas],
                 [list(meta.shape) for meta in metas],
             )
-
-
-def unproved(url: str, hint: str) -> ConfigError:
-    """Return the error for digests that a server without our plugin is to compare."""
-    return ConfigError(f"{url} runs without our plugin, and cannot prove what it holds", hint=hint)
-
-
-def refuse_part(message: Prefetch) -> None:
-    """Refuse to prepare a part of a version on a server without our plugin, which prepares nothing ahead."""
-    if message.part is not None:
-        raise EngineRefusedError("engines without our plugin take whole versions only", state="nothing was changed")
-
-
-def warn_of_outputs(url: str, transport: str) -> None:
-    """Log that only a server's outputs show what it loaded."""
-    words = "%s runs without our plugin, and follows by %s: only its outputs show what it loaded (verify='outputs')"
-    log.warning(words, url, transport)

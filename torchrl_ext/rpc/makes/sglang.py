@@ -42,28 +42,18 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, final
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
-from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Prefetch, Start, State, Verify
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
+from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Start, State
 from torchrl_ext.registry import Make
 from torchrl_ext.routes import CHANNEL, Flush, ListAdapters, merged
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
 from torchrl_ext.rpc.makes.adapters import AdapterPort
-from torchrl_ext.rpc.makes.http import (
-    ABSENT,
-    HTTPPort,
-    bodies,
-    is_absent,
-    refuse_part,
-    session,
-    unproved,
-    warn_of_outputs,
-)
+from torchrl_ext.rpc.makes.http import HTTPPort, StockPort, bodies, is_absent, session
 from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, restated
 from torchrl_ext.rpc.server_info import ServerInfo, server_info
 from torchrl_ext.types import EngineInfo, Info
@@ -76,7 +66,6 @@ PAUSE_MODES = ("abort", "retract", "in_place")
 
 _NOT_READY = {200: False, 503: True}
 _GRAPHS = "cuda_graph"  # sleeps and wakes with the cache
-_LEAVE_S = 30.0
 _PLUGIN = (
     "install torchrl_ext in the engine's environment (it needs no trainer packages), or let `torchrl-ext serve sglang` "
     'start the server; without it, use the "disk" transport, which SGLang loads by itself, or "native"'
@@ -88,7 +77,7 @@ _LORA = (
     "start the server with --enable-lora, --max-lora-rank and --lora-target-modules "
     "(`torchrl-ext serve sglang --lora-rank N`)"
 )
-_CLEAR = ("/hicache/storage-backend/clear", "/clear_hicache_storage_backend")
+_CLEAR = ("/hicache/storage-backend/clear", "/clear_hicache_storage_backend")  # the latter in earlier releases
 
 
 class SGLangPort(HTTPPort):
@@ -134,7 +123,7 @@ class SGLangPort(HTTPPort):
             served = self._either("/model_info", "/get_model_info")
         except EngineRefusedError as error:
             served = None
-            if error.status not in ABSENT:
+            if not isinstance(error, RouteAbsent):
                 log.warning("%s does not say what it serves now: %s", self.url, error)
         transports: tuple[str, ...] = ()  # none where control routes want a key that this client lacks
         try:
@@ -222,7 +211,7 @@ class SGLangPort(HTTPPort):
                 return self._say(Start(connection=message.connection, bracketed=opened), self.timeout_s)
             case Finish():
                 answers = self._say(message, self.timeout_s)
-                self._end_session()
+                self._session("end")
                 return answers
         return self._say(message, self.timeout_s)
 
@@ -249,27 +238,28 @@ class SGLangPort(HTTPPort):
         Returns:
             Whether this release has sessions.
         """
-        answer = self.http.call("POST", "/begin_weight_update", {}, timeout_s=self.timeout_s)
-        if answer.status == 400 and "already open" in answer.message():
-            self._end_session()
-            answer = self.http.call("POST", "/begin_weight_update", {}, timeout_s=self.timeout_s)
-        if not answer.ok and answer.status not in ABSENT:
-            raise EngineRefusedError(
-                f"POST {self.url}/begin_weight_update answered {answer.status}: {answer.message()}",
-                status=answer.status,
-            )
-        return answer.ok
+        try:
+            return self._session("begin")
+        except EngineRefusedError as error:
+            if "already open" not in error.what:
+                raise
+        self._session("end")
+        return self._session("begin")
 
-    def _end_session(self, *, if_open: bool = False) -> None:
-        answer = self.http.call("POST", "/end_weight_update", {}, timeout_s=self.timeout_s)
-        is_closed = if_open and answer.status == 400 and "no weight-update session" in answer.message()
-        if not answer.ok and answer.status not in ABSENT and not is_closed:
-            raise EngineRefusedError(
-                f"POST {self.url}/end_weight_update answered {answer.status}: {answer.message()}", status=answer.status
-            )
+    def _session(self, verb: str) -> bool:
+        """Begin or end a session; return whether this release has any."""
+        try:
+            self.http.post(f"/{verb}_weight_update", {}, timeout_s=self.timeout_s)
+        except RouteAbsent:
+            return False
+        return True
 
     def abandon(self) -> None:
-        self._end_session(if_open=True)
+        try:
+            self._session("end")
+        except EngineRefusedError as error:
+            if "no weight-update session" not in error.what:
+                raise
 
     def label_as(self, version: int) -> None:
         label = str(version)
@@ -336,10 +326,10 @@ class SGLangPort(HTTPPort):
         self._flush_own(frozen)
         if not self._stores:
             return
-        newer, older = _CLEAR
-        answer = self.http.call("POST", newer, timeout_s=self.timeout_s)
-        if answer.status in ABSENT:
-            answer = self.http.call("POST", older, timeout_s=self.timeout_s)
+        for route in _CLEAR:
+            answer = self.http.call("POST", route, timeout_s=self.timeout_s)
+            if not answer.absent:
+                break
         if not answer.ok:
             raise EngineRefusedError(
                 f"{self.url} could not clear the store of keys and values of the old weights: {answer.message()}",
@@ -348,29 +338,28 @@ class SGLangPort(HTTPPort):
             )
 
     def _flush_own(self, frozen: bool) -> None:
-        status, why = 0, ""
+        why = ""
         for _ in Deadline(self._flush_timeout_s).pauses():
-            status, why = self._try_flush()
-            if status == 200:
+            why = self._flushed()
+            if not why:
                 return
             if frozen:
                 raise EngineRefusedError(
                     f"requests that are paused in place keep the cache of the old weights ({self._busy()}): {why}",
                     expected="no running request, or a pause mode that frees what they hold",
                     hint="use pause_mode='retract', or accept old keys and values with keep_cache=True",
-                    status=status,
                 )
         raise DeadlineError(
             f"the cache was not dropped within {self._flush_timeout_s:g} s ({self._busy()}): {why}",
             hint="look for requests that never end, or raise flush_timeout_s",
         )
 
-    def _try_flush(self) -> tuple[int, str]:
-        """Try to drop the cache; return 200, or 400 while requests use it, and the reason.
+    def _flushed(self) -> str:
+        """Try to drop the cache; return why that is not possible yet, "" where it is done.
 
         SGLang's own route collects garbage too, which can take longer than an update.
         """
-        return (200, "") if merged(self._say(Flush())).get("flushed") else (400, "the cache is in use")
+        return "" if merged(self._say(Flush())).get("flushed") else "the cache is in use"
 
     def _busy(self) -> str:
         rows = self.loads()
@@ -408,9 +397,7 @@ class SGLangPort(HTTPPort):
         """Return the answer of ``route``, or, where the server lacks it, of the route that earlier releases have."""
         try:
             return self.http.get(route)
-        except EngineRefusedError as error:
-            if error.status not in ABSENT:
-                raise
+        except RouteAbsent as error:
             try:
                 return self.http.get(older)
             except EngineRefusedError as second:
@@ -418,7 +405,7 @@ class SGLangPort(HTTPPort):
 
 
 @final
-class StockSGLangPort(SGLangPort):
+class StockSGLangPort(StockPort, SGLangPort):
     """An SGLang server without our plugin, which has joined a transport.
 
     Args:
@@ -426,81 +413,58 @@ class StockSGLangPort(SGLangPort):
         facts: its ``/server_info``.
     """
 
-    proves: bool = False
+    lacking, wanted, plugin = "SGLang without our plugin", 'the plugin in group "sglang.srt.plugins"', _PLUGIN
 
     def __init__(self, http: HTTPSession, facts: ServerInfo, **settings: Any) -> None:
         super().__init__(http, **settings)
-        self._facts, self._group = facts, ""
+        self._facts = facts
 
     def tell(self, message: Message) -> list[Info]:
         match message:
-            case Join():
-                self._join(message)
-            case Prefetch():
-                refuse_part(message)
-            case Start() if self._group:
+            case Start() if self.group:
                 self._open_session()
             case Start():
-                self._end_session(if_open=True)  # which an update that failed left open
+                self.abandon()  # what an update that failed left open
             case Load():
                 self._load(message)
-            case Verify():
-                raise unproved(self.url, _PLUGIN)
-            case Finish() if self._group:
-                self._end_session()
+            case Finish() if self.group:
+                self._session("end")
+            case _:
+                return super().tell(message)
         return []
 
-    def _join(self, message: Join) -> None:
-        transport, offer = message.transport, message.offer
-        if transport == "native":
-            self._check(offer)
-        elif transport != "disk":
-            raise EngineRefusedError(
-                f"{self.url} runs SGLang without our plugin, and cannot follow by {transport!r}",
-                expected='the plugin in group "sglang.srt.plugins"',
-                hint=_PLUGIN,
-            )
-        warn_of_outputs(self.url, transport)
-        if transport == "native":
-            group = offer["group"]
-            self._group = str(group["group_name"])
-            self._destroy()  # an earlier trainer may have left one under this name
-            body = {**group, "rank_offset": message.rank_offset}
-            self.http.post("/init_weights_update_group", body, timeout_s=self.timeout_s)
-
     def _check(self, offer: Info) -> None:
-        url = self.url
+        info, what, expected = self._facts.info, "", "pp 1, dp 1 and no weight cache, for its own broadcasts"
         if offer.get("make") != self.kind:
-            raise EngineRefusedError(
-                f"the transport speaks to {offer.get('make')!r}, and {url} runs SGLang",
-                expected="engines of one make, and make='sglang'",
-                hint=_PLUGIN,
-            )
-        info = self._facts.info
-        if "native" not in info.transports:
-            what = (
-                f"keeps copies of its weights (weight_cache_mode {self._facts.copies!r})"
-                if self._facts.copies
-                else f"has pp {info.pp_size} x dp {info.dp_size}, and gives workers of each the same ranks"
-            )
-            raise EngineRefusedError(
-                f"{url} {what}", expected="pp 1, dp 1 and no weight cache, for its own broadcasts", hint=_PLUGIN
-            )
-        if self._facts.is_quantised and self.http.call("OPTIONS", "/begin_weight_update").status in (404, 501):
-            raise EngineRefusedError(
-                f"{url} runs a quantised model, and this release loads new weights into what it made of the old ones",
-                expected="SGLang 0.5.21 or later",
-                hint=_PLUGIN,
-            )
+            what = f"runs SGLang, and the transport speaks to {offer.get('make')!r}"
+            expected = "engines of one make, and make='sglang'"
+        elif "native" not in info.transports and self._facts.copies:
+            what = f"keeps copies of its weights (weight_cache_mode {self._facts.copies!r})"
+        elif "native" not in info.transports:
+            what = f"has pp {info.pp_size} x dp {info.dp_size}, and gives workers of each the same ranks"
+        elif self._facts.is_quantised and self.http.call("OPTIONS", "/begin_weight_update").status in (404, 501):
+            what = "runs a quantised model, and this release loads new weights into what it made of the old ones"
+            expected = "SGLang 0.5.21 or later"
+        if what:
+            raise EngineRefusedError(f"{self.url} {what}", expected=expected, hint=_PLUGIN)
+
+    def _meeting(self, offer: Info, rank_offset: int) -> tuple[str, Info]:
+        return "/init_weights_update_group", {**offer["group"], "rank_offset": rank_offset}
+
+    def _leaving(self) -> tuple[str, Info]:
+        return "/destroy_weights_update_group", self._named()
+
+    def _named(self) -> Info:
+        return {"group_name": str((self.group or {})["group_name"])}
 
     def _load(self, message: Load) -> None:
         how: dict[str, Any] = {"flush_cache": False, "abort_all_requests": False}
-        if not self._group:
+        if not self.group:
             body = {"model_path": message.handoff["path"], "load_format": "auto"}
             body |= {"weight_version": str(message.version), **how}
             self.http.post("/update_weights_from_disk", body, timeout_s=self.timeout_s)
             return
-        how |= {"group_name": self._group, "load_format": "flattened_bucket"}
+        how |= {**self._named(), "load_format": "flattened_bucket"}
         try:
             for names, dtypes, shapes in bodies(message.handoff):
                 body = {"names": names, "dtypes": dtypes, "shapes": shapes, **how}
@@ -509,24 +473,13 @@ class StockSGLangPort(SGLangPort):
             self.close("")  # it frees workers that wait for one that has failed
             raise
 
-    def _try_flush(self) -> tuple[int, str]:
+    def _flushed(self) -> str:
         answer = self.http.call("POST", "/flush_cache")
-        if answer.ok or answer.status == 400:
-            return answer.status, answer.message()
-        raise EngineRefusedError(
-            f"POST {self.url}/flush_cache answered {answer.status}: {answer.message()}", status=answer.status
-        )
-
-    def close(self, connection: str) -> None:
-        """Have the workers leave the group that they joined."""
-        if self._group:
-            self._destroy()
-            self._group = ""
-
-    def _destroy(self) -> None:
-        body = {"group_name": self._group}
-        with suppress(EngineError, DeadlineError):  # there may be none, or the server may be gone
-            self.http.call("POST", "/destroy_weights_update_group", body, timeout_s=_LEAVE_S)
+        if answer.ok:
+            return ""
+        if answer.status != 400:
+            answer.wanted(f"POST {self.url}/flush_cache")
+        return answer.message() or "no reason given"
 
 
 def sglang_engine(

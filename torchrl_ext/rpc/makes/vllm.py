@@ -52,8 +52,8 @@ from functools import partial
 from typing import Any, ClassVar, final
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
-from torchrl_ext.messages import Finish, Join, Load, Message, Prefetch, Reset, Seal, Start, State, Verify
+from torchrl_ext.errors import ConfigError, EngineRefusedError, RouteAbsent
+from torchrl_ext.messages import Finish, Join, Load, Message, Reset, Seal, Start, State, Verify
 from torchrl_ext.registry import Make
 from torchrl_ext.routes import (
     ADAPTERS_ROUTE,
@@ -67,7 +67,7 @@ from torchrl_ext.routes import (
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
 from torchrl_ext.rpc.makes.adapters import AdapterPort
-from torchrl_ext.rpc.makes.http import HTTPPort, bodies, refuse_part, session, unproved, warn_of_outputs
+from torchrl_ext.rpc.makes.http import HTTPPort, StockPort, bodies, session
 from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, restated
 from torchrl_ext.rpc.server_info import ServerInfo, server_info
 from torchrl_ext.types import EngineInfo, Info
@@ -77,7 +77,7 @@ __all__ = ["EMBEDDED", "VLLM", "EmbeddedPort", "VLLMPort", "embedded_engine", "v
 PAUSE_MODES = ("abort", "wait", "keep")
 
 _EVERYWHERE = {"reset_running_requests": "true", "reset_external": "true"}
-_COPYING_S, _LEAVE_S = 10.0, 30.0
+_COPYING_S = 10.0
 
 _PROBE = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True, "max_tokens": 1, "temperature": 1.0}
 """Sampling settings that score a prompt: ``prompt_logprobs`` 0 asks for its own tokens, whatever their rank; the one
@@ -193,20 +193,23 @@ class VLLMPort(HTTPPort):
         plugin its gauge has them."""
         if fit and not self._has_backend:
             return EngineState(**{**self._gauge(), "paused": None})
-        answer = self._optional("/is_sleeping", "is_sleeping")
-        if answer is None:
-            paused = self._optional("/is_paused", "is_paused")
-            known = {} if paused is None else {"paused": bool(paused["is_paused"])}
-            return EngineState(**{"paused": None, "known": False, **known, **(self._fitness() if fit else {})})
-        if "is_paused" in answer:
-            return EngineState(
-                paused=bool(answer["is_paused"]),
-                asleep=named_tags(answer.get("tags")) & TAGS,
-                **{name: answer.get(name) for name in ("empty", "whole")},
-                dropped=bool(answer.get("dropped")),
-            )
-        more = self._fitness() if fit else {}
-        return EngineState(**{**(self._gauge() if answer["is_sleeping"] else {"paused": False}), **more})
+        try:
+            answer = self._answered("/is_sleeping", "is_sleeping")
+        except RouteAbsent:
+            found: Info = {"paused": None, "known": False}
+            with suppress(RouteAbsent):
+                found["paused"] = bool(self._ask("/is_paused", "is_paused"))
+        else:
+            if "is_paused" in answer:
+                return EngineState(
+                    paused=bool(answer["is_paused"]),
+                    asleep=named_tags(answer.get("tags")) & TAGS,
+                    dropped=bool(answer.get("dropped")),
+                    empty=answer.get("empty"),
+                    whole=answer.get("whole"),
+                )
+            found = self._gauge() if answer["is_sleeping"] else {"paused": False}
+        return EngineState(**found, **(self._fitness() if fit else {}))
 
     def _fitness(self) -> Info:
         """Ask workers whether they are empty and whole; {} where they run nothing of ours."""
@@ -222,14 +225,13 @@ class VLLMPort(HTTPPort):
     def _gauge(self) -> Info:
         """Read from vLLM's gauge how it was put to sleep. Level 0 and a cache that sleeps alone look the same in it."""
         answer = self.http.call("GET", "/metrics")
-        absent = answer.status in (404, 405)
-        if not absent and not (answer.ok and "# TYPE" in answer.text):
+        if not answer.absent and not (answer.ok and "# TYPE" in answer.text):
             raise EngineRefusedError(
                 f"GET {self.url}/metrics answered {answer.status}: {answer.message()[:120]}",
                 expected="vLLM's metrics, which say how it sleeps",
                 status=answer.status,
             )
-        return asleep_by("" if absent else answer.text)
+        return asleep_by("" if answer.absent else answer.text)
 
     def tell(self, message: Message) -> list[Info]:
         match message:
@@ -328,31 +330,20 @@ class VLLMPort(HTTPPort):
         return [row[str(token)]["logprob"] for token, row in rows if row is not None]  # null for the first token
 
     def lacks_plugin(self, error: EngineRefusedError) -> bool:
-        return error.status in (404, 405) or _is_of_another_backend(error)
+        return isinstance(error, RouteAbsent) or _is_of_another_backend(error)
 
     def _ask(self, route: str, field: str) -> Any:
+        """Return a field of the answer to ``GET route``."""
+        return self._answered(route, field)[field]
+
+    def _answered(self, route: str, field: str) -> Info:
+        """Return the answer to ``GET route``, which has to have a field."""
         with self._needs_dev_mode():
             answer = self.http.get(route)
         if not isinstance(answer, dict) or field not in answer:
-            raise EngineRefusedError(f"{self.url}{route} answered {answer!r}", expected=f"an object with {field!r}")
-        return answer[field]
-
-    def _optional(self, route: str, field: str) -> Any:
-        """Return the answer of ``GET route``, an object that has ``field``; None where the server has no such route."""
-        answer = self.http.call("GET", route)
-        if answer.status in (404, 405):
-            return None
-        try:
-            found = answer.json() if answer.ok else None
-        except ValueError:
-            found = None
-        if not isinstance(found, dict) or field not in found:
-            raise EngineRefusedError(
-                f"GET {self.url}{route} answered {answer.status}: {answer.message()}",
-                expected=f"an object with {field!r}",
-                status=answer.status,
-            )
-        return found
+            what = f"GET {self.url}{route} answered {str(answer)[:120]!r}"
+            raise EngineRefusedError(what, expected=f"an object with {field!r}")
+        return answer
 
     def _post(self, route: str, body: Any = None, **how: Any) -> Info:
         with self._needs_dev_mode():
@@ -369,9 +360,7 @@ class VLLMPort(HTTPPort):
     def _needs_dev_mode(self) -> Iterator[None]:
         try:
             yield
-        except EngineRefusedError as error:
-            if error.status not in (404, 405):
-                raise
+        except RouteAbsent as error:
             raise restated(error, error.what, expected="vLLM's RL routes", hint=_DEV_MODE) from error
 
 
@@ -386,7 +375,7 @@ def _is_of_another_backend(error: EngineRefusedError) -> bool:
 
 
 @final
-class StockVLLMPort(VLLMPort):
+class StockVLLMPort(StockPort, VLLMPort):
     """A vLLM server that does not run our backend, and has joined a transport.
 
     Args:
@@ -395,12 +384,11 @@ class StockVLLMPort(VLLMPort):
         empty: whether its weights were given up; None where they were not.
     """
 
-    proves: bool = False
+    lacking, wanted, plugin = "vLLM without our backend", f"weight-transfer backend {BACKEND!r}", _FLAGS
 
     def __init__(self, http: HTTPSession, backend: str | None, *, empty: bool | None, **settings: Any) -> None:
         super().__init__(http, **settings)
         self._backend, self._empty = backend, empty
-        self._transport = ""  # that it joined
         self._clean = False  # whether no layer is left half-filled, which vLLM cannot say
 
     def state(self, *, fit: bool = False) -> EngineState:
@@ -410,48 +398,37 @@ class StockVLLMPort(VLLMPort):
 
     def tell(self, message: Message) -> list[Info]:
         match message:
-            case Join():
-                self._join(message)
-            case Prefetch():
-                refuse_part(message)
             case Start():
                 self._start()
             case Load():
                 self._load(message.handoff)
-            case Verify():
-                raise unproved(self.url, _FLAGS)
             case Finish():
                 self._finish(str(message.version))
                 self._clean, self._empty = True, None
             case Reset():
                 self._empty = True
+            case _:
+                return super().tell(message)
         return []
 
-    def _join(self, message: Join) -> None:
-        transport, offer = message.transport, message.offer
-        if transport not in ("disk", "native"):
-            raise EngineRefusedError(
-                f"{self.url} runs vLLM without our backend, and cannot follow by {transport!r}",
-                expected=f"weight-transfer backend {BACKEND!r}",
-                hint=_FLAGS,
-            )
-        if transport == "native" and (self._backend, offer.get("make")) != ("nccl", "vllm"):
+    def _check(self, offer: Info) -> None:
+        if (self._backend, offer.get("make")) != ("nccl", "vllm"):
             raise EngineRefusedError(
                 f"the transport speaks to {offer.get('make')!r} engines, and {self.url} runs vLLM with weight-transfer "
                 f"backend {self._backend!r}",
                 expected="make='vllm', and a server with --weight-transfer-config '{\"backend\": \"nccl\"}'",
                 hint=_FLAGS,
             )
-        self._transport = transport
-        warn_of_outputs(self.url, transport)
-        if transport == "native":
-            self.close("")  # the group of an earlier trainer
-            group = offer["group"]
-            own = {"rank_offset": message.rank_offset, "world_size": group["world_size"], "packed": True}
-            own |= {"packed_buffer_size_bytes": offer["bucket_bytes"], "packed_num_buffers": 2}
-            meets = [name for name in ("nccl_unique_id_b64",) if name in group] or ["master_address", "master_port"]
-            body = {"init_info": {**own, **{name: group[name] for name in meets}}}
-            self._post("/init_weight_transfer_engine", body, timeout_s=self.timeout_s)
+
+    def _meeting(self, offer: Info, rank_offset: int) -> tuple[str, Info]:
+        group = offer["group"]
+        own = {"rank_offset": rank_offset, "world_size": group["world_size"], "packed": True}
+        own |= {"packed_buffer_size_bytes": offer["bucket_bytes"], "packed_num_buffers": 2}
+        meets = [name for name in ("nccl_unique_id_b64",) if name in group] or ["master_address", "master_port"]
+        return "/init_weight_transfer_engine", {"init_info": {**own, **{name: group[name] for name in meets}}}
+
+    def _leaving(self) -> tuple[str, None]:
+        return "/shutdown_weight_transfer_engine", None  # releases before 0.32 lack it, and drop the group themselves
 
     def _start(self) -> None:
         """Begin an update, with layers of which nothing is left from one that failed.
@@ -459,7 +436,7 @@ class StockVLLMPort(VLLMPort):
         After a failure vLLM 0.32 keeps what a layer was sent, and its count (`model_loader.reload.layerwise`), and goes
         on from there in the next update. A cycle without a tensor in between resets both, while nobody generates.
         """
-        if self._transport != "native":
+        if not self.group:
             return
         if not self._clean:
             with suppress(EngineRefusedError):  # one is still active
@@ -469,7 +446,7 @@ class StockVLLMPort(VLLMPort):
         self._post("/start_weight_update", {}, timeout_s=self.timeout_s)
 
     def _load(self, handoff: Info) -> None:
-        if self._transport == "disk":
+        if not self.group:
             body = {"method": "reload_weights", "kwargs": {"weights_path": handoff["path"]}}
             for _ in range(1 if self._clean else 2):  # an earlier one may have left some half-filled, as in `_start`
                 self._clean = False
@@ -480,24 +457,15 @@ class StockVLLMPort(VLLMPort):
             self._post("/update_weights", body, timeout_s=self.timeout_s)
 
     def _finish(self, label: str) -> None:
-        if self._transport == "native":
+        if self.group:
             self._post("/finish_weight_update", {"weight_version": label}, timeout_s=self.timeout_s)
             return
-        try:
+        with suppress(RouteAbsent):  # releases before labels: generations do not say their version then
             self._post("/update_weight_version", {"new_version": label})
-        except EngineRefusedError as error:  # releases before labels: generations do not say their version then
-            if error.status not in (404, 405):
-                raise
 
     def abandon(self) -> None:
-        if self._transport == "native":
+        if self.group:
             super().abandon()
-
-    def close(self, connection: str) -> None:
-        """Have the workers leave the group that they joined."""
-        if self._transport == "native":
-            with suppress(EngineError, DeadlineError):  # releases before 0.32 lack the route, and drop it themselves
-                self._post("/shutdown_weight_transfer_engine", timeout_s=_LEAVE_S)
 
 
 @final
@@ -568,19 +536,14 @@ def describe_embedded(http: HTTPSession) -> EngineInfo | None:
 
 
 def _describe(port: type[VLLMPort], http: HTTPSession) -> EngineInfo | None:
-    facts = server_info(http)
+    facts, found = server_info(http), port.over(http)
     if facts.info.kind != port.kind:
         return None
-    size = _optional(http, "/get_world_size", "world_size")
-    return port.over(http)._described(facts, size, _optional(http, "/weight_info", "weight_version"))
-
-
-def _optional(http: HTTPSession, route: str, field: str) -> Any:
-    """Return a fact that an engine may lack; None there."""
-    try:
-        return http.get(route)[field]
-    except (EngineRefusedError, KeyError, TypeError):
-        return None
+    known = {}
+    for route, field in (("/get_world_size", "world_size"), ("/weight_info", "weight_version")):
+        with suppress(EngineRefusedError):  # an engine may lack them
+            known[field] = found._ask(route, field)
+    return found._described(facts, known.get("world_size"), known.get("weight_version"))
 
 
 VLLM = Make(
