@@ -9,9 +9,8 @@ from http.server import ThreadingHTTPServer
 import pytest
 
 import torchrl_ext as tx
-from tests.rpc.servers import GOOD, Handler
+from tests.rpc.servers import GOOD, SGLANG, Handler
 from tests.rpc.test_router import Gateway, serving
-from tests.rpc.test_sglang_client import NEW
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.serving.routing import Routing
 
@@ -50,7 +49,7 @@ def guarded(answers, *keys):
 
 
 def test_a_sglang_with_a_key_for_requests_and_another_for_control_is_driven():
-    with guarded(NEW, "user", "admin") as (url, calls):
+    with guarded(SGLANG, "user", "admin") as (url, calls):
         fleet = tx.connect(url, api_key=("user", "admin"))
         (info,) = tx.discover(url, api_key=("user", "admin"))
         assert info.kind == "sglang" and "delta" in info.transports
@@ -65,7 +64,7 @@ def test_a_sglang_with_a_key_for_requests_and_another_for_control_is_driven():
             tx.make_engine("sglang", url=url, api_key="user").pause()
 
 
-@pytest.mark.parametrize(("answers", "kind"), [(NEW, "sglang"), (GOOD, "vllm")])
+@pytest.mark.parametrize(("answers", "kind"), [(SGLANG, "sglang"), (GOOD, "vllm")])
 def test_the_client_of_a_served_model_has_the_key_of_its_routing(answers, kind):
     with guarded({**answers, "GET /health": (200, {})}, "secret") as (url, _), serving(Gateway(delay=0)) as router:
         model = Routing([tx.EngineInfo(url=url, kind=kind)], name="policy", router=router.url, api_key="secret")

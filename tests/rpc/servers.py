@@ -44,6 +44,17 @@ GOOD = {
     },
 }
 
+SGLANG = {  # with our plugin
+    "GET /server_info": (200, {"model_path": "/models/start", "disaggregation_mode": "null", "version": "0.5.23"}),
+    "GET /model_info": (200, {"model_path": "/models/start", "weight_version": "8"}),
+    "POST /weights_checker": (
+        200,
+        {"message": json.dumps({"torchrl_ext": "0", "host": "here", "transports": KNOWN, "paused": False})},
+    ),
+    "POST /pause_generation": (200, {}),
+    "POST /continue_generation": (200, {}),
+}
+
 
 def failed(words):
     """A worker's failure as vLLM's server words it."""

@@ -1,214 +1,158 @@
-"""The SGLang client over real sockets, against both generations of its routes; the real server is in tests/engine."""
+"""The SGLang client and what releases and settings of a server change; the real server is in tests/engine."""
 
 import json
 
 import pytest
 
 import torchrl_ext as tx
-from tests.rpc.servers import bare, running
+from tests.rpc.engines import Trainer, client, running
+from tests.rpc.test_exchanges import told
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
-from torchrl_ext.routes import CHANNEL
-from torchrl_ext.rpc.makes.sglang import sglang_engine
 
-JOIN = {"transport": "disk", "params": []}
 GONE = (404, {"detail": "Not Found"})
-DONE = (200, {"success": True, "message": "Success"})
-STARTED_WITH = {
-    "model_path": "/models/start",
-    "tp_size": 2,
-    "pp_size": 1,
-    "dp_size": 3,
-    "disaggregation_mode": "null",
-    "version": "0.5.23",
-}
-SERVES = {"model_path": "/models/now", "weight_version": "8", "load_format": "auto"}
-
-
-def plugin(**more):
-    """What the plugin answers, whatever is asked."""
-    told = {
-        "torchrl_ext": "0",
-        "host": "here",
-        "workers": 2,
-        "transports": ["collective", "delta", "disk"],
-        "working": False,
-        "flushed": True,
-        "paused": False,
-        **more,
-    }
-    return 200, {"success": True, "message": json.dumps(told)}
-
-
-def refused(words):
-    return 400, {"success": False, "message": words}
-
-
-NEW = {  # 0.5.21 and later
-    "GET /server_info": (200, STARTED_WITH),
-    "GET /model_info": (200, SERVES),
-    "GET /v1/loads": (200, {"loads": [{"dp_rank": 0, "num_running_reqs": 2, "num_waiting_reqs": 1}]}),
-    "POST /weights_checker": plugin(),
-    "POST /flush_cache": (200, "Cache flushed."),
-    **{
-        f"POST /{route}": DONE
-        for route in (
-            "begin_weight_update",
-            "end_weight_update",
-            "pause_generation",
-            "continue_generation",
-            "update_weight_version",
-            "update_weights_from_disk",
-        )
-    },
-}
-OLD = {
-    **{call: answer for call, answer in NEW.items() if "weight_update" not in call and "v1/loads" not in call},
-    "GET /get_load": (200, [{"dp_rank": 0, "num_reqs": 3, "num_waiting_reqs": 1, "num_tokens": 9}]),
-}
-STOCK = refused("Unsupported action='torchrl_ext:{\"hello\": true}'")
-
-
-def update(engine, version=8):
-    engine.connect(JOIN)
-    engine.prefetch(version)
-    with engine.updating(version):
-        engine.load({"version": version, "path": "/updates/weight_v000008", "params": []})
-
-
-def said(server):
-    """Calls in order; for ours what they say."""
-    found = []
-    for call, _, body in server.calls:
-        action = str((body or {}).get("action", ""))
-        found.append(bare(json.loads(action.removeprefix(CHANNEL))) if action.startswith(CHANNEL) else call)
-    return found
-
-
+SERVED = {"model_path": "/models/start", "tp_size": 2, "disaggregation_mode": "null", "version": "0.5.23"}
 CLEAR = "POST /hicache/storage-backend/clear"
 OLDER_CLEAR = "POST /clear_hicache_storage_backend"
+STORE = {"hicache_storage_backend": "file"}
 
 
-@pytest.mark.parametrize("setting", [{"hicache_storage_backend": "file"}, {"enable_lmcache": True}])
-@pytest.mark.parametrize("route", [CLEAR, OLDER_CLEAR])
-def test_a_store_of_keys_is_cleared_after_the_flush(setting, route):
-    told = (200, {**STARTED_WITH, **setting})
-    with running({**NEW, "GET /server_info": told, route: (200, "cleared")}) as server:
-        update(sglang_engine(server.url))
-        calls = said(server)
-        assert calls.index({"kind": "flush"}) < calls.index(route) < calls.index("POST /begin_weight_update")
+@pytest.fixture(scope="module")
+def update(tmp_path_factory):
+    trainer = Trainer(tmp_path_factory.mktemp("versions") / "trainer", (8,))
+    return lambda engine: trainer.update(engine, 8)
 
 
-def test_a_store_of_keys_that_cannot_be_cleared_keeps_the_update_away():
-    told = (200, {**STARTED_WITH, "hicache_storage_backend": "file"})
-    with running({**NEW, "GET /server_info": told, CLEAR: (400, "busy")}) as server:
-        with pytest.raises(EngineRefusedError, match=r"(?s)could not clear the store.*busy.*serves again"):
-            update(sglang_engine(server.url))
-        assert said(server)[-3:] == ["POST /continue_generation", {"kind": "state"}, "GET /ready"]
+@pytest.fixture
+def started():
+    """Makes fakes that were started with these settings."""
+    fakes = []
+
+    def start(port="sglang", **settings):
+        fakes.append(running(port))
+        fake = fakes[-1].__enter__()
+        fake.answers["GET /server_info"] = 200, {**SERVED, **settings}
+        return fake
+
+    yield start
+    for one in fakes:
+        one.__exit__(None, None, None)
 
 
-def test_earlier_releases_have_no_session_around_an_update():
-    with running(OLD) as server:
-        update(sglang_engine(server.url, pause_mode="abort"))
-        assert {"kind": "start", "bracketed": False} in said(server)
-        assert {"mode": "abort"} in [body for _, _, body in server.calls]
+def sent(fake):
+    """Messages and routes that change something, in order."""
+    rows = [told(call) for call in fake.calls]
+    return [row[1].get("kind", row[0]) if isinstance(row[1], dict) else row[0] for row in rows if row]
 
 
-def test_replicas_take_no_part_in_a_group():
-    with running(NEW) as server, pytest.raises(EngineRefusedError, match=r"3 data-parallel replicas.*--dp-size 1"):
-        sglang_engine(server.url).connect({"transport": "collective", "params": []})
+@pytest.mark.parametrize(("setting", "route"), [(STORE, CLEAR), ({"enable_lmcache": True}, OLDER_CLEAR)])
+def test_a_store_of_keys_is_cleared_after_the_flush(setting, route, started, update):
+    fake = started(**setting)
+    fake.answers[route] = 200, b"cleared"
+    update(client(fake))
+    calls = sent(fake)
+    assert calls.index("flush") < calls.index(route) < calls.index("POST /begin_weight_update")
 
 
-def test_a_cache_in_use_is_asked_for_again_until_it_is_free():
-    answers = [(400, "Flush cache failed."), (400, "Flush cache failed."), (200, "Cache flushed.")]
-    with running(NEW, post_weights_checker=STOCK, post_flush_cache=answers) as server:
-        update(sglang_engine(server.url))
-        assert server.routes().count("POST /flush_cache") == 3
+def test_a_store_of_keys_that_cannot_be_cleared_keeps_the_update_away(started, update):
+    fake = started(**STORE)
+    fake.answers[CLEAR] = 400, "busy"
+    with pytest.raises(EngineRefusedError, match=r"(?s)could not clear the store.*busy.*serves again"):
+        update(client(fake))
+    assert fake.serving and fake.versions["a"] == 0
 
 
-@pytest.mark.parametrize("generation", [NEW, OLD], ids=["new", "old"])
-def test_a_cache_that_is_never_free_reaches_the_deadline_and_the_server_serves_again(generation):
-    with running(generation, post_weights_checker=plugin(flushed=False)) as server:
-        engine = sglang_engine(server.url, flush_timeout_s=0.2)
-        with pytest.raises(DeadlineError, match=r"(?s)within 0\.2 s \(2 running, 1 waiting\).*serves again"):
-            update(engine)
-        assert said(server)[-3:] == ["POST /continue_generation", {"kind": "state"}, "GET /ready"]
-        assert {"kind": "finish", "version": 8} not in said(server) and engine.rows()[0].state == "serving"
+def test_a_server_that_puts_its_keys_into_a_store_must_not_keep_them(started, update):
+    fake = started(**STORE)
+    with pytest.raises(ConfigError, match=r"in a store.*old weights"):
+        update(client(fake, keep_cache=True))
+    assert not fake.counts["POST /pause_generation"]
 
 
-def test_requests_that_are_paused_in_place_are_not_waited_for():
-    with running(NEW, post_weights_checker=plugin(flushed=False)) as server:
-        with pytest.raises(EngineRefusedError, match=r"(?s)paused in place.*2 running.*keep_cache=True"):
-            update(sglang_engine(server.url, pause_mode="in_place"))
-        assert said(server).count({"kind": "flush"}) == 1
+def test_earlier_releases_have_no_session_around_an_update(started, update):
+    fake = started()
+    fake.answers |= {f"POST /{verb}_weight_update": GONE for verb in ("begin", "end")}
+    update(client(fake))
+    (start,) = [row[1] for row in map(told, fake.calls) if row and (row[1] or {}).get("kind") == "start"]
+    assert not start["bracketed"] and fake.serving and fake.label == "8"
+
+
+def test_replicas_take_no_part_in_a_group(started):
+    with pytest.raises(EngineRefusedError, match=r"3 data-parallel replicas.*--dp-size 1"):
+        client(started(dp_size=3)).connect({"transport": "collective", "params": []})
+
+
+BUSY = (400, "Flush cache failed.")
+
+
+def test_a_cache_in_use_is_asked_for_again_until_it_is_free(started, update):
+    fake, answers = started("stock-sglang"), [BUSY, BUSY, (200, b"Cache flushed.")]
+    fake.answers["POST /flush_cache"] = lambda asked: answers.pop(0)
+    update(client(fake))
+    assert fake.counts["POST /flush_cache"] == 3 and fake.serving
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_cache_that_is_never_free_reaches_the_deadline_and_the_server_serves_again(older, started, update):
+    fake, row = started("stock-sglang"), {"dp_rank": 0, "num_waiting_reqs": 1}
+    fake.answers["POST /flush_cache"] = BUSY
+    fake.answers["GET /v1/loads"] = GONE if older else (200, {"loads": [{**row, "num_running_reqs": 2}]})
+    fake.answers["GET /get_load"] = 200, [{**row, "num_reqs": 3}]
+    with pytest.raises(DeadlineError, match=r"(?s)within 0\.2 s \(2 running, 1 waiting\).*serves again"):
+        update(client(fake, flush_timeout_s=0.2))
+    assert fake.serving and not fake.counts["POST /update_weights_from_disk"]
+
+
+def test_requests_that_are_paused_in_place_are_not_waited_for(started, update):
+    fake = started()
+    with pytest.raises(EngineRefusedError, match=r"(?s)paused in place.*0 running.*keep_cache=True"):
+        update(client(fake, pause_mode="in_place"))
+    assert sent(fake).count("flush") == 1
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize(("setting", "mode"), [({}, "abort"), ({"pause_mode": "in_place"}, "in_place")])
-def test_requests_between_two_pools_end_since_they_would_keep_the_cache(role, setting, mode):
-    told = (200, {**STARTED_WITH, "disaggregation_mode": role})
-    with running({**NEW, "GET /server_info": told}) as server:
-        update(sglang_engine(server.url, **setting))
-        assert [body for call, _, body in server.calls if call == "POST /pause_generation"] == [{"mode": mode}]
+def test_requests_between_two_pools_end_since_they_would_keep_the_cache(role, started, update):
+    fake = started(disaggregation_mode=role)
+    update(client(fake))
+    assert [call.body for call in fake.calls if call.route == "POST /pause_generation"] == [{"mode": "abort"}]
 
 
-def test_a_server_that_puts_its_keys_into_a_store_must_not_keep_them():
-    told = (200, {**STARTED_WITH, "hicache_storage_backend": "file"})
-    with running({**NEW, "GET /server_info": told}) as server:
-        with pytest.raises(ConfigError, match=r"in a store.*old weights"):
-            update(sglang_engine(server.url, keep_cache=True))
-        assert not [call for call in server.routes() if "pause" in call]
+def test_a_label_that_did_not_take_keeps_the_engine_paused(started, update):
+    fake = started()
+    fake.answers["GET /model_info"] = 200, {"weight_version": "7"}
+    engine = client(fake)
+    with pytest.raises(EngineRefusedError, match=r"calls its weights '7'.*Expected: '8'"):
+        update(engine)
+    assert engine.rows()[0].state == "paused"
 
 
-def test_a_label_that_did_not_take_keeps_the_engine_paused():
-    with running(NEW, get_model_info=(200, SERVES | {"weight_version": "7"})) as server:
-        engine = sglang_engine(server.url)
-        with pytest.raises(EngineRefusedError, match=r"calls its weights '7'.*Expected: '8'"):
-            update(engine)
-        assert engine.rows()[0].state == "paused"
+def test_answers_of_data_parallel_ranks_are_taken_together(started):
+    ranks = ((False, True), (True, False))
+    words = " | ".join(json.dumps({"torchrl_ext": "0", "working": one, "flushed": two}) for one, two in ranks)
+    fake = started()
+    fake.answers["POST /weights_checker"] = 200, {"success": True, "message": words}
+    engine = client(fake, load_timeout_s=2.0, flush_timeout_s=0.2)
+    with pytest.raises(DeadlineError, match=r"did not stage version 1 within 2 s"):
+        engine.prefetch(1)
+    with pytest.raises(DeadlineError, match="not dropped"):
+        engine.begin(1)
 
 
-def test_a_step_that_goes_on_is_asked_after_until_its_deadline():
-    answers = [plugin(), plugin(), plugin(working=True), plugin(working=True), plugin()]
-    with running(NEW, post_weights_checker=answers) as server:
-        sglang_engine(server.url).connect(JOIN)
-        assert said(server).count({"kind": "poll", "pull": False}) == 3
-    with (
-        running(NEW, post_weights_checker=plugin(working=True)) as server,
-        pytest.raises(DeadlineError, match=r"did not .* within 2 s"),
-    ):
-        sglang_engine(server.url, load_timeout_s=2.0).connect(JOIN)
-
-
-def test_answers_of_data_parallel_ranks_are_taken_together():
-    told = [json.dumps({"torchrl_ext": "0", "working": working, "flushed": flushed}) for working, flushed in
-            ((False, True), (True, False))]  # fmt: skip
-    with running(NEW, post_weights_checker=(200, {"success": True, "message": " | ".join(told)})) as server:
-        engine = sglang_engine(server.url, load_timeout_s=2.0, flush_timeout_s=0.2)
-        with pytest.raises(DeadlineError, match="stage"):
-            engine.prefetch(1)
-        with pytest.raises(DeadlineError, match="not dropped"):
-            engine.begin(1)
-
-
-def test_discovery_reads_what_sglang_says():
-    with running(NEW) as server:
-        (info,) = tx.discover(server.url)
-        assert sglang_engine(server.url).info() == info
+def test_discovery_reads_what_sglang_says(started):
+    fake = started(dp_size=3)
+    fake.answers["GET /model_info"] = 200, {"model_path": "/models/now", "weight_version": "8"}
+    (info,) = tx.discover(fake.url)
+    assert client(fake).info() == info
     assert (info.kind, info.version, info.worker_type, info.model) == ("sglang", "0.5.23", "regular", "/models/now")
     assert (info.tp_size, info.pp_size, info.dp_size, info.world_size, info.num_gpus) == (2, 1, 3, 6, 6)
     assert info.weight_version == "8" and {"disk", "collective", "delta"} <= set(info.transports)
-    with running(NEW, post_weights_checker=STOCK) as server:
-        assert tx.discover(server.url)[0].transports == ("disk",)  # it has replicas
-        assert [engine.kind for engine in tx.connect(server.url).engines] == ["sglang"]
+    fake.answers |= {"GET /get_server_info": fake.answers["GET /server_info"], "GET /server_info": GONE}  # as of old
+    assert tx.discover(fake.url) == [info] and [engine.kind for engine in tx.connect(fake.url).engines] == ["sglang"]
 
 
-def test_an_older_name_of_the_route_will_do():
-    with running(NEW, get_server_info=GONE, get_get_server_info=(200, STARTED_WITH)) as server:
-        assert tx.discover(server.url)[0].kind == sglang_engine(server.url).info().kind == "sglang"
-
-
-def test_settings_that_cannot_work_are_refused():
-    with pytest.raises(ConfigError, match="abort, retract, in_place"):
-        sglang_engine("host:1", pause_mode="wait")
-    with pytest.raises(ConfigError, match="in_place"):
-        sglang_engine("host:1", pause_mode="retract", keep_cache=True)
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"pause_mode": "wait"}, "abort, retract, in_place"), ({"pause_mode": "retract", "keep_cache": True}, "in_place")],
+)
+def test_settings_that_cannot_work_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        tx.make_engine("sglang", url="host:1", **settings)
