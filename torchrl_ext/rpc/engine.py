@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import final
 
 from torchrl_ext.deadline import Deadline
@@ -254,26 +255,26 @@ class Engine(EngineClient):
     def begin(self, version: int) -> None:
         """See `EngineClient.begin`. Where it fails, no weight was changed, and an engine that served serves again."""
         before = self._before = self._halt(f"pause for version {version}")
-        undo = self._undo_of(before)
+        undo = partial(self._undone, before)
         with self._step(f"drop what it cached for version {version}", undo=undo):
             if self.port.drops_first:
                 self.port.drop_cached()
             if self._free_cache and not self._freed:  # an update that failed before left it freed
                 self._freed = True  # first: of one that fails at its deadline nobody knows what it freed
                 self.port.sleep(1, _KV, before)
-        with self._step(f"start version {version}", undo=lambda: self._abandoned(undo)):
+        with self._step(f"start version {version}", undo=partial(self._abandoned, before)):
             if self._connection and self.port.proves:
                 self.port.tell(State(connection=self._connection))  # which another sender's workers refuse
             self._wake_weights(before)
             self.tell(Start())
 
-    def _abandoned(self, undo: Callable[[], str]) -> str:
+    def _abandoned(self, before: EngineState) -> str:
         """End the update on workers that have started it, then undo; return, in words, what holds then."""
         try:
             self.port.abandon()
         except (EngineError, DeadlineError) as error:
             return self._paused(f"the weights it had, which could not be confirmed: {error.what}")
-        return undo()
+        return self._undone(before)
 
     @final
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
@@ -332,7 +333,7 @@ class Engine(EngineClient):
         before = self._halt("pause")
         if not wanted:
             return
-        with self._step(f"sleep at level {level}", undo=self._undo_of(before)):
+        with self._step(f"sleep at level {level}", undo=partial(self._undone, before)):
             self.port.make_idle()
         with self._step(f"sleep at level {level}", state=self._paused("what it had, or gave that up")):
             if level == 2 and "weights" in wanted:
@@ -371,7 +372,7 @@ class Engine(EngineClient):
         if self.port.pauses:
             with self._step(what, state=f"{self.url} was not told to pause"):
                 before = self._asked()
-            with self._step(what, undo=self._undo_of(before)):
+            with self._step(what, undo=partial(self._undone, before)):
                 self.port.hold(before)
             self._since = time.perf_counter() if self._since is None else self._since
         self._note("paused")
@@ -383,8 +384,7 @@ class Engine(EngineClient):
         return replace(state, paused=self._row.state != "serving") if state.paused is None else state
 
     def _serve(self) -> None:
-        if self.port.pauses:
-            self.port.release()
+        self.port.release()
         self._served()
 
     def _served(self) -> None:
@@ -396,19 +396,11 @@ class Engine(EngineClient):
     def _note(self, state: str) -> None:
         self._row = replace(self._row, state=state)
 
-    def _undo_of(self, before: EngineState) -> Callable[[], str]:
-        """Return the undo for a step that fails without a change of weights, by the engine's state before its pause."""
-        if before.serves:
-            return self._undone
-
-        def stays() -> str:
+    def _undone(self, before: EngineState) -> str:
+        """Resume an engine that served before a step that failed and changed no weight; return, in words, its state."""
+        if not before.serves:
             self._note("paused")
             return self._paused("what it held before")
-
-        return stays
-
-    def _undone(self) -> str:
-        """Resume an engine after a step that failed and changed no weight; return, in words, the state it reports."""
         if not self.port.pauses:
             self._served()
             return self._paused("")

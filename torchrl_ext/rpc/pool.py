@@ -110,7 +110,7 @@ class Pool(EngineClient):
         return list(self._described().values())
 
     def _described(self) -> dict[EngineClient, EngineInfo]:
-        return self._everywhere("describe themselves", lambda engine: engine.info())
+        return dict(self.everywhere("describe themselves", lambda engine: (engine, engine.info())))
 
     def info(self) -> EngineInfo:
         """See `EngineClient.info`. ``weight_version`` is the oldest one: what every engine has at least."""
@@ -263,11 +263,6 @@ class Pool(EngineClient):
         Raises:
             EngineError: some engine did not; has a row per engine. A fleet of one raises that engine's own error.
         """
-        return list(self._everywhere(what, call, on_failure).values())
-
-    def _everywhere(
-        self, what: str, call: Callable[[Any], object], on_failure: Callable[[], None] = _nothing
-    ) -> dict[EngineClient, Any]:
         self._failed.clear()
         engines = self.each()
         results = self._fan_out(engines, call, on_failure)
@@ -277,7 +272,7 @@ class Pool(EngineClient):
                 f"{len(self._failed)} of {len(engines)} engines did not {what}",
                 "the rows say what holds; the others did as they were told",
             )
-        return {engine: results[engine] for engine in engines}
+        return [results[engine] for engine in engines]
 
     def _lost(self) -> dict[EngineClient, Exception]:
         """Return the engines that do not answer, and why."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
-from torchrl_ext.messages import Inspect, Join, Message, Prefetch, Verify
+from torchrl_ext.messages import Inspect, Join, Message, Prefetch, State, Verify
+from torchrl_ext.routes import merged
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
 from torchrl_ext.rpc.port import Port
 from torchrl_ext.rpc.router import refuse_router
-from torchrl_ext.types import Info, ParamMeta, dtype_name
+from torchrl_ext.rpc.server_info import ServerInfo
+from torchrl_ext.types import EngineInfo, Info, ParamMeta, dtype_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,6 +50,8 @@ class HTTPPort(Port):
     def __init__(self, http: HTTPSession, *, timeout_s: float) -> None:
         self.http, self.url, self.timeout_s = http, http.url, timeout_s
         self._followed: tuple[str, ...] = ()
+        self._facts = ServerInfo(info=EngineInfo(url=self.url, kind=self.kind))  # as of the last `suited`
+        self._ours = True  # until it refuses a message of ours; another process of the server is asked anew
 
     @classmethod
     def over(cls, http: HTTPSession) -> Self:
@@ -68,6 +72,16 @@ class HTTPPort(Port):
             names = [set(map(str, told)) if isinstance(told, list) else set() for told in known]
             self._followed = tuple(sorted(set.intersection(*names)))
         return self._followed
+
+    def _fitness(self, ask: Callable[[Message], list[Info]]) -> Info:
+        """Return what workers say of themselves, asked by ``ask``; {} where they run nothing of ours."""
+        try:
+            return merged(ask(State())) if self._ours else {}
+        except EngineRefusedError as error:
+            if not self.lacks_plugin(error):
+                raise
+            self._ours = False
+            return {}
 
     def lacks_plugin(self, error: EngineRefusedError) -> bool:
         return is_absent(error)

@@ -47,7 +47,7 @@ from typing import Any, ClassVar, final
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
-from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Start, State
+from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Start
 from torchrl_ext.registry import Make
 from torchrl_ext.routes import CHANNEL, Flush, ListAdapters, merged
 from torchrl_ext.rpc.engine import Engine
@@ -112,9 +112,6 @@ class SGLangPort(HTTPPort):
             )
         super().__init__(http, timeout_s=timeout_s)
         self._pause_mode, self._keep_cache, self._flush_timeout_s = mode, keep_cache, flush_timeout_s
-        self._says = True  # until it refuses a message of ours; another process of the server is asked anew
-        self._stores = False  # whether it keeps keys and values in a store that its own flush leaves alone
-        self._pooled = False  # whether it has one of the two halves of a request, prefill or decode
 
     def describe(self) -> EngineInfo:
         """See `Port.describe`. ``/server_info`` suffices; ``/model_info`` and our plugin may add to it."""
@@ -168,21 +165,14 @@ class SGLangPort(HTTPPort):
             )
         settings: dict[str, Any] = {"pause_mode": self._pause_mode, "keep_cache": self._keep_cache}
         settings |= {"timeout_s": self.timeout_s, "flush_timeout_s": self._flush_timeout_s}
-        found = copy.copy(self) if has_plugin else StockSGLangPort(self.http, facts, **settings)
-        found._says, found._stores = has_plugin, facts.stores_keys
-        found._pooled = facts.info.worker_type in ("prefill", "decode")
+        found = copy.copy(self) if has_plugin else StockSGLangPort(self.http, **settings)
+        found._ours, found._facts = has_plugin, facts
         return found
 
     def state(self, *, fit: bool = False) -> EngineState:
         """See `Port.state`. Pauses of mode ``abort`` are known to the server's first process only, which our plugin
         asks where it can (``server``)."""
-        try:
-            answers = self._say(State()) if self._says else []
-        except EngineRefusedError as error:
-            if not self.lacks_plugin(error):
-                raise
-            self._says, answers = False, []
-        answer = merged(answers)
+        answer = self._fitness(self._say)
         pauses = [answer.get("paused"), None if answer.get("server") else self._ready()]
         known = [bool(one) for one in pauses if one is not None]
         return EngineState(
@@ -198,14 +188,12 @@ class SGLangPort(HTTPPort):
 
     def tell(self, message: Message) -> list[Info]:
         match message:
-            case Join(transport=transport) if transport not in ("disk", "delta"):
-                replicas = self.describe().dp_size
-                if replicas > 1:
-                    raise EngineRefusedError(
-                        f"{self.url} has {replicas} data-parallel replicas, whose workers do not know their ranks in a "
-                        "group",
-                        expected="--dp-size 1, or a transport through files",
-                    )
+            case Join(transport=transport) if transport not in ("disk", "delta") and self._facts.info.dp_size > 1:
+                raise EngineRefusedError(
+                    f"{self.url} has {self._facts.info.dp_size} data-parallel replicas, whose workers do not know "
+                    "their ranks in a group",
+                    expected="--dp-size 1, or a transport through files",
+                )
             case Start():
                 opened = self._open_session()
                 return self._say(Start(connection=message.connection, bracketed=opened), self.timeout_s)
@@ -270,7 +258,8 @@ class SGLangPort(HTTPPort):
             raise EngineRefusedError(f"{self.url} calls its weights {found!r}", expected=repr(label))
 
     def hold(self, before: EngineState) -> None:
-        modes = ["abort" if self._pooled and self._pause_mode == "retract" else self._pause_mode]
+        pooled = self._facts.info.worker_type in ("prefill", "decode")  # it has one of the two halves of a request
+        modes = ["abort" if pooled and self._pause_mode == "retract" else self._pause_mode]
         if modes == ["abort"] and before.paused:
             modes = ["retract", "abort"]  # abort alone would wait for ever for requests that are paused in place
         for mode in modes:
@@ -324,7 +313,7 @@ class SGLangPort(HTTPPort):
             frozen: requests that run hold on to the cache until they are resumed, so that waiting is in vain.
         """
         self._flush_own(frozen)
-        if not self._stores:
+        if not self._facts.stores_keys:  # or in a store that SGLang's own flush leaves alone
             return
         for route in _CLEAR:
             answer = self.http.call("POST", route, timeout_s=self.timeout_s)
@@ -406,18 +395,9 @@ class SGLangPort(HTTPPort):
 
 @final
 class StockSGLangPort(StockPort, SGLangPort):
-    """An SGLang server without our plugin, which has joined a transport.
-
-    Args:
-        http, settings: as for `SGLangPort`.
-        facts: its ``/server_info``.
-    """
+    """An SGLang server without our plugin, which has joined a transport; see `SGLangPort`."""
 
     lacking, wanted, plugin = "SGLang without our plugin", 'the plugin in group "sglang.srt.plugins"', _PLUGIN
-
-    def __init__(self, http: HTTPSession, facts: ServerInfo, **settings: Any) -> None:
-        super().__init__(http, **settings)
-        self._facts = facts
 
     def tell(self, message: Message) -> list[Info]:
         match message:

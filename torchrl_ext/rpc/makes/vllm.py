@@ -53,7 +53,7 @@ from typing import Any, ClassVar, final
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, EngineRefusedError, RouteAbsent
-from torchrl_ext.messages import Finish, Join, Load, Message, Reset, Seal, Start, State, Verify
+from torchrl_ext.messages import Finish, Join, Load, Message, Reset, Seal, Start, Verify
 from torchrl_ext.registry import Make
 from torchrl_ext.routes import (
     ADAPTERS_ROUTE,
@@ -61,7 +61,6 @@ from torchrl_ext.routes import (
     BACKEND,
     answers_in,
     asleep_by,
-    merged,
     unescaped,
 )
 from torchrl_ext.rpc.engine import Engine
@@ -126,8 +125,7 @@ class VLLMPort(HTTPPort):
         if keep_cache and pause_mode != "keep":
             raise ConfigError(f"keep_cache means nothing with pause mode {pause_mode!r}", expected="pause_mode='keep'")
         super().__init__(http, timeout_s=timeout_s)
-        self._pause_mode, self._keep_cache, self._is_multimodal = pause_mode, keep_cache, False
-        self._has_backend = True  # until it refuses a message of ours; another process of the server is asked anew
+        self._pause_mode, self._keep_cache = pause_mode, keep_cache
         self.answer: Info = {}  # the server's own one to the last call that paused, resumed, put to sleep or woke it
 
     def describe(self) -> EngineInfo:
@@ -169,7 +167,7 @@ class VLLMPort(HTTPPort):
                 state="the engine's weights and its pause are what they were",
             )
         found = self._choose(facts)
-        found._is_multimodal, found._has_backend = facts.is_multimodal, True
+        found._facts, found._ours = facts, found.proves
         return found
 
     def _choose(self, facts: ServerInfo) -> VLLMPort:
@@ -180,18 +178,17 @@ class VLLMPort(HTTPPort):
                 expected="a server with weights of its own: another --load-format than ipc_cache",
                 state="nothing was sent",
             )
-        backend = facts.transfer_backend
-        if backend == BACKEND:
+        if facts.has_backend:
             return copy.copy(self)
         settings: dict[str, Any] = {"pause_mode": self._pause_mode, "keep_cache": self._keep_cache}
-        return StockVLLMPort(
-            self.http, backend, empty=self.state().dropped or None, timeout_s=self.timeout_s, **settings
-        )
+        found = StockVLLMPort(self.http, timeout_s=self.timeout_s, **settings)
+        found._empty = self.state().dropped or None
+        return found
 
     def state(self, *, fit: bool = False) -> EngineState:
         """See `Port.state`. vLLM calls a paused engine asleep, too, and does not name the parts that sleep: without our
         plugin its gauge has them."""
-        if fit and not self._has_backend:
+        if fit and not self._ours:
             return EngineState(**{**self._gauge(), "paused": None})
         try:
             answer = self._answered("/is_sleeping", "is_sleeping")
@@ -209,18 +206,8 @@ class VLLMPort(HTTPPort):
                     whole=answer.get("whole"),
                 )
             found = self._gauge() if answer["is_sleeping"] else {"paused": False}
-        return EngineState(**found, **(self._fitness() if fit else {}))
-
-    def _fitness(self) -> Info:
-        """Ask workers whether they are empty and whole; {} where they run nothing of ours."""
-        try:
-            answer = merged(self.tell(State()))
-        except EngineRefusedError as error:
-            if not self.lacks_plugin(error):
-                raise
-            self._has_backend = False
-            return {}
-        return {name: answer[name] for name in ("empty", "whole") if name in answer}
+        workers = self._fitness(self.tell) if fit else {}
+        return EngineState(**found, empty=workers.get("empty"), whole=workers.get("whole"))
 
     def _gauge(self) -> Info:
         """Read from vLLM's gauge how it was put to sleep. Level 0 and a cache that sleeps alone look the same in it."""
@@ -279,7 +266,7 @@ class VLLMPort(HTTPPort):
             lambda: self._post("/reset_prefix_cache", query=_EVERYWHERE).get("success", True),
             late=lambda: EngineRefusedError(f"{self.url} could not drop cached keys and values of the old weights"),
         )
-        if self._is_multimodal:
+        if self._facts.is_multimodal:
             self._post("/reset_encoder_cache")
 
     def hold(self, before: EngineState) -> None:
@@ -376,25 +363,15 @@ def _is_of_another_backend(error: EngineRefusedError) -> bool:
 
 @final
 class StockVLLMPort(StockPort, VLLMPort):
-    """A vLLM server that does not run our backend, and has joined a transport.
-
-    Args:
-        http, settings: as for `VLLMPort`.
-        backend: its own weight-transfer backend; None where it has none.
-        empty: whether its weights were given up; None where they were not.
-    """
+    """A vLLM server that does not run our backend, and has joined a transport; see `VLLMPort`."""
 
     lacking, wanted, plugin = "vLLM without our backend", f"weight-transfer backend {BACKEND!r}", _FLAGS
-
-    def __init__(self, http: HTTPSession, backend: str | None, *, empty: bool | None, **settings: Any) -> None:
-        super().__init__(http, **settings)
-        self._backend, self._empty = backend, empty
-        self._clean = False  # whether no layer is left half-filled, which vLLM cannot say
+    _empty: bool | None = None  # whether its weights were given up, and no update filled them since
+    _clean = False  # whether no layer is left half-filled, which vLLM cannot say
 
     def state(self, *, fit: bool = False) -> EngineState:
-        if not fit:
-            return super().state()
-        return EngineState(**{**self._gauge(), "paused": None}, empty=self._empty)
+        found = super().state(fit=fit)
+        return replace(found, empty=self._empty) if fit else found
 
     def tell(self, message: Message) -> list[Info]:
         match message:
@@ -412,10 +389,10 @@ class StockVLLMPort(StockPort, VLLMPort):
         return []
 
     def _check(self, offer: Info) -> None:
-        if (self._backend, offer.get("make")) != ("nccl", "vllm"):
+        if (self._facts.transfer_backend, offer.get("make")) != ("nccl", "vllm"):
             raise EngineRefusedError(
                 f"the transport speaks to {offer.get('make')!r} engines, and {self.url} runs vLLM with weight-transfer "
-                f"backend {self._backend!r}",
+                f"backend {self._facts.transfer_backend!r}",
                 expected="make='vllm', and a server with --weight-transfer-config '{\"backend\": \"nccl\"}'",
                 hint=_FLAGS,
             )
@@ -525,17 +502,8 @@ embedded_engine = partial(vllm_engine, port=EmbeddedPort)
 """Returns the client of an engine of `torchrl_ext.embedded` in another process; see `vllm_engine`."""
 
 
-def describe_vllm(http: HTTPSession) -> EngineInfo | None:
-    """Describe the vLLM server at the session's address; None where another engine answers there."""
-    return _describe(VLLMPort, http)
-
-
-def describe_embedded(http: HTTPSession) -> EngineInfo | None:
-    """Describe the embedded engine at the session's address; None where another engine answers there."""
-    return _describe(EmbeddedPort, http)
-
-
 def _describe(port: type[VLLMPort], http: HTTPSession) -> EngineInfo | None:
+    """Describe the engine at the session's address; None where one of another make answers there."""
     facts, found = server_info(http), port.over(http)
     if facts.info.kind != port.kind:
         return None
@@ -548,14 +516,14 @@ def _describe(port: type[VLLMPort], http: HTTPSession) -> EngineInfo | None:
 
 VLLM = Make(
     client=vllm_engine,
-    describe=describe_vllm,
+    describe=partial(_describe, VLLMPort),
     dialect="torchrl_ext.rollout.dialects:VLLMDialect",
     server="torchrl_ext.serving.engines.vllm:VLLMSpec",
     router="torchrl_ext.serving.engines.vllm:VLLMRouterSpec",
 )
 EMBEDDED = Make(
     client=embedded_engine,
-    describe=describe_embedded,
+    describe=partial(_describe, EmbeddedPort),
     dialect="torchrl_ext.rollout.dialects:VLLMDialect",
     server="torchrl_ext.serving.engines.embedded:EmbeddedSpec",
     router="torchrl_ext.serving.engines.vllm:VLLMRouterSpec",
