@@ -7,7 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
 from torchrl_ext.messages import Inspect, Join, Message, Prefetch, State, Verify
@@ -27,6 +27,7 @@ __all__ = ["HTTPPort", "StockPort", "bodies", "is_absent", "session"]
 log = logging.getLogger("torchrl_ext")
 
 _LEAVE_S = 30.0
+_P = TypeVar("_P", bound="HTTPPort")
 
 
 def is_absent(error: EngineRefusedError) -> bool:
@@ -45,10 +46,29 @@ class HTTPPort(Port):
     Args:
         http: calls its routes.
         timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
+        pause_mode, keep_cache: as for the client of its make.
+
+    Attributes:
+        modes: the engine's pause modes.
+        frozen: the one in which running requests keep their cache.
+
+    Raises:
+        ConfigError: a setting that cannot work.
     """
 
-    def __init__(self, http: HTTPSession, *, timeout_s: float) -> None:
+    modes: ClassVar[tuple[str, ...]]
+    frozen: ClassVar[str]
+
+    def __init__(
+        self, http: HTTPSession, *, timeout_s: float = 600.0, pause_mode: str = "keep", keep_cache: bool = False
+    ) -> None:
+        if pause_mode not in self.modes:
+            raise ConfigError(f"there is no pause mode {pause_mode!r}", expected=f"one of {', '.join(self.modes)}")
+        if keep_cache and pause_mode != self.frozen:
+            what = f"keep_cache means nothing with pause mode {pause_mode!r}"
+            raise ConfigError(what, expected=f"pause_mode={self.frozen!r}")
         self.http, self.url, self.timeout_s = http, http.url, timeout_s
+        self._pause_mode, self._keep_cache = pause_mode, keep_cache
         self._followed: tuple[str, ...] = ()
         self._facts = ServerInfo(info=EngineInfo(url=self.url, kind=self.kind))  # as of the last `suited`
         self._ours = True  # until it refuses a message of ours; another process of the server is asked anew
@@ -57,6 +77,12 @@ class HTTPPort(Port):
     def over(cls, http: HTTPSession) -> Self:
         """Return a port that makes its calls by ``http``, within what is left of its deadline."""
         return cls(http, timeout_s=http.left_s)
+
+    def _as(self, port: type[_P]) -> _P:
+        """Return a port of another class for the same server, with the same settings."""
+        found = port.__new__(port)
+        vars(found).update(vars(self))
+        return found
 
     def followed(self) -> tuple[str, ...]:
         """Return the names of the transports that all workers can follow, those of other packages among them.

@@ -39,7 +39,6 @@ is paused nothing new is.
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from dataclasses import replace
@@ -62,8 +61,6 @@ __all__ = ["SGLANG", "SGLangPort", "sglang_engine"]
 
 log = logging.getLogger("torchrl_ext")
 
-PAUSE_MODES = ("abort", "retract", "in_place")
-
 _NOT_READY = {200: False, 503: True}
 _GRAPHS = "cuda_graph"  # sleeps and wakes with the cache
 _PLUGIN = (
@@ -84,34 +81,22 @@ class SGLangPort(HTTPPort):
     """An SGLang server whose workers run our plugin.
 
     Args:
-        http, timeout_s: as for `HTTPPort`.
-        pause_mode, keep_cache, flush_timeout_s: as for `sglang_engine`.
-
-    Raises:
-        ConfigError: a setting that cannot work.
+        settings: as for `HTTPPort`.
+        flush_timeout_s: as for `sglang_engine`.
     """
 
     kind: ClassVar[str] = "sglang"
+    modes: ClassVar[tuple[str, ...]] = ("abort", "retract", "in_place")
+    frozen: ClassVar[str] = "in_place"
     drops_first: ClassVar[bool] = True
 
     def __init__(
-        self,
-        http: HTTPSession,
-        *,
-        timeout_s: float = 600.0,
-        pause_mode: str = "keep",
-        keep_cache: bool = False,
-        flush_timeout_s: float = 60.0,
+        self, http: HTTPSession, *, pause_mode: str = "keep", flush_timeout_s: float = 60.0, **settings: Any
     ) -> None:
-        mode = ("in_place" if keep_cache else "retract") if pause_mode == "keep" else pause_mode
-        if mode not in PAUSE_MODES:
-            raise ConfigError(f"there is no pause mode {pause_mode!r}", expected=f"one of {', '.join(PAUSE_MODES)}")
-        if keep_cache and mode != "in_place":
-            raise ConfigError(
-                f"keep_cache means nothing with pause mode {mode!r}", expected="pause_mode='keep', or 'in_place'"
-            )
-        super().__init__(http, timeout_s=timeout_s)
-        self._pause_mode, self._keep_cache, self._flush_timeout_s = mode, keep_cache, flush_timeout_s
+        if pause_mode == "keep":
+            pause_mode = "in_place" if settings.get("keep_cache") else "retract"
+        super().__init__(http, pause_mode=pause_mode, **settings)
+        self._flush_timeout_s = flush_timeout_s
 
     def describe(self) -> EngineInfo:
         """See `Port.describe`. ``/server_info`` suffices; ``/model_info`` and our plugin may add to it."""
@@ -163,9 +148,7 @@ class SGLangPort(HTTPPort):
                 expected="keep_cache=False, or a server without a store",
                 state="the engine's weights and its pause are what they were",
             )
-        settings: dict[str, Any] = {"pause_mode": self._pause_mode, "keep_cache": self._keep_cache}
-        settings |= {"timeout_s": self.timeout_s, "flush_timeout_s": self._flush_timeout_s}
-        found = copy.copy(self) if has_plugin else StockSGLangPort(self.http, **settings)
+        found = self._as(SGLangPort if has_plugin else StockSGLangPort)
         found._ours, found._facts = has_plugin, facts
         return found
 

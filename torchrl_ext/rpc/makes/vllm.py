@@ -43,7 +43,6 @@ only its outputs prove an update (``verify="outputs"``).
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -73,10 +72,9 @@ from torchrl_ext.types import EngineInfo, Info
 
 __all__ = ["EMBEDDED", "VLLM", "EmbeddedPort", "VLLMPort", "embedded_engine", "vllm_engine"]
 
-PAUSE_MODES = ("abort", "wait", "keep")
-
 _EVERYWHERE = {"reset_running_requests": "true", "reset_external": "true"}
 _COPYING_S = 10.0
+_KINDS = ("vllm", "embedded")  # that have these routes
 
 _PROBE = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True, "max_tokens": 1, "temperature": 1.0}
 """Sampling settings that score a prompt: ``prompt_logprobs`` 0 asks for its own tokens, whatever their rank; the one
@@ -107,40 +105,24 @@ _EXECUTORS = re.compile(
 class VLLMPort(HTTPPort):
     """A vLLM server whose workers run our weight-transfer backend.
 
-    Args:
-        http, timeout_s: as for `HTTPPort`.
-        pause_mode, keep_cache: as for `vllm_engine`.
-
-    Raises:
-        ConfigError: a setting that cannot work.
+    Attributes:
+        answer: the server's own to the last call that paused, resumed, put to sleep or woke it.
     """
 
     kind: ClassVar[str] = "vllm"
-
-    def __init__(
-        self, http: HTTPSession, *, timeout_s: float = 600.0, pause_mode: str = "keep", keep_cache: bool = False
-    ) -> None:
-        if pause_mode not in PAUSE_MODES:
-            raise ConfigError(f"there is no pause mode {pause_mode!r}", expected=f"one of {', '.join(PAUSE_MODES)}")
-        if keep_cache and pause_mode != "keep":
-            raise ConfigError(f"keep_cache means nothing with pause mode {pause_mode!r}", expected="pause_mode='keep'")
-        super().__init__(http, timeout_s=timeout_s)
-        self._pause_mode, self._keep_cache = pause_mode, keep_cache
-        self.answer: Info = {}  # the server's own one to the last call that paused, resumed, put to sleep or woke it
+    modes: ClassVar[tuple[str, ...]] = ("abort", "wait", "keep")
+    frozen: ClassVar[str] = "keep"
+    answer: Info = {}  # noqa: RUF012 - replaced, never changed
 
     def describe(self) -> EngineInfo:
-        return self._described(self._server_info(), self.count_workers(), self._labelled())
+        facts, size, label = server_info(self.http, _KINDS), self.count_workers(), ""
+        with suppress(RouteAbsent):  # a release without labels
+            label = str(self._ask("/weight_info", "weight_version"))
+        return self._described(facts, size, label)
 
     def _described(self, facts: ServerInfo, world_size: Any, weight_version: Any) -> EngineInfo:
         info = facts.serving(world_size=world_size, weight_version=weight_version)
         return replace(info, transports=self.followed()) if facts.has_backend else info
-
-    def _labelled(self) -> str:
-        """Return the label of the weights in service; "" where a release has no labels, so that it is not known."""
-        try:
-            return str(self._ask("/weight_info", "weight_version"))
-        except RouteAbsent:
-            return ""
 
     def count_workers(self) -> int:
         size = self._ask("/get_world_size", "world_size")
@@ -148,17 +130,13 @@ class VLLMPort(HTTPPort):
             raise EngineRefusedError(f"{self.url} says that its world size is {str(size)[:80]!r}", expected="a count")
         return size
 
-    def _server_info(self) -> ServerInfo:
-        with self._needs_dev_mode():
-            return server_info(self.http, ("vllm", "embedded"))
-
     def suited(self, info: Info) -> Port:
         """See `Port.suited`.
 
         Raises:
             ConfigError: ``keep_cache``, and the server has a KV connector; or its weights belong to others as well.
         """
-        facts = self._server_info()
+        facts = server_info(self.http, _KINDS)
         if self._keep_cache and facts.kv_connectors:
             names = ", ".join(facts.kv_connectors)
             raise ConfigError(
@@ -179,9 +157,8 @@ class VLLMPort(HTTPPort):
                 state="nothing was sent",
             )
         if facts.has_backend:
-            return copy.copy(self)
-        settings: dict[str, Any] = {"pause_mode": self._pause_mode, "keep_cache": self._keep_cache}
-        found = StockVLLMPort(self.http, timeout_s=self.timeout_s, **settings)
+            return self._as(VLLMPort)
+        found = self._as(StockVLLMPort)
         found._empty = self.state().dropped or None
         return found
 
@@ -325,7 +302,7 @@ class VLLMPort(HTTPPort):
 
     def _answered(self, route: str, field: str) -> Info:
         """Return the answer to ``GET route``, which has to have a field."""
-        with self._needs_dev_mode():
+        with self._explained():
             answer = self.http.get(route)
         if not isinstance(answer, dict) or field not in answer:
             what = f"GET {self.url}{route} answered {str(answer)[:120]!r}"
@@ -333,22 +310,22 @@ class VLLMPort(HTTPPort):
         return answer
 
     def _post(self, route: str, body: Any = None, **how: Any) -> Info:
-        with self._needs_dev_mode():
-            try:
-                answer = self.http.post(route, body, **how)
-            except EngineRefusedError as error:
-                raise restated(error, _own_words(error.what), reason=_own_words(error.reason)) from error
+        with self._explained():
+            answer = self.http.post(route, body, **how)
         found = answer if isinstance(answer, dict) else {}
         if body is None:
             self.answer = found
         return found
 
     @contextmanager
-    def _needs_dev_mode(self) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
+        """Add a hint where routes are absent, and take those of vLLM's executors away from a worker's words."""
         try:
             yield
         except RouteAbsent as error:
             raise restated(error, error.what, expected="vLLM's RL routes", hint=_DEV_MODE) from error
+        except EngineRefusedError as error:
+            raise restated(error, _own_words(error.what), reason=_own_words(error.reason)) from error
 
 
 def _own_words(text: str) -> str:
@@ -452,7 +429,7 @@ class EmbeddedPort(VLLMPort):
     kind: ClassVar[str] = "embedded"
 
     def _choose(self, facts: ServerInfo) -> VLLMPort:
-        return copy.copy(self)
+        return self._as(EmbeddedPort)
 
     def adapter(self, name: str) -> Port:
         return Port.adapter(self, name)
