@@ -82,6 +82,12 @@ def test_settings_that_cannot_work_are_refused(settings, words):
         vllm_engine("host:1", **settings)
 
 
+@pytest.mark.parametrize("given", [(3, None), (1, ["weights"]), (1, []), (0, ["cache"])])
+def test_a_sleep_that_no_engine_has_is_refused_before_it_is_asked_for(given):
+    with pytest.raises(ConfigError, match=r"sleep|tags"):
+        vllm_engine("host:1").sleep(*given)
+
+
 def test_a_prefetch_is_asked_after_until_it_is_over_or_late():
     working = failed(f'EngineError: {ANSWERS}{{"working": true}}.')
     with running(post_init_weight_transfer_engine=[(200, {}), working, working, (200, {})]) as server:

@@ -96,10 +96,7 @@ class Port(ABC):
         """Let the engine generate."""
 
     def suited(self, info: Info) -> Port:
-        """Return the port for the engine as it is now, before it joins a transport.
-
-        Args:
-            info: of the transport, from `EngineClient.connect`.
+        """Return the port for the engine as it is now, before it joins the transport of ``info``.
 
         Raises:
             ConfigError: the engine would serve wrong weights with this port's settings.
@@ -119,11 +116,7 @@ class Port(ABC):
         """Name the weights in service, where `Finish` did not."""
 
     def refuse_sleep(self, level: int, tags: frozenset[str]) -> None:
-        """Raise where the engine cannot sleep so.
-
-        Raises:
-            ConfigError: this kind of engine cannot sleep.
-        """
+        """Raise an error where the engine cannot sleep so."""
         raise ConfigError(f"{self.kind} engines cannot be put to sleep", hint="use pause")
 
     def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
@@ -169,15 +162,12 @@ def check_sleep(level: int, tags: Collection[str] | None) -> frozenset[str]:
     """Return the tags that are to sleep; none at level 0, which only pauses.
 
     Raises:
-        ConfigError: there is no such sleep.
+        ConfigError: there is no such level or tag, or weights would sleep without the cache.
     """
-    wanted = TAGS if tags is None else frozenset(tags)
-    if level not in (0, 1, 2) or not wanted <= TAGS:
-        raise ConfigError(
-            f"there is no sleep of level {level} with tags {sorted(wanted)}",
-            expected=f"level 0, 1 or 2, and tags of {', '.join(sorted(TAGS))}",
-        )
-    if level > 0 and wanted not in (TAGS, {"kv_cache"}):
+    wanted = check_wake(tags)
+    if level not in (0, 1, 2):
+        raise ConfigError(f"there is no sleep of level {level}", expected="level 0, 1 or 2")
+    if level > 0 and "kv_cache" not in wanted:
         raise ConfigError("weights sleep only together with the cache", expected="no tags, or ['kv_cache']")
     return wanted if level > 0 else frozenset()
 
@@ -186,7 +176,7 @@ def check_wake(tags: Collection[str] | None) -> frozenset[str]:
     """Return the tags that are to wake.
 
     Raises:
-        ConfigError: there is no such part.
+        ConfigError: there is no such tag.
     """
     wanted = TAGS if tags is None else frozenset(tags)
     if not wanted <= TAGS:

@@ -61,7 +61,7 @@ __all__ = ["SGLANG", "SGLangPort", "sglang_engine"]
 
 log = logging.getLogger("torchrl_ext")
 
-_NOT_READY = {200: False, 503: True}
+_NOT_READY = {200: False, 503: True}  # other statuses are of releases that do not say
 _GRAPHS = "cuda_graph"  # sleeps and wakes with the cache
 _PLUGIN = (
     "install torchrl_ext in the engine's environment (it needs no trainer packages), or let `torchrl-ext serve sglang` "
@@ -100,11 +100,10 @@ class SGLangPort(HTTPPort):
 
     def describe(self) -> EngineInfo:
         """See `Port.describe`. ``/server_info`` suffices; ``/model_info`` and our plugin may add to it."""
-        facts = self._server_info()
+        facts, model = self._server_info(), {}
         try:
-            served = self._either("/model_info", "/get_model_info")
+            model = self._model()
         except EngineRefusedError as error:
-            served = None
             if not isinstance(error, RouteAbsent):
                 log.warning("%s does not say what it serves now: %s", self.url, error)
         transports: tuple[str, ...] = ()  # none where control routes want a key that this client lacks
@@ -112,9 +111,13 @@ class SGLangPort(HTTPPort):
             transports = self.followed() if self._has_plugin() else facts.info.transports
         except EngineRefusedError as error:
             log.warning("%s does not say whether it has our plugin: %s", self.url, error)
-        model = served if isinstance(served, dict) else {}
         info = facts.serving(weight_version=model.get("weight_version"), model=model.get("model_path"))
         return replace(info, transports=transports)
+
+    def _model(self) -> Info:
+        """Return what the server says of the model that it serves now."""
+        answer = self._either("/model_info", "/get_model_info")
+        return answer if isinstance(answer, dict) else {}
 
     def loads(self) -> list[dict[str, Any]]:
         """Count requests by data-parallel rank, from ``/v1/loads`` or ``/get_load``.
@@ -156,7 +159,9 @@ class SGLangPort(HTTPPort):
         """See `Port.state`. Pauses of mode ``abort`` are known to the server's first process only, which our plugin
         asks where it can (``server``)."""
         answer = self._fitness(self._say)
-        pauses = [answer.get("paused"), None if answer.get("server") else self._ready()]
+        pauses = [answer.get("paused")]
+        if not answer.get("server"):
+            pauses.append(_NOT_READY.get(self.http.call("GET", "/ready").status))
         known = [bool(one) for one in pauses if one is not None]
         return EngineState(
             paused=any(known) if known else None,
@@ -164,10 +169,6 @@ class SGLangPort(HTTPPort):
             empty=bool(answer.get("empty")),
             whole=answer.get("whole"),
         )
-
-    def _ready(self) -> bool | None:
-        """Return whether the server says that it is paused; None where a release does not say."""
-        return _NOT_READY.get(self.http.call("GET", "/ready").status)
 
     def tell(self, message: Message) -> list[Info]:
         match message:
@@ -235,8 +236,7 @@ class SGLangPort(HTTPPort):
     def label_as(self, version: int) -> None:
         label = str(version)
         self.http.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
-        served = self._either("/model_info", "/get_model_info")
-        found = str(served.get("weight_version")) if isinstance(served, dict) else str(served)[:120]
+        found = str(self._model().get("weight_version"))
         if found != label:
             raise EngineRefusedError(f"{self.url} calls its weights {found!r}", expected=repr(label))
 
