@@ -7,6 +7,7 @@ from tests.rpc.engines import client, running
 from tests.rpc.servers import CONFIG
 from tests.rpc.test_exchanges import GROUP, GROUPS, LOAD, NATIVE
 from torchrl_ext.errors import ConfigError, EngineRefusedError
+from torchrl_ext.types import Part
 
 ABSENT = (404, {"detail": "Not Found"})
 FILES = {"transport": "disk", "params": [], "rank_offset": 1}
@@ -85,6 +86,18 @@ def test_a_stock_server_that_cannot_follow_is_refused_before_anything_reaches_it
         with pytest.raises((ConfigError, EngineRefusedError), match=f"(?s){words}"):
             client(fake).connect(join)
         assert set(posts(fake)) <= {"weights_checker"}
+
+
+@pytest.mark.parametrize("make", ["vllm", "sglang"])
+def test_a_stock_server_proves_nothing_and_takes_no_part_of_a_version(make):
+    with running(f"stock-{make}") as fake:
+        engine = client(fake)
+        engine.connect(FILES)
+        with pytest.raises(EngineRefusedError, match=r"whole versions only.*serves what it served"):
+            engine.prefetch(8, Part(names=frozenset({"a"}), base=7))
+        with pytest.raises(ConfigError, match="cannot prove what it holds"):
+            engine.verify({"a": "0"})
+        assert not engine.verifies and fake.serving
 
 
 def test_a_stock_sglang_leaves_its_group_after_a_load_that_failed_and_ends_the_session_before_the_next():

@@ -5,7 +5,6 @@ An engine that holds a part of a version, or no weights, is never told to serve.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,8 +46,6 @@ from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, least
 
 __all__ = ["Engine"]
 
-log = logging.getLogger("torchrl_ext")
-
 _UNTOUCHED = "the engine's weights and its pause are what they were"
 _PART = "part of an update"
 _KV = frozenset({"kv_cache"})
@@ -65,6 +62,8 @@ class Engine(EngineClient):
         free_cache: give up the memory of keys and values for the time of a load.
     """
 
+    rehearsed: tuple[Info, ...] = ()
+
     def __init__(self, port: Port, *, free_cache: bool = False) -> None:
         self.kind = port.kind  # type: ignore[misc]
         self._own = self.port = port
@@ -74,7 +73,6 @@ class Engine(EngineClient):
         self._before = EngineState(paused=None)  # before the current update
         self._since: float | None = None  # when the pause began
         self._row = EngineRow(engine=port.url, kind=self.kind, state="serving", proof="sent")
-        self._rehearsed: tuple[Info, ...] = ()
 
     @property
     def url(self) -> str:
@@ -95,10 +93,6 @@ class Engine(EngineClient):
     @property
     def proof(self) -> str:
         return self._row.proof
-
-    @property
-    def rehearsed(self) -> tuple[Info, ...]:
-        return self._rehearsed
 
     def oldest(self, version: int) -> int | None:
         return self.port.oldest(version)
@@ -195,7 +189,7 @@ class Engine(EngineClient):
             told = self._rehearsal(Rehearse(how=how, ask=True))
             if any(answer.get("needed") for answer in told):
                 told = self._rehearse(Rehearse(how=how))
-        self._rehearsed = tuple(told)
+        self.rehearsed = tuple(told)
         self._row = replace(self._row, proof=least(str(answer.get("proof", "sent")) for answer in told))
 
     def _rehearse(self, message: Rehearse) -> list[Info]:
