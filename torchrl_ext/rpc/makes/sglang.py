@@ -438,11 +438,10 @@ class StockSGLangPort(StockPort, SGLangPort):
 
     def _flushed(self) -> str:
         answer = self.http.call("POST", "/flush_cache")
-        if answer.ok:
-            return ""
-        if answer.status != 400:
-            answer.wanted(f"POST {self.url}/flush_cache")
-        return answer.message() or "no reason given"
+        words = f"POST {self.url}/flush_cache answered {answer.status}: {answer.message()}"
+        if not answer.ok and answer.status != 400:
+            raise EngineRefusedError(words, status=answer.status)
+        return "" if answer.ok else words
 
 
 def sglang_engine(
