@@ -179,13 +179,11 @@ class SGLangPort(HTTPPort):
                     expected="--dp-size 1, or a transport through files",
                 )
             case Start():
-                opened = self._open_session()
-                return self._say(Start(connection=message.connection, bracketed=opened), self.timeout_s)
-            case Finish():
-                answers = self._say(message, self.timeout_s)
-                self._session("end")
-                return answers
-        return self._say(message, self.timeout_s)
+                message = Start(connection=message.connection, bracketed=self._open_session())
+        answers = self._say(message, self.timeout_s)
+        if isinstance(message, Finish):
+            self._session("end")
+        return answers
 
     def _say(self, message: Message, timeout_s: float | None = None) -> list[Info]:
         """Give workers a message; each data-parallel rank gives one answer."""

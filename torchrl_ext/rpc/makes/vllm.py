@@ -52,7 +52,7 @@ from typing import Any, ClassVar, final
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, EngineRefusedError, RouteAbsent
-from torchrl_ext.messages import Finish, Join, Load, Message, Reset, Seal, Start, Verify
+from torchrl_ext.messages import Finish, Load, Message, Reset, Seal, Start, Verify
 from torchrl_ext.registry import Make
 from torchrl_ext.routes import (
     ADAPTERS_ROUTE,
@@ -206,19 +206,9 @@ class VLLMPort(HTTPPort):
             case Finish():
                 self.tell(Seal(connection=message.connection))
                 self._post("/finish_weight_update", {"weight_version": str(message.version)})
-            case Join():
-                self._join(message)
             case _:
                 return self._say(message)
         return []
-
-    def _join(self, message: Join) -> None:
-        try:
-            self._say(message)
-        except EngineRefusedError as error:
-            if not _is_of_another_backend(error):
-                raise
-            raise restated(error, error.what, expected=f"weight-transfer backend {BACKEND!r}", hint=_FLAGS) from error
 
     def _say(self, message: Message) -> list[Info]:
         """Give workers a message that loads nothing."""
@@ -226,6 +216,9 @@ class VLLMPort(HTTPPort):
         try:
             answer: Any = self._post("/init_weight_transfer_engine", body, timeout_s=self.timeout_s)
         except EngineRefusedError as error:
+            if _is_of_another_backend(error):
+                wanted = f"weight-transfer backend {BACKEND!r}"
+                raise restated(error, error.what, expected=wanted, hint=_FLAGS) from error
             if ANSWERS not in error.what:
                 raise
             answer = error.what
