@@ -1,11 +1,12 @@
-"""A real HTTP server with the routes for LoRA adapters that our plugin adds to vLLM, and what they remember."""
+"""Fake engines with what our plugin knows of LoRA adapters, and what they remember."""
 
 import json
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.rpc.servers import GOOD, bare, running
+from tests.rpc.servers import bare
 from torchrl_ext.routes import ADAPTERS_ROUTE
+from torchrl_ext.testing import FakeEngine
 
 
 class Adapters:
@@ -14,11 +15,16 @@ class Adapters:
     def __init__(self):
         self.staged, self.served, self.refusal, self.in_use, self.files = {}, {}, None, [], {}
 
-    def told(self, body):
+    def list(self, body):
         return 200, {"adapters": {name: {"version": version} for name, version in self.served.items()}}
 
     def answer(self, body):
-        return getattr(self, body["kind"].removesuffix("_adapter"))(body)
+        return getattr(self, body["kind"].removesuffix("_adapter").removesuffix("_adapters"))(body)
+
+    def answer_sglang(self, body):
+        status, found = self.answer(json.loads(body["action"].partition(":")[2]))
+        words = found["error"] if status != 200 else json.dumps({**self.list(body)[1], **found})
+        return status, {"success": status == 200, "message": words}
 
     def check(self, body):
         return 200, {}
@@ -26,7 +32,7 @@ class Adapters:
     def stage(self, body):
         if self.refusal is not None:
             return 400, {"error": self.refusal}
-        self.files[body["version"]] = sorted(path.name for path in Path(body["path"]).iterdir())
+        self.files[body["version"]] = sorted(path.name for path in Path(body["path"]).glob("*"))
         self.staged[body["name"]] = body["version"]
         return 200, {}
 
@@ -42,17 +48,17 @@ class Adapters:
 
 
 @contextmanager
-def serving_adapters():
-    """The server, with what it holds as ``adapters``."""
-    adapters = Adapters()
-    routes = {f"GET {ADAPTERS_ROUTE}": adapters.told}
-    routes |= {f"POST {ADAPTERS_ROUTE}": adapters.answer}
-    with running({**GOOD, **routes}) as server:
-        server.adapters = adapters
-        yield server
+def serving_adapters(make="vllm"):
+    """A fake engine, with what it holds as ``adapters``."""
+    with FakeEngine(make) as fake:
+        fake.adapters = adapters = Adapters()
+        fake.answers = {f"GET {ADAPTERS_ROUTE}": adapters.list, f"POST {ADAPTERS_ROUTE}": adapters.answer}
+        if make == "sglang":
+            fake.answers = {"POST /weights_checker": adapters.answer_sglang}
+        yield fake
 
 
-def actions(server):
-    """The questions about adapters that an SGLang server was sent."""
-    found = [json.loads(body["action"].partition(":")[2]) for _, _, body in server.calls if body and "action" in body]
-    return [bare(message) for message in found]
+def told_of(fake):
+    """The messages about adapters that an engine got."""
+    found = [call.body for call in fake.calls if call.body]
+    return [bare(json.loads(body["action"].partition(":")[2]) if "action" in body else body) for body in found]

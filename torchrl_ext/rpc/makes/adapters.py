@@ -14,7 +14,17 @@ from dataclasses import replace
 from typing import ClassVar, final
 
 from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.messages import CheckAdapter, Finish, Join, Load, Message, ServeAdapter, StageAdapter, UnloadAdapter
+from torchrl_ext.messages import (
+    CheckAdapter,
+    Finish,
+    Join,
+    Load,
+    Message,
+    ServeAdapter,
+    StageAdapter,
+    UnloadAdapter,
+)
+from torchrl_ext.routes import ListAdapters
 from torchrl_ext.rpc.makes.http import is_absent
 from torchrl_ext.rpc.port import EngineState, Port, restated
 from torchrl_ext.types import EngineInfo, Info
@@ -32,8 +42,8 @@ class AdapterPort(Port):
     Args:
         engine: the port of the engine itself.
         name: the adapter's name in requests.
-        served: asks the engine which version each name stands for: ``{name: {"version": 7}}``.
-        say: gives the engine a message about adapters; returns its answer.
+        say: gives the engine a message about adapters; returns its answer, of which `ListAdapters` wants
+            ``{"adapters": {name: {"version": 7}}}``.
         plugin, lora: hints of errors, where the engine lacks our plugin, and where it was started without adapters.
 
     Raises:
@@ -47,7 +57,6 @@ class AdapterPort(Port):
         self,
         engine: Port,
         name: str,
-        served: Callable[[], Info],
         say: Callable[[Message], Info],
         *,
         plugin: str,
@@ -57,7 +66,7 @@ class AdapterPort(Port):
             raise ConfigError(
                 f"an adapter cannot be called {name!r}", expected="letters, digits, '.', '_' and '-', at most 128"
             )
-        self._engine, self.name, self._served, self._say = engine, name, served, say
+        self._engine, self.name, self._say = engine, name, say
         self._plugin, self._lora = plugin, lora
         self.kind, self.url = engine.kind, engine.url  # type: ignore[misc]
         self._versions: list[int] = []  # those that this port put in service, the newest two
@@ -78,19 +87,20 @@ class AdapterPort(Port):
         with self._explained():
             match message:
                 case Join():
-                    self._say(CheckAdapter(params=message.params, root=message.offer))
+                    self._ask(CheckAdapter(params=message.params, root=message.offer))
                 case Load():
                     path = message.handoff.get("path")
                     if path is None:
                         raise ConfigError("adapters travel as files", expected="DiskTransport")
-                    self._say(StageAdapter(name=self.name, version=message.version, path=path))
+                    self._ask(StageAdapter(name=self.name, version=message.version, path=path))
                 case Finish():
                     self._serve(message.version)
         return []
 
     def _serve(self, version: int) -> None:
         """Point the name at ``version``, and check that it is."""
-        self._in_use = self._say(ServeAdapter(name=self.name, version=version)).get("in_use")
+        in_use = self._ask(ServeAdapter(name=self.name, version=version)).get("in_use")
+        self._in_use = [one for one in in_use if isinstance(one, int)] if isinstance(in_use, list) else None
         found = self._serving()
         if found != version:
             raise EngineRefusedError(
@@ -107,7 +117,7 @@ class AdapterPort(Port):
     def unload(self) -> None:
         """Take the adapter out of service: requests by its name are refused from now on."""
         with self._explained():
-            self._say(UnloadAdapter(name=self.name))
+            self._ask(UnloadAdapter(name=self.name))
         self._versions = []
 
     def hold(self, before: EngineState) -> None:
@@ -118,7 +128,16 @@ class AdapterPort(Port):
 
     def _serving(self) -> int | None:
         """Return the version that the engine serves under the name; None where it serves none of ours."""
-        return self._served().get(self.name, {}).get("version")
+        adapters = self._ask(ListAdapters()).get("adapters")
+        row = adapters.get(self.name) if isinstance(adapters, dict) else None
+        version = row.get("version") if isinstance(row, dict) else None
+        return version if isinstance(version, int) else None
+
+    def _ask(self, message: Message) -> Info:
+        answer = self._say(message)
+        if not isinstance(answer, dict):
+            raise EngineRefusedError(f"{self.url} answered {answer!r:.200} to {message.kind!r}", expected="an object")
+        return answer
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

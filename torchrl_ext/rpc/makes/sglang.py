@@ -48,7 +48,7 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
 from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Start
 from torchrl_ext.registry import Make
-from torchrl_ext.routes import CHANNEL, Flush, ListAdapters, merged
+from torchrl_ext.routes import CHANNEL, Flush, merged
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
 from torchrl_ext.rpc.makes.adapters import AdapterPort
@@ -337,10 +337,7 @@ class SGLangPort(HTTPPort):
 
     def adapter(self, name: str) -> Port:
         """See `Port.adapter`. The server needs ``--enable-lora`` and our plugin."""
-        return AdapterPort(self, name, self._adapters, self._tell_adapters, plugin=_ADAPTERS, lora=_LORA)
-
-    def _adapters(self) -> Info:
-        return self._tell_adapters(ListAdapters())["adapters"]
+        return AdapterPort(self, name, self._tell_adapters, plugin=_ADAPTERS, lora=_LORA)
 
     def _tell_adapters(self, message: Message) -> Info:
         answer = merged(self._say(message, self.timeout_s))

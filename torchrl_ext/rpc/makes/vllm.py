@@ -58,6 +58,7 @@ from torchrl_ext.routes import (
     ADAPTERS_ROUTE,
     ANSWERS,
     BACKEND,
+    ListAdapters,
     answers_in,
     asleep_by,
     unescaped,
@@ -266,12 +267,11 @@ class VLLMPort(HTTPPort):
 
     def adapter(self, name: str) -> Port:
         """See `Port.adapter`. The server needs ``--enable-lora``."""
-        return AdapterPort(self, name, self._adapters, self._tell_adapters, plugin=_ADAPTERS, lora=_LORA)
-
-    def _adapters(self) -> Info:
-        return self.http.get(ADAPTERS_ROUTE)["adapters"]
+        return AdapterPort(self, name, self._tell_adapters, plugin=_ADAPTERS, lora=_LORA)
 
     def _tell_adapters(self, message: Message) -> Info:
+        if isinstance(message, ListAdapters):
+            return self.http.get(ADAPTERS_ROUTE)
         try:
             return self.http.post(ADAPTERS_ROUTE, message.to_json(), timeout_s=self.timeout_s)
         except EngineRefusedError as error:
