@@ -193,10 +193,11 @@ def test_pools_are_left_as_they_are_where_one_would_be_empty_or_the_router_is_gi
             assert url == urls[lost] and "keeps its pools" in problem and listed(pools.url) == set(urls)
 
 
-def test_a_closed_routing_starts_no_router_for_an_engine_that_is_lost(urls, routers):
+def test_a_closed_routing_starts_no_router_for_a_lost_engine_or_a_late_report(urls, routers):
     routing = Routing(infos(urls[:1]))
     routing.close()
     routing.health.fail(urls[0], EngineError("it is lost"), by="somebody")
+    routing.follow(report((urls[0], "serving", 1)))
     assert len(routers.specs) == 1 and not routers.runs
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -102,9 +103,13 @@ def test_a_server_that_ends_while_starting_shows_the_errors_and_the_end_of_this_
     assert log.read_text().startswith("OSError: yesterday\n")
 
 
-def test_a_program_that_does_not_exist_is_an_error(tmp_path):
+def test_a_program_that_does_not_exist_is_an_error_and_nothing_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EngineError, match="/no/such/program"):
-        GuardedProcess(["/no/such/program"], name="toy", url="http://127.0.0.1:1", log_path=tmp_path / "log")
+        GuardedProcess(["/no/such/program"], name="toy")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        GuardedProcess(["true"], name="toy", log_path=tmp_path / "nowhere" / "log")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_server_that_is_never_healthy_reaches_the_deadline_and_is_ended(tmp_path):

@@ -87,7 +87,8 @@ class Routing:
         if router is not None and settings:
             raise ConfigError(f"{', '.join(settings)} is for a router of ours, and {router} runs already")
         self.name, self.update_weights, self.health = name, update_weights, health or Health()
-        self._engines = {url: replace(info, url=url) for info in engines for url in [normalise_url(info.url)]}
+        infos = [replace(info, url=normalise_url(info.url)) for info in engines]
+        self._engines = {info.url: info for info in infos}
         self._max_lag, self.api_key, self._settings = max_lag, api_key, settings
         self._changing, self._deaf = threading.RLock(), False
         self._process = self._started(self._engines) if router is None else None
@@ -219,6 +220,7 @@ class Routing:
             self._deaf = True
             if self._process is not None:
                 self._process.stop()
+                self._process = None  # a late report starts no other one
 
     def __enter__(self) -> Routing:
         return self
