@@ -72,7 +72,6 @@ def test_what_moves_is_torchrls_machinery():
         assert getattr(type(scheme), name) is getattr(WeightSyncScheme, name)
     with followers(scheme, [model], model=policy) as (end,):
         assert scheme.sender_transports[0] is scheme.shared_transport is scheme.receiver_transport
-        assert scheme.shared_transport.check_connection() and end.receiver_transport.check_connection()
         train(policy)
         scheme.shared_transport.send_weights(scheme.prepare_weights(policy, "policy", scheme.strategy))
         assert same(model.state_dict(), policy.state_dict())
@@ -82,7 +81,6 @@ def test_what_moves_is_torchrls_machinery():
             scheme.connect()
         scheme.shutdown()
         assert end.receive() is not None and end.receive() is None  # the trainer has left: there is nothing to wait for
-        assert not end.receiver_transport.check_connection()
 
 
 def test_weights_that_torchrls_apply_weights_put_in_place_are_no_base_of_the_next_version():

@@ -64,14 +64,13 @@ def within(call, *arguments):
 
 def answering(link, receiver):
     """A worker that is connected already."""
-    worker = WorkerTransport(None, "policy", dict, WAIT_S)
+    worker = WorkerTransport(None, "policy", dict, 0.3)
     worker._link, worker._receiver = link, receiver
     return worker
 
 
 class TestDeadlines:
-    def test_a_worker_that_does_not_read_ends_the_trainers_ask(self, ends, monkeypatch):
-        monkeypatch.setattr("torchrl_ext.collectors.worker_end._GRACE_S", 0.0)
+    def test_a_worker_that_does_not_read_ends_the_trainers_ask(self, ends):
         engine = Engine(LinkPort(Link(ends[0], "worker 3"), timeout_s=0.3))
         error = within(engine.tell, Join(transport="disk", params=(), offer=LARGE))
         assert isinstance(error, DeadlineError)
@@ -90,18 +89,16 @@ class TestDeadlines:
     def test_a_worker_that_dials_and_does_not_read_keeps_nobody_out(self, monkeypatch):
         monkeypatch.setattr("torchrl_ext.collectors.hub._HELLO_S", 0.3)
         hub = Hub("127.0.0.1", "policy", 2, lambda idx: LARGE if idx == 0 else {})
-        with socket.create_connection(hub.address) as silent:
-            hello = {"token": hub.token, "model_id": "policy", "worker": 0, "pid": 1}
+        with socket.create_connection(hub.address[:2]) as silent:
+            hello = {"token": hub.address[2], "model_id": "policy", "worker": 0, "pid": 1}
             silent.sendall(frame(json.dumps(hello).encode()))
-            link, _ = within(dial, hub.address, "policy", 1, hub.token, WAIT_S)
+            link, _ = within(dial, hub.address, "policy", 1, WAIT_S)
             assert link.alive
             with pytest.raises(DeadlineError, match=r"1 of 2 workers .* 0\."):
                 hub.wait(0.5)
         hub.close()
 
-    def test_a_trainer_that_does_not_read_ends_a_workers_answer_and_the_worker_lives_on(self, ends, monkeypatch):
-        monkeypatch.setattr("torchrl_ext.collectors.worker_end._ANSWER_S", 0.3)
-
+    def test_a_trainer_that_does_not_read_ends_a_workers_answer_and_the_worker_lives_on(self, ends):
         class Talkative(WeightReceiver):
             def rehearse(self, question):
                 return LARGE
@@ -109,7 +106,7 @@ class TestDeadlines:
         worker = answering(Link(ends[0], "the trainer"), Talkative())
         ends[1].sendall(frame(json.dumps({"number": 1, "message": Rehearse().to_json()}).encode()))
         within(worker.serve, lambda: None)
-        assert worker.receive_weights() is None and not worker.check_connection()
+        assert worker.receive_weights() is None
         worker.shutdown()
 
 
@@ -117,7 +114,7 @@ class TestWhatOthersSay:
     def test_whatever_arrives_is_answered_or_ends_in_an_error_of_ours(self):
         draw = random.Random(3)
         hub = Hub("127.0.0.1", "policy", 1, lambda idx: {})
-        whole = {"token": hub.token, "model_id": "policy", "worker": 0, "pid": 7}
+        whole = {"token": hub.address[2], "model_id": "policy", "worker": 0, "pid": 7}
         for _ in range(60):
             hello = {**whole, draw.choice([*whole, "more"]): draw.choice([None, -1, 1e300, [], {}, "x", True])}
             hello["worker"] = draw.choice([hello["worker"], 1 << 80, "0", None])
@@ -129,7 +126,7 @@ class TestWhatOthersSay:
             with _tcp_pair() as (ours, theirs):
                 theirs.sendall(draw.choice([frame(data), frame(data), b"\xff\xff\xff\xff" + data]))
                 theirs.shutdown(socket.SHUT_WR)
-                hub.welcome(Link(ours, "somebody"))
+                hub.meet(ours, ("somebody", 0))
                 assert hub.links.pop(0, None) is None or hello | {"worker": 0} == hello
         hub.close()
 
@@ -137,15 +134,15 @@ class TestWhatOthersSay:
     def test_a_token_of_any_signs_is_another_trainers(self, token):
         hub = Hub("127.0.0.1", "policy", 1, lambda idx: {})
         with pytest.raises(NotConnectedError, match="another trainer's address"):
-            dial(hub.address, "policy", 0, token, WAIT_S)
+            dial((*hub.address[:2], token), "policy", 0, WAIT_S)
         hub.close()
 
     def test_a_stranger_is_not_listened_to_at_length(self):
         hub = Hub("127.0.0.1", "policy", 1, lambda idx: {})
-        with socket.create_connection(hub.address, timeout=WAIT_S) as stranger:
+        with socket.create_connection(hub.address[:2], timeout=WAIT_S) as stranger:
             stranger.sendall((1 << 20).to_bytes(4, "big"))
             assert stranger.recv(1) == b""  # at once, and not when its time is over
-        link, _ = dial(hub.address, "policy", 0, hub.token, WAIT_S)
+        link, _ = dial(hub.address, "policy", 0, WAIT_S)
         answer = {"params": "x" * 8192}
         hub.wait(WAIT_S)
         link.send(answer, Deadline(WAIT_S))
@@ -181,7 +178,7 @@ class TestWhatOthersSay:
         with socket.create_server(("127.0.0.1", 0)) as server:
             threading.Thread(target=_answer, args=(server, {}), daemon=True).start()
             with pytest.raises(NotConnectedError, match="it gives no reason"):
-                dial(server.getsockname(), "policy", 0, "token", WAIT_S)
+                dial((*server.getsockname(), "token"), "policy", 0, WAIT_S)
 
 
 def _answer(server, message):

@@ -250,7 +250,7 @@ def test_settings_are_checked_when_the_scheme_is_made():
     for given, said in (
         ({"model": make_policy()}, "number of workers of model 'critic'"),
         ({"num_workers": 1}, "nothing to send for model 'critic'"),
-        ({"params_map": {0: {}}, "model": make_policy()}, "params_map stands alone"),
+        ({"params_map": {0: {}}, "model": make_policy()}, "more than one thing to send for model 'critic'"),
     ):
         with pytest.raises(ConfigError, match=said):
             Scheme("disk").init_on_sender(model_id="critic", **given)

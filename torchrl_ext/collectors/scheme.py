@@ -17,7 +17,7 @@ from torch import nn
 from torchrl.collectors import Collector
 from torchrl.weight_update import WeightSyncScheme
 
-from torchrl_ext.collectors.torchrl_private import is_leaf, model_of, original_policy
+from torchrl_ext.collectors.torchrl_private import is_leaf, shared_policy, source_of
 from torchrl_ext.collectors.trainer_end import CollectorTransport, is_per_worker
 from torchrl_ext.collectors.worker_end import WorkerTransport
 from torchrl_ext.errors import ConfigError, NotConnectedError
@@ -71,7 +71,6 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         self._address: tuple[str, int, str] | None = None
         self._weights: Any = None
         self._device_map_fn: Callable[[int, Any], Any] | None = None
-        self._kept: Any = None
         self._scratch: str | None = None
 
     def create_transport(self, **settings: Any) -> Transport:
@@ -101,31 +100,26 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         device_map_fn: Callable[[int, Any], Any] | None = None,
         num_workers: int | None = None,
         remote_collectors: list[Any] | None = None,
-        ctx: Any = None,
+        ctx: Any = None,  # of TorchRL's pipes; our workers dial in by TCP, however they were started
     ) -> None:
-        del ctx  # workers dial in by TCP, however they were started
-        given = [context, model, weights]
-        if params_map is not None and any(one is not None for one in given):
-            raise ConfigError("params_map stands alone", expected="no model, weights or context beside it")
-        if params_map is None and all(one is None for one in given):
+        model_id = model_id or "policy"
+        single = next((one for one in (weights, model, context) if one is not None), None)
+        if (single is None) == (params_map is None):
             raise ConfigError(
-                f"there is nothing to send for model {model_id or 'policy'!r}",
-                expected="init_on_sender(context=collector, model_id=...), or model=, weights= or params_map=",
+                f"there is {'nothing' if single is None else 'more than one thing'} to send for model {model_id!r}",
+                expected="params_map alone, or init_on_sender(context=collector, model_id=...), model= or weights=",
             )
         for counted in (params_map, devices, remote_collectors):
             if num_workers is None and counted is not None:
                 num_workers = len(counted)
+        if num_workers is None and context is None:
+            raise ConfigError(
+                f"the number of workers of model {model_id!r} is not known", hint="give num_workers or devices"
+            )
         if num_workers is None and not isinstance(context, Collector):  # a `Collector` runs in this process
             num_workers = getattr(context, "num_workers", None)
-            if context is None:
-                raise ConfigError(
-                    f"the number of workers of model {model_id or 'policy'!r} is not known",
-                    hint="give num_workers or devices",
-                )
-        self.model_id, self.context, self.model = model_id or "policy", context, model
-        self.weights = weights if params_map is None else params_map
-        self._kept = model  # until the workers have its weights, since the base holds it weakly
-        self._device_map_fn = device_map_fn
+        self.model_id, self.context, self.model, self._device_map_fn = model_id, context, model, device_map_fn
+        self.weights = next((one for one in (params_map, weights, model) if one is not None), None)
         devices = devices if devices is not None else getattr(context, "policy_device", None)
         self.shared_transport = CollectorTransport(self, num_workers, devices)
         self._address = self.shared_transport.address
@@ -135,28 +129,22 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
 
         They are those given, or else those that `init_on_sender` was given or the collector has; None without any.
         """
-        if weights is None and isinstance(context, Collector) and model_id == "policy":
-            weights = original_policy(context)
         if weights is None:
-            weights = self._weights
-        if weights is None:
-            weights = model_of(context, model_id) if self._model_ref is None else self.model
+            weights = source_of(context, model_id) if self._weights is None else self._weights
         if is_per_worker(weights):
-            return {idx: super(TransportWeightSyncScheme, self).prepare_weights(own, model_id, strategy, context)
-                    for idx, own in weights.items()}  # fmt: skip
+            return {idx: self.prepare_weights(own, model_id, strategy, context) for idx, own in weights.items()}
         return None if weights is None else super().prepare_weights(weights, model_id, strategy, context)
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any = None
     ) -> None:
         first = self.prepare_weights(weights, self.model_id, self.strategy, self.context)
-        if first is None and self.model_id == "policy":
-            first = self.prepare_weights(_made_by_all(self.context), self.model_id, self.strategy)
+        if first is None and self.model_id == "policy" and (made := shared_policy(self.context)) is not None:
+            first = self.strategy.extract_weights(made)
         transport = self.shared_transport
         if first is not None and self._device_map_fn is not None and not is_per_worker(first):
             first = {idx: self._device_map_fn(idx, first) for idx in range(transport.workers)}
         transport.setup_connection_and_weights_on_sender(first)
-        self._kept = None
 
     def send(self, weights: Any = None, worker_ids: int | list[int] | None = None) -> None:
         """Send weights, and return when every worker holds them.
@@ -247,7 +235,7 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a worker needs: settings and the trainer's address."""
-        here = ("_shared_transport", "_receiver_transport", "_weights", "_device_map_fn", "_kept", "_scratch")
+        here = ("_shared_transport", "_receiver_transport", "_weights", "_device_map_fn", "_scratch")
         return super().__getstate__() | dict.fromkeys(here)
 
 
@@ -265,15 +253,6 @@ def checked_settings(transport: str, settings: Mapping[str, Any]) -> dict[str, A
             f"transport {transport!r} has no setting {strange[0]!r}", expected=f"some of {', '.join(sorted(known))}"
         )
     return given
-
-
-def _made_by_all(context: Any) -> nn.Module | None:
-    """Return a policy from the factory that all workers share; None where they share none."""
-    factories = getattr(context, "policy_factory", None) or [None]
-    if factories[0] is None or any(one is not factories[0] for one in factories):
-        return None
-    policy = factories[0]()
-    return policy if isinstance(policy, nn.Module) else None
 
 
 def _remove(path: str, owner: int) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+from torch import nn
 from torchrl.collectors import Collector
 from torchrl.weight_update import WeightSyncScheme, weight_sync_schemes
 from torchrl.weight_update.utils import _resolve_attr
 
-__all__ = ["backend_of", "ended_workers", "is_leaf", "model_of", "original_policy"]
+__all__ = ["backend_of", "ended_workers", "is_leaf", "model_of", "shared_policy", "source_of"]
 
 
 def backend_of(name: str) -> type[WeightSyncScheme] | None:
@@ -31,9 +32,20 @@ def model_of(context: Any, model_id: str) -> Any | None:
     return getattr(context, "_fallback_policy", None) if model is None and model_id == "policy" else model
 
 
-def original_policy(context: Any) -> Any | None:
-    """Return the policy that a collector of this process was given, which may differ from the one that it runs."""
-    return getattr(context, "_orig_policy", None)
+def source_of(context: Any, model_id: str) -> Any | None:
+    """Return the model to send: of a collector of this process the policy that it was given, not the copy that it runs;
+    else `model_of`."""
+    given = getattr(context, "_orig_policy", None) if isinstance(context, Collector) and model_id == "policy" else None
+    return model_of(context, model_id) if given is None else given
+
+
+def shared_policy(context: Any) -> nn.Module | None:
+    """Return a policy from the factory that all workers of a collector share; None where they share none."""
+    factories = getattr(context, "policy_factory", None) or [None]
+    if factories[0] is None or any(one is not factories[0] for one in factories):
+        return None
+    policy = factories[0]()
+    return policy if isinstance(policy, nn.Module) else None
 
 
 def ended_workers(context: Any) -> list[int]:

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, final
 
-from torchrl_ext import errors
 from torchrl_ext.collectors.hub import dial
 from torchrl_ext.collectors.policy_loader import ModelLoader
 from torchrl_ext.deadline import Deadline
@@ -18,6 +17,8 @@ from torchrl_ext.errors import (
     EngineUnreachableError,
     NotConnectedError,
     TransportError,
+    WeightSyncError,
+    parsed,
     why,
 )
 from torchrl_ext.messages import Finish, Leave, Message, Poll, read
@@ -29,10 +30,6 @@ from torchrl_ext.types import EngineInfo, Info
 __all__ = ["LinkPort", "WorkerTransport"]
 
 log = logging.getLogger("torchrl_ext")
-_GRACE_S = 5.0
-"""Seconds that the trainer waits longer than a transport does, so that the transport's own error arrives."""
-_ANSWER_S = 60.0
-"""Seconds that an answer may wait for a trainer that does not read."""
 
 
 class Keep(Message, frozen=True, kw_only=True):
@@ -46,14 +43,14 @@ class LinkPort(Port):
 
     Args:
         link: to the worker.
-        timeout_s: deadline of the transport's waits, in seconds.
+        timeout_s: deadline of each answer, in seconds.
     """
 
     kind: ClassVar[str] = "collector"
     pauses: ClassVar[bool] = False
 
     def __init__(self, link: Link, *, timeout_s: float) -> None:
-        self.link, self.url, self.timeout_s = link, link.peer, timeout_s + _GRACE_S
+        self.link, self.url, self.timeout_s = link, link.peer, timeout_s
         self._numbers = itertools.count(1)
 
     def describe(self) -> EngineInfo:
@@ -61,7 +58,7 @@ class LinkPort(Port):
 
     def state(self, *, fit: bool = False) -> EngineState:
         if not self.link.alive:
-            raise EngineUnreachableError(f"{self.url} is gone")
+            raise EngineUnreachableError(f"{self.url} ended")
         return EngineState(paused=False)
 
     def hold(self, before: EngineState) -> None:
@@ -84,26 +81,19 @@ class LinkPort(Port):
         """
         if isinstance(message, Poll):
             return []
-        number, within = next(self._numbers), Deadline(self.timeout_s)
+        number, within = next(self._numbers), Deadline(self.timeout_s, self.url)
         try:
             self.link.send({"number": number, "message": message.to_json()}, within)
-            within = within.again()
             answer = self.link.read(within)
             while answer is not None and answer.get("number") != number:  # an answer that came too late
                 answer = self.link.read(within)
         except TransportError as error:
             raise EngineUnreachableError(f"{why(error)}; {self.url} ended during {message.kind!r}") from error
         if answer is None:
-            raise DeadlineError(f"no answer to {message.kind!r} within {self.timeout_s:g} s from {self.url}")
-        refusal = answer.get("error")
-        if refusal is not None:
-            parts = refusal if isinstance(refusal, dict) else {"what": refusal}
-            raise EngineRefusedError(
-                f"{parts.get('what')}; {self.url} refused {message.kind!r}",
-                expected=parts.get("expected"),
-                state=parts.get("state"),
-                hint=parts.get("hint"),
-            )
+            raise within.error(f"{self.url} gave no answer to {message.kind!r}")
+        if "error" in answer:
+            what, parts = parsed(str(answer["error"]))
+            raise EngineRefusedError(f"{what}; {self.url} refused {message.kind!r}", **parts)
         found = answer.get("told")
         return [found] if isinstance(found, dict) else []
 
@@ -117,7 +107,8 @@ class WorkerTransport:
         trainer: host, port and token of the trainer's hub; None where there is no trainer.
         model_id: the model that the trainer sends.
         model: returns the object that takes the weights.
-        timeout_s: deadline of the connection, and of each message before the first weights are in, in seconds.
+        timeout_s: deadline of the connection, of each message before the first weights are in, and of a trainer that
+            reads no answer, in seconds.
 
     Attributes:
         version: the version in place; 0 before the first.
@@ -153,17 +144,10 @@ class WorkerTransport:
                 f"the scheme of model {self._model_id!r} knows no trainer",
                 hint="call init_on_sender before the scheme is handed to its workers",
             )
-        host, port, token = self._trainer
-        self._link, welcome = dial((host, port), self._model_id, worker_idx or 0, token, self._timeout_s)
-        loader = ModelLoader(self._model, device=welcome["device"], tied=welcome["tied"])
-        self._receiver = WeightReceiver(loader)
+        self._link, welcome = dial(self._trainer, self._model_id, worker_idx or 0, self._timeout_s)
+        self._receiver = WeightReceiver(ModelLoader(self._model, device=welcome["device"], tied=welcome["tied"]))
         try:
-            done: Any = None
-            while not isinstance(done, (Finish, Keep)):
-                request = self._link.read(Deadline(self._timeout_s))
-                if request is None:
-                    raise DeadlineError(f"no weights came from {self._link.peer} within {self._timeout_s:g} s")
-                done = self._answer(request, lambda: None)
+            while not isinstance(done := self._answer(Deadline(self._timeout_s)), (Finish, Keep)):
                 if isinstance(done, Exception):
                     raise done
         except BaseException:
@@ -180,9 +164,7 @@ class WorkerTransport:
         self._thread = threading.current_thread()
         try:
             while not self._stopped:
-                request = self._link.read(None)
-                if request is not None:
-                    self._answer(request, landed)
+                self._answer(None, landed)
         except (TransportError, DeadlineError) as error:
             if not self._stopped:
                 log.info("%s; this worker keeps its weights, version %d", error.what, self.version)
@@ -218,10 +200,6 @@ class WorkerTransport:
         if self._link is not None:
             self._receiver.invalidate()  # the next version does not build on them
 
-    def check_connection(self) -> bool:
-        """Return whether the trainer is connected."""
-        return self._link is not None and self._link.alive
-
     def shutdown(self) -> None:
         """Leave the trainer. May be called twice, and by the thread that serves."""
         self._stopped = True
@@ -232,27 +210,22 @@ class WorkerTransport:
             self._thread.join(5.0)
         self._receiver.close()
 
-    def _answer(self, request: Info, landed: Callable[[], None]) -> Message | Exception:
-        """Do what the message of a request says, answer it, and return the message, or what went wrong."""
-        number = request.get("number")
+    def _answer(self, within: Deadline | None, landed: Callable[[], None] = lambda: None) -> Message | Exception:
+        """Do what the trainer's next message says, answer it, and return it, or what went wrong."""
+        request = self._link.read(within)
+        if request is None:
+            raise DeadlineError(f"no weights came from {self._link.peer} within {self._timeout_s:g} s")
+        done: Message | Exception
         try:
-            message = read(request.get("message"))
-            answer = {} if isinstance(message, Keep) else self._receiver.handle(message)
-            if isinstance(message, Finish):
+            done = read(request.get("message"))
+            answer = {"told": {} if isinstance(done, Keep) else self._receiver.handle(done)}
+            if isinstance(done, Finish):
                 landed()
         except Exception as error:  # noqa: BLE001 - the trainer learns of it, whatever it is
-            self._link.send({"number": number, "error": _described(error)}, Deadline(_ANSWER_S))
-            return error
-        self._link.send({"number": number, "told": answer}, Deadline(_ANSWER_S))
-        if isinstance(message, Finish):
+            done, answer = error, {"error": str(error) if isinstance(error, WeightSyncError) else why(error)}
+        self._link.send({"number": request.get("number"), **answer}, Deadline(self._timeout_s))
+        if isinstance(done, Finish):
             with self._news:  # now that it is answered: whoever waited may close the link
-                self.version = message.version
+                self.version = done.version
                 self._news.notify_all()
-        return message
-
-
-def _described(error: Exception) -> Info:
-    """Return the four parts of an error, JSON-safe."""
-    if isinstance(error, errors.WeightSyncError):
-        return {"what": error.what, "expected": error.expected, "state": error.state, "hint": error.hint}
-    return {"what": f"{type(error).__name__}: {error}", "expected": None, "state": None, "hint": None}
+        return done
