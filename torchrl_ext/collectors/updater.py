@@ -77,13 +77,12 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
                 f"settings {sorted(settings)} are for a transport that exists already",
                 hint="give the transport's name",
             )
-        if isinstance(engine, (str, Sequence)):
-            addresses = [engine] if isinstance(engine, str) else engine
-            if all(isinstance(one, str) for one in addresses):
-                engine = normalise_urls(addresses)
-        self._parts = (transport, engine, settings)
-        proof = {"verify": verify, "rehearse": rehearse, "max_gap": max_gap, "probe": probe}
+        addresses = [engine] if isinstance(engine, str) else engine
+        if isinstance(addresses, Sequence) and all(isinstance(one, str) for one in addresses):
+            engine = normalise_urls(addresses)
+        self._parts = transport, engine, settings
         cast = dtype_from_name(dtype) if isinstance(dtype, str) else dtype
+        proof = {"verify": verify, "rehearse": rehearse, "max_gap": max_gap, "probe": probe}
         self._how: dict[str, Any] = {"mapper": mapper, "dtype": cast, "finite": finite, **proof}
         self._sender: WeightSender | None = None
         self._model: Any = None
@@ -104,17 +103,12 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
             self._sender = WeightSender(made, as_engine(engine), **self._how)
         return self._sender
 
-    @property
-    def version(self) -> int:
-        """The version that the engines serve; 0 before the first."""
-        return 0 if self._sender is None else self._sender.version
-
     def register_model(self, model: Any) -> None:
         """Register what is sent when no weights are passed; it is kept alive."""
         self._model = model
 
     def init(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]] | None = None) -> None:
-        """Connect the engines before the first update, which does it otherwise.
+        """Connect the engines before the first update, which does it otherwise, for ``collector.init_updater``.
 
         Args:
             model_metadata: ``{name: (dtype, shape)}``; that of the registered model if omitted.
@@ -122,11 +116,6 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         if model_metadata is None:
             self.sender.register_model(self._get_server_weights())
         self.sender.init_all_workers_group(model_metadata)
-
-    def maybe_init_group(self) -> None:
-        """Call `init` where a model is registered and nothing is connected, for code written for TorchRL's updaters."""
-        if self._model is not None and not self.sender.check_connection():
-            self.init()
 
     def shutdown(self) -> None:
         """Leave the engines; they keep serving what they have."""
@@ -140,11 +129,9 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
             ConfigError: a worker is named that is not the only engine; nothing was sent.
             UpdateError: some engine does not serve them.
         """
-        engines = None if worker_id is None else len(self.sender.engine.rows())
-        if engines is not None and (engines, worker_id) != (1, 0):
+        if worker_id is not None and (worker_id, len(self.sender.engine.rows())) != (0, 1):
             raise ConfigError(
-                f"worker {worker_id} of {engines} engines cannot be updated alone",
-                expected="worker_ids=None: all engines serve one version",
+                f"worker {worker_id} cannot be updated alone: all engines serve one version",
                 state="nothing was sent",
                 hint="leave worker_ids out, or give engines that shall differ an updater each",
             )

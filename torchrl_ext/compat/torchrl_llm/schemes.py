@@ -12,7 +12,6 @@ and the schemes work in ``weight_sync_schemes`` of a collector too, whose worker
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -21,7 +20,6 @@ from torch import nn
 
 from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
 from torchrl_ext.errors import ConfigError, NotConnectedError, WeightSyncError
-from torchrl_ext.landing.loader import as_loader
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.discovery import as_engine
@@ -30,7 +28,6 @@ from torchrl_ext.serving.processes import free_port
 from torchrl_ext.sync.published import PublishedFollower
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.transports.base import Transport
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.types import Info, SyncReport
@@ -99,6 +96,9 @@ class VLLMWeightSyncScheme(TransportWeightSyncScheme):
         self.master_address, self.master_port = master_address or "localhost", master_port or free_port()
         self.gpus_per_replica, self.num_replicas = gpus_per_replica, num_replicas
         self.world_size = 1 + num_replicas * gpus_per_replica
+        self.group = {
+            "master_address": self.master_address, "master_port": self.master_port, "world_size": self.world_size,
+        }  # fmt: skip
 
     def create_sender(self) -> VLLMWeightSender:
         """Return a new sender, for the trainer."""
@@ -107,11 +107,6 @@ class VLLMWeightSyncScheme(TransportWeightSyncScheme):
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver | None:
         """Return a new receiver for ``vllm_engine``, as `VLLMWeightReceiver` describes it."""
         return VLLMWeightReceiver(self, vllm_engine)
-
-    def sender_transport(self, rank: int = 0) -> Transport:
-        """Make the transport of a rank of the group of the trainer (0) and the engines' workers."""
-        group = {"master_address": self.master_address, "master_port": self.master_port, "world_size": self.world_size}
-        return self.create_transport(rank=rank, **group)
 
     def sender_engine(self, vllm_engine: Any) -> EngineClient | None:
         """Return the client of the engines that a sender drives."""
@@ -196,7 +191,7 @@ class VLLMDoubleBufferSyncScheme(TransportWeightSyncScheme):
     ) -> None:
         self.remote_addr, self.local_addr = remote_addr, local_addr if local_addr is not None else remote_addr
         super().__init__("disk", strategy=strategy, root=remote_addr, seen_at=self.local_addr)
-        self.num_threads = num_threads
+        self.num_threads, self.group = num_threads, {}
 
     def create_sender(self) -> VLLMWeightSender:
         """Return a new sender, for the trainer."""
@@ -215,26 +210,16 @@ class VLLMWeightSender:
     """
 
     def __init__(self, scheme: Any) -> None:
-        self._scheme = scheme
-        grouped = isinstance(scheme, VLLMWeightSyncScheme)
-        self._sender = None if grouped else WeightSender(scheme.create_transport())
-        self._model: Any = lambda: None
-        self._collectors: list[Any] = []
+        self._scheme, self._ready = scheme, not scheme.group  # what has no group needs none to be formed
+        self._sender = WeightSender(scheme.create_transport(**scheme.group))
 
     def register_model(self, model: Any) -> None:
         """Register what `update_weights` sends when no weights are passed; it is held weakly where its type allows."""
-        try:
-            self._model = weakref.ref(model)
-        except TypeError:  # a plain dict takes no weak reference
-            self._model = lambda: model
-        if self._sender is not None:
-            self._sender.register_model(model)
+        self._sender.register_model(model)
 
     def register_collector(self, collector: Any) -> None:
-        """Register a collector whose policy version is bumped after each accepted update."""
-        self._collectors.append(collector)
-        if self._sender is not None:
-            self._sender.register_collector(collector)
+        """Register a collector whose policy version is bumped after each accepted update; it is held weakly."""
+        self._sender.register_collector(collector)
 
     def init_all_workers_group(self, model_metadata: Metadata, vllm_engine: Any | None = None) -> None:
         """Form the process group of the trainer and the engines' workers.
@@ -248,15 +233,8 @@ class VLLMWeightSender:
             DeadlineError: names the ranks that did not come.
             EngineError: an engine does not join.
         """
-        if self._sender is not None:
-            self._sender.shutdown()
-        self._sender = WeightSender(self._scheme.sender_transport(), self._scheme.sender_engine(vllm_engine))
-        model = self._model()
-        if model is not None:
-            self._sender.register_model(model)
-        for collector in self._collectors:
-            self._sender.register_collector(collector)
-        self._sender.init_all_workers_group(model_metadata)
+        self._sender.init_all_workers_group(model_metadata, self._scheme.sender_engine(vllm_engine))
+        self._ready = True
 
     def update_weights(self, weights: Any = None) -> SyncReport:
         """Send the registered model's weights, or ``weights``, and return when every engine serves them.
@@ -265,14 +243,8 @@ class VLLMWeightSender:
             NotConnectedError: there is nothing to send, or no engine to send it to.
             UpdateError: some engine does not serve them.
         """
-        if weights is None and self._model() is None:
-            raise NotConnectedError(
-                "No model registered and no weights given", hint="call register_model(policy) and keep it alive"
-            )
-        if self._sender is None:
-            raise NotConnectedError(
-                "Transport not initialized", hint="Call init_all_workers_group first, or create a new sender"
-            )
+        if not self._ready:
+            raise _uninitialized()
         return self._sender.update_weights(weights)
 
     def flush_cache(self) -> bool:
@@ -285,10 +257,8 @@ class VLLMWeightSender:
 
     def shutdown(self) -> None:
         """Leave the engines, which keep serving the weights they have."""
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.shutdown()
-        self._collectors.clear()
+        self._ready = False
+        self._sender.shutdown()
 
 
 SGLangWeightSender = VLLMDoubleBufferWeightSender = VLLMWeightSender
@@ -306,7 +276,7 @@ class VLLMWeightReceiver:
     def __init__(self, scheme: Any, vllm_engine: Any) -> None:
         self._scheme, self._engine = scheme, vllm_engine
         elsewhere = isinstance(vllm_engine, (EngineClient, str, list, tuple)) or is_torchrl(vllm_engine, "RLvLLMEngine")
-        self._local = None if elsewhere else WeightReceiver(as_loader(vllm_engine))
+        self._local = None if elsewhere else WeightReceiver(vllm_engine)
         self._transport: Any = None
 
     def init_all_workers_group(self, model_metadata: Metadata) -> None:
@@ -318,7 +288,7 @@ class VLLMWeightReceiver:
         """
         if self._local is not None:
             self.shutdown()
-            self._transport = self._scheme.sender_transport(rank=1)
+            self._transport = self._scheme.create_transport(rank=1, **self._scheme.group)
             self._transport.init_all_workers_group(model_metadata)
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
@@ -326,7 +296,7 @@ class VLLMWeightReceiver:
         if self._local is None:
             return False
         if self._transport is None:
-            raise NotConnectedError("Transport not initialized", hint="Call init_all_workers_group first")
+            raise _uninitialized()
         return self._transport.receive_weights(timeout, model=self._engine) is not None
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
@@ -385,3 +355,8 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
             self._follower.close()
         finally:
             self._root.close()
+
+
+def _uninitialized() -> NotConnectedError:
+    hint = "call init_all_workers_group first; after shutdown, make another sender"
+    return NotConnectedError("the transport is not initialized", hint=hint)
