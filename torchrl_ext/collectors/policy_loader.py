@@ -86,13 +86,7 @@ class ModelLoader(WeightLoader):
     def stage(self, changes: Changes) -> None:
         self._extra = dict(changes.whole([name for name in changes.digests if _is_extra(name)]))
         plain = {name: digest for name, digest in changes.digests.items() if not _is_extra(name)}
-        self._current().stage(
-            replace(
-                changes,
-                digests=plain,
-                patches=lambda wanted: changes.patches(lambda name: not _is_extra(name) and wanted(name)),
-            )
-        )
+        self._current().stage(replace(changes, digests=plain))
 
     def commit(self) -> None:
         self._current().commit()

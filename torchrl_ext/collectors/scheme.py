@@ -7,9 +7,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from tensordict import TensorDictBase
@@ -161,11 +159,8 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
             ConfigError: there is no worker of this index.
         """
         self._require_ready("sender")
-        super().send(weights, worker_ids)
-
-    def _iterate_transports(self, worker_ids: int | list[int] | None = None) -> Iterator[Any]:
-        """Yield one transport, since one update serves all workers that are asked for."""
-        yield SimpleNamespace(send_weights=partial(self.shared_transport.send_weights, worker_ids=worker_ids))
+        prepared = self.prepare_weights(weights, self.model_id, self.strategy, self.context)
+        self.shared_transport.send_weights(prepared, worker_ids)  # one update for all workers that are asked for
 
     # worker end
 

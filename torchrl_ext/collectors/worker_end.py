@@ -120,7 +120,6 @@ class WorkerTransport:
         self._trainer, self._model_id, self._model, self._timeout_s = trainer, model_id, model, timeout_s
         self._link: Any = None  # before it is connected
         self._receiver = WeightReceiver()
-        self._thread: threading.Thread | None = None
         self._news = threading.Condition()
         self._stopped = False
         self.version = self._seen = 0
@@ -152,6 +151,7 @@ class WorkerTransport:
                     raise done
         except BaseException:
             self.shutdown()
+            self._receiver.close()
             raise
         self._seen = self.version
 
@@ -161,7 +161,6 @@ class WorkerTransport:
         Args:
             landed: called when a version is in place, before it is acknowledged; the trainer gets what it raises.
         """
-        self._thread = threading.current_thread()
         try:
             while not self._stopped:
                 self._answer(None, landed)
@@ -169,6 +168,7 @@ class WorkerTransport:
             if not self._stopped:
                 log.info("%s; this worker keeps its weights, version %d", error.what, self.version)
         finally:
+            self._receiver.close()
             with self._news:
                 self._stopped = True
                 self._news.notify_all()
@@ -201,14 +201,11 @@ class WorkerTransport:
             self._receiver.invalidate()  # the next version does not build on them
 
     def shutdown(self) -> None:
-        """Leave the trainer. May be called twice, and by the thread that serves."""
+        """Leave the trainer, which ends `serve`. May be called twice."""
         self._stopped = True
         self._receiver.abort()
         if self._link is not None:
             self._link.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(5.0)
-        self._receiver.close()
 
     def _answer(self, within: Deadline | None, landed: Callable[[], None] = lambda: None) -> Message | Exception:
         """Do what the trainer's next message says, answer it, and return it, or what went wrong."""
