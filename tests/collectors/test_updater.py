@@ -20,7 +20,7 @@ from tests.collectors.collecting import BETWEEN_PROCESSES, Walk, make_policy, sa
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
 from tests.processes import python
-from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
+from torchrl_ext.errors import ConfigError, EngineUnreachableError, NotConnectedError, UpdateError
 from torchrl_ext.registry import transports
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
@@ -202,7 +202,9 @@ def test_an_updater_travels_to_another_process_without_what_only_this_one_has():
     updater = tx.TransportWeightUpdater("memory", "127.0.0.1:1", channel="here")
     updater.register_collector(make_policy())
     copy = pickle.loads(pickle.dumps(updater))
-    assert copy.collectors is None and copy._parts == ("memory", ["http://127.0.0.1:1"], {"channel": "here"})
+    assert copy.collectors is None and not copy.post_hooks
+    with pytest.raises(EngineUnreachableError, match=r"127\.0\.0\.1:1"):
+        copy.push_weights(make_policy())
 
 
 def test_the_engine_that_a_collective_was_made_with_is_driven():

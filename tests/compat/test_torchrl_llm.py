@@ -172,40 +172,25 @@ def test_a_double_buffer_brings_a_server_to_what_was_published(server, tmp_path)
     assert not list((tmp_path / "weights").glob(".probe*"))
 
 
-@pytest.mark.parametrize("name", ["VLLMDoubleBufferSyncScheme", "VLLMWeightSyncScheme"])
-def test_the_schemes_reach_the_workers_of_a_collector_too(name, tmp_path):
-    arguments = {"remote_addr": str(tmp_path)} if "Buffer" in name else {}
+@pytest.mark.parametrize("name", SCHEMES)
+def test_the_schemes_reach_the_workers_of_a_collector_where_they_are_told_to(name, tmp_path):
+    remote, local = tmp_path / "remote", tmp_path / "local"
+    remote.mkdir()
+    local.symlink_to(remote)
+    buffered = {"remote_addr": str(remote), "local_addr": str(local)}
+    server = {"server_url": "http://127.0.0.1:1"} if "SGLang" in name else {}
     policy, models = make_policy(), [make_policy(1), make_policy(2)]
-    scheme = getattr(ours, name)(**arguments)
-    with followers(scheme, models, model=policy):
+    scheme = getattr(ours, name)(**(buffered if "Buffer" in name else {"master_address": "127.0.0.2", **server}))
+    with followers(scheme, models, model=policy) as ends:
+        for end in ends:
+            joined = end.receiver_transport._receiver._end
+            if "Buffer" in name:
+                assert str(joined._store.root) == str(local)
+            else:
+                assert joined.member.address == end.host == "127.0.0.2"
         train(policy)
         scheme.send()
         assert all(same(model.state_dict(), policy.state_dict()) for model in models)
-
-
-@pytest.mark.parametrize("name", ["VLLMWeightSyncScheme", "SGLangWeightSyncScheme"])
-def test_workers_of_a_collector_dial_the_address_that_a_scheme_is_given(name):
-    server = ["http://127.0.0.1:1"] if "SGLang" in name else []
-    policy, model = make_policy(), make_policy(1)
-    scheme = getattr(ours, name)(*server, master_address="127.0.0.2")
-    with followers(scheme, [model], model=policy) as (end,):
-        assert end._address[0] == end.host == "127.0.0.2"
-        assert end._receiver_transport._receiver._end.member.address == "127.0.0.2"
-        train(policy)
-        scheme.send()
-        assert same(model.state_dict(), policy.state_dict())
-
-
-def test_workers_of_a_collector_read_a_double_buffer_where_they_see_it(tmp_path):
-    (tmp_path / "remote").mkdir()
-    (tmp_path / "local").symlink_to(tmp_path / "remote")
-    policy, model = make_policy(), make_policy(1)
-    scheme = ours.VLLMDoubleBufferSyncScheme(str(tmp_path / "remote"), str(tmp_path / "local"))
-    with followers(scheme, [model], model=policy) as (end,):
-        assert str(end._receiver_transport._receiver._end._store.root) == str(tmp_path / "local")
-        train(policy)
-        scheme.send()
-        assert same(model.state_dict(), policy.state_dict())
 
 
 def test_an_sglang_scheme_says_what_it_cannot_do():

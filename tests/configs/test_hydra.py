@@ -42,11 +42,12 @@ def composed(*overrides):
         return compose("torchrl_ext_test", overrides=list(overrides))
 
 
-@pytest.mark.parametrize("name", sorted(tx.transports()))
-def test_the_name_of_a_transport_makes_a_scheme_with_it(name):
-    scheme = instantiate(composed(f"weight_sync_scheme={name}").weight_sync_scheme)
-    assert isinstance(scheme, TransportWeightSyncScheme)
-    assert scheme.transport == name
+def test_the_name_of_a_transport_makes_a_scheme_with_it_and_torchrls_stay_where_they_were():
+    assert composed().weight_sync_scheme._target_ == "torchrl.weight_update.MultiProcessWeightSyncScheme"
+    for name in tx.transports():
+        scheme = instantiate(composed(f"weight_sync_scheme={name}").weight_sync_scheme)
+        assert isinstance(scheme, TransportWeightSyncScheme)
+        assert scheme.transport == name
 
 
 def test_the_fields_of_a_config_are_the_settings_of_what_it_makes():
@@ -91,10 +92,6 @@ def test_settings_reach_the_transport_as_plain_values(tmp_path):
     transport.shutdown()
 
 
-def test_torchrls_own_schemes_stay_where_they_were():
-    assert composed().weight_sync_scheme._target_ == "torchrl.weight_update.MultiProcessWeightSyncScheme"
-
-
 @pytest.mark.parametrize(
     ("name", "cls", "setting", "value"),
     [
@@ -111,29 +108,29 @@ def test_a_scheme_that_replaces_one_of_torchrls_is_made_from_its_config(name, cl
     assert type(scheme) is cls and getattr(scheme, setting) == value
 
 
+SCHEME, UPDATER = "weight_sync_scheme", "weight_updater"
+
+
 @pytest.mark.parametrize(
-    ("override", "reason"),
+    ("group", "overrides", "error", "reason"),
     [
-        ("weight_sync_scheme.rooot=/shared", "weight_sync_scheme.rooot"),
-        ("weight_sync_scheme.timeout_s=soon", "weight_sync_scheme.timeout_s=soon"),
-        ("weight_sync_scheme.keep_files=[1]", "weight_sync_scheme.keep_files"),
-        ("weight_sync_scheme.keyframe_every=1.5", "weight_sync_scheme.keyframe_every"),
+        (SCHEME, ["=dleta"], MissingConfigException, r"dleta(.|\n)*collective(.|\n)*delta(.|\n)*disk"),
+        (SCHEME, ["=delta", ".rooot=/shared"], ConfigCompositionException, r"weight_sync_scheme\.rooot"),
+        (SCHEME, ["=delta", ".timeout_s=soon"], ConfigCompositionException, r"weight_sync_scheme\.timeout_s=soon"),
+        (SCHEME, ["=delta", ".keep_files=[1]"], ConfigCompositionException, r"weight_sync_scheme\.keep_files"),
+        (SCHEME, ["=delta", ".keyframe_every=1.5"], ConfigCompositionException, r"weight_sync_scheme\.keyframe_every"),
+        (SCHEME, ["=memory", ".root=/shared"], InstantiationException, r"'memory' has no setting 'root'.*channel"),
+        (UPDATER, [".engine=[ftp://h:1]"], InstantiationException, "no engine address"),
+        (UPDATER, [".engine=[]"], InstantiationException, "no address was given"),
+        (UPDATER, [".dtype=bf17"], InstantiationException, "no dtype"),
+        (UPDATER, [".encoding=auto"], InstantiationException, "'disk' has no setting 'encoding'"),
+        (UPDATER, [".transport=pigeon"], InstantiationException, "no transport called 'pigeon'"),
     ],
 )
-def test_a_field_or_a_value_that_cannot_be_is_refused_by_name(override, reason):
-    with pytest.raises(ConfigCompositionException, match=reason.replace(".", r"\.").replace("[", r"\[")):
-        composed("weight_sync_scheme=delta", override)
-
-
-def test_a_name_that_does_not_exist_is_answered_with_the_names():
-    with pytest.raises(MissingConfigException, match=r"dleta(.|\n)*collective(.|\n)*delta(.|\n)*disk"):
-        composed("weight_sync_scheme=dleta")
-
-
-def test_a_setting_of_another_transport_is_refused_with_those_that_there_are():
-    config = composed("weight_sync_scheme=memory", "weight_sync_scheme.root=/shared")
-    with pytest.raises(InstantiationException, match=r"'memory' has no setting 'root'.*channel"):
-        instantiate(config.weight_sync_scheme)
+def test_a_config_that_cannot_work_is_refused_with_the_reason(group, overrides, error, reason):
+    default = ["weight_updater=transport", "weight_updater._partial_=false"] if group == UPDATER else []
+    with pytest.raises(error, match=reason):
+        instantiate(composed(*default, *(group + override for override in overrides))[group])
 
 
 def test_settings_that_cannot_work_together_are_refused_with_the_reason(tmp_path):
@@ -144,47 +141,21 @@ def test_settings_that_cannot_work_together_are_refused_with_the_reason(tmp_path
 
 
 def test_what_an_update_has_to_prove_is_named_in_a_config():
-    config = composed("weight_updater=transport", "weight_updater.verify=outputs", "weight_updater.max_gap=0.5")
-    assert (config.weight_updater.verify, config.weight_updater.max_gap) == ("outputs", 0.5)
+    wanted = {"verify": "outputs", "max_gap": 0.5, "rehearse": "never", "finite": "refuse"}
+    config = composed("weight_updater=transport", *(f"weight_updater.{name}={value}" for name, value in wanted.items()))
+    assert {name: config.weight_updater[name] for name in wanted} == wanted
     assert composed("weight_updater=transport", "weight_updater.verify=false").weight_updater.verify is False
-    assert composed("weight_updater=transport", "weight_updater.rehearse=never").weight_updater.rehearse == "never"
-    assert composed("weight_updater=transport", "weight_updater.finite=refuse").weight_updater.finite == "refuse"
 
 
-def test_an_updater_is_made_by_the_collector_and_opens_nothing(tmp_path):
-    config = composed(
-        "weight_updater=transport",
-        "weight_updater.transport=delta",
-        f"weight_updater.root={tmp_path / 'updates'}",
-        "weight_updater.engine=[127.0.0.1:1]",
-        "weight_updater.dtype=bfloat16",
-    )
-    assert isinstance(instantiate(config.weight_updater)(), TransportWeightUpdater)
-    assert not (tmp_path / "updates").exists()
-
-
-def test_an_updater_of_a_config_pushes(tmp_path):
-    config = composed("weight_updater=transport", f"weight_updater.root={tmp_path}")
-    updater = instantiate(config.weight_updater)()
+def test_an_updater_of_a_config_opens_nothing_before_it_pushes(tmp_path):
+    root = tmp_path / "updates"
+    config = composed("weight_updater=transport", f"weight_updater.root={root}", "weight_updater.dtype=bfloat16")
+    updater = instantiate(config.weight_updater)()  # as a collector makes it
+    assert isinstance(updater, TransportWeightUpdater) and not root.exists()
     updater.push_weights({"w": torch.arange(4.0)})
-    assert tx.DiskTransport(tmp_path).receive_weights(1.0)["w"].tolist() == [0, 1, 2, 3]
+    found = tx.DiskTransport(root).receive_weights(1.0)["w"]
+    assert found.tolist() == [0, 1, 2, 3] and found.dtype == torch.bfloat16
     updater.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("override", "reason"),
-    [
-        ("weight_updater.engine=[ftp://h:1]", "no engine address"),
-        ("weight_updater.engine=[]", "no address was given"),
-        ("weight_updater.dtype=bf17", "no dtype"),
-        ("weight_updater.encoding=auto", "'disk' has no setting 'encoding'"),
-        ("weight_updater.transport=pigeon", "no transport called 'pigeon'"),
-    ],
-)
-def test_an_updater_that_cannot_work_is_refused_with_the_reason(override, reason):
-    config = composed("weight_updater=transport", override, "weight_updater._partial_=false")
-    with pytest.raises(InstantiationException, match=reason):
-        instantiate(config.weight_updater)
 
 
 def test_one_import_is_enough():
@@ -200,7 +171,7 @@ def test_one_import_is_enough():
 
 def test_without_hydra_there_are_no_groups_and_the_options_need_none():
     python(
-        "import sys, torchrl_ext as tx\n"
+        "import sys, torch, torchrl_ext as tx; tx.DiskTransport\n"
         "assert tx.WeightUpdateConfig().transport_config().name == 'collective'\n"
         "assert not {'hydra', 'torchrl', 'transformers'} & set(sys.modules)\n"
         "sys.modules['hydra'] = None\n"

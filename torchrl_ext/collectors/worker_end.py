@@ -93,7 +93,7 @@ class LinkPort(Port):
             raise within.error(f"{self.url} gave no answer to {message.kind!r}")
         if "error" in answer:
             what, parts = parsed(str(answer["error"]))
-            raise EngineRefusedError(f"{what}; {self.url} refused {message.kind!r}", **parts)
+            raise EngineRefusedError(f"{what}; {self.url} refused {message.kind!r}", status=None, **parts)
         found = answer.get("told")
         return [found] if isinstance(found, dict) else []
 
@@ -213,6 +213,7 @@ class WorkerTransport:
         if request is None:
             raise DeadlineError(f"no weights came from {self._link.peer} within {self._timeout_s:g} s")
         done: Message | Exception
+        answer: Info
         try:
             done = read(request.get("message"))
             answer = {"told": {} if isinstance(done, Keep) else self._receiver.handle(done)}

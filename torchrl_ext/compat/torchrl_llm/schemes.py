@@ -191,7 +191,8 @@ class VLLMDoubleBufferSyncScheme(TransportWeightSyncScheme):
     ) -> None:
         self.remote_addr, self.local_addr = remote_addr, local_addr if local_addr is not None else remote_addr
         super().__init__("disk", strategy=strategy, root=remote_addr, seen_at=self.local_addr)
-        self.num_threads, self.group = num_threads, {}
+        self.num_threads = num_threads
+        self.group: dict[str, Any] = {}
 
     def create_sender(self) -> VLLMWeightSender:
         """Return a new sender, for the trainer."""
