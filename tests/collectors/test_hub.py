@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
 import socket
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchrl_ext.collectors.hub import Hub, dial
 from torchrl_ext.collectors.worker_end import LinkPort, WorkerTransport
@@ -23,26 +24,46 @@ WAIT_S = 20.0
 LARGE = {"params": "x" * (17 << 20)}
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@contextmanager
+def tcp_pair():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        theirs = socket.create_connection(server.getsockname(), timeout=WAIT_S)
+        ours = server.accept()[0]
+    with ours, theirs:
+        yield ours, theirs
+
+
 @pytest.fixture
 def ends():
-    with _tcp_pair() as pair:
+    with tcp_pair() as pair:
         yield pair
 
 
-class _tcp_pair:
-    def __enter__(self):
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            self.theirs = socket.create_connection(server.getsockname(), timeout=WAIT_S)
-            self.ours = server.accept()[0]
-        return self.ours, self.theirs
-
-    def __exit__(self, *_):
-        for end in (self.ours, self.theirs):
-            end.close()
-
-
-def frame(data):
+def frame(message):
+    data = json.dumps(message).encode()
     return len(data).to_bytes(4, "big") + data
+
+
+def spoken(whole):
+    """What may come in place of the message ``whole``: it with a field changed, added or left out, or no message."""
+    changed = st.tuples(st.sampled_from([*whole, "more"]), JSON).map(lambda field: {**whole, field[0]: field[1]})
+    fewer = st.sampled_from([*whole]).map(lambda name: {key: value for key, value in whole.items() if key != name})
+    return (changed | fewer | JSON).map(frame) | st.binary(max_size=40)
+
+
+def heard(sent, listen):
+    """What ``listen`` makes of these bytes, and of the end of the connection."""
+    with tcp_pair() as (ours, theirs):
+        theirs.sendall(sent)
+        theirs.shutdown(socket.SHUT_WR)
+        return listen(ours)
 
 
 def within(call, *arguments):
@@ -91,7 +112,7 @@ class TestDeadlines:
         hub = Hub("127.0.0.1", "policy", 2, lambda idx: LARGE if idx == 0 else {})
         with socket.create_connection(hub.address[:2]) as silent:
             hello = {"token": hub.address[2], "model_id": "policy", "worker": 0, "pid": 1}
-            silent.sendall(frame(json.dumps(hello).encode()))
+            silent.sendall(frame(hello))
             link, _ = within(dial, hub.address, "policy", 1, WAIT_S)
             assert link.alive
             with pytest.raises(DeadlineError, match=r"1 of 2 workers .* 0\."):
@@ -104,31 +125,36 @@ class TestDeadlines:
                 return LARGE
 
         worker = answering(Link(ends[0], "the trainer"), Talkative())
-        ends[1].sendall(frame(json.dumps({"number": 1, "message": Rehearse().to_json()}).encode()))
+        ends[1].sendall(frame({"number": 1, "message": Rehearse().to_json()}))
         within(worker.serve, lambda: None)
         assert worker.receive_weights() is None
         worker.shutdown()
 
 
 class TestWhatOthersSay:
-    def test_whatever_arrives_is_answered_or_ends_in_an_error_of_ours(self):
-        draw = random.Random(3)
+    @given(data=st.data())
+    def test_a_hub_accepts_no_one_who_says_something_else(self, data):
         hub = Hub("127.0.0.1", "policy", 1, lambda idx: {})
-        whole = {"token": hub.address[2], "model_id": "policy", "worker": 0, "pid": 7}
-        for _ in range(60):
-            hello = {**whole, draw.choice([*whole, "more"]): draw.choice([None, -1, 1e300, [], {}, "x", True])}
-            hello["worker"] = draw.choice([hello["worker"], 1 << 80, "0", None])
-            if draw.random() < 0.3:
-                hello.pop(draw.choice(list(hello)))
-            data = json.dumps(draw.choice([hello, [hello], 5, None])).encode()
-            if draw.random() < 0.3:
-                data = bytes(draw.randrange(256) for _ in range(20))
-            with _tcp_pair() as (ours, theirs):
-                theirs.sendall(draw.choice([frame(data), frame(data), b"\xff\xff\xff\xff" + data]))
-                theirs.shutdown(socket.SHUT_WR)
-                hub.meet(ours, ("somebody", 0))
-                assert hub.links.pop(0, None) is None or hello | {"worker": 0} == hello
+        whole = {"token": hub.address[2], "model_id": "policy", "worker": 0}
+        sent = data.draw(spoken({**whole, "pid": 7}))
+        heard(sent, lambda ours: hub.meet(ours, ("somebody", 0)))
         hub.close()
+        assert not hub.links or {**json.loads(sent[4:]), **whole} == json.loads(sent[4:])
+
+    @given(sent=spoken({"number": 1, "told": {}}) | spoken({"number": 1, "error": "no"}))
+    def test_a_trainer_takes_any_answer(self, sent):
+        def ask(ours):
+            with suppress(WeightSyncError):
+                Engine(LinkPort(Link(ours, "worker 0"), timeout_s=1.0)).tell(Finish(version=1))
+
+        heard(sent, ask)
+
+    @given(data=st.data())
+    def test_a_worker_takes_any_question(self, data):
+        join = Join(transport="disk", params=(), offer={}).to_json()
+        message = {**join, data.draw(st.sampled_from([*join])): data.draw(JSON)}
+        sent = data.draw(spoken({"number": 1, "message": message}))
+        heard(sent, lambda ours: answering(Link(ours, "the trainer"), WeightReceiver({})).serve(lambda: None))
 
     @pytest.mark.parametrize("token", ["\u00e9", "\ud800"])
     def test_a_token_of_any_signs_is_another_trainers(self, token):
@@ -149,39 +175,13 @@ class TestWhatOthersSay:
         assert hub.links[0].read(Deadline(WAIT_S)) == answer
         hub.close()
 
-    def test_a_trainer_takes_any_answer(self):
-        draw = random.Random(4)
-        for _ in range(60):
-            answer = {"number": 1, draw.choice(["told", "error"]): draw.choice([None, 5, "no", [], {}, {"what": None}])}
-            answer = draw.choice([answer, [answer], 7, {"number": "1"}])
-            with _tcp_pair() as (ours, theirs):
-                engine = Engine(LinkPort(Link(ours, "worker 0"), timeout_s=1.0))
-                theirs.sendall(frame(json.dumps(answer).encode()))
-                theirs.shutdown(socket.SHUT_WR)
-                with suppress(WeightSyncError):
-                    engine.tell(Finish(version=1))
-
-    def test_a_worker_takes_any_question(self):
-        draw = random.Random(5)
-        for _ in range(40):
-            message = Join(transport="disk", params=(), offer={}).to_json()
-            message[draw.choice([*message])] = draw.choice([None, 5, [], {}, "rehearse", {"params": 3}])
-            asked = {"number": 1, "message": draw.choice([message, message, None, 5, [], {}, "join"])}
-            asked = draw.choice([asked, asked, {}, [asked], "join"])
-            with _tcp_pair() as (ours, theirs):
-                worker = answering(Link(ours, "the trainer"), WeightReceiver({}))
-                theirs.sendall(frame(json.dumps(asked).encode()))
-                theirs.shutdown(socket.SHUT_WR)
-                worker.serve(lambda: None)
-
     def test_a_refusal_without_a_reason_is_an_error_of_ours(self):
+        def answer():
+            connection = server.accept()[0]
+            connection.recv(1 << 16)
+            connection.sendall(frame({}))
+
         with socket.create_server(("127.0.0.1", 0)) as server:
-            threading.Thread(target=_answer, args=(server, {}), daemon=True).start()
+            threading.Thread(target=answer, daemon=True).start()
             with pytest.raises(NotConnectedError, match="it gives no reason"):
                 dial((*server.getsockname(), "token"), "policy", 0, WAIT_S)
-
-
-def _answer(server, message):
-    connection = server.accept()[0]
-    connection.recv(1 << 16)
-    connection.sendall(frame(json.dumps(message).encode()))

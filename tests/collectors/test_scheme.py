@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 from functools import partial
@@ -15,6 +16,7 @@ from torchrl.collectors import Collector, MultiSyncCollector
 import torchrl_ext as tx
 from tests.collectors.collecting import (
     BETWEEN_PROCESSES,
+    WAIT_S,
     Mortal,
     Walk,
     followers,
@@ -26,6 +28,7 @@ from tests.collectors.collecting import (
     worker_weights,
 )
 from tests.processes import python
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import (
     ConcurrentUpdateError,
     ConfigError,
@@ -117,9 +120,14 @@ def test_each_worker_can_have_weights_of_its_own():
             scheme.send(make_policy(), worker_ids=[2])
 
 
-def test_workers_that_make_policies_of_their_own_keep_them_until_something_is_sent():
+def policy_of_this_process():
+    return make_policy(os.getpid())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_workers_keep_policies_from_factories_of_their_own_and_begin_with_one_from_a_factory_they_share(shared):
+    factories = policy_of_this_process if shared else [partial(make_policy, seed) for seed in (3, 4)]
     scheme = Scheme("disk")
-    factories = [partial(make_policy, seed) for seed in (3, 4)]
     collector = MultiSyncCollector(
         [Walk, Walk],
         policy_factory=factories,
@@ -129,15 +137,12 @@ def test_workers_that_make_policies_of_their_own_keep_them_until_something_is_se
     )
     try:
         next(iter(collector))
-        assert all(
-            same(held, make_policy(seed).state_dict())
-            for held, seed in zip(worker_weights(collector), (3, 4), strict=True)
-        )
+        zero, one = worker_weights(collector)
+        assert same(zero, (policy_of_this_process() if shared else make_policy(3)).state_dict())
+        assert same(one, zero) if shared else same(one, make_policy(4).state_dict())
         collector.update_policy_weights_({1: TensorDict.from_module(make_policy(5)).data})
-        assert all(
-            same(held, make_policy(seed).state_dict())
-            for held, seed in zip(worker_weights(collector), (3, 5), strict=True)
-        )
+        changed = worker_weights(collector)
+        assert same(changed[0], zero) and same(changed[1], make_policy(5).state_dict())
     finally:
         collector.shutdown()
         scheme.shutdown()
@@ -304,7 +309,7 @@ def test_workers_that_do_not_come_are_named():
 
 
 @pytest.mark.parametrize("transport", BETWEEN_PROCESSES)
-def test_a_worker_that_dies_during_a_send_is_named_within_the_deadline(transport):
+def test_a_worker_that_dies_during_a_send_is_named_within_the_deadline_and_may_be_replaced(transport):
     trained, scheme = Mortal(), Scheme(transport, timeout_s=20)
     scheme.init_on_sender(model=trained, num_workers=2)
     with processes(scheme, Mortal, 2) as (pids, pipes):
@@ -321,6 +326,14 @@ def test_a_worker_that_dies_during_a_send_is_named_within_the_deadline(transport
         with pytest.raises(EngineUnreachableError, match=r"worker 1 of model 'policy'.*nothing was sent"):
             scheme.send()
         scheme.send(worker_ids=0)
+        model, end = Mortal(), pickle.loads(pickle.dumps(scheme))
+        joining = threading.Thread(target=join, args=(end, model, 1))
+        joining.start()
+        Deadline(WAIT_S).poll(lambda: scheme.shared_transport._hub.links[1].alive)
+        scheme.send()
+        joining.join(WAIT_S)
+        assert torch.equal(model.weight, trained.weight)
+        end.shutdown()
 
 
 def test_a_second_send_beside_a_running_one_is_refused():

@@ -26,6 +26,7 @@ from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 
 AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+FIRST = ("collective", "delta")
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "ignore_eos": True}
 
 
@@ -51,7 +52,7 @@ def settings(tmp_path):
     return made
 
 
-def llm_collector(server, updater, version_type="int"):
+def llm_collector(server, updater, version_type):
     env = ChatEnv.from_dataloader(
         DataLoader(
             ["the engine serves"] * 4, batch_size=1, collate_fn=lambda rows: TensorDict(query=rows, batch_size=[1])
@@ -73,76 +74,47 @@ def llm_collector(server, updater, version_type="int"):
 
 
 @pytest.mark.parametrize(
-    "transport",
+    ("transport", "version_type"),
     [
-        pytest.param(name, marks=[] if name in ("collective", "delta") else [pytest.mark.exhaustive])
+        pytest.param(
+            name, "uuid" if name == "delta" else "int", marks=[] if name in FIRST else [pytest.mark.exhaustive]
+        )
         for name in BETWEEN_PROCESSES
     ],
 )
-def test_an_engine_follows_the_updater_of_an_llm_collector(server, settings, transport):
+def test_an_engine_follows_the_updater_of_an_llm_collector(server, settings, transport, version_type):
     model = tiny_model(seed=len(transport))
     wrapped = TransformersWrapper(model, tokenizer=tiny_tokenizer(), input_mode="text", generate=False)
     updater = tx.TransportWeightUpdater(transport, server.url, **settings(transport))
-    collector = llm_collector(server, updater)
+    updater.register_model(wrapped)
+    collector = llm_collector(server, updater, version_type)
+    versions = [collector.policy_version]
+
+    def update(weights, **which):
+        train(model, len(versions))
+        collector.update_policy_weights_(weights, **which)
+        assert updater.report.verified  # the engine's own bytes, against the trainer's
+        versions.append(collector.policy_version)
+
     try:
         batches = iter(collector)
-        assert next(batches)["policy_version"].unique().tolist() == [0]
-        for expected in (1, 2):
-            train(model, expected)
-            collector.update_policy_weights_(wrapped)
-            assert updater.report.verified  # the engine's own bytes, against the trainer's
-            assert collector.policy_version == expected
-        assert next(batches)["next", "policy_version"].max() == 2
-        updater.push_weights(model)
+        next(batches)
+        collector.init_updater()  # ahead of the weights, as in TorchRL's own order of an update
+        assert updater.sender.check_connection() and updater.report is None
+        update(wrapped)
+        update(dict(model.state_dict()), worker_ids=[0])
+        batch = next(batches)
+        updater.push_weights(model, worker_ids=0)
+        assert collector.policy_version == versions[-1]  # TorchRL's updaters bump none
         updater.increment_version()
-        assert collector.policy_version == 3
+        versions.append(collector.policy_version)
         with pytest.raises(UpdateError, match=r"lm_head\.weight"):
             collector.update_policy_weights_({"lm_head.weight": torch.zeros(3)})
-        assert collector.policy_version == 3
-        collector.update_policy_weights_(model)
-        assert collector.policy_version == 4 and updater.report.verified
-    finally:
-        collector.shutdown()
-        updater.shutdown()
-
-
-def test_torchrls_own_order_of_an_llm_update_works(server, settings):
-    """A collector, a group ahead of the weights, and a state dict to the one engine, by its number."""
-    model = tiny_model(11)
-    wrapped = TransformersWrapper(model, tokenizer=tiny_tokenizer(), input_mode="text", generate=False)
-    updater = tx.TransportWeightUpdater("disk", server.url, **settings("disk"))
-    collector = llm_collector(server, updater)
-    try:
-        updater.register_model(wrapped)
-        collector.init_updater()
-        assert updater.sender.check_connection() and updater.report is None
-        collector.update_policy_weights_(wrapped.model.state_dict(), worker_ids=[0])
-        assert updater.report.verified
-        for _ in collector:
-            break
-        train(model)
-        collector.update_policy_weights_(wrapped.model.state_dict(), worker_ids=[0])
-        assert updater.report.verified and collector.policy_version == 2
-        updater.push_weights(model, worker_ids=0)
-        assert collector.policy_version == 2  # TorchRL's updaters bump none
-    finally:
-        collector.shutdown()
-        updater.shutdown()
-
-
-def test_a_version_that_is_a_uuid_changes_once_per_accepted_update(server, settings):
-    updater = tx.TransportWeightUpdater("disk", server.url, **settings("disk"))
-    collector = llm_collector(server, updater, "uuid")
-    tracker = collector.policy_version_tracker
-    try:
-        before = len(tracker.version_history)
-        collector.update_policy_weights_(tiny_model(3))
-        collector.update_policy_weights_(tiny_model(4))
-        with pytest.raises(UpdateError):
-            collector.update_policy_weights_({"x": torch.zeros(1)})
-        versions = [change.new_version for change in tracker.version_history]
-        assert len(versions) == len(set(versions)) == before + 2
         assert collector.policy_version == versions[-1]
+        update(model)
+        assert len({*versions}) == 5
+        if version_type == "int":
+            assert versions == [0, 1, 2, 3, 4] and batch["next", "policy_version"].max() == 2
     finally:
         collector.shutdown()
         updater.shutdown()

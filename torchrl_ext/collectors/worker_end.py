@@ -72,13 +72,6 @@ class LinkPort(Port):
             self.tell(Leave(connection=connection))
 
     def tell(self, message: Message) -> list[Info]:
-        """Give the worker a message, wait until it has done what it says, and return its answer.
-
-        Raises:
-            EngineUnreachableError: the worker is gone.
-            EngineRefusedError: the worker failed or refused; says why.
-            DeadlineError: no answer came in time.
-        """
         if isinstance(message, Poll):
             return []
         number, within = next(self._numbers), Deadline(self.timeout_s, self.url)
@@ -124,14 +117,11 @@ class WorkerTransport:
         self._stopped = False
         self.version = self._seen = 0
 
-    def setup_connection_and_weights_on_receiver(
-        self, *, worker_idx: int | None = None, weights: Any = None, model: Any = None, strategy: Any = None
-    ) -> None:
+    def setup_connection_and_weights_on_receiver(self, *, worker_idx: int | None = None, **_: Any) -> None:
         """Connect, and return when the first version is in place, or the trainer says that none will come.
 
         Args:
             worker_idx: this worker's index; None for 0.
-            weights, model, strategy: not used; the weights land in the model as they come.
 
         Raises:
             DeadlineError: the trainer does not answer, or sends nothing.
@@ -174,17 +164,16 @@ class WorkerTransport:
                 self._news.notify_all()
 
     def receive_weights(
-        self, timeout: float | None = None, *, weights: Any = None, model: Any = None, strategy: Any = None
+        self, timeout: float | None = None, *, model: Any = None, strategy: Any = None, **_: Any
     ) -> Any | None:
         """Wait until `serve` has landed a version that is newer than at the last call.
 
         Args:
             timeout: seconds to wait; None waits for as long as the trainer is there.
-            weights: not used.
-            model, strategy: the weights that the model holds then are returned, as the strategy extracts them.
+            model, strategy: TorchRL's, which read the weights that are returned.
 
         Returns:
-            The weights; None when nothing new came.
+            The weights that the model holds then; None when nothing new came.
         """
         with self._news:
             self._news.wait_for(lambda: self.version > self._seen or self._stopped, timeout)
@@ -192,11 +181,7 @@ class WorkerTransport:
         return strategy.extract_weights(model) if self._seen > seen else None
 
     def send_ack(self, message: str = "updated") -> None:
-        """Note that TorchRL's `apply_weights`, which calls this, put other weights in place; `serve` acknowledges ours.
-
-        Args:
-            message: not used.
-        """
+        """Note that TorchRL's `apply_weights`, which calls this, put weights of its own in place."""
         if self._link is not None:
             self._receiver.invalidate()  # the next version does not build on them
 
