@@ -22,6 +22,17 @@ SCHEMES = [
 WAIT_S = 60
 
 
+def attach(collector, scheme, model_id="policy"):
+    """Let a collector follow the trainer of ``scheme``, and return its end, which has the first weights."""
+    end = tx.TransportWeightSyncScheme("disk")
+    end.__setstate__(scheme.__getstate__())
+    joining = threading.Thread(target=collector.register_scheme_receiver, args=({model_id: end},))
+    joining.start()
+    scheme.connect()
+    joining.join(WAIT_S)
+    return end
+
+
 def multi(policy, scheme, **settings):
     return MultiSyncCollector(
         [Walk, Walk], policy, frames_per_batch=20, total_frames=400, weight_sync_schemes={"policy": scheme}, **settings
@@ -116,14 +127,9 @@ def test_a_version_passes_through_the_collector_in_between_before_it_is_acknowle
     outer, inner = tx.TransportWeightSyncScheme("disk"), tx.TransportWeightSyncScheme("ipc")
     collector = multi(middle, inner)
     outer.init_on_sender(model_id="policy", model=policy, num_workers=1)
-    node = tx.TransportWeightSyncScheme("disk")
-    node.__setstate__(outer.__getstate__())
     try:
         next(iter(collector))
-        joining = threading.Thread(target=collector.register_scheme_receiver, args=({"policy": node},))
-        joining.start()
-        outer.connect()
-        joining.join(WAIT_S)
+        node = attach(collector, outer)
         train(policy)
         outer.send()
         assert all(same(held, policy.state_dict()) for held in worker_weights(collector))
@@ -132,10 +138,10 @@ def test_a_version_passes_through_the_collector_in_between_before_it_is_acknowle
         )  # what the cascade raises comes back to the trainer, by name
         with pytest.raises(UpdateError, match=r"ZeroDivisionError.*worker 0 of model 'policy'"):
             outer.send()
-    finally:
-        outer.shutdown()
         node.shutdown()
         del collector.update_policy_weights_
+    finally:
+        outer.shutdown()
         collector.shutdown()
 
 
@@ -148,12 +154,7 @@ def test_a_collector_of_one_process_receives_without_a_scheme_of_its_own():
     try:
         for model_id, each in (("policy", scheme), ("critic", critic)):
             each.init_on_sender(model_id=model_id, model=policy, num_workers=1)
-            end = tx.TransportWeightSyncScheme("disk")
-            end.__setstate__(each.__getstate__())
-            joining = threading.Thread(target=collector.register_scheme_receiver, args=({model_id: end},))
-            joining.start()
-            each.connect()
-            joining.join(WAIT_S)
+            attach(collector, each, model_id)
             train(policy)
             each.send()
             assert same(getattr(collector, model_id).state_dict(), policy.state_dict())

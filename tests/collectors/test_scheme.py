@@ -174,7 +174,7 @@ class Stateful(Tied):
 def test_a_policy_without_storage_gets_it_with_ties_and_extra_state_and_keeps_no_copies(transport, monkeypatch):
     copied, copy = [], reader.host_copy
     monkeypatch.setattr(reader, "host_copy", lambda tensor, folder: copied.append(tensor) or copy(tensor, folder))
-    trained, bare, scheme = Stateful(), Stateful(), Scheme(transport)
+    trained, bare, scheme = Stateful(), Stateful(), Scheme(transport, verify=True)
     TensorDict.from_module(bare).data.to("meta").apply(nn.Parameter, filter_empty=False).to_module(bare)
     assert bare.a.weight.is_meta
     with followers(scheme, [bare], model=trained):

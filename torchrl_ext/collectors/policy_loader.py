@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.landing.loader import Changes, TensorsLoader, WeightLoader
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import unwrapped
 
 __all__ = ["EXTRA", "ModelLoader"]
@@ -25,7 +26,7 @@ class ModelLoader(WeightLoader):
 
     A collector sends its workers policies without storage (meta tensors), and may put a copy in the policy's place
     after the first weights came. Meta tensors get storage when the trainer has said what it sends; all are then written
-    in place.
+    in place, and read back for `digests`, but for extra state, of which `digests` has what `set_extra_state` was given.
 
     Args:
         model: returns the module, TensorDict or mapping that the scheme has now.
@@ -71,8 +72,8 @@ class ModelLoader(WeightLoader):
     def finish(self) -> None:
         self._empty = False
         if self._extra:
-            extra, self._extra = self._extra, {}
-            self._current_model().set_extra_state({name.removeprefix(f"{EXTRA}."): t for name, t in extra.items()})
+            extra = {name.removeprefix(f"{EXTRA}."): tensor.clone() for name, tensor in self._extra.items()}
+            self._current_model().set_extra_state(extra)
 
     def targets(self) -> Mapping[str, Tensor]:
         return self._current().targets()
@@ -95,7 +96,7 @@ class ModelLoader(WeightLoader):
         return self._current().resident()
 
     def digests(self) -> dict[str, str]:
-        return self._current().digests()
+        return self._current().digests() | {name: tensor_digest(tensor) for name, tensor in self._extra.items()}
 
     def proof(self) -> str:
         return "in place"
