@@ -6,6 +6,7 @@ import os
 import pickle
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -306,6 +307,17 @@ def test_workers_that_do_not_come_are_named():
     scheme.init_on_sender(model_id="actor", model=make_policy(), num_workers=3)
     with pytest.raises(DeadlineError, match=r"3 of 3 workers of model 'actor'.*0, 1, 2"):
         scheme.connect()
+
+
+def test_workers_that_ended_before_they_came_are_left_to_their_collector_which_has_their_error(caplog):
+    class Ended:
+        policy, num_workers, procs = make_policy(), 2, 2 * [SimpleNamespace(exitcode=1)]
+
+    collector, scheme = Ended(), Scheme("disk")
+    scheme.init_on_sender(model_id="policy", context=collector)
+    scheme.connect()  # does not wait for them
+    assert "worker 0 of model 'policy' ended before it connected" in caplog.text
+    scheme.shutdown()
 
 
 @pytest.mark.parametrize("transport", BETWEEN_PROCESSES)

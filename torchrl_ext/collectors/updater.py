@@ -30,7 +30,8 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
     no updater ``WeightSender.register_collector(collector)``.
 
     ``collector.update_policy_weights_()`` bumps the collector's policy version after an accepted update; after a
-    `push_weights` of your own, ``updater.increment_version()`` does so for all registered collectors.
+    `push_weights` of your own, ``updater.increment_version()`` does so for all registered collectors. Both return when
+    every engine serves the weights, and raise `UpdateError` where one does not, as `WeightSender.update_weights`.
 
     Args:
         transport: a name of `torchrl_ext.transports`, or a transport.
@@ -123,12 +124,6 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
             self._sender.shutdown()
 
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-        """Send weights, and return when every engine serves them.
-
-        Raises:
-            ConfigError: a worker is named that is not the only engine; nothing was sent.
-            UpdateError: some engine does not serve them.
-        """
         if worker_id is not None and (worker_id, len(self.sender.engine.rows())) != (0, 1):
             raise ConfigError(
                 f"worker {worker_id} cannot be updated alone: all engines serve one version",

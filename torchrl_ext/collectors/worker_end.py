@@ -102,9 +102,6 @@ class WorkerTransport:
         model: returns the object that takes the weights.
         timeout_s: deadline of the connection, of each message before the first weights are in, and of a trainer that
             reads no answer, in seconds.
-
-    Attributes:
-        version: the version in place; 0 before the first.
     """
 
     def __init__(
@@ -114,8 +111,7 @@ class WorkerTransport:
         self._link: Any = None  # before it is connected
         self._receiver = WeightReceiver()
         self._news = threading.Condition()
-        self._stopped = False
-        self.version = self._seen = 0
+        self._fresh = self._stopped = False
 
     def setup_connection_and_weights_on_receiver(self, *, worker_idx: int | None = None, **_: Any) -> None:
         """Connect, and return when the first version is in place, or the trainer says that none will come.
@@ -143,7 +139,7 @@ class WorkerTransport:
             self.shutdown()
             self._receiver.close()
             raise
-        self._seen = self.version
+        self._fresh = False  # the first weights are no news
 
     def serve(self, landed: Callable[[], None]) -> None:
         """Answer the trainer for as long as it is there, or until `shutdown`.
@@ -156,7 +152,7 @@ class WorkerTransport:
                 self._answer(None, landed)
         except (TransportError, DeadlineError) as error:
             if not self._stopped:
-                log.info("%s; this worker keeps its weights, version %d", error.what, self.version)
+                log.info("%s; this worker keeps its weights, version %d", error.what, self._receiver.version)
         finally:
             self._receiver.close()
             with self._news:
@@ -176,9 +172,9 @@ class WorkerTransport:
             The weights that the model holds then; None when nothing new came.
         """
         with self._news:
-            self._news.wait_for(lambda: self.version > self._seen or self._stopped, timeout)
-            seen, self._seen = self._seen, self.version
-        return strategy.extract_weights(model) if self._seen > seen else None
+            self._news.wait_for(lambda: self._fresh or self._stopped, timeout)
+            fresh, self._fresh = self._fresh, False
+        return strategy.extract_weights(model) if fresh else None
 
     def send_ack(self, message: str = "updated") -> None:
         """Note that TorchRL's `apply_weights`, which calls this, put weights of its own in place."""
@@ -209,6 +205,6 @@ class WorkerTransport:
         self._link.send({"number": request.get("number"), **answer}, Deadline(self._timeout_s))
         if isinstance(done, Finish):
             with self._news:  # now that it is answered: whoever waited may close the link
-                self.version = done.version
+                self._fresh = True
                 self._news.notify_all()
         return done
