@@ -230,7 +230,7 @@ def _on_ray():
 
     from tests import models
     from tests.collectors import collecting
-    from tests.collectors.test_ray_collector import make_env
+    from tests.collectors.chat import make_env
     from tests.sync.vllm_objects import LLM
 
     return {

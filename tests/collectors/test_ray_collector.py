@@ -8,46 +8,24 @@ import pytest
 
 pytest.importorskip("ray")
 
-from tensordict import TensorDict
-from torch.utils.data import DataLoader
 from torchrl.collectors.distributed import RayCollector
 from torchrl.collectors.llm import RayLLMCollector
-from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 import torchrl_ext as tx
+from tests.collectors.chat import make_env, make_remote_policy
 from tests.collectors.collecting import Walk, make_policy, same, train
-from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
+from tests.models import tiny_checkpoint, tiny_model
 from tests.rpc.ray_cluster import two_nodes
 from torchrl_ext.serving.engines.embedded import EmbeddedServer
 
-AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 WAIT_S = 120
-GREEDY = {"max_new_tokens": 4, "do_sample": False, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def cluster():
     with two_nodes() as running:
         yield running
-
-
-def as_batch(rows):
-    return TensorDict(query=rows, batch_size=[1])
-
-
-def make_env():
-    return ChatEnv.from_dataloader(
-        DataLoader(["the engine serves"] * 4, batch_size=1, collate_fn=as_batch),
-        batch_size=(1,),
-        input_mode="text",
-        tokenizer=tiny_tokenizer(),
-        template_kwargs={"chat_template": AS_IT_IS},
-    )
-
-
-def make_remote_policy(url):
-    return tx.RemoteLLMPolicy(url, tokenizer=tiny_tokenizer(), input_mode="text", generate_kwargs=GREEDY)
 
 
 @pytest.mark.parametrize("transport", ["delta", "collective"])

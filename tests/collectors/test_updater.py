@@ -7,15 +7,14 @@ import pickle
 import pytest
 import torch
 from tensordict import TensorDict, set_list_to_stack
-from torch.utils.data import DataLoader
 from torchrl.collectors import Collector
 from torchrl.collectors.llm import LLMCollector
-from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.trainers.trainers import UpdateWeights
 
 import torchrl_ext as tx
+from tests.collectors.chat import make_env, make_remote_policy
 from tests.collectors.collecting import BETWEEN_PROCESSES, Walk, make_policy, same, train
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model, tiny_tokenizer
@@ -25,9 +24,7 @@ from torchrl_ext.registry import transports
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 
-AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 FIRST = ("collective", "delta")
-GREEDY = {"max_new_tokens": 4, "do_sample": False, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,27 +49,6 @@ def settings(tmp_path):
     return made
 
 
-def llm_collector(server, updater, version_type):
-    env = ChatEnv.from_dataloader(
-        DataLoader(
-            ["the engine serves"] * 4, batch_size=1, collate_fn=lambda rows: TensorDict(query=rows, batch_size=[1])
-        ),
-        batch_size=(1,),
-        input_mode="text",
-        tokenizer=tiny_tokenizer(),
-        template_kwargs={"chat_template": AS_IT_IS},
-    )
-    policy = tx.RemoteLLMPolicy(server.url, tokenizer=tiny_tokenizer(), input_mode="text", generate_kwargs=GREEDY)
-    return LLMCollector(
-        env,
-        policy=policy,
-        dialog_turns_per_batch=1,
-        total_dialog_turns=100,
-        weight_updater=updater,
-        track_policy_version=PolicyVersion(version_type),
-    )
-
-
 @pytest.mark.parametrize(
     ("transport", "version_type"),
     [
@@ -87,7 +63,14 @@ def test_an_engine_follows_the_updater_of_an_llm_collector(server, settings, tra
     wrapped = TransformersWrapper(model, tokenizer=tiny_tokenizer(), input_mode="text", generate=False)
     updater = tx.TransportWeightUpdater(transport, server.url, **settings(transport))
     updater.register_model(wrapped)
-    collector = llm_collector(server, updater, version_type)
+    collector = LLMCollector(
+        make_env(),
+        policy=make_remote_policy(server.url),
+        dialog_turns_per_batch=1,
+        total_dialog_turns=100,
+        weight_updater=updater,
+        track_policy_version=PolicyVersion(version_type),
+    )
     versions = [collector.policy_version]
 
     def update(weights, **which):
