@@ -124,6 +124,29 @@ def test_pauses_and_sleeps_return_what_the_server_answers(server, client):
     assert told["body"]["asked"] == {"tags": "weights"}
 
 
+def test_each_engine_is_looked_at_once_and_none_is_called_where_one_is_a_router():
+    resting, looks, router = Resting(), [], (200, {"urls": ["http://a:1"]})
+
+    def look(asked):
+        looks.append(asked)
+        return 404, {"detail": "Not Found"}
+
+    with running(resting.answers, get_list_workers=look) as server, running({}, get_list_workers=router) as other:
+        client = made(server)
+        for call in (client.pause("abort"), client.sleep(1), client.wake_up(), client.world_sizes(), client.resume()):
+            client.run(call)
+        assert len(looks) == server.routes().count("GET /server_info") == 1
+        before = len(server.calls)
+        client.run(client.pause())
+        assert server.routes()[before:] == ["GET /is_sleeping", "POST /pause"]
+        client.close()
+        before, client = len(server.calls), made(server, other)
+        with pytest.raises(ConfigError, match="is a router"):
+            client.run(client.pause())
+        assert not [call for call in server.routes()[before:] if call.startswith("POST")]
+        client.close()
+
+
 def test_the_cache_is_dropped_by_the_query_that_vllm_reads_and_the_body_that_skyrl_reads(server, client):
     client.run(client.reset_prefix_cache(True))
     assert sent(server, "reset_prefix_cache") == [

@@ -70,7 +70,8 @@ class RemoteInferenceClient(EngineControl):
     _requests: PerLoop[Requests] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        servers = tuple(one.url for one in targets(self.server_urls, [self.kind] * len(self.server_urls)))
+        super().__post_init__()
+        servers = self.server_urls
         limit = _number_from(_CONCURRENCY, 512) if self.concurrency_per_engine is None else self.concurrency_per_engine
         if self.data_parallel_size < 1 or len(servers) % self.data_parallel_size or limit < 0:
             raise ConfigError(
@@ -85,7 +86,7 @@ class RemoteInferenceClient(EngineControl):
                 f"proxy_url {proxy.url} is one of {len(servers)} servers: the others would get no request",
                 hint="put a router in front of them (torchrl_ext.serving.routing.Routing)",
             )
-        self.server_urls, self.proxy_url = servers, proxy.url
+        self.proxy_url = proxy.url
         how: dict[str, Any] = {
             "limit": limit * len(servers) // self.data_parallel_size,
             "connection_limit": _number_from(_CONNECTIONS, 0),

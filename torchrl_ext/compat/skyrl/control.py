@@ -9,22 +9,21 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from torchrl_ext.compat.skyrl.published import Fetched, stage
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, why
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.connections import each
 from torchrl_ext.rpc.discovery import connect
-from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rpc.http import HTTPSession, normalise_urls
+from torchrl_ext.rpc.makes.http import is_absent, session
 from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.types import Info
 
 __all__ = ["EngineControl", "PauseMode", "transport_for"]
 
 _T = TypeVar("_T")
-_LOOK_TIMEOUT_S = 30.0
+_TIMEOUT_S = 60.0  # of a call that waits for no worker
 _NCCL = "nccl"  # vLLM's own backend
 _SKYRL, _EXTENSION = "skyrl", "NewInferenceWorkerWrap"
-_NO_ROUTE = (404, 405, 501)
 
 
 def transport_for(weight_sync_backend: str, colocate_all: bool) -> str:
@@ -73,10 +72,15 @@ class EngineControl:
     control_timeout_s: float = 600.0
     _updates: int = field(default=0, init=False, repr=False, compare=False)
     _sizes: tuple[int, int] | None = field(default=None, init=False, repr=False, compare=False)
+    _sessions: Mapping[str, HTTPSession] = field(default_factory=dict, init=False, repr=False, compare=False)
     _receivers: Mapping[str, str] | None = field(default=None, init=False, repr=False, compare=False)
     _base: str | None = field(default=None, init=False, repr=False, compare=False)  # that deltas are against
     _fetched: Fetched | None = field(default=None, init=False, repr=False, compare=False)
     _loading: int | None = field(default=None, init=False, repr=False, compare=False)  # loaded from what was fetched
+
+    def __post_init__(self) -> None:
+        self.server_urls = tuple(normalise_urls(self.server_urls))
+        self._sessions = {url: session(url, self.api_key, _TIMEOUT_S) for url in self.server_urls}
 
     def fleet(self, **settings: Any) -> Pool:
         """Return a client for `WeightSender` that drives every engine through whole updates.
@@ -105,22 +109,20 @@ class EngineControl:
             ConfigError: no such mode.
         """
         how = str(getattr(mode, "value", mode)).lower()
-        paused = await self._state_after("pause", lambda fleet: fleet.pause(), pause_mode=how)
+        paused = await self._state_after("pause", Pool.pause, pause_mode=how)
         if clear_cache:
             await self.reset_prefix_cache(reset_running_requests=True)
         return paused
 
     async def resume(self) -> dict[str, Info]:
         """Let every engine generate again; one that sleeps without weights, or holds half an update, refuses."""
-        return await self._state_after("resume", lambda fleet: fleet.resume())
+        return await self._state_after("resume", Pool.resume)
+
+    resume_generation = resume
 
     async def pause_generation(self, clear_cache: bool = False) -> dict[str, Info]:
         """Pause every engine with mode ``keep``: see `pause`."""
         return await self.pause(PauseMode.KEEP, clear_cache)
-
-    async def resume_generation(self) -> dict[str, Info]:
-        """Let every engine generate again: see `resume`."""
-        return await self.resume()
 
     async def sleep(self, level: int = 2, tags: Sequence[str] | None = None) -> dict[str, Info]:
         """Make every engine give its device memory back: see `torchrl_ext.rpc.client.EngineClient.sleep`.
@@ -132,7 +134,8 @@ class EngineControl:
         Raises:
             ConfigError: engines of this kind cannot sleep, or not so.
         """
-        found = min(level, 1) if self._keeps_base else level
+        alone = self.uses_lora_weight_sync or self.adapter is not None
+        found = min(level, 1) if alone else level
         return await self._state_after("sleep", lambda fleet: fleet.sleep(found, tags))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Info]:
@@ -231,8 +234,7 @@ class EngineControl:
         Raises:
             ConfigError: the engines are SGLang's; or they differ in size, and the object is SkyRL's.
         """
-        self._refuse_sglang()
-        sizes = await self.world_sizes()
+        sizes, receivers = await self.world_sizes(), await self._asked_receivers()
         if (for_servers := getattr(init_info, "for_servers", None)) is not None:
             infos = [_plain(one) for one in for_servers(_alike(sizes), len(sizes), dp_size=self.data_parallel_size)]
         else:
@@ -244,12 +246,12 @@ class EngineControl:
         if "base_model_path" in infos[0] and not await self._skyrls():
             self._base = str(infos[0]["base_model_path"])
             return {url: {"status": 200, "body": "fetch_weights joins the folder"} for url in sizes}
-        receivers, bodies = await self._asked_receivers(), {}
+        bodies = {}
         for url, info in zip(sizes, infos, strict=True):
             broadcast = {"master_address", "master_port"} <= info.keys() and "kind" not in info
             packed = {"packed": True} if broadcast and receivers[url] == _NCCL else {}
             bodies[url] = {"init_info": {**packed, **info}}
-        return await self._posted("join the transport", "/init_weight_transfer_engine", bodies.__getitem__)
+        return await self._step("join the transport", "/init_weight_transfer_engine", bodies.__getitem__)
 
     async def start_weight_update(self, is_checkpoint_format: bool = True) -> dict[str, Info]:
         """Call vLLM's ``/start_weight_update`` on every engine.
@@ -260,17 +262,12 @@ class EngineControl:
         Raises:
             ConfigError: not a checkpoint's, and the servers are not SkyRL's; or the engines are SGLang's.
         """
-        self._refuse_sglang()
-        what = "start the update"
-        if await self._skyrls():
-            return await self._worker_method(
-                what, "skyrl_start_weight_update", is_checkpoint_format=is_checkpoint_format
-            )
-        if not is_checkpoint_format:
+        if not is_checkpoint_format and not await self._skyrls():
             raise ConfigError(
                 "vLLM has no route for weights under the names of its own layout", expected="is_checkpoint_format=True"
             )
-        return await self._posted(what, "/start_weight_update")
+        theirs, kwargs = "skyrl_start_weight_update", {"is_checkpoint_format": is_checkpoint_format}
+        return await self._step("start the update", "/start_weight_update", method=theirs, **kwargs)
 
     async def update_named_weights(self, update_info: Any) -> dict[str, Info]:
         """Call vLLM's ``/update_weights`` on every engine, for one piece of an update, while the trainer broadcasts.
@@ -283,20 +280,20 @@ class EngineControl:
         Raises:
             ConfigError: `fetch_weights` staged no such version; or the engines are SGLang's.
         """
-        self._refuse_sglang()
         info, receivers = _plain(update_info), await self._asked_receivers()
         if "target_version" in info and not await self._skyrls():
             return await self._load_fetched(int(info["target_version"]))
         fewer = {name: value for name, value in info.items() if name != "packed"}  # vLLM 0.32 has it in init_info alone
-        return await self._posted(
+        return await self._step(
             "load", "/update_weights", lambda url: {"update_info": fewer if receivers[url] == _NCCL else info}
         )
 
     async def update_weights_nccl(self, update_info: Any) -> dict[str, Info]:
         """Load one piece of an update that the trainer broadcasts: see `update_named_weights`."""
+        info = _plain(update_info)
         if await self._skyrls():
-            return await self._worker_method("load", "update_weights_nccl", update_info=_plain(update_info))
-        return await self.update_named_weights(update_info)
+            return await self._worker_method("load", "update_weights_nccl", update_info=info)
+        return await self.update_named_weights(info)
 
     async def update_weights_ipc(self, update_info: Any) -> dict[str, Info]:
         """Load one piece of an update from device memory of the trainer: see `update_named_weights`.
@@ -327,13 +324,10 @@ class EngineControl:
         Raises:
             ConfigError: the engines are SGLang's.
         """
-        self._refuse_sglang()
-        what = "finish the update"
-        if await self._skyrls():
-            return await self._worker_method(what, "skyrl_finish_weight_update")
         following = self._updates + 1 if self._loading is None else self._loading
         body = {"weight_version": str(following if weight_version is None else weight_version)}
-        finished = await self._posted(what, "/finish_weight_update", body)
+        theirs = "skyrl_finish_weight_update"
+        finished = await self._step("finish the update", "/finish_weight_update", body, theirs)
         self._loading = None
         return finished
 
@@ -360,21 +354,21 @@ class EngineControl:
         what = f"fetch version {target_version}"
 
         def fetch(fleet: Pool) -> list[Info]:
-            answers = fleet.everywhere(what, lambda engine: self._post_if_there(engine.url, "/fetch_weights", body))
-            ours = [engine.url for engine, one in zip(fleet.engines, answers, strict=True) if one is None]
-            self._fetched = stage(fleet, ours, target_version, root, self._base, self._fetched) if ours else None
+            answers = fleet.everywhere(what, lambda engine: _post_if_there(engine, "/fetch_weights", body))
+            if ours := [engine for engine, one in zip(fleet.engines, answers, strict=True) if one is None]:
+                self._fetched = stage(Pool(ours), target_version, root, self._base, self._fetched)
             return [done if one is None else one for one in answers]
 
-        return self._by_url(await self._driven(what, fetch))
+        return await self._driven(what, fetch)
 
     async def _load_fetched(self, version: int) -> dict[str, Info]:
         """Load what `fetch_weights` staged, whole."""
         if self._fetched is None:
             raise ConfigError(f"version {version} was not fetched", hint="call fetch_weights first, with its sync_dir")
         load, seal = self._fetched.pieces(version)
-        await self._posted("load", "/update_weights", {"update_info": load})
+        await self._step("load", "/update_weights", {"update_info": load})
         self._loading = version
-        return await self._posted("load", "/update_weights", {"update_info": seal})
+        return await self._step("load", "/update_weights", {"update_info": seal})
 
     # adapters
 
@@ -390,8 +384,8 @@ class EngineControl:
         body = {"lora_name": lora_name, "lora_path": lora_path}
 
         def load(engine: Any) -> Info:
-            found = self._post_if_there(engine.url, "/skyrl/v1/load_lora_adapter", body)
-            return found or self._post(engine.url, "/v1/load_lora_adapter", {**body, "load_inplace": True})
+            found = _post_if_there(engine, "/skyrl/v1/load_lora_adapter", body)
+            return found or engine.port.post("/v1/load_lora_adapter", {**body, "load_inplace": True})
 
         return await self._everywhere(f"load adapter {lora_name!r}", load)
 
@@ -401,30 +395,32 @@ class EngineControl:
 
     # helpers
 
-    @property
-    def _keeps_base(self) -> bool:
-        """Whether updates bring adapters alone, so that base weights which are given up never come back."""
-        return self.uses_lora_weight_sync or self.adapter is not None
-
     async def _skyrls(self) -> bool:
         """Return whether the engines are SkyRL's own servers."""
         return _SKYRL in (await self._asked_receivers()).values()
 
     async def _asked_receivers(self) -> Mapping[str, str]:
-        """Ask every vLLM server what receives weights in it, once; return the answers by address.
+        """Ask every server, once, what receives weights in it; return the answers by address.
 
         An answer is "skyrl" for the workers of SkyRL's own servers, a weight-transfer backend of vLLM, or "" where the
         server does not say.
-        """
-        if self.kind == "vllm" and self._receivers is None:
-            sessions = [self._http(url, _LOOK_TIMEOUT_S) for url in self.server_urls]
-            self._receivers = self._by_url(await each([asyncio.to_thread(_receiver, one) for one in sessions]))
-        return self._receivers or dict.fromkeys(self.server_urls, "")
 
-    def _refuse_sglang(self) -> None:
+        Raises:
+            ConfigError: an address is a router's.
+        """
+        if self._receivers is None:
+            found = await each([asyncio.to_thread(_receiver, http) for http in self._sessions.values()])
+            self._receivers = dict(zip(self._sessions, found, strict=True))
+        return self._receivers
+
+    async def _step(self, what: str, route: str, body: Any = None, method: str = "", **kwargs: Any) -> dict[str, Info]:
+        """Take a step of an update by a route, as `_posted`, or by a method of the workers of SkyRL's own servers."""
         if self.kind == "sglang":
             hint = "use WeightSender(transport, client.fleet())"
             raise ConfigError("SGLang's weight routes need what a transport knows", hint=hint)
+        if method and await self._skyrls():
+            return await self._worker_method(what, method, **kwargs)
+        return await self._posted(what, route, body)
 
     async def _worker_method(self, what: str, method: str, **kwargs: Any) -> dict[str, Info]:
         """Call a method of the workers of SkyRL's own servers."""
@@ -434,78 +430,52 @@ class EngineControl:
     async def _posted(self, what: str, route: str, body: Any = None, **how: Any) -> dict[str, Info]:
         """Call a route of each engine, with one body, or with what ``body`` returns for its address."""
         given = body if callable(body) else lambda url: body
-        return await self._everywhere(what, lambda engine: self._post(engine.url, route, given(engine.url), **how))
-
-    def _http(self, url: str, timeout_s: float) -> HTTPSession:
-        return HTTPSession(url, api_key=self.api_key, timeout_s=timeout_s)
-
-    def _post(self, url: str, route: str, body: Any, **how: Any) -> Info:
-        """Call a route of an engine, and return ``{"status": HTTP status, "body": JSON, or text}``.
-
-        Raises:
-            EngineRefusedError: any status but 2xx.
-            EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
-        """
-        answer = self._http(url, self.control_timeout_s).call("POST", route, body, **how)
-        if not answer.ok:
-            raise EngineRefusedError(f"{url}{route} answered {answer.status}: {answer.message()}", status=answer.status)
-        try:
-            return {"status": answer.status, "body": answer.json()}
-        except ValueError:
-            return {"status": answer.status, "body": answer.text}
-
-    def _post_if_there(self, url: str, route: str, body: Any) -> Info | None:
-        """Return `_post` of a route; None where the engine has no such route."""
-        try:
-            return self._post(url, route, body)
-        except EngineRefusedError as error:
-            if error.status in _NO_ROUTE:
-                return None
-            raise
-
-    def _by_url(self, answers: Sequence[_T]) -> dict[str, _T]:
-        return dict(zip(self.server_urls, answers, strict=True))
+        return await self._everywhere(what, lambda engine: engine.port.post(route, given(engine.url), **how))
 
     async def _everywhere(self, what: str, call: Callable[[Any], Any]) -> dict[str, Any]:
         """Return what ``call`` returns for each engine's client, by address."""
-        return self._by_url(await self._driven(what, lambda fleet: fleet.everywhere(what, call)))
+        return await self._driven(what, lambda fleet: fleet.everywhere(what, call))
 
-    async def _state_after(self, what: str, call: Callable[[Pool], object], **more: Any) -> dict[str, Info]:
+    async def _state_after(self, what: str, call: Callable[[Pool], object], **settings: Any) -> dict[str, Info]:
         def called(fleet: Pool) -> list[Info]:
             call(fleet)
-            ports = [getattr(engine, "port", None) for engine in fleet.engines]
-            rows = zip(fleet.rows(), ports, strict=True)
-            bodies = [{**getattr(port, "answer", {}), "status": row.state} for row, port in rows]
-            return [{"status": 200, "body": body} for body in bodies]
+            answers = [getattr(getattr(engine, "port", None), "answer", {}) for engine in fleet.engines]
+            rows = zip(answers, fleet.rows(), strict=True)
+            return [{"status": 200, "body": {**answer, "status": row.state}} for answer, row in rows]
 
-        return self._by_url(await self._driven(what, called, **more))
+        return await self._driven(what, called, **settings)
 
-    async def _driven(self, what: str, call: Callable[[Pool], _T], **settings: Any) -> _T:
-        """Make a fleet of the engines, and return what ``call`` returns for it, from a thread beside this event loop.
+    async def _driven(self, what: str, call: Callable[[Pool], Sequence[_T]], **settings: Any) -> dict[str, _T]:
+        """Make a pool of the engines, and return what ``call`` returns for them, by address.
+
+        Args:
+            what: names the call, for the error.
+            call: called in a thread beside this event loop; returns one result per engine.
+            settings: of each engine's client.
 
         Raises:
             ConfigError: the address of an engine is a router's; no engine was called then.
             EngineError: the call failed on some engine; has a row per engine, with the state that it reports now.
         """
-        sessions = [self._http(url, _LOOK_TIMEOUT_S) for url in self.server_urls]
-        await each([asyncio.to_thread(refuse_router, one) for one in sessions])
+        await self._asked_receivers()
         settings |= {"api_key": self.api_key, "load_timeout_s": self.control_timeout_s}
-        fleet = Pool([engines.make(self.kind, url=url, **settings) for url in self.server_urls])
+        made = [engines.make(self.kind, url=url, **settings) for url in self._sessions]
+        for engine, http in zip(made, self._sessions.values(), strict=True):
+            engine.port.http = http  # which knows by now that it is no router's
+        fleet = Pool(made)
 
-        def driving() -> _T:
+        def driving() -> Sequence[_T]:
             try:
                 return call(fleet)
             except (EngineError, DeadlineError) as error:
-                alone = len(fleet.engines) == 1
-                errors = [str(error)] if alone else [row.error for row in fleet.rows()]
+                errors = [row.error for row in fleet.rows()]
                 rows = [replace(row, error=one) for row, one in zip(fleet.look(), errors, strict=True)]
-                words = f"{why(error)}; 1 of 1 engines did not {what}" if alone else error.what
-                more = {"expected": error.expected, "hint": error.hint} if alone else {}
-                raise EngineError(words, state=error.state, rows=tuple(rows), **more) from error
+                parts = {"expected": error.expected, "state": error.state, "hint": error.hint}
+                raise EngineError(error.what, rows=tuple(rows), **parts) from error
             finally:
                 fleet.close()
 
-        return await asyncio.to_thread(driving)
+        return dict(zip(self._sessions, await asyncio.to_thread(driving), strict=True))
 
 
 def _alike(sizes: Mapping[str, int]) -> int:
@@ -528,6 +498,16 @@ def _receiver(http: HTTPSession) -> str:
         return str((config.get("weight_transfer_config") or {}).get("backend") or "")
     except (EngineRefusedError, KeyError, TypeError, AttributeError):
         return ""
+
+
+def _post_if_there(engine: Any, route: str, body: Info) -> Info | None:
+    """Call a route of an engine; return None where it has no such route."""
+    try:
+        return engine.port.post(route, body)
+    except EngineRefusedError as error:
+        if is_absent(error):
+            return None
+        raise
 
 
 def _plain(info: Any) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,21 +52,18 @@ class Fetched:
         return load.to_json(), Seal(connection=self.connection).to_json()
 
 
-def stage(
-    fleet: Pool, urls: Collection[str], version: int, root: str | None, base: str | None, before: Fetched | None
-) -> Fetched | None:
+def stage(fleet: Pool, version: int, root: str | None, base: str | None, before: Fetched | None) -> Fetched | None:
     """Have engines stage a version while they serve.
 
     Args:
-        fleet: all engines.
-        urls: addresses of those that stage.
+        fleet: the engines.
         version: its number.
         root: the folder of all versions; None for the one that a trainer had the engines join.
         base: the checkpoint that everything began with; None for the one with which the first engine was started.
-        before: what they staged last.
+        before: the version that they staged last.
 
     Returns:
-        What they have staged now; None without ``root``.
+        The version that they have staged now; None without ``root``.
 
     Raises:
         StoreError: there is no such version.
@@ -75,25 +71,24 @@ def stage(
         EngineError: some engine did not join or stage it.
     """
 
-    def everywhere(what: str, call: Callable[[Any], object]) -> None:
-        fleet.everywhere(what, lambda engine: call(engine) if engine.url in urls else None)
+    def prefetch() -> None:
+        fleet.everywhere(f"stage version {version}", lambda engine: engine.prefetch(version))
 
-    what = f"stage version {version}"
     if root is None:
-        everywhere(what, lambda engine: engine.prefetch(version))
+        prefetch()
         return None
     published = PublishedRoot(root, fleet.infos()[0].model if base is None else base)
     params, _ = published.contents(version)
     if before is not None and (before.root, before.params) == (root, params):
         try:
-            everywhere("go on", lambda engine: engine.speak_for(before.connection))
-            everywhere(what, lambda engine: engine.prefetch(version))
+            fleet.everywhere("go on", lambda engine: engine.speak_for(before.connection))
+            prefetch()
             return replace(before, version=version)
         except EngineError:  # another trainer had them join something else, or one was started again
             pass
     sender = f"a client that fetches from {root}, process {os.getpid()} on {socket.gethostname()},"
     with closing(published):
         info = published.invite(params, sender)
-        everywhere("join the folder", lambda engine: engine.connect(info))
-    everywhere(what, lambda engine: engine.prefetch(version))
+        fleet.everywhere("join the folder", lambda engine: engine.connect(info))
+    prefetch()
     return Fetched(version=version, root=root, params=params, connection=info["connection"])
