@@ -68,14 +68,13 @@ class InferenceClient:
     ) -> None:
         if max_concurrency < 1:
             raise ConfigError(f"max_concurrency is {max_concurrency}", expected="at least 1")
-        how: dict[str, Any] = {"api_key": api_key, "retire_s": retire_s, "persistent": persistent}
-        own = {"kind": kind, "timeout_s": timeout_s, "max_concurrency": max_concurrency, "adapter": adapter}
-        self._settings: dict[str, Any] = own | how
         urls = [url] if isinstance(url, str) else list(url)
-        self._targets = targets(urls, [kind] * len(urls) if isinstance(kind, str) else list(kind))
-        self._timeout_s, self._adapter = timeout_s, adapter
-        how |= {"limit": max_concurrency, "health": health}
-        self._requests = PerLoop(functools.partial(Requests, self._targets, **how))
+        self._targets, self._timeout_s, self._adapter = targets(urls, kind), timeout_s, adapter
+        how: dict[str, Any] = {"api_key": api_key, "retire_s": retire_s, "persistent": persistent}
+        self._settings: dict[str, Any] = {"kind": kind, "timeout_s": timeout_s, "adapter": adapter, **how}
+        self._settings["max_concurrency"] = max_concurrency
+        make = functools.partial(Requests, self._targets, limit=max_concurrency, health=health, **how)
+        self._requests = PerLoop(make)
         self._background = Background("inference-loop")
 
     @classmethod
@@ -101,7 +100,7 @@ class InferenceClient:
     @property
     def urls(self) -> tuple[str, ...]:
         """The base address of each engine."""
-        return tuple(target.url for target in self._targets)
+        return tuple(self._targets)
 
     def generate(
         self,
@@ -141,7 +140,7 @@ class InferenceClient:
             DeadlineError: not every generation came in time; names the engines that still had work.
         """
         drawn = n if temperature > 0 else 1  # vLLM refuses to make the same continuation twice
-        apart = seed is not None and any(target.dialect.one_seed_per_request for target in self._targets)
+        apart = seed is not None and any(dialect.one_seed_per_request for dialect in self._targets.values())
         sessions = [None] * len(prompts) if session_ids is None else session_ids
         if len(sessions) != len(prompts):
             raise ConfigError(f"{len(sessions)} session_ids for {len(prompts)} prompts", expected="one per prompt")

@@ -6,6 +6,7 @@ The rules are the same for every client, whether it asks several engines itself 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from torchrl_ext.rpc.connections import each
 from torchrl_ext.rpc.health import Health
 from torchrl_ext.rpc.http import AsyncSession, Keys, normalise_urls
 
-__all__ = ["Backoff", "Requests", "RoutedRequest", "Target", "targets"]
+__all__ = ["Requests", "RoutedRequest", "back_off", "targets"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -35,26 +36,20 @@ _T = TypeVar("_T")
 Texts = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[str]]]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Target:
-    """One address that requests go to, and the dialect of the engine or router that answers there."""
+def targets(urls: Sequence[str], kinds: str | Sequence[str]) -> dict[str, Dialect]:
+    """Return the base addresses, each with the dialect of the engine or router that answers there.
 
-    url: str
-    dialect: Dialect
-
-
-def targets(urls: Sequence[str], kinds: Sequence[str]) -> tuple[Target, ...]:
-    """Return the targets at these addresses, given the kind of engine at each.
+    Args:
+        urls: addresses, as `torchrl_ext.rpc.http.normalise_url` takes them.
+        kinds: the make of engine at each, or one for all.
 
     Raises:
         ConfigError: no address, one twice or one that cannot work, or an unknown kind.
     """
+    kinds = [kinds] * len(urls) if isinstance(kinds, str) else list(kinds)
     if len(kinds) != len(urls):
         raise ConfigError(f"{len(kinds)} kinds for {len(urls)} addresses", expected="one kind, or one per address")
-    return tuple(
-        Target(url=url, dialect=engines.part(kind, "dialect")())
-        for url, kind in zip(normalise_urls(urls), kinds, strict=True)
-    )
+    return {url: engines.part(kind, "dialect")() for url, kind in zip(normalise_urls(urls), kinds, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +82,7 @@ class Requests:
     raised at once. A request that an engine aborts (pause mode ``abort``) goes on with its tokens, on any target.
 
     Args:
-        targets: at least one.
+        targets: at least one: dialects by base address.
         limit: most requests in work at one target; 0 for no limit.
         api_key: sent as a bearer token; see `AsyncSession` for several.
         retire_s: seconds for which a target that failed is left alone while others answer.
@@ -98,7 +93,7 @@ class Requests:
 
     def __init__(
         self,
-        targets: Sequence[Target],
+        targets: Mapping[str, Dialect],
         *,
         limit: int,
         api_key: Keys,
@@ -107,7 +102,7 @@ class Requests:
         health: Health | None = None,
         connection_limit: int = 0,
     ) -> None:
-        self._targets, self._limit = tuple(targets), limit or float("inf")
+        self._targets, self._limit = targets, limit or float("inf")
         self._retire_s, self._persistent = retire_s, persistent
         self._health = Health() if health is None else health
         self._in_work = dict.fromkeys(self._targets, 0)
@@ -136,7 +131,7 @@ class Requests:
         serving = asyncio.ensure_future(each([serve() for _ in range(count)]))  # noqa: RUF006 - it is kept
         try:
             await asyncio.wait([serving], timeout=max(0.0, until - time.monotonic()))
-            late = [target.url for target in self._targets if self._in_work[target]]
+            late = [url for url in self._targets if self._in_work[url]]
             if serving.done():
                 serving.result()
                 return [found[i] for i in range(len(requests))]
@@ -144,7 +139,7 @@ class Requests:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
         raise DeadlineError(
-            f"{', '.join(late) or self._names} answered too late: {len(found)} of {len(requests)} prompts are done",
+            f"{', '.join(late or self._targets)} answered too late: {len(found)} of {len(requests)} prompts are done",
             hint="is the engine paused? Resume it, ask for fewer tokens, or raise timeout_s",
         )
 
@@ -155,15 +150,11 @@ class Requests:
             EngineRefusedError: the request is at fault, or the answer is no JSON.
             EngineUnreachableError, DeadlineError: no good answer in time; names each target with its reason.
         """
-        return await self._of_any(lambda target: self._post(target, route, body, session_id, until), until)
+        return await self._of_any(lambda url: self._post(url + route, body, session_id, until), until)
 
     async def close(self) -> None:
         """Drop the connections."""
         await self.session.close()
-
-    @property
-    def _names(self) -> str:
-        return ", ".join(target.url for target in self._targets)
 
     async def _whole(self, routed: RoutedRequest, until: float) -> list[Generation]:
         """Return the continuations of one prompt, each complete."""
@@ -177,7 +168,7 @@ class Requests:
         self, request: GenerationRequest, answer: Generation, routed: RoutedRequest, until: float
     ) -> Generation:
         """Return the whole continuation that ``answer`` begins."""
-        partial, backoff = PartialGeneration(request=request), Backoff(until)
+        partial, attempts = PartialGeneration(request=request), itertools.count()
         unread = routed.texts is None and bool(partial.stops)  # stop strings that nobody here can find
         while True:
             if answer.finish_reason != "abort" or not unread:
@@ -187,43 +178,45 @@ class Requests:
             if partial.done:
                 return partial.so_far
             if unread or not answer.token_ids:
-                await backoff.wait(EngineError(f"{self._names}: requests are aborted before they have a token"))
+                names = ", ".join(self._targets)
+                error = EngineError(f"{names}: requests are aborted before they have a token")
+                await back_off(next(attempts), until, error)
             (answer,) = await self._ask(partial.remaining(), routed, until)
 
     async def _ask(self, request: GenerationRequest, routed: RoutedRequest, until: float) -> list[Generation]:
-        async def ask(target: Target) -> list[Generation]:
-            route, body = routed.route or target.dialect.route, {**target.dialect.body(request), **(routed.more or {})}
-            answer = await self._post(target, route, body, routed.session_id, until)
+        async def ask(url: str) -> list[Generation]:
+            dialect = self._targets[url]
+            where, body = url + (routed.route or dialect.route), {**dialect.body(request), **(routed.more or {})}
+            answer = await self._post(where, body, routed.session_id, until)
             try:
-                found = target.dialect.read(answer)
+                found = dialect.read(answer)
             except _UNREADABLE as error:
-                what = f"{target.url}{route} gave no tokens: {error!r}"
-                raise EngineRefusedError(what, expected="tokens as this kind of engine gives them") from None
+                expected = "tokens as this kind of engine gives them"
+                raise EngineRefusedError(f"{where} gave no tokens: {error!r}", expected=expected) from None
             if len(found) != request.n:
-                what = f"{target.url}{route} gave {len(found)} continuations"
-                raise EngineRefusedError(what, expected=str(request.n))
+                raise EngineRefusedError(f"{where} gave {len(found)} continuations", expected=str(request.n))
             return found
 
         return await self._of_any(ask, until)
 
-    async def _post(self, target: Target, route: str, body: Any, session_id: Any, until: float) -> Any:
+    async def _post(self, url: str, body: Any, session_id: Any, until: float) -> Any:
         headers = None if session_id is None else dict.fromkeys(_SESSION_HEADERS, str(session_id))
-        return await self.session.json("POST", target.url + route, body, headers=headers, until=until)
+        return await self.session.json("POST", url, body, headers=headers, until=until)
 
-    async def _of_any(self, call: Callable[[Target], Awaitable[_T]], until: float) -> _T:
-        """Return what ``call`` returns for the first target where it succeeds."""
-        failed, backoff = dict[Target, EngineError](), Backoff(until)
+    async def _of_any(self, call: Callable[[str], Awaitable[_T]], until: float) -> _T:
+        """Return what ``call`` returns for the address of the first target where it succeeds."""
+        failed, attempts = dict[str, EngineError](), itertools.count()
         while True:
-            async with self._turn(failed, until) as target:
+            async with self._turn(failed, until) as url:
                 try:
-                    found = await call(target)
+                    found = await call(url)
                 except (EngineUnreachableError, EngineRefusedError) as error:
                     if isinstance(error, EngineRefusedError) and error.status not in _PASSING:
                         raise  # another engine would say the same
-                    failed[target] = error
-                    self._health.fail(target.url, error, by=_PARTY, for_s=self._retire_s)
+                    failed[url] = error
+                    self._health.fail(url, error, by=_PARTY, for_s=self._retire_s)
                 else:
-                    self._health.mend(target.url, by=_PARTY)
+                    self._health.mend(url, by=_PARTY)
                     return found
             if len(failed) == len(self._targets):
                 why = self._joined(failed)
@@ -232,37 +225,38 @@ class Requests:
                 if time.monotonic() - self._warned >= _SILENCE_S:
                     self._warned = time.monotonic()
                     log.warning("requests get no answer, and are sent again: %s", why)
-                await backoff.wait(why)
+                await back_off(next(attempts), until, why)
                 failed.clear()
 
     @asynccontextmanager
-    async def _turn(self, failed: Mapping[Target, EngineError], until: float) -> AsyncIterator[Target]:
+    async def _turn(self, failed: Mapping[str, EngineError], until: float) -> AsyncIterator[str]:
         """Wait until a target that has not failed has room for a request, and count the request while it is there."""
-        left = [target for target in self._targets if target not in failed]
+        left = [url for url in self._targets if url not in failed]
         async with self._freed:
             while True:
-                well = [target for target in left if self._health.why(target.url) is None] or left
-                target = min(well, key=self._in_work.__getitem__)  # ties go to the first in order
-                if self._in_work[target] < self._limit:
+                well = [url for url in left if self._health.why(url) is None] or left
+                found = min(well, key=self._in_work.__getitem__)  # ties go to the first in order
+                if self._in_work[found] < self._limit:
                     break
                 try:
                     await asyncio.wait_for(self._freed.wait(), until - time.monotonic())
                 except asyncio.TimeoutError:
-                    names = ", ".join(target.url for target in well)
+                    names = ", ".join(well)
                     raise DeadlineError(f"{names} had {self._limit} requests in work until the deadline") from None
-            self._in_work[target] += 1
+            self._in_work[found] += 1
         try:
-            yield target
+            yield found
         finally:
-            self._in_work[target] -= 1
+            self._in_work[found] -= 1
             async with self._freed:
                 self._freed.notify_all()
 
-    def _joined(self, failed: Mapping[Target, EngineError]) -> EngineError:
+    def _joined(self, failed: Mapping[str, EngineError]) -> EngineError:
+        """Return the error for a request that every target failed."""
         errors = list(failed.values())
         if len(errors) == 1:
             return errors[0]
-        lines = "; ".join(f"{target.url}: {failed[target].what}" for target in self._targets)
+        lines = "; ".join(f"{url}: {failed[url].what}" for url in self._targets)
         joined = EngineUnreachableError(
             f"none of {len(errors)} engines answers: {lines}", hint="start them again, or give other addresses"
         )
@@ -270,22 +264,18 @@ class Requests:
         return joined
 
 
-class Backoff:
-    """Waits longer and longer between attempts, until a deadline on the monotonic clock."""
+async def back_off(attempt: int, until: float, why: EngineError) -> None:
+    """Wait before another attempt, longer after each.
 
-    def __init__(self, until: float) -> None:
-        self._until, self._pause_s = until, _FIRST_PAUSE_S
+    Args:
+        attempt: how many attempts this waited for before.
+        until: deadline on the monotonic clock, in seconds.
+        why: the reason of the last failure.
 
-    async def wait(self, why: EngineError) -> None:
-        """Wait for the next attempt.
-
-        Args:
-            why: the reason of the last failure.
-
-        Raises:
-            DeadlineError: there is no time for another attempt; has the reason.
-        """
-        if self._until - time.monotonic() <= self._pause_s:
-            raise DeadlineError(f"no answer until the deadline; the last one was: {why}") from why
-        await asyncio.sleep(self._pause_s)
-        self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
+    Raises:
+        DeadlineError: there is no time for another attempt; has the reason.
+    """
+    pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 16))
+    if until - time.monotonic() <= pause_s:
+        raise DeadlineError(f"no answer until the deadline; the last one was: {why}") from why
+    await asyncio.sleep(pause_s)

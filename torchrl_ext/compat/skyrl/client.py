@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import os
 import time
@@ -20,7 +21,7 @@ from torchrl_ext.compat.skyrl.control import EngineControl
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
 from torchrl_ext.registry import engines
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, checked_prompt
-from torchrl_ext.rollout.requests import Backoff, Requests, RoutedRequest, targets
+from torchrl_ext.rollout.requests import Requests, RoutedRequest, back_off, targets
 from torchrl_ext.rpc.connections import Background, PerLoop, each
 from torchrl_ext.types import Info
 
@@ -80,18 +81,18 @@ class RemoteInferenceClient(EngineControl):
             )
         if self.enable_return_routed_experts and self.kind != "vllm":
             raise ConfigError(f"routed experts are not read from {self.kind} engines", expected='kind="vllm"')
-        (proxy,) = targets([self.proxy_url], [self.kind])
-        if len(servers) > 1 and proxy.url in servers:
+        proxy = targets([self.proxy_url], self.kind)
+        (self.proxy_url,) = proxy
+        if len(servers) > 1 and self.proxy_url in servers:
             raise ConfigError(
-                f"proxy_url {proxy.url} is one of {len(servers)} servers: the others would get no request",
+                f"proxy_url {self.proxy_url} is one of {len(servers)} servers: the others would get no request",
                 hint="put a router in front of them (torchrl_ext.serving.routing.Routing)",
             )
-        self.proxy_url = proxy.url
         how: dict[str, Any] = {
             "limit": limit * len(servers) // self.data_parallel_size,
             "connection_limit": _number_from(_CONNECTIONS, 0),
         }
-        make = functools.partial(Requests, [proxy], api_key=self.api_key, persistent=True, **how)
+        make = functools.partial(Requests, proxy, api_key=self.api_key, persistent=True, **how)
         self._requests, self._background = PerLoop(make), Background("inference-loop")
 
     @classmethod
@@ -352,7 +353,7 @@ class RemoteInferenceClient(EngineControl):
         """Return an OpenAI-style answer that no engine aborted."""
         body, session_id = self._body(payload)
         until = self._until()
-        backoff, where = Backoff(until), f"{self.proxy_url}{route}"
+        attempts, where = itertools.count(), f"{self.proxy_url}{route}"
         while True:
             answer = await self._requests.here().post(route, body, session_id, until)
             try:
@@ -361,7 +362,7 @@ class RemoteInferenceClient(EngineControl):
                 raise EngineRefusedError(f"{where} gave no completion: {error!r}") from None
             if not aborted:
                 return answer
-            await backoff.wait(EngineError(f"{where}: an engine aborted the request"))
+            await back_off(next(attempts), until, EngineError(f"{where}: an engine aborted the request"))
 
     def _until(self) -> float:
         return time.monotonic() + self.timeout_s
