@@ -140,35 +140,35 @@ class InferenceClient:
             DeadlineError: not every generation came in time; names the engines that still had work.
         """
         drawn = n if temperature > 0 else 1  # vLLM refuses to make the same continuation twice
-        apart = seed is not None and any(dialect.one_seed_per_request for dialect in self._targets.values())
         sessions = [None] * len(prompts) if session_ids is None else session_ids
         if len(sessions) != len(prompts):
             raise ConfigError(f"{len(sessions)} session_ids for {len(prompts)} prompts", expected="one per prompt")
-        requests: list[RoutedRequest] = []
-        for i, (prompt, session) in enumerate(zip(prompts, sessions, strict=True)):
-            request = GenerationRequest(
-                token_ids=checked_prompt(prompt, i),
-                n=drawn,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                seed=None if seed is None else seed + i * n,
-                logprobs=logprobs is not None and logprobs is not False,
-                stop_token_ids=tuple(stop_token_ids),
-                more=sampling,
-                adapter=self._adapter,
+        requests = [
+            RoutedRequest(
+                session_id=session,
+                request=GenerationRequest(
+                    token_ids=checked_prompt(prompt, i),
+                    n=drawn,
+                    max_tokens=max_tokens,
+                    temperature=temperature,
+                    seed=None if seed is None else seed + i * n,
+                    logprobs=logprobs is not None and logprobs is not False,
+                    stop_token_ids=tuple(stop_token_ids),
+                    more=sampling,
+                    adapter=self._adapter,
+                ),
             )
-            parts = request.split() if apart else [request]
-            requests += [RoutedRequest(request=one, session_id=session) for one in parts]
+            for i, (prompt, session) in enumerate(zip(prompts, sessions, strict=True))
+        ]
         until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        groups = self._background.run(self._generate(requests, until), what="generate")
-        found = [generation for group in groups for generation in group]
+        found = self._background.run(self._generate(requests, until), what="generate")
         return found if drawn == n else [generation for generation in found for _ in range(n)]
 
     def close(self) -> None:
         """Drop the connections; requests in work end with an error. May be called twice; a later call opens anew."""
         self._background.close(self._requests.close())
 
-    async def _generate(self, requests: Sequence[RoutedRequest], until: float) -> list[list[Generation]]:
+    async def _generate(self, requests: Sequence[RoutedRequest], until: float) -> list[Generation]:
         return await self._requests.here().generations(requests, until)
 
     def __reduce__(self) -> tuple[Any, ...]:

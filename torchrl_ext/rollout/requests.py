@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
@@ -58,7 +58,7 @@ class RoutedRequest:
 
     Attributes:
         request: the prompt and how to continue it.
-        session_id: requests of one session stay on one engine behind a router; None for none.
+        session_id: requests of one session stay on one engine behind a router; None or "" for none.
         more: further fields of the body.
         route: takes the place of the dialect's route.
         texts: decodes token ids, to find stop strings that straddle two engines' answers; with None, an aborted request
@@ -109,11 +109,11 @@ class Requests:
         self._freed, self._warned = asyncio.Condition(), float("-inf")
         self.session = AsyncSession(api_key=api_key, connection_limit=connection_limit)
 
-    async def generations(self, requests: Sequence[RoutedRequest], until: float) -> list[list[Generation]]:
+    async def generations(self, requests: Sequence[RoutedRequest], until: float) -> list[Generation]:
         """Return every prompt's continuations, in order, each complete; the first error cancels the other requests.
 
         Args:
-            requests: the prompts.
+            requests: the prompts; continuation j of one that has a seed is sampled with ``seed + j``.
             until: deadline of all together on the monotonic clock, in seconds.
 
         Raises:
@@ -134,7 +134,7 @@ class Requests:
             late = [url for url in self._targets if self._in_work[url]]
             if serving.done():
                 serving.result()
-                return [found[i] for i in range(len(requests))]
+                return [generation for i in range(len(requests)) for generation in found[i]]
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
@@ -158,11 +158,16 @@ class Requests:
 
     async def _whole(self, routed: RoutedRequest, until: float) -> list[Generation]:
         """Return the continuations of one prompt, each complete."""
-        answers = await self._ask(routed.request, routed, until)
+        request = routed.request
+        alike = any(dialect.one_seed_per_request for dialect in self._targets.values())
+        if request.n > 1 and request.seed is not None and alike:
+            parts = [replace(routed, request=one) for one in request.split()]
+            return [one for (one,) in await each([self._whole(part, until) for part in parts])]
+        answers = await self._ask(request, routed, until)
         if all(one.finish_reason != "abort" for one in answers):
             return answers
-        parts = zip(routed.request.split(), answers, strict=True)
-        return await each([self._to_its_end(one, answer, routed, until) for one, answer in parts])
+        begun = zip(request.split(), answers, strict=True)
+        return await each([self._to_its_end(one, answer, routed, until) for one, answer in begun])
 
     async def _to_its_end(
         self, request: GenerationRequest, answer: Generation, routed: RoutedRequest, until: float
@@ -200,7 +205,7 @@ class Requests:
         return await self._of_any(ask, until)
 
     async def _post(self, url: str, body: Any, session_id: Any, until: float) -> Any:
-        headers = None if session_id is None else dict.fromkeys(_SESSION_HEADERS, str(session_id))
+        headers = None if session_id in (None, "") else dict.fromkeys(_SESSION_HEADERS, str(session_id))
         return await self.session.json("POST", url, body, headers=headers, until=until)
 
     async def _of_any(self, call: Callable[[str], Awaitable[_T]], until: float) -> _T:

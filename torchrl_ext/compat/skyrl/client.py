@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchrl_ext.compat.skyrl import sampling as samples
 from torchrl_ext.compat.skyrl.control import EngineControl
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
-from torchrl_ext.registry import engines
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
+from torchrl_ext.rollout.dialects import Dialect
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, checked_prompt
 from torchrl_ext.rollout.requests import Requests, RoutedRequest, back_off, targets
 from torchrl_ext.rpc.connections import Background, PerLoop, each
@@ -35,7 +35,7 @@ log = logging.getLogger("torchrl_ext")
 _T = TypeVar("_T")
 _CONCURRENCY, _CONNECTIONS = "SKYRL_GENERATE_CONCURRENCY_PER_ENGINE", "SKYRL_HTTP_CONNECTION_LIMIT"
 _FORGET_TIMEOUT_S = 10.0
-_EXPERTS_ROUTE, _NO_ROUTE = "/skyrl/v1/generate", (404, 405)
+_EXPERTS_ROUTE = "/skyrl/v1/generate"
 _KEPT = ("_updates", "_sizes", "_base", "_fetched", "_loading")  # where the client is pickled
 
 
@@ -67,33 +67,32 @@ class RemoteInferenceClient(EngineControl):
     tokenizer: Any = field(default=None, repr=False, compare=False)
     concurrency_per_engine: int | None = None
     timeout_s: float = 1800.0
+    _dialect: Dialect = field(init=False, repr=False, compare=False)
     _background: Background = field(init=False, repr=False, compare=False)
     _requests: PerLoop[Requests] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        servers = self.server_urls
+        servers, dp_size = self.server_urls, self.data_parallel_size
         limit = _number_from(_CONCURRENCY, 512) if self.concurrency_per_engine is None else self.concurrency_per_engine
-        if self.data_parallel_size < 1 or len(servers) % self.data_parallel_size or limit < 0:
+        if dp_size < 1 or len(servers) % dp_size or limit < 0:
             raise ConfigError(
-                f"{len(servers)} servers, data_parallel_size={self.data_parallel_size}, concurrency_per_engine={limit}",
+                f"{len(servers)} servers, data_parallel_size={dp_size}, concurrency_per_engine={limit}",
                 expected="servers in groups of data_parallel_size, and a limit of at least 0",
             )
         if self.enable_return_routed_experts and self.kind != "vllm":
             raise ConfigError(f"routed experts are not read from {self.kind} engines", expected='kind="vllm"')
         proxy = targets([self.proxy_url], self.kind)
-        (self.proxy_url,) = proxy
+        ((self.proxy_url, self._dialect),) = proxy.items()
         if len(servers) > 1 and self.proxy_url in servers:
             raise ConfigError(
                 f"proxy_url {self.proxy_url} is one of {len(servers)} servers: the others would get no request",
                 hint="put a router in front of them (torchrl_ext.serving.routing.Routing)",
             )
-        how: dict[str, Any] = {
-            "limit": limit * len(servers) // self.data_parallel_size,
-            "connection_limit": _number_from(_CONNECTIONS, 0),
-        }
-        make = functools.partial(Requests, proxy, api_key=self.api_key, persistent=True, **how)
-        self._requests, self._background = PerLoop(make), Background("inference-loop")
+        how: dict[str, Any] = {"limit": limit * len(servers) // dp_size, "api_key": self.api_key, "persistent": True}
+        how["connection_limit"] = _number_from(_CONNECTIONS, 0)
+        self._requests = PerLoop(functools.partial(Requests, proxy, **how))
+        self._background = Background("inference-loop")
 
     @classmethod
     def of(cls, routing: Routing, **settings: Any) -> RemoteInferenceClient:
@@ -213,17 +212,13 @@ class RemoteInferenceClient(EngineControl):
         body = request_payload.get("json") or {}
         session_id, model = body.get("session_id"), self._resolved(body.get("model"))
         chunks = (body.get("prompt") or {}).get("chunks") or []
-        messages, rendered = samples.image_messages(chunks), {}
-        if messages:
-            named = {"model": model} if model else {}
-            rendered = await self.render({"json": {"messages": messages, "session_id": session_id, **named}})
+        rendered = {}
+        if messages := samples.image_messages(chunks):
+            rendered = await self.render({"json": {"messages": messages, "session_id": session_id, "model": model}})
         ids, features = samples.spliced(chunks, rendered)
         request = _request(ids, {"logprobs": 0, **samples.sampling_of(body)}, 0)
         request = dataclasses.replace(request, n=body.get("num_samples", 1))
-        apart = engines.part(self.kind, "dialect")().one_seed_per_request and request.seed is not None
-        requests = request.split() if apart else [request]
-        count = len(requests)
-        found = await self._all(requests, [session_id] * count, model, [{"features": features}] * count)
+        found = await self._all([request], [session_id], model, [{"features": features}])
         prompt, top = None, None
         if samples.wants_prompt(body):
             prompt, top = samples.prompt_logprobs(ids, found[0], body.get("topk_prompt_logprobs") or 0)
@@ -290,11 +285,10 @@ class RemoteInferenceClient(EngineControl):
         session, url = self._requests.here().session, f"{self.proxy_url}/finish_session"
         try:
             answer = await session.call("POST", url, query=query, until=until)
+            if not (answer.ok or answer.absent):  # other routers have no such route
+                raise EngineError(f"{url} answered {answer.status}: {answer.message()}")
         except (EngineError, DeadlineError) as error:
             log.warning("session %s is not forgotten: %s", session_id, error)
-            return
-        if not answer.ok and answer.status not in _NO_ROUTE:  # other routers have no such route
-            log.warning("session %s is not forgotten: %s answered %d", session_id, url, answer.status)
 
     async def post(self, route: str, body: Any = None, *, session_id: Any = None) -> Any:
         """Call any other route for requests, through the router, and return the JSON answer."""
@@ -309,8 +303,8 @@ class RemoteInferenceClient(EngineControl):
         """
         try:
             return await self.post(route, body)
-        except EngineRefusedError as error:
-            if error.status not in _NO_ROUTE or self.proxy_url in self.server_urls:
+        except RouteAbsent as error:
+            if self.proxy_url in self.server_urls:
                 raise
             why: EngineError = error
         session, until = self._requests.here().session, self._until()
@@ -332,7 +326,7 @@ class RemoteInferenceClient(EngineControl):
         routed = [
             RoutedRequest(
                 request=dataclasses.replace(request, adapter=None if model else self.adapter),
-                session_id=None if session == "" else session,
+                session_id=session,
                 more={name: value for name, value in {**more, "model": model}.items() if value is not None},
                 texts=self.detokenize,
                 route=_EXPERTS_ROUTE if self.enable_return_routed_experts else None,
@@ -341,13 +335,12 @@ class RemoteInferenceClient(EngineControl):
         ]
         until, here = self._until(), self._requests.here()
         try:
-            found = await here.generations(routed, until)
-        except EngineRefusedError as error:
-            if error.status not in _NO_ROUTE or not self.enable_return_routed_experts:
+            return await here.generations(routed, until)
+        except RouteAbsent:
+            if not self.enable_return_routed_experts:
                 raise
             routed = [dataclasses.replace(one, route=None) for one in routed]  # vLLM's own route has them, too
-            found = await here.generations(routed, until)
-        return [one for row in found for one in row]
+            return await here.generations(routed, until)
 
     async def _completed(self, route: str, payload: Mapping[str, Any]) -> Info:
         """Return an OpenAI-style answer that no engine aborted."""
@@ -373,9 +366,9 @@ class RemoteInferenceClient(EngineControl):
     def _body(self, payload: Mapping[str, Any]) -> tuple[Info, Any]:
         body = dict(payload.get("json") or {})
         model = self._resolved(body.pop("model", None))
-        named = engines.part(self.kind, "dialect")().adapted(self.adapter) if model is None else {"model": model}
+        named = self._dialect.adapted(self.adapter) if model is None else {"model": model}
         session_id = body.pop("session_id", None)
-        return {**named, **body}, None if session_id == "" else session_id
+        return {**named, **body}, session_id
 
     def _resolved(self, model: str | None) -> str | None:
         """Return the model that a request is for; None where `adapter` names it, or the engine is to choose.
