@@ -16,7 +16,7 @@ from torchrl.modules.llm.policies import LLMWrapperBase
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rollout.torchrl.lag import Pacer
-from torchrl_ext.rollout.torchrl.records import PromptReader, RecordWriter
+from torchrl_ext.rollout.torchrl.records import read_prompts, write_records
 from torchrl_ext.rollout.torchrl.settings import WrapperSettings, sampling_settings
 
 __all__ = ["RemoteLLMPolicy"]
@@ -104,10 +104,8 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         self.inplace = given.inplace if given.inplace is not None else self.num_samples is None
         for name in ("tokens", "masks", "log_probs", "text", "history"):
             setattr(self, f"return_{name}", name in given.keys)
-        keys = given.keys | ours
-        self._read, self._write = PromptReader(given), RecordWriter(given, keys)
+        self._keys = given.keys | ours
         self.in_keys, self.out_keys = [given.input_key], list(given.keys.values())
-        self._written = list(keys.values())
         self._seed, self._pacer, self._timeout_s = seed, pacer, timeout_s
         self._made, self._counting = 0, threading.Lock()
 
@@ -162,10 +160,11 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         target = tensordict_out
         if target is None:
             target = tensordict.empty() if self.inplace == "empty" else tensordict
-        return target.exclude(*self._written, inplace=True).update(found, keys_to_update=self._written)
+        written = list(self._keys.values())
+        return target.exclude(*written, inplace=True).update(found, keys_to_update=written)
 
     def _generate(self, tensordict: LazyStackedTensorDict, changes: Mapping[str, Any]) -> LazyStackedTensorDict:
-        prompts = self._read(tensordict)
+        prompts = read_prompts(tensordict, self._settings)
         sampling, samples = self._sampling, self.num_samples
         if changes:
             sampling, samples = self._sampled({**self.generate_kwargs, **changes}, self.num_samples)
@@ -181,7 +180,7 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
                 **more,
                 **sampling,
             )
-        return self._write(prompts, generations, samples)
+        return write_records(prompts, generations, samples, self._settings, self._keys)
 
     def _sampled(self, given: Mapping[str, Any], num_samples: int | None = None) -> tuple[dict[str, Any], int | None]:
         """Translate TorchRL's generation settings into arguments of `InferenceClient.generate`, and a sample count."""
