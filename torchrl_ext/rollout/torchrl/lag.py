@@ -143,12 +143,8 @@ class Pacer:
         return self._started
 
     def __reduce__(self) -> tuple[Any, ...]:
-        more: dict[str, Any] = {
-            "max_lag": self._max_lag,
-            "turns_per_version": self._turns,
-            "timeout_s": self._timeout_s,
-        }
-        return functools.partial(Pacer, self._version, **more), ()
+        how: dict[str, Any] = {"max_lag": self._max_lag, "turns_per_version": self._turns, "timeout_s": self._timeout_s}
+        return functools.partial(Pacer, self._version, **how), ()
 
     def allowed(self) -> int:
         """Return how many sequences may have been started by now."""

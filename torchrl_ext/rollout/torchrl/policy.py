@@ -86,18 +86,17 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         else:
             self.model = InferenceClient.connect(*([model] if isinstance(model, str) else model))
         self._settings, self.layout, self._device = given, None, given.device
-        for name in ("tokenizer", "generate", "input_mode", "input_key", "pad_output", "prefer_tokens"):
+        for name in ("tokenizer", "generate", "input_mode", "input_key", "pad_output", "padding_value"):
             setattr(self, name, getattr(given, name))
-        for name in ("history_key", "text_key", "tokens_key", "masks_key", "log_probs_key"):
+        for name in ("prefer_tokens", "history_key", "text_key", "tokens_key", "masks_key", "log_probs_key"):
             setattr(self, name, getattr(given, name))
-        self.versions_key, self.padding_value = versions_key, given.padding_value
-        self._min_batch_size = 1 if given.batching and given.min_batch_size is None else given.min_batch_size
-        self._max_batch_size, self._batching_timeout = given.max_batch_size, given.batching_timeout
-        self._batching_lock = threading.Lock()
+        for name in ("min_batch_size", "max_batch_size", "batching_timeout"):
+            setattr(self, f"_{name}", getattr(given, name))
+        self.versions_key, self._batching_lock = versions_key, threading.Lock()
         self._batch_queue: list[Any] = []  # both always empty: TorchRL's queue is for engines that do not batch
         self._futures: list[Any] = []
-        self.generate_kwargs = dict(given.generate_kwargs or {})
-        self._sampling, self.num_samples = self._sampled(self.generate_kwargs)
+        self.generate_kwargs, self.num_samples = dict(given.generate_kwargs or {}), given.num_samples
+        _, self.num_samples = self._sampled({})
         if self.num_samples is not None and given.inplace in (True, "empty"):
             what = f"inplace={given.inplace!r} cannot hold several samples per prompt"
             raise ConfigError(what, expected="False or None")
@@ -112,7 +111,7 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
     @property
     def sampling_params(self) -> SimpleNamespace:
         """The sampling settings of requests, under vLLM's names, with ``n`` continuations per prompt."""
-        return SimpleNamespace(n=self.num_samples or 1, **self._sampling)
+        return SimpleNamespace(n=self.num_samples or 1, **self._sampled({})[0])
 
     def get_new_version(self, **kwargs: Any) -> RemoteLLMPolicy:
         """Return a policy with other settings on the same engines."""
@@ -165,31 +164,22 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
 
     def _generate(self, tensordict: LazyStackedTensorDict, changes: Mapping[str, Any]) -> LazyStackedTensorDict:
         prompts = read_prompts(tensordict, self._settings)
-        sampling, samples = self._sampling, self.num_samples
-        if changes:
-            sampling, samples = self._sampled({**self.generate_kwargs, **changes}, self.num_samples)
+        sampling, samples = self._sampled(changes)
         count = len(prompts.tokens) * (samples or 1)
-        seed = self._next_seed(count)
-        more: dict[str, Any] = {} if seed is None else {"seed": seed}
+        if self._seed is not None:
+            with self._counting:
+                sampling["seed"], self._made = self._seed + self._made, self._made + count
         with nullcontext() if self._pacer is None else self._pacer.starting(count):
             generations = self.model.generate(
                 prompts.tokens,
                 n=samples or 1,
                 logprobs=self.return_log_probs,
                 timeout_s=self._timeout_s,
-                **more,
                 **sampling,
             )
         return write_records(prompts, generations, samples, self._settings, self._keys)
 
-    def _sampled(self, given: Mapping[str, Any], num_samples: int | None = None) -> tuple[dict[str, Any], int | None]:
+    def _sampled(self, changes: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
         """Translate TorchRL's generation settings into arguments of `InferenceClient.generate`, and a sample count."""
-        samples = self._settings.num_samples if num_samples is None else num_samples
-        return sampling_settings(self._standardize_generate_kwargs(dict(given)), samples)
-
-    def _next_seed(self, count: int) -> int | None:
-        if self._seed is None:
-            return None
-        with self._counting:
-            seed, self._made = self._seed + self._made, self._made + count
-        return seed
+        given = self._standardize_generate_kwargs({**self.generate_kwargs, **changes})
+        return sampling_settings(given, self.num_samples)

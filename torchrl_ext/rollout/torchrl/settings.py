@@ -111,6 +111,8 @@ class WrapperSettings:
             raise ConfigError(what, expected="None")
         if least is not None and most is not None and least > most:
             raise ConfigError(f"min_batch_size ({least}) must be <= max_batch_size ({most})")
+        if self.batching and least is None:
+            self.min_batch_size = 1
 
     @property
     def padding_value(self) -> int | None:
