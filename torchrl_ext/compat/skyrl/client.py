@@ -261,16 +261,15 @@ class RemoteInferenceClient(EngineControl):
         """Return the token ids of each text, from `tokenizer` or else from an engine."""
         if self.tokenizer is not None:
             return [list(self.tokenizer(one, add_special_tokens=add_special_tokens)["input_ids"]) for one in texts]
-        more = {"add_special_tokens": add_special_tokens, **self._model()}
-        answers = await each([self._of_text("/tokenize", {"prompt": one, **more}) for one in texts])
+        bodies = [{"prompt": one, "add_special_tokens": add_special_tokens} for one in texts]
+        answers = await each([self._of_text("/tokenize", body) for body in bodies])
         return [answer["tokens"] for answer in answers]
 
     async def detokenize(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Return the text of each list of token ids, from `tokenizer` or else from an engine."""
         if self.tokenizer is not None:
             return self.tokenizer.batch_decode([list(ids) for ids in token_ids], skip_special_tokens=True)
-        bodies = [{"tokens": list(ids), **self._model()} for ids in token_ids]
-        answers = await each([self._of_text("/detokenize", body) for body in bodies])
+        answers = await each([self._of_text("/detokenize", {"tokens": list(ids)}) for ids in token_ids])
         return [answer.get("prompt", answer.get("text")) for answer in answers]
 
     async def finish_session(self, session_id: Any) -> None:
@@ -301,6 +300,7 @@ class RemoteInferenceClient(EngineControl):
 
         SGLang's router has such routes under other names, for tokenizers that it was given itself.
         """
+        body = body if self.model_name is None else {**body, "model": self.model_name}
         try:
             return await self.post(route, body)
         except RouteAbsent as error:
@@ -360,14 +360,10 @@ class RemoteInferenceClient(EngineControl):
     def _until(self) -> float:
         return time.monotonic() + self.timeout_s
 
-    def _model(self) -> Info:
-        return {} if self.model_name is None else {"model": self.model_name}
-
     def _body(self, payload: Mapping[str, Any]) -> tuple[Info, Any]:
         body = dict(payload.get("json") or {})
-        model = self._resolved(body.pop("model", None))
+        model, session_id = self._resolved(body.pop("model", None)), body.pop("session_id", None)
         named = self._dialect.adapted(self.adapter) if model is None else {"model": model}
-        session_id = body.pop("session_id", None)
         return {**named, **body}, session_id
 
     def _resolved(self, model: str | None) -> str | None:

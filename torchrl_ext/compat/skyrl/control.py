@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torchrl_ext.compat.skyrl.published import Fetched, stage
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
+from torchrl_ext.messages import Load, Seal
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.connections import each
 from torchrl_ext.rpc.discovery import connect
@@ -362,13 +363,19 @@ class EngineControl:
         return await self._driven(what, fetch)
 
     async def _load_fetched(self, version: int) -> dict[str, Info]:
-        """Load what `fetch_weights` staged, whole."""
-        if self._fetched is None:
-            raise ConfigError(f"version {version} was not fetched", hint="call fetch_weights first, with its sync_dir")
-        load, seal = self._fetched.pieces(version)
-        await self._step("load", "/update_weights", {"update_info": load})
+        """Load the version that `fetch_weights` staged, whole."""
+        fetched = self._fetched
+        if fetched is None or fetched.version != version:
+            staged = "no version" if fetched is None else f"version {fetched.version}"
+            raise ConfigError(
+                f"version {version} was not fetched: engines have staged {staged}",
+                hint="call fetch_weights first, with its sync_dir, before start_weight_update",
+            )
+        load = Load(connection=fetched.connection, version=version, handoff={"params": fetched.params})
+        await self._step("load", "/update_weights", {"update_info": load.to_json()})
         self._loading = version
-        return await self._step("load", "/update_weights", {"update_info": seal})
+        seal = Seal(connection=fetched.connection)
+        return await self._step("load", "/update_weights", {"update_info": seal.to_json()})
 
     # adapters
 

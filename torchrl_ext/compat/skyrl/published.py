@@ -12,11 +12,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.messages import Load, Seal
+from torchrl_ext.errors import EngineError
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.transports.published import PublishedRoot
-from torchrl_ext.types import Info
 
 __all__ = ["Fetched", "stage"]
 
@@ -36,20 +34,6 @@ class Fetched:
     root: str
     params: list[Any]
     connection: str
-
-    def pieces(self, version: int) -> tuple[Info, Info]:
-        """Return the infos by which a started update loads the version, and ends the load.
-
-        Raises:
-            ConfigError: it is another version.
-        """
-        if version != self.version:
-            raise ConfigError(
-                f"version {version} was not fetched: engines have staged version {self.version}",
-                hint="call fetch_weights first, before start_weight_update",
-            )
-        load = Load(connection=self.connection, version=version, handoff={"params": self.params})
-        return load.to_json(), Seal(connection=self.connection).to_json()
 
 
 def stage(fleet: Pool, version: int, root: str | None, base: str | None, before: Fetched | None) -> Fetched | None:
