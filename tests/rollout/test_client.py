@@ -36,14 +36,6 @@ def client(server):
     made.close()
 
 
-def test_generations_come_in_the_order_of_their_prompts(client):
-    prompts = [PROMPT[:length] for length in (8, 2, 5, 1)]
-    found = client.generate(prompts, n=2, max_tokens=12, temperature=0.0, ignore_eos=True)
-    own = tiny_model(0)
-    expected = [tuple(greedy(own, prompt, 12)) for prompt in prompts for _ in range(2)]
-    assert [one.token_ids for one in found] == expected
-
-
 def test_a_generation_has_log_probabilities_a_reason_and_the_weights_behind_it(client):
     (found,) = client.generate([PROMPT], max_tokens=6, ignore_eos=True, seed=1)
     assert isinstance(found, Generation)
@@ -136,7 +128,7 @@ def test_what_may_pass_is_asked_again_until_the_deadline_by_a_persistent_client_
         warnings = [record.getMessage() for record in caplog.records if "get no answer" in record.getMessage()]
         assert len(warnings) == 1 and router.url in warnings[0] and "nobody is behind" in warnings[0]
         router.answers[ROUTE] = later
-        for settings, error in (({"persistent": True, "timeout_s": 0.3}, DeadlineError), ({}, EngineRefusedError)):
+        for settings, error in (({"persistent": True, "timeout_s": 1.0}, DeadlineError), ({}, EngineRefusedError)):
             with closing(InferenceClient(router.url, **settings)) as client, pytest.raises(error, match="nobody"):
                 client.generate([[7]])
 

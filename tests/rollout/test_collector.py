@@ -2,7 +2,6 @@
 
 import threading
 
-import psutil
 import pytest
 import torch
 from tensordict import set_list_to_stack
@@ -91,16 +90,6 @@ def test_a_uuid_tells_versions_apart_too(servers, trainer):
     sender.shutdown()
     found.shutdown()
     assert found.policy_version == after  # the refused update did not count
-
-
-def test_a_collector_outlives_one_of_its_engines(servers, checkpoint, trainer):
-    with EmbeddedServer(checkpoint, threads=1) as mortal:
-        found = collector(trainer, remote(trainer, [servers[0], mortal]), total_dialog_turns=-1)
-        rollouts = iter(found)
-        next(rollouts)
-        psutil.Process(mortal.pid).kill()
-        assert len(next(rollouts)) == trainer.task.turns
-        found.shutdown()
 
 
 def test_a_collector_that_runs_by_itself_waits_for_the_trainer(servers, trainer):

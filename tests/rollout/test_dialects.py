@@ -2,7 +2,6 @@
 
 from tests.rpc.servers import running
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.registry import engines
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rollout.dialects import SGLangDialect, VLLMDialect
 from torchrl_ext.rollout.generation import GenerationRequest, VersionSpan
@@ -78,8 +77,3 @@ def test_sglang_answers_are_read_with_spans_and_without():
     assert first.token_versions() == [0, 3]
     assert second.weight_versions == (VersionSpan(version="3", start=0, end=2),)
     assert SGLangDialect().read(without) == [second]
-
-
-def test_each_kind_of_engine_has_a_dialect():
-    assert {"embedded", "sglang", "vllm"} == set(engines.having("dialect"))
-    assert engines.part("embedded", "dialect") is VLLMDialect

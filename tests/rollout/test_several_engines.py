@@ -61,13 +61,14 @@ def until(condition):
 
 def test_work_is_shared_within_the_cap_and_answers_keep_their_order(client, servers):
     prompts = [PROMPT[: 1 + i % 8] for i in range(16)]
-    thread, found = in_background(lambda: client.generate(prompts, max_tokens=30, temperature=0.0, ignore_eos=True))
+    greedily = {"n": 2, "max_tokens": 30, "temperature": 0.0, "ignore_eos": True}
+    thread, found = in_background(lambda: client.generate(prompts, **greedily))
     loads = []
     while thread.is_alive():
         loads.append([busy(server) for server in servers])
         thread.join(0.02)  # for the engines to get on with it
     own = tiny_model(0)
-    assert [one.token_ids for one in found[0]] == [tuple(greedy(own, prompt, 30)) for prompt in prompts]
+    assert [one.token_ids for one in found[0]] == [tuple(greedy(own, one, 30)) for one in prompts for _ in range(2)]
     assert all(max(seen) <= 4 for seen in loads)
     assert all(max(seen[i] for seen in loads) > 0 for i in range(2))
 
