@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, checked_prompt
-from torchrl_ext.rollout.requests import Requests, RoutedRequest, targets
+from torchrl_ext.rollout.requests import Requests, targets
 from torchrl_ext.rpc.connections import Background, PerLoop
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.health import Health
@@ -144,19 +144,17 @@ class InferenceClient:
         if len(sessions) != len(prompts):
             raise ConfigError(f"{len(sessions)} session_ids for {len(prompts)} prompts", expected="one per prompt")
         requests = [
-            RoutedRequest(
+            GenerationRequest(
+                token_ids=checked_prompt(prompt, i),
+                n=drawn,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=None if seed is None else seed + i * n,
+                logprobs=logprobs is not None and logprobs is not False,
+                stop_token_ids=tuple(stop_token_ids),
+                more=sampling,
+                adapter=self._adapter,
                 session_id=session,
-                request=GenerationRequest(
-                    token_ids=checked_prompt(prompt, i),
-                    n=drawn,
-                    max_tokens=max_tokens,
-                    temperature=temperature,
-                    seed=None if seed is None else seed + i * n,
-                    logprobs=logprobs is not None and logprobs is not False,
-                    stop_token_ids=tuple(stop_token_ids),
-                    more=sampling,
-                    adapter=self._adapter,
-                ),
             )
             for i, (prompt, session) in enumerate(zip(prompts, sessions, strict=True))
         ]
@@ -168,7 +166,7 @@ class InferenceClient:
         """Drop the connections; requests in work end with an error. May be called twice; a later call opens anew."""
         self._background.close(self._requests.close())
 
-    async def _generate(self, requests: Sequence[RoutedRequest], until: float) -> list[Generation]:
+    async def _generate(self, requests: Sequence[GenerationRequest], until: float) -> list[Generation]:
         return await self._requests.here().generations(requests, until)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -56,6 +56,9 @@ class GenerationRequest:
         stop_token_ids: end after one of these.
         more: further sampling settings under vLLM's names: ``top_p``, ``top_k``, ``min_tokens``, ``ignore_eos``...
         adapter: name of the LoRA adapter to generate with; None for the base weights.
+        session_id: requests of one session stay on one engine behind a router; None or "" for none.
+        route: takes the place of the dialect's route.
+        fields: further fields of the body.
     """
 
     token_ids: tuple[int, ...]
@@ -67,6 +70,9 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     more: Mapping[str, Any] = field(default_factory=dict)
     adapter: str | None = None
+    session_id: Any = None
+    route: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def split(self) -> list[GenerationRequest]:
         """Return the same request as several requests of one continuation each."""

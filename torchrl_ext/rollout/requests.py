@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
@@ -22,7 +21,7 @@ from torchrl_ext.rpc.connections import each
 from torchrl_ext.rpc.health import Health
 from torchrl_ext.rpc.http import AsyncSession, Keys, normalise_urls
 
-__all__ = ["Requests", "RoutedRequest", "back_off", "targets"]
+__all__ = ["Requests", "back_off", "targets"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -50,26 +49,6 @@ def targets(urls: Sequence[str], kinds: str | Sequence[str]) -> dict[str, Dialec
     if len(kinds) != len(urls):
         raise ConfigError(f"{len(kinds)} kinds for {len(urls)} addresses", expected="one kind, or one per address")
     return {url: engines.part(kind, "dialect")() for url, kind in zip(normalise_urls(urls), kinds, strict=True)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutedRequest:
-    """One request for tokens, and how its HTTP calls are routed.
-
-    Attributes:
-        request: the prompt and how to continue it.
-        session_id: requests of one session stay on one engine behind a router; None or "" for none.
-        more: further fields of the body.
-        route: takes the place of the dialect's route.
-        texts: decodes token ids, to find stop strings that straddle two engines' answers; with None, an aborted request
-            that has stop strings is asked from the start again.
-    """
-
-    request: GenerationRequest
-    session_id: Any = None
-    more: Mapping[str, Any] | None = None
-    route: str | None = None
-    texts: Texts | None = None
 
 
 class Requests:
@@ -109,12 +88,16 @@ class Requests:
         self._freed, self._warned = asyncio.Condition(), float("-inf")
         self.session = AsyncSession(api_key=api_key, connection_limit=connection_limit)
 
-    async def generations(self, requests: Sequence[RoutedRequest], until: float) -> list[Generation]:
+    async def generations(
+        self, requests: Sequence[GenerationRequest], until: float, texts: Texts | None = None
+    ) -> list[Generation]:
         """Return every prompt's continuations, in order, each complete; the first error cancels the other requests.
 
         Args:
             requests: the prompts; continuation j of one that has a seed is sampled with ``seed + j``.
             until: deadline of all together on the monotonic clock, in seconds.
+            texts: decodes token ids, to find stop strings that straddle two engines' answers; with None, an aborted
+                request that has stop strings is asked from the start again.
 
         Raises:
             EngineUnreachableError, EngineRefusedError: an engine's answer to the first request that none took.
@@ -125,7 +108,7 @@ class Requests:
 
         async def serve() -> None:
             for i, one in waiting:
-                found[i] = await self._whole(one, until)
+                found[i] = await self._whole(one, until, texts)
 
         count = int(min(self._limit * len(self._targets), len(requests)))
         serving = asyncio.ensure_future(each([serve() for _ in range(count)]))  # noqa: RUF006 - it is kept
@@ -156,43 +139,42 @@ class Requests:
         """Drop the connections."""
         await self.session.close()
 
-    async def _whole(self, routed: RoutedRequest, until: float) -> list[Generation]:
+    async def _whole(self, request: GenerationRequest, until: float, texts: Texts | None) -> list[Generation]:
         """Return the continuations of one prompt, each complete."""
-        request = routed.request
         alike = any(dialect.one_seed_per_request for dialect in self._targets.values())
         if request.n > 1 and request.seed is not None and alike:
-            parts = [replace(routed, request=one) for one in request.split()]
-            return [one for (one,) in await each([self._whole(part, until) for part in parts])]
-        answers = await self._ask(request, routed, until)
+            parts = await each([self._whole(one, until, texts) for one in request.split()])
+            return [one for (one,) in parts]
+        answers = await self._ask(request, until)
         if all(one.finish_reason != "abort" for one in answers):
             return answers
         begun = zip(request.split(), answers, strict=True)
-        return await each([self._to_its_end(one, answer, routed, until) for one, answer in begun])
+        return await each([self._to_its_end(one, answer, until, texts) for one, answer in begun])
 
     async def _to_its_end(
-        self, request: GenerationRequest, answer: Generation, routed: RoutedRequest, until: float
+        self, request: GenerationRequest, answer: Generation, until: float, texts: Texts | None
     ) -> Generation:
         """Return the whole continuation that ``answer`` begins."""
         partial, attempts = PartialGeneration(request=request), itertools.count()
-        unread = routed.texts is None and bool(partial.stops)  # stop strings that nobody here can find
+        unread = texts is None and bool(partial.stops)  # stop strings that nobody here can find
         while True:
             if answer.finish_reason != "abort" or not unread:
                 partial = partial.extended(answer)
-            if routed.texts is not None and (candidates := partial.stop_candidates()):
-                partial = partial.stopped(candidates, await routed.texts([ids for _, ids in candidates]))
+            if texts is not None and (candidates := partial.stop_candidates()):
+                partial = partial.stopped(candidates, await texts([ids for _, ids in candidates]))
             if partial.done:
                 return partial.so_far
             if unread or not answer.token_ids:
                 names = ", ".join(self._targets)
                 error = EngineError(f"{names}: requests are aborted before they have a token")
                 await back_off(next(attempts), until, error)
-            (answer,) = await self._ask(partial.remaining(), routed, until)
+            (answer,) = await self._ask(partial.remaining(), until)
 
-    async def _ask(self, request: GenerationRequest, routed: RoutedRequest, until: float) -> list[Generation]:
+    async def _ask(self, request: GenerationRequest, until: float) -> list[Generation]:
         async def ask(url: str) -> list[Generation]:
             dialect = self._targets[url]
-            where, body = url + (routed.route or dialect.route), {**dialect.body(request), **(routed.more or {})}
-            answer = await self._post(where, body, routed.session_id, until)
+            where, body = url + (request.route or dialect.route), {**dialect.body(request), **request.fields}
+            answer = await self._post(where, body, request.session_id, until)
             try:
                 found = dialect.read(answer)
             except _UNREADABLE as error:

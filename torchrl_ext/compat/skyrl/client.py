@@ -21,7 +21,7 @@ from torchrl_ext.compat.skyrl.control import EngineControl
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
 from torchrl_ext.rollout.dialects import Dialect
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, checked_prompt
-from torchrl_ext.rollout.requests import Requests, RoutedRequest, back_off, targets
+from torchrl_ext.rollout.requests import Requests, back_off, targets
 from torchrl_ext.rpc.connections import Background, PerLoop, each
 from torchrl_ext.types import Info
 
@@ -176,11 +176,13 @@ class RemoteInferenceClient(EngineControl):
         sessions = input_batch.get("session_ids") or [None] * len(prompts)
         if len(sessions) != len(prompts):
             raise ConfigError(f"{len(sessions)} session_ids for {len(prompts)} prompts", expected="one per prompt")
-        requests = [_request(prompt, sampling, i) for i, prompt in enumerate(prompts)]
-        salt, model = samples.safe_salt(input_batch.get("cache_salt")), self._resolved(model)
-        features = input_batch.get("mm_features") or [None] * len(prompts)
-        more = [{"cache_salt": salt, "features": one} for one in features]
-        found = await self._all(requests, sessions, model, more)
+        salt, features = samples.safe_salt(input_batch.get("cache_salt")), input_batch.get("mm_features")
+        rows = zip(prompts, sessions, features or [None] * len(prompts), strict=True)
+        requests = [
+            _request(prompt, i, sampling, session, cache_salt=salt, features=one)
+            for i, (prompt, session, one) in enumerate(rows)
+        ]
+        found = await self._all(requests, self._resolved(model))
         texts = None
         if self.tokenizer is not None or self.kind != "embedded":
             texts = await self.detokenize([one.token_ids for one in found])
@@ -216,9 +218,8 @@ class RemoteInferenceClient(EngineControl):
         if messages := samples.image_messages(chunks):
             rendered = await self.render({"json": {"messages": messages, "session_id": session_id, "model": model}})
         ids, features = samples.spliced(chunks, rendered)
-        request = _request(ids, {"logprobs": 0, **samples.sampling_of(body)}, 0)
-        request = dataclasses.replace(request, n=body.get("num_samples", 1))
-        found = await self._all([request], [session_id], model, [{"features": features}])
+        request = _request(ids, 0, {"logprobs": 0, **samples.sampling_of(body)}, session_id, features=features)
+        found = await self._all([dataclasses.replace(request, n=body.get("num_samples", 1))], model)
         prompt, top = None, None
         if samples.wants_prompt(body):
             prompt, top = samples.prompt_logprobs(ids, found[0], body.get("topk_prompt_logprobs") or 0)
@@ -315,32 +316,20 @@ class RemoteInferenceClient(EngineControl):
                 why = other
         raise why
 
-    async def _all(
-        self,
-        requests: Sequence[GenerationRequest],
-        sessions: Sequence[Any],
-        model: str | None,
-        extra: Sequence[Mapping[str, Any]],
-    ) -> list[Generation]:
+    async def _all(self, requests: Sequence[GenerationRequest], model: str | None) -> list[Generation]:
         """Return the continuations of all requests, by the model that is named, or else the adapter."""
-        routed = [
-            RoutedRequest(
-                request=dataclasses.replace(request, adapter=None if model else self.adapter),
-                session_id=session,
-                more={name: value for name, value in {**more, "model": model}.items() if value is not None},
-                texts=self.detokenize,
-                route=_EXPERTS_ROUTE if self.enable_return_routed_experts else None,
-            )
-            for request, session, more in zip(requests, sessions, extra, strict=True)
-        ]
+        how: dict[str, Any] = {"adapter": None if model else self.adapter}
+        how["route"] = _EXPERTS_ROUTE if self.enable_return_routed_experts else None
+        named = {"model": model} if model else {}
+        asked = [dataclasses.replace(one, fields={**one.fields, **named}, **how) for one in requests]
         until, here = self._until(), self._requests.here()
         try:
-            return await here.generations(routed, until)
+            return await here.generations(asked, until, self.detokenize)
         except RouteAbsent:
             if not self.enable_return_routed_experts:
                 raise
-            routed = [dataclasses.replace(one, route=None) for one in routed]  # vLLM's own route has them, too
-            return await here.generations(routed, until)
+            asked = [dataclasses.replace(one, route=None) for one in asked]  # vLLM's own route has them, too
+            return await here.generations(asked, until, self.detokenize)
 
     async def _completed(self, route: str, payload: Mapping[str, Any]) -> Info:
         """Return an OpenAI-style answer that no engine aborted."""
@@ -382,14 +371,21 @@ class RemoteInferenceClient(EngineControl):
         return self.model_name
 
 
-def _request(prompt: Sequence[int], sampling: Mapping[str, Any], index: int) -> GenerationRequest:
-    """Return the request for a prompt with vLLM's ``sampling_params``."""
+def _request(
+    prompt: Sequence[int], index: int, sampling: Mapping[str, Any], session_id: Any, **fields: Any
+) -> GenerationRequest:
+    """Return the request for a prompt with vLLM's ``sampling_params``, and with the fields that are not None."""
     more = {name: value for name, value in sampling.items() if value is not None}
     known = {name: more.pop(name) for name in ("max_tokens", "temperature", "seed") if name in more}
-    logprobs = more.pop("logprobs", None) is not None
-    stops = tuple(more.pop("stop_token_ids", ()))
-    ids = checked_prompt(prompt, index)
-    return GenerationRequest(token_ids=ids, logprobs=logprobs, stop_token_ids=stops, more=more, **known)
+    return GenerationRequest(
+        token_ids=checked_prompt(prompt, index),
+        logprobs=more.pop("logprobs", None) is not None,
+        stop_token_ids=tuple(more.pop("stop_token_ids", ())),
+        more=more,
+        session_id=session_id,
+        fields={name: value for name, value in fields.items() if value is not None},
+        **known,
+    )
 
 
 def _number_from(variable: str, default: int) -> int:
