@@ -214,18 +214,16 @@ class PartialGeneration:
 
     def stopped(self, candidates: Sequence[tuple[int, tuple[int, ...]]], texts: Sequence[str]) -> PartialGeneration:
         """Return this, cut after the first of ``candidates`` whose text has a stop string; unchanged without one."""
+        made = self.so_far
         for (end, _), text in zip(candidates, texts, strict=True):
             if any(stop in text for stop in self.stops):
-                return replace(self, so_far=_cut(self.so_far, end))
+                kept = (replace(one, end=min(one.end, end)) for one in made.weight_versions if one.start < end)
+                so_far = replace(
+                    made,
+                    token_ids=made.token_ids[:end],
+                    logprobs=made.logprobs[:end],
+                    finish_reason="stop",
+                    weight_versions=tuple(kept),
+                )
+                return replace(self, so_far=so_far)
         return self
-
-
-def _cut(generation: Generation, end: int) -> Generation:
-    versions = (replace(span, end=min(span.end, end)) for span in generation.weight_versions if span.start < end)
-    return replace(
-        generation,
-        token_ids=generation.token_ids[:end],
-        logprobs=generation.logprobs[:end],
-        finish_reason="stop",
-        weight_versions=tuple(versions),
-    )

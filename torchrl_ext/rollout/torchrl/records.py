@@ -97,10 +97,11 @@ def _history(tensordict: LazyStackedTensorDict, settings: WrapperSettings) -> Pr
     if tokens is not None:
         text = tokenizer.batch_decode(tokens, skip_special_tokens=False)
     else:
-        template = {**settings.template, "tokenizer": tokenizer, "add_generation_prompt": True}
+        template = {"chat_template": settings.chat_template, "chat_template_name": settings.chat_template_name}
+        template |= {"tokenizer": tokenizer, "add_generation_prompt": True}
         text = history.apply_chat_template(**template)
-        how = {"return_assistant_tokens_mask": False, "tokenize": True, "padding": False, "return_dict": True}
-        rows = history.apply_chat_template(**template, **how).get("input_ids", as_list=True)
+        found = history.apply_chat_template(**template, tokenize=True, return_dict=True)
+        rows = found.get("input_ids", as_list=True)
         tokens = [ids.long() for ids in rows]
     return Prompts(tokens=tokens, text=text, history=history)
 

@@ -123,12 +123,6 @@ class WrapperSettings:
         return self.tokenizer.eos_token_id if pad is None else pad
 
     @property
-    def template(self) -> dict[str, Any]:
-        """The chat template, as keyword arguments of `History.apply_chat_template`."""
-        given = {"chat_template_name": self.chat_template_name, "chat_template": self.chat_template}
-        return {name: value for name, value in given.items() if value is not None}
-
-    @property
     def keys(self) -> dict[str, NestedKey]:
         """The keys of the outputs by what they are (``tokens``, ``masks``, ...), in TorchRL's order."""
         keys = {"text": self.text_key} if self.input_mode != "tokens" else {}
