@@ -241,6 +241,17 @@ def test_what_only_skyrls_servers_can_do_is_refused_before_a_call(server, client
     assert not [call for call in server.routes() if call.startswith("POST")]
 
 
+def test_single_steps_are_refused_at_sglang_whose_cache_has_a_route_of_its_own():
+    with running({"POST /flush_cache": (200, b"dropped")}) as server:
+        client = made(server, kind="sglang")
+        for call in (client.init_weight_update_communicator({}), client.start_weight_update()):
+            with pytest.raises(ConfigError, match="SGLang's weight routes"):
+                client.run(call)
+        assert client.run(client.reset_prefix_cache()) == {server.url: {"status": 200, "body": "dropped"}}
+        assert [route for route in server.routes() if route.startswith("POST")] == ["POST /flush_cache"]
+        client.close()
+
+
 def test_complete_updates_are_counted_also_in_another_process(server, client):
     client.run(client.finish_weight_update())
     client.increment_weight_version()

@@ -235,6 +235,7 @@ class EngineControl:
         Raises:
             ConfigError: the engines are SGLang's; or they differ in size, and the object is SkyRL's.
         """
+        self._refuse_sglang()
         sizes, receivers = await self.world_sizes(), await self._asked_receivers()
         if (for_servers := getattr(init_info, "for_servers", None)) is not None:
             infos = [_plain(one) for one in for_servers(_alike(sizes), len(sizes), dp_size=self.data_parallel_size)]
@@ -407,7 +408,7 @@ class EngineControl:
         return _SKYRL in (await self._asked_receivers()).values()
 
     async def _asked_receivers(self) -> Mapping[str, str]:
-        """Ask every server, once, what receives weights in it; return the answers by address.
+        """Ask every server, once, which receiver of weights it runs; return the answers by address.
 
         An answer is "skyrl" for the workers of SkyRL's own servers, a weight-transfer backend of vLLM, or "" where the
         server does not say.
@@ -420,11 +421,14 @@ class EngineControl:
             self._receivers = dict(zip(self._sessions, found, strict=True))
         return self._receivers
 
-    async def _step(self, what: str, route: str, body: Any = None, method: str = "", **kwargs: Any) -> dict[str, Info]:
-        """Take a step of an update by a route, as `_posted`, or by a method of the workers of SkyRL's own servers."""
+    def _refuse_sglang(self) -> None:
         if self.kind == "sglang":
             hint = "use WeightSender(transport, client.fleet())"
-            raise ConfigError("SGLang's weight routes need what a transport knows", hint=hint)
+            raise ConfigError("SGLang's weight routes need facts that a transport knows", hint=hint)
+
+    async def _step(self, what: str, route: str, body: Any = None, method: str = "", **kwargs: Any) -> dict[str, Info]:
+        """Take a step of an update by a route, as `_posted`, or by a method of the workers of SkyRL's own servers."""
+        self._refuse_sglang()
         if method and await self._skyrls():
             return await self._worker_method(what, method, **kwargs)
         return await self._posted(what, route, body)
@@ -497,7 +501,7 @@ def _alike(sizes: Mapping[str, int]) -> int:
 
 
 def _receiver(http: HTTPSession) -> str:
-    """Return what receives weights in a vLLM server: see `EngineControl._asked_receivers`."""
+    """Return which receiver of weights a server runs: see `EngineControl._asked_receivers`."""
     try:
         config = http.get("/server_info", query={"config_format": "json"})["vllm_config"]
         if str(config["parallel_config"].get("worker_extension_cls")).endswith(_EXTENSION):
