@@ -142,50 +142,41 @@ def test_generations_carry_features_and_salts_that_vllm_accepts(server, client):
     assert len(set(salts)) == 5 and not any(re.search(r"[@/\\\0]|.{129}", salt or "") for salt in salts)
 
 
-def test_routed_experts_are_read_in_skyrls_form_and_in_vllms(server):
+def packed(experts, dtype="int16"):
+    """SkyRL's form of an array."""
+    raw = numpy.asarray(experts, dtype)
+    return {"data": base64.b64encode(raw.tobytes()).decode(), "shape": list(raw.shape), "dtype": dtype}
+
+
+def routed(experts, token=5, reason="stop"):
+    return 200, {"choices": [{"token_ids": [token], "finish_reason": reason, "routed_experts": experts}]}
+
+
+def test_routed_experts_are_read_in_skyrls_form_and_in_vllms_and_joined_over_an_abort(server):
     client = made(server, enable_return_routed_experts=True)
-    raw = ROUTED.astype("int16")
-    packed = {"data": base64.b64encode(raw.tobytes()).decode(), "shape": [3, 2, 2], "dtype": "int16"}
-    file = io.BytesIO()
-    numpy.save(file, ROUTED.astype("uint8"))
-    text = base64.b64encode(file.getvalue()).decode()
     server.answers["POST /detokenize"] = (200, {"prompt": "a"})
 
-    def routed(experts):
-        return lambda asked: (200, {"choices": [{**answer(asked)[1]["choices"][0], "routed_experts": experts}]})
-
     def generate():
-        (found,) = client.run(client.generate({"prompt_token_ids": [[1, 2]]}))["rollout_expert_indices"]
+        batch = {"prompt_token_ids": [[1, 2]], "sampling_params": {"max_tokens": 4}}
+        (found,) = client.run(client.generate(batch))["rollout_expert_indices"]
         return found
 
-    server.answers["POST /inference/v1/generate"] = routed(text)  # there is no route of SkyRL's
-    found = generate()
+    file = io.BytesIO()
+    numpy.save(file, ROUTED.astype("uint8"))
+    server.answers["POST /inference/v1/generate"] = routed(base64.b64encode(file.getvalue()).decode())
+    found = generate()  # there is no route of SkyRL's
     assert found.dtype == "uint8" and (found == ROUTED).all()
-    server.answers["POST /skyrl/v1/generate"] = routed(packed)
+    server.answers["POST /skyrl/v1/generate"] = routed(packed(ROUTED))
     found = generate()
     assert found.dtype == "int16" and (found == ROUTED).all()
-    for wrong in (ROUTED.tolist(), {**packed, "shape": [3, 2, 3]}, {**packed, "dtype": "object"}, None):
+    first, second = packed([[[1]], [[2]]]), packed([[[7]], [[8]], [[9]]])
+    server.answers["POST /skyrl/v1/generate"] = [routed(first, reason="abort"), routed(second)]
+    assert generate().tolist() == [[[1]], [[2]], [[9]]]
+    good = packed(ROUTED)
+    for wrong in (ROUTED.tolist(), {**good, "shape": [3, 2, 3]}, {**good, "dtype": "object"}, "AA==", None):
         server.answers["POST /skyrl/v1/generate"] = routed(wrong)
         with pytest.raises(EngineRefusedError, match="must return packed"):
             generate()
-    client.close()
-
-
-def test_the_experts_of_an_aborted_generation_are_joined(server):
-    client = made(server, enable_return_routed_experts=True)
-    server.answers["POST /detokenize"] = (200, {"prompt": "a"})
-
-    def routed(reason, experts):
-        small = numpy.asarray(experts, "uint8")
-        packed = {"data": base64.b64encode(small.tobytes()).decode(), "shape": list(small.shape), "dtype": "uint8"}
-        choice = {"token_ids": [5], "finish_reason": reason, "routed_experts": packed}
-        return 200, {"choices": [choice]}
-
-    first, second = routed("abort", [[[1]], [[2]]]), routed("stop", [[[7]], [[8]], [[9]]])
-    server.answers["POST /skyrl/v1/generate"] = [first, second]
-    told = client.run(client.generate({"prompt_token_ids": [[3, 4]], "sampling_params": {"max_tokens": 4}}))
-    assert told["response_ids"] == [[5, 5]]
-    assert told["rollout_expert_indices"][0].tolist() == [[[1]], [[2]], [[9]]]
     client.close()
 
 

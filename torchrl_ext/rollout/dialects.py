@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, spans
+from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan
 from torchrl_ext.types import Info
 from torchrl_ext.weights.adapter import adapter_version
 
@@ -72,7 +72,7 @@ class VLLMDialect(Dialect):
                 token_ids=tuple(choice["token_ids"] or ()),
                 logprobs=tuple(entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()),
                 finish_reason=choice["finish_reason"],
-                weight_versions=_of_adapter(label, choice["token_ids"]) or spans(choice.get("weight_versions")),
+                weight_versions=_spans(choice.get("weight_versions"), label, len(choice["token_ids"] or ())),
                 told=_extras(answer.get("prompt_logprobs"), choice.get("routed_experts")),
             )
             for choice in choices
@@ -113,14 +113,14 @@ class SGLangDialect(Dialect):
 
     def _read(self, row: Any) -> Generation:
         meta, tokens = row["meta_info"], tuple(row["output_ids"])
-        versions = _of_adapter(meta.get("adapter", ""), tokens) or spans(meta.get("weight_versions"))
-        if not versions and "weight_version" in meta:  # servers without spans name only the version at the end
-            versions = (VersionSpan(version=str(meta["weight_version"]), start=0, end=len(tokens)),)
+        spans = meta.get("weight_versions")
+        if not spans and "weight_version" in meta:  # servers without spans name only the version at the end
+            spans = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
         return Generation(
             token_ids=tokens,
             logprobs=tuple(entry[0] for entry in meta.get("output_token_logprobs") or ()),
             finish_reason=meta["finish_reason"]["type"],
-            weight_versions=versions,
+            weight_versions=_spans(spans, meta.get("adapter", ""), len(tokens)),
         )
 
 
@@ -131,7 +131,10 @@ def _extras(prompt_logprobs: Any, routed_experts: Any) -> tuple[Info, ...]:
     return (found,) if found else ()
 
 
-def _of_adapter(label: str, tokens: Sequence[int] | None) -> tuple[VersionSpan, ...]:
-    """Return one span over all tokens, of the version that an adapter's label names; none for any other label."""
+def _spans(rows: Sequence[Info] | None, label: str, count: int) -> tuple[VersionSpan, ...]:
+    """Return the spans in an answer's ``weight_versions``, which are ``[{"version", "start", "end"}, ...]`` in vLLM as
+    in SGLang; where ``label`` is an adapter's, one span of its version over all ``count`` tokens."""
     version = adapter_version(label)
-    return () if version is None else (VersionSpan(version=str(version), start=0, end=len(tokens or ())),)
+    if version is not None:
+        rows = [{"version": version, "start": 0, "end": count}]
+    return tuple(VersionSpan(version=str(row["version"]), start=row["start"], end=row["end"]) for row in rows or ())

@@ -134,12 +134,6 @@ def version_number(label: str) -> int:
     return int(label) if label.isdecimal() else UNKNOWN_VERSION
 
 
-def spans(rows: Sequence[Mapping[str, Any]] | None) -> tuple[VersionSpan, ...]:
-    """Return the spans in an answer's ``weight_versions``: ``[{"version", "start", "end"}, ...]``, in vLLM as in
-    SGLang."""
-    return tuple(VersionSpan(version=str(row["version"]), start=row["start"], end=row["end"]) for row in rows or ())
-
-
 @dataclass(frozen=True, kw_only=True)
 class PartialGeneration:
     """The generation of one prompt so far, joined from the answers of engines that aborted it.
