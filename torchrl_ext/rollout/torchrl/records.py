@@ -97,7 +97,7 @@ def _history(tensordict: LazyStackedTensorDict, settings: WrapperSettings) -> Pr
     if tokens is not None:
         text = tokenizer.batch_decode(tokens, skip_special_tokens=False)
     else:
-        template = {"chat_template": settings.chat_template, "chat_template_name": settings.chat_template_name}
+        template: Info = {"chat_template": settings.chat_template, "chat_template_name": settings.chat_template_name}
         template |= {"tokenizer": tokenizer, "add_generation_prompt": True}
         text = history.apply_chat_template(**template)
         found = history.apply_chat_template(**template, tokenize=True, return_dict=True)
