@@ -15,7 +15,7 @@ from torchrl_ext.registry import engines
 from torchrl_ext.rpc.connections import each
 from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.rpc.http import HTTPSession, normalise_urls
-from torchrl_ext.rpc.makes.http import is_absent, session
+from torchrl_ext.rpc.makes.http import session
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.types import Info
 
@@ -23,6 +23,7 @@ __all__ = ["EngineControl", "PauseMode", "transport_for"]
 
 _T = TypeVar("_T")
 _TIMEOUT_S = 60.0  # of a call that waits for no worker
+_NO_ROUTE = (404, 405, 501)
 _NCCL = "nccl"  # vLLM's own backend
 _SKYRL, _EXTENSION = "skyrl", "NewInferenceWorkerWrap"
 
@@ -516,7 +517,7 @@ def _post_if_there(engine: Any, route: str, body: Info) -> Info | None:
     try:
         return engine.port.post(route, body)
     except EngineRefusedError as error:
-        if is_absent(error):
+        if error.status in _NO_ROUTE:
             return None
         raise
 
