@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "FORMAT", "REPLACED", "CheckAdapter", "Connected", "Digests", "Finish", "Inspect", "Join", "Leave", "Load",
-    "Message", "Poll", "Prefetch", "Pull", "Rehearse", "RehearsePolicy", "Reset", "Seal", "ServeAdapter",
-    "StageAdapter", "Start", "State", "UnloadAdapter", "Verify", "WeightsLost", "WorldSize", "partial_version", "read",
-    "replaced", "replaced_by", "stamped",
+    "FORMAT", "NOBODY", "REPLACED", "CheckAdapter", "Connected", "Digests", "Finish", "Inspect", "Join", "Leave",
+    "Load", "Message", "Poll", "Prefetch", "Pull", "Rehearse", "RehearsePolicy", "Reset", "Seal", "ServeAdapter",
+    "StageAdapter", "Start", "State", "UnloadAdapter", "Verify", "WeightsLost", "WorldSize", "partial_version",
+    "read", "replaced", "replaced_by", "stamped",
 ]  # fmt: skip
 
 FORMAT = 3
@@ -39,6 +39,9 @@ FORMAT = 3
 
 REPLACED = "torchrl_ext: this sender has to join again"
 """What a worker's refusal begins with where it has joined another sender since, or none."""
+
+NOBODY = "no sender has joined"
+"""What such a refusal says, of an engine that no sender has joined since it was started."""
 
 WorldSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Digests = dict[str, str]

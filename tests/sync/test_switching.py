@@ -23,7 +23,9 @@ from torchrl_ext.errors import (
     EngineUnreachableError,
     ManifestError,
     NotConnectedError,
+    TransportError,
     UpdateError,
+    WeightSyncError,
 )
 from torchrl_ext.landing.loader import TensorsLoader
 
@@ -201,6 +203,29 @@ class TestEmbedded:
         for seed in (1, 0):
             report = run(online.update_model_weights(place / f"seed{seed}"))
             assert report.verified and self.says(engine) == greedy(tiny_model(seed), PROMPT, 8)
+
+    def test_weights_of_another_sender_are_neither_kept_nor_put_back_by_guess(
+        self, engine, place, tmp_path, monkeypatch
+    ):
+        online, layer = tx.make_engine("inprocess", engine=engine), {"lm_head.weight": torch.zeros(512, 128)}
+        trainer = tx.WeightSender(tx.make_transport("disk", root=tmp_path), tx.make_engine("inprocess", engine=engine))
+        for before in ("nothing", "a switch"):
+            trainer.update_weights(tiny_model(5))
+            if before == "a switch":
+                trainer.shutdown()
+            with pytest.raises(UpdateError, match=r"weights of another sender.*whole checkpoint"):
+                run(online.update_model_weights_from_state_dict(layer))
+            assert self.says(engine) == greedy(tiny_model(5), PROMPT, 8)
+            if before == "nothing":
+                run(online.update_model_weights(place / "seed1"))
+                assert self.says(engine) == greedy(tiny_model(1), PROMPT, 8)
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorsLoader, "finish", lambda *_: (_ for _ in ()).throw(TransportError("it fails")))
+            with pytest.raises(WeightSyncError, match="of another sender before it cannot be put back"):
+                run(online.update_model_weights(place / "seed1"))
+        assert engine.scheduler.paused
+        run(online.update_model_weights(place / "seed1"))
+        assert self.says(engine) == greedy(tiny_model(1), PROMPT, 8)
 
     @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
     def test_one_layer_is_switched_alone_and_costs_one_layer(self, engine, place, way):

@@ -14,7 +14,7 @@ from torchrl_ext import messages
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError, StaleBaseError
 from torchrl_ext.landing.loader import Changes, WeightLoader, as_loader
-from torchrl_ext.messages import Message, replaced
+from torchrl_ext.messages import NOBODY, Message, replaced
 from torchrl_ext.registry import transports
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.base import Arrival, Worker, WorkerEnd
@@ -154,7 +154,7 @@ class WeightReceiver:
             return
         if message.connection in ("", self.connection):  # one that bears none is of whoever had the worker join
             return
-        raise replaced("no sender has joined" if self._end is None else f"{self._sender or 'another one'} has joined")
+        raise replaced(f"{self._sender or 'another one'} has joined" if self.connection else NOBODY)
 
     def check(self, message: messages.Join) -> None:
         """Refuse what can be known to fail before a transport is joined, or a weight touched.

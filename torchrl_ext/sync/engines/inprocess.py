@@ -15,8 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, UpdateError, WeightSyncError, why
+from torchrl_ext.messages import NOBODY, replaced_by
 from torchrl_ext.registry import Make, transports
 from torchrl_ext.rpc.engine import Engine
+from torchrl_ext.rpc.port import restated
 from torchrl_ext.sync.engines.local import EmbeddedObjectPort, LocalPort, ModulePort, VLLMObjectPort
 from torchrl_ext.sync.only import Only, chosen
 from torchrl_ext.sync.sender import WeightSender
@@ -166,11 +168,13 @@ class InProcessEngine(Engine):
         sender.holds(0)
         return sender
 
-    def _held(self) -> WeightSource:
-        """Return the weights that it holds, to fall back on."""
-        if self._good is None or (
-            isinstance(self._object, ModulePort) and self.replaced(self._joined) and self._object.state().whole
-        ):
+    def _held(self) -> WeightSource | None:
+        """Return the weights that it holds, to fall back on; None where they are of others, and cannot be read."""
+        since = replaced_by(self._object.tell, self._joined or "none")
+        others = bool(since) and not since.startswith(NOBODY)
+        if others and not isinstance(self._object, ModulePort):
+            return None
+        if self._good is None or (others and self._object.state().whole):
             self._good = self._object.start_weights()
         return self._good
 
@@ -179,6 +183,13 @@ class InProcessEngine(Engine):
     ) -> SyncReport:
         """Serve these tensors, cast to the dtypes of those held, and for every other parameter what is held."""
         given, good = UpdateSource(as_source(tensors), mapper=mapper), self._held()
+        if good is None:
+            raise UpdateError(
+                f"{self.url} holds weights of another sender, which cannot be read to keep the parameters left out",
+                expected="an engine that only this client updates",
+                state="it serves what it served",
+                hint="switch to a whole checkpoint first",
+            )
         dtypes = {meta.name: meta.dtype for meta in good.params()}
         copies = {name: tensor.to("cpu", dtypes.get(name), copy=True) for name, tensor in given}
         return self._switch(Layered(good, copies), frozenset(copies))
@@ -193,6 +204,10 @@ class InProcessEngine(Engine):
         except WeightSyncError as error:
             if self.rows()[0].state == "serving":
                 raise
+            if good is None:
+                raise restated(
+                    error, f"{why(error)}; the weights of another sender before it cannot be put back"
+                ) from error
             try:
                 self._sender.update_weights(good)
             except WeightSyncError as second:
