@@ -14,7 +14,7 @@ from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint
 from tests.processes import ROOT
 from tests.rpc.servers import CONFIG, rehearsing, running
-from tests.rpc.test_discovery import scripted, told
+from tests.rpc.test_discovery import scripted
 from torchrl_ext.cli.doctor.findings import Examination, Notes
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import ConfigError
@@ -149,7 +149,7 @@ ROUTERS = [{"/list_workers": {"urls": ["http://a:1"]}}, {"/workers": {"workers":
 @pytest.mark.parametrize("listing", ROUTERS)
 def test_a_router_is_recognised_and_named_as_none_to_talk_to(listing, capsys):
     (route, body), info = next(iter(listing.items())), {"engine": "embedded", "parallel_config": {}}
-    with scripted({route: told(body), "/server_info": told(info)}) as server:
+    with scripted({route: (200, body), "/server_info": (200, info)}) as server:
         row = finding(examined(capsys, f"127.0.0.1:{server.port}", status=1), "router")
     assert row["level"] == "failure" and "http://a:1" in row["remedy"]
 
@@ -234,7 +234,7 @@ def test_stores_of_keys_that_outlive_an_update_are_named(transfer, level, capsys
 
 def test_missing_routes_are_named(capsys):
     info = {"vllm_config": CONFIG}
-    with scripted({"/server_info": told(info), "/get_world_size": told({"world_size": 6})}) as server:
+    with scripted({"/server_info": (200, info), "/get_world_size": (200, {"world_size": 6})}) as server:
         row = finding(examined(capsys, f"127.0.0.1:{server.port}", status=1), "routes")
     assert "/update_weights" in row["found"] and "/resume" in row["found"]
 
@@ -264,8 +264,7 @@ def test_an_engine_with_a_plugin_that_answers_nothing_is_a_warning(tmp_path, cap
 def test_clocks_are_compared(ahead_s, level, capsys):
     info = {"engine": "embedded", "parallel_config": {}, "transports": ["disk"]}
     date = email.utils.formatdate(time.time() + ahead_s, usegmt=True)
-    status, headers, body = told(info)
-    with scripted({"/server_info": (status, {**headers, "date": date}, body)}) as server:
+    with scripted({"/server_info": (200, info, {"date": date})}) as server:
         server.RequestHandlerClass.send_response = _without_date
         try:
             row = finding(examined(capsys, f"127.0.0.1:{server.port}"), "clock")

@@ -207,26 +207,6 @@ def test_a_request_that_is_in_work_at_a_teardown_ends_with_an_error_of_ours(serv
     leave.set()
 
 
-def test_many_threads_that_run_at_once_share_one_loop(server, client):
-    server.answers["POST /tokenize"] = TOKENIZED
-    before, together, found = set(threading.enumerate()), threading.Barrier(8), []
-
-    def ask():
-        together.wait(WAIT_S)
-        found.append(client.run(client.tokenize(["a"])))
-
-    for _ in range(4):  # who comes first is luck
-        client.close()
-        threads = [threading.Thread(target=ask) for _ in range(8)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join(WAIT_S)
-        loops = [one for one in set(threading.enumerate()) - before if one.name == "inference-loop"]
-        assert len(loops) == 1
-    assert found == [[[1]]] * 32
-
-
 def test_a_call_of_its_own_loop_is_told_to_wait_by_itself(client):
     async def inside():
         return client.run(client.tokenize(["a"]))

@@ -1,12 +1,9 @@
 """Discovery against servers that are slow, strange or hostile: a clear error within the deadline, or the facts."""
 
-import json
 import socket
-import threading
 import time
 import traceback
 from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from hypothesis import given
@@ -15,6 +12,7 @@ from hypothesis import strategies as st
 import torchrl_ext as tx
 from tests.processes import python
 from tests.rpc.servers import CONFIG, running
+from tests.rpc.sockets import drip, serving
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.registry import Make
 from torchrl_ext.rpc.server_info import read_server_info
@@ -31,67 +29,12 @@ SGLANG = {"model_path": "/m", "disaggregation_mode": "null", "tp_size": 2, "vers
 LIMIT_S = 20.0  # far above every deadline here: what it bounds is a hang
 
 
-class Scripted(BaseHTTPRequestHandler):
-    """Answers every GET with what ``server.script`` gives for its path: status, headers, body or pieces of one."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        self.server.seen.append((self.path, {name.lower(): value for name, value in self.headers.items()}))
-        path = self.path.partition("?")[0]
-        status, headers, body = self.server.script.get(path, (404, {}, b'{"detail": "Not Found"}'))
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        if isinstance(body, bytes):
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-            return
-        self.send_header("connection", "close")
-        self.end_headers()
-        self.close_connection = True
-        try:
-            for piece in body(self.server.stopped):
-                self.wfile.write(piece)
-                self.wfile.flush()
-        except OSError:
-            pass
-
-    do_POST = do_GET
-
-    def log_message(self, *args):
-        pass
-
-
 @contextmanager
 def scripted(script):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
-    server.daemon_threads, server.script, server.seen = True, script, []
-    server.stopped = threading.Event()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    server.port = server.server_address[1]
-    try:
+    """A server that answers by path; ``server.script`` has status, body and headers of each."""
+    with serving(lambda asked: script.get(asked.path, (404, {"detail": "Not Found"}))) as server:
+        server.script = script
         yield server
-    finally:
-        server.stopped.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def told(value):
-    return (
-        200,
-        {"content-type": "application/json"},
-        value if isinstance(value, bytes) else json.dumps(value).encode(),
-    )
-
-
-def drip(stopped):
-    while not stopped.wait(0.05):
-        yield b" "
 
 
 def endless(stopped):
@@ -102,21 +45,21 @@ def endless(stopped):
 
 def refused(server, timeout_s=10.0):
     with pytest.raises(EngineRefusedError) as caught:
-        tx.discover(f"127.0.0.1:{server.port}", timeout_s=timeout_s)
+        tx.discover(server.url, timeout_s=timeout_s)
     return str(caught.value)
 
 
 def test_the_second_route_is_asked_when_the_first_does_not_help():
-    for first in ((404, {}, b"{}"), told(b"<html>a proxy</html>"), told([1, 2]), told({"hello": "world"})):
-        with scripted({"/server_info": first, "/get_server_info": told(FLAT)}) as server:
-            (info,) = tx.discover(f"127.0.0.1:{server.port}")
+    for first in ((404, {}), (200, b"<html>a proxy</html>"), (200, [1, 2]), (200, {"hello": "world"})):
+        with scripted({"/server_info": first, "/get_server_info": (200, FLAT)}) as server:
+            (info,) = tx.discover(server.url)
             assert (info.kind, info.model, info.transports) == ("embedded", "/m", ("disk",))
-            asked = [path.partition("?")[0] for path, _ in server.seen]
+            asked = [path for _, path, _ in server.calls]
             assert [path for path in asked if "server_info" in path] == ["/server_info", "/get_server_info"]
 
 
 def test_one_error_has_both_routes_and_their_answers():
-    script = {"/server_info": told(b"<html>welcome</html>"), "/get_server_info": (503, {}, b'{"error": "warming up"}')}
+    script = {"/server_info": (200, b"<html>welcome</html>"), "/get_server_info": (503, {"error": "warming up"})}
     with scripted(script) as server:
         text = refused(server)
     assert "/server_info" in text and "<html>welcome" in text
@@ -126,23 +69,23 @@ def test_one_error_has_both_routes_and_their_answers():
 @pytest.mark.parametrize(
     "answer",
     [
-        told(b"<html>a page</html>"),
-        told(b""),
-        told(b"[" * 100_000),
-        told(b"\xff\xfe\x00 no text"),
-        told([]),
-        told({"vllm_config": CONFIG | {"parallel_config": {"data_parallel_size": 1e300}}}),
-        told(b'{"engine": "embedded", "parallel_config": {"tensor_parallel_size": NaN}}'),
-        told(SGLANG | {"tp_size": 10**12}),
-        (302, {"location": "http://127.0.0.1:1/server_info"}, b""),
-        (200, {"content-type": "application/json"}, endless),
+        (200, b"<html>a page</html>"),
+        (200, b""),
+        (200, b"[" * 100_000),
+        (200, b"\xff\xfe\x00 no text"),
+        (200, []),
+        (200, {"vllm_config": CONFIG | {"parallel_config": {"data_parallel_size": 1e300}}}),
+        (200, b'{"engine": "embedded", "parallel_config": {"tensor_parallel_size": NaN}}'),
+        (200, SGLANG | {"tp_size": 10**12}),
+        (302, b"", {"location": "http://127.0.0.1:1/server_info"}),
+        (200, endless),
     ],
-    ids=lambda answer: str(answer[2] if isinstance(answer[2], bytes) else answer[2].__name__)[:24],
+    ids=lambda answer: str(answer[1])[:24],
 )
 def test_what_is_no_engines_answer_is_refused_by_name(answer):
     with scripted({"/server_info": answer}) as server:
         text = refused(server)
-        assert f"127.0.0.1:{server.port}" in text and "/get_server_info answered 404" in text
+        assert server.url in text and "/get_server_info answered 404" in text
 
 
 def test_strange_facts_beside_a_good_description_are_refused_or_left_out():
@@ -158,37 +101,26 @@ def test_strange_facts_beside_a_good_description_are_refused_or_left_out():
 
 
 def test_a_redirect_is_not_followed_to_where_it_leads():
-    with scripted({"/server_info": told(FLAT)}) as target:
-        elsewhere = (307, {"location": f"http://127.0.0.1:{target.port}/server_info"}, b"")
+    with scripted({"/server_info": (200, FLAT)}) as target:
+        elsewhere = (307, b"", {"location": f"{target.url}/server_info"})
         with scripted({"/server_info": elsewhere, "/get_server_info": elsewhere}) as server:
             assert "redirect (307)" in refused(server)
-        assert target.seen == []
+        assert target.calls == []
 
 
-def test_a_slow_drip_ends_at_the_deadline_and_is_named():
-    with scripted({"/server_info": (200, {}, drip)}) as server:
-        began = time.monotonic()
-        with pytest.raises(DeadlineError, match=rf"127.0.0.1:{server.port}/server_info"):
-            tx.discover(f"127.0.0.1:{server.port}", timeout_s=0.4)
-        assert time.monotonic() - began < LIMIT_S
-
-
-def test_the_deadline_is_for_all_questions_together():
-    """Each answer alone comes in time; an SGLang's facts take several."""
-    with scripted({"/server_info": told(SGLANG), "/model_info": (200, {}, drip)}) as server:
-        began = time.monotonic()
-        with pytest.raises(DeadlineError, match=rf"127.0.0.1:{server.port}"):
-            tx.discover(f"127.0.0.1:{server.port}", timeout_s=0.5)
-        assert time.monotonic() - began < LIMIT_S
-
-
-def test_one_silent_address_does_not_keep_the_others_error_free_answers_back_beyond_its_deadline():
+def test_all_questions_to_all_engines_have_one_deadline_and_the_error_names_who_was_late():
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
-        scripted({"/server_info": told(FLAT)}) as server,
-        pytest.raises(DeadlineError, match=str(silent.getsockname()[1])),
+        scripted({"/server_info": (200, drip)}) as slow,
+        scripted({"/server_info": (200, SGLANG), "/model_info": (200, drip)}) as slow_at_last,
+        scripted({"/server_info": (200, FLAT)}) as well,
     ):
-        tx.discover(f"127.0.0.1:{server.port}", f"127.0.0.1:{silent.getsockname()[1]}", timeout_s=0.4)
+        urls = [f"http://127.0.0.1:{silent.getsockname()[1]}", slow.url, slow_at_last.url]
+        for late, question in zip(urls, ("/list_workers", "/server_info", "/model_info"), strict=True):
+            began = time.monotonic()
+            with pytest.raises(DeadlineError, match=late + question):
+                tx.discover(well.url, late, timeout_s=0.5)
+            assert time.monotonic() - began < LIMIT_S
 
 
 def dead(count):
@@ -237,37 +169,33 @@ def test_one_is_not_lost_where_its_kind_is_unknown_or_another_refuses(answer, er
 
 
 def test_a_bearer_key_is_sent_and_its_absence_is_explained():
-    with scripted({"/server_info": (401, {}, b'{"error": "Unauthorized"}')}) as server:
+    with scripted({"/server_info": (401, {"error": "Unauthorized"})}) as server:
         with pytest.raises(EngineRefusedError, match=r"401: Unauthorized.*api_key") as caught:
-            tx.discover(f"127.0.0.1:{server.port}", api_key="secret")
+            tx.discover(server.url, api_key="secret")
         assert "secret" not in str(caught.value)
-        assert {headers.get("authorization") for _, headers in server.seen} == {"Bearer secret"}
-
-
-def answered(status, words):
-    return status, {}, json.dumps({"error": words}).encode()
+        assert set(server.keys) == {"Bearer secret"}
 
 
 @pytest.mark.parametrize("absent", [404, 405, 501])
 def test_sglangs_server_info_alone_is_enough(absent):
-    with scripted({"/server_info": told(SGLANG)}) as server:
+    with scripted({"/server_info": (200, SGLANG)}) as server:
         for route in ("/model_info", "/get_model_info", "/weights_checker"):
-            server.script[route] = answered(absent, "not here")
-        (info,) = tx.discover(f"127.0.0.1:{server.port}")
+            server.script[route] = (absent, {"error": "not here"})
+        (info,) = tx.discover(server.url)
         assert (info.kind, info.model, info.tp_size, info.transports) == ("sglang", "/m", 2, ("disk", "native"))
-        server.script["/model_info"] = told({"model_path": "/now", "weight_version": "3"})
-        (info,) = tx.discover(f"127.0.0.1:{server.port}")
+        server.script["/model_info"] = (200, {"model_path": "/now", "weight_version": "3"})
+        (info,) = tx.discover(server.url)
         assert (info.model, info.weight_version) == ("/now", "3")
 
 
 @pytest.mark.parametrize("status", [401, 403, 500, 503])
 def test_an_sglang_server_is_described_though_its_control_routes_are_not_for_everybody(status):
-    with scripted({"/server_info": told(SGLANG)}) as server:
+    with scripted({"/server_info": (200, SGLANG)}) as server:
         for route in ("/model_info", "/weights_checker"):
-            server.script[route] = answered(status, "not for you")
-        (info,) = tx.discover(f"127.0.0.1:{server.port}")
+            server.script[route] = (status, {"error": "not for you"})
+        (info,) = tx.discover(server.url)
         assert (info.kind, info.model, info.transports) == ("sglang", "/m", ())
-        engine = tx.make_engine("sglang", url=f"127.0.0.1:{server.port}")
+        engine = tx.make_engine("sglang", url=server.url)
         with pytest.raises(EngineRefusedError, match=r"not for you.*did not join the transport") as met:
             engine.connect({"transport": "disk", "params": []})
         assert met.value.status == status
@@ -276,7 +204,7 @@ def test_an_sglang_server_is_described_though_its_control_routes_are_not_for_eve
 
 def test_a_server_that_wants_a_key_or_lacks_the_routes_is_not_said_to_be_no_engine():
     for status, words in ((401, "wants a key"), (403, "wants a key"), (501, "does not implement what it is asked")):
-        script = {route: answered(status, "no") for route in ("/server_info", "/get_server_info")}
+        script = {route: (status, {"error": "no"}) for route in ("/server_info", "/get_server_info")}
         with scripted(script) as server:
             text = refused(server)
         assert words in text and f"{status}: no" in text and "does not say what engine" not in text
@@ -333,15 +261,15 @@ def test_of_a_vllm_server_its_description_alone_is_enough():
 
 
 STRANGER = """
-from tests.rpc.test_discovery import told, scripted
+from tests.rpc.test_discovery import scripted
 import torchrl_ext as tx
 from torchrl_ext.registry import engines
 
 engines.register("dove", "tests.rpc.test_discovery:DOVE", "an engine of another package")
 engines.register("broken", "tests.rpc.nowhere:MAKE", "its module is missing")
-with scripted({"/coo": told({"model": "/m"})}) as server:
-    (info,) = tx.discover(f"127.0.0.1:{server.port}")
-    asked = [path.partition("?")[0] for path, _ in server.seen]
+with scripted({"/coo": (200, {"model": "/m"})}) as server:
+    (info,) = tx.discover(server.url)
+    asked = [path for _, path, _ in server.calls]
     print(info.kind, info.model, *(asked.count(path) for path in ("/server_info", "/list_workers", "/coo")))
 """
 
@@ -356,12 +284,12 @@ DOVE = Make(client=object, describe=dove)
 def test_a_make_of_another_package_describes_its_own_engines_and_nothing_is_asked_twice():
     assert python(STRANGER).split() == ["dove", "/m", "1", "1", "1"]
     for answer in (SGLANG, FLAT):
-        with scripted({"/server_info": told(answer)}) as server:
-            tx.discover(f"127.0.0.1:{server.port}")
-            asked = [path.partition("?")[0] for path, _ in server.seen]
+        with scripted({"/server_info": (200, answer)}) as server:
+            tx.discover(server.url)
+            asked = [path for _, path, _ in server.calls]
             assert asked.count("/server_info") == 1 and "/get_server_info" not in asked
 
 
 def test_an_engine_of_a_make_that_nobody_brought_is_refused():
-    with scripted({"/server_info": told(FLAT | {"engine": "dove"})}) as server:
+    with scripted({"/server_info": (200, FLAT | {"engine": "dove"})}) as server:
         assert "of no make that is known here. Expected: one of vllm, sglang, embedded" in refused(server)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote
 
 import pytest
 
+from tests.rpc import sockets
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.rpc.router import RouterClient, RouterWorker, listed_workers, refuse_router
@@ -78,38 +76,9 @@ class Engine:
         return (self.health, "") if path == "/health" else (404, {"detail": "Not Found"})
 
 
-class Handler(BaseHTTPRequestHandler):
-    def handle_call(self):
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        parts = urlsplit(self.path)
-        self.server.calls.append((self.command, parts.path, json.loads(body) if body else None))
-        arguments = (self.command, parts.path, parse_qs(parts.query), json.loads(body) if body else None)
-        status, told = self.server.script.answer(*arguments)
-        data = told.encode() if isinstance(told, str) else json.dumps(told).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    do_GET = do_POST = do_DELETE = handle_call
-
-    def log_message(self, *args):
-        pass
-
-
-@contextmanager
 def serving(script):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads, server.script, server.calls = True, script, []
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    server.url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    """A server that answers as ``script`` does; ``calls`` has method, path and body of each call."""
+    return sockets.serving(lambda asked: script.answer(asked.method, asked.path, asked.query, asked.body))
 
 
 @pytest.mark.parametrize("script", [Earlier, Gateway])
@@ -150,7 +119,7 @@ def test_what_a_router_refuses_comes_back_in_its_words():
         with serving(Refusing("no room")) as router, pytest.raises(EngineRefusedError, match="400: no room"):
             RouterClient(router.url).add(engine.url)
         words = "PD router requires specific add_prefill_server or add_decode_server"
-        with serving(Refusing(words)) as router, pytest.raises(ConfigError, match="told its workers when it starts"):
+        with serving(Refusing(words)) as router, pytest.raises(ConfigError, match="gets its workers when it starts"):
             RouterClient(router.url).add(engine.url)
 
 

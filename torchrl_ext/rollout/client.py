@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan, checked_prompt
 from torchrl_ext.rollout.requests import Requests, targets
-from torchrl_ext.rpc.connections import Background, PerLoop
+from torchrl_ext.rpc.connections import run
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.health import Health
 from torchrl_ext.rpc.http import Keys
@@ -73,9 +73,7 @@ class InferenceClient:
         how: dict[str, Any] = {"api_key": api_key, "retire_s": retire_s, "persistent": persistent}
         self._settings: dict[str, Any] = {"kind": kind, "timeout_s": timeout_s, "adapter": adapter, **how}
         self._settings["max_concurrency"] = max_concurrency
-        make = functools.partial(Requests, self._targets, limit=max_concurrency, health=health, **how)
-        self._requests = PerLoop(make)
-        self._background = Background("inference-loop")
+        self._requests = Requests(self._targets, limit=max_concurrency, health=health, **how)
 
     @classmethod
     def connect(cls, *addresses: str, api_key: Keys = None, **settings: Any) -> InferenceClient:
@@ -159,15 +157,12 @@ class InferenceClient:
             for i, (prompt, session) in enumerate(zip(prompts, sessions, strict=True))
         ]
         until = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
-        found = self._background.run(self._generate(requests, until), what="generate")
+        found = run(self._requests.generations(requests, until))
         return found if drawn == n else [generation for generation in found for _ in range(n)]
 
     def close(self) -> None:
         """Drop the connections; requests in work end with an error. May be called twice; a later call opens anew."""
-        self._background.close(self._requests.close())
-
-    async def _generate(self, requests: Sequence[GenerationRequest], until: float) -> list[Generation]:
-        return await self._requests.here().generations(requests, until)
+        self._requests.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(InferenceClient, **self._settings), (list(self.urls),)

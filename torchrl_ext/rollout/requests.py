@@ -1,4 +1,4 @@
-"""Send requests for tokens, in one event loop: choose an engine, try again after failures, continue after aborts.
+"""Send requests for tokens: choose an engine, try again after failures, continue after aborts.
 
 The rules are the same for every client, whether it asks several engines itself or a router in front of them.
 """
@@ -9,7 +9,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -17,9 +18,9 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRe
 from torchrl_ext.registry import engines
 from torchrl_ext.rollout.dialects import Dialect
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, PartialGeneration
-from torchrl_ext.rpc.connections import each
+from torchrl_ext.rpc.connections import begin, each
 from torchrl_ext.rpc.health import Health
-from torchrl_ext.rpc.http import AsyncSession, Keys, normalise_urls
+from torchrl_ext.rpc.http import HTTPSession, Keys, normalise_urls
 
 __all__ = ["Requests", "back_off", "targets"]
 
@@ -28,6 +29,7 @@ log = logging.getLogger("torchrl_ext")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SILENCE_S = 0.05, 2.0, 60.0  # the last one between two warnings
 _PASSING = (429, 500, 502, 503, 504)  # too many requests, or something is broken; 501 and 505 are final (RFC 9110)
 _PARTY = "requests"  # that complains of engines
+_MAX_BODY_BYTES, _KEEP_S = 256 << 20, 2.0
 _SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # by which vLLM's router knows a session, and SGLang's
 _UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)
 
@@ -52,7 +54,7 @@ def targets(urls: Sequence[str], kinds: str | Sequence[str]) -> dict[str, Dialec
 
 
 class Requests:
-    """Gives each request to the target with the fewest in work; belongs to the event loop that first asks.
+    """Gives each request to the target with the fewest in work; asked from any event loop, and after a fork.
 
     If a target cannot be reached, or says that it is broken or busy (HTTP 500, 502 to 504, 429), the request goes to
     another target, from the start, and the failed one is left alone for a while. Once all targets have failed, the
@@ -63,7 +65,7 @@ class Requests:
     Args:
         targets: at least one: dialects by base address.
         limit: most requests in work at one target; 0 for no limit.
-        api_key: sent as a bearer token; see `AsyncSession` for several.
+        api_key: sent as a bearer token; see `HTTPSession` for several.
         retire_s: seconds for which a target that failed is left alone while others answer.
         persistent: ask again until the deadline where every target has failed.
         health: which engines are well; targets that others complain of are left alone, too. None for one of its own.
@@ -84,9 +86,13 @@ class Requests:
         self._targets, self._limit = targets, limit or float("inf")
         self._retire_s, self._persistent = retire_s, persistent
         self._health = Health() if health is None else health
-        self._in_work = dict.fromkeys(self._targets, 0)
-        self._freed, self._warned = asyncio.Condition(), float("-inf")
-        self.session = AsyncSession(api_key=api_key, connection_limit=connection_limit)
+        self._in_work, self._freed = dict.fromkeys(self._targets, 0), asyncio.Condition()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._calls: set[Future[Any]] = set()  # until they end, or `close` is called
+        self._warned = float("-inf")
+        how: dict[str, Any] = {"api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES, "keep_s": _KEEP_S}
+        how["connection_limit"] = connection_limit
+        self._sessions = {url: HTTPSession(url, **how) for url in self._targets}
 
     async def generations(
         self, requests: Sequence[GenerationRequest], until: float, texts: Texts | None = None
@@ -102,7 +108,13 @@ class Requests:
         Raises:
             EngineUnreachableError, EngineRefusedError: an engine's answer to the first request that none took.
             DeadlineError: not every generation came in time; names the engines that still had work.
+            EngineError: `close` was called meanwhile.
         """
+        return await self._until_closed(self._generations(requests, until, texts))
+
+    async def _generations(
+        self, requests: Sequence[GenerationRequest], until: float, texts: Texts | None
+    ) -> list[Generation]:
         found: dict[int, list[Generation]] = {}
         waiting = iter(enumerate(requests))
 
@@ -132,12 +144,35 @@ class Requests:
         Raises:
             EngineRefusedError: the request is at fault, or the answer is no JSON.
             EngineUnreachableError, DeadlineError: no good answer in time; names each target with its reason.
+            EngineError: `close` was called meanwhile.
         """
-        return await self._of_any(lambda url: self._post(url + route, body, session_id, until), until)
+        asked = self._of_any(lambda url: self._post(url, route, body, session_id, until), until)
+        return await self._until_closed(asked)
 
-    async def close(self) -> None:
-        """Drop the connections."""
-        await self.session.close()
+    def close(self) -> None:
+        """Drop the connections; requests in work end with an error. A later call opens anew."""
+        calls, self._calls = self._calls, set()
+        for call in tuple(calls):
+            call.cancel()
+        for session in self._sessions.values():
+            session.close()
+
+    async def _until_closed(self, call: Coroutine[Any, Any, _T]) -> _T:
+        """Await ``call`` on the loop that all clients share."""
+        calls, begun = self._calls, begin(call)
+        calls.add(begun)
+        try:
+            return await asyncio.wrap_future(begun)
+        except asyncio.CancelledError:
+            if calls is self._calls:
+                raise
+            raise EngineError(
+                f"{', '.join(self._targets)}: the client was closed before its requests had their answers",
+                state="the requests are cancelled",
+                hint="close a client when nobody waits for it any more; a call after that opens it anew",
+            ) from None
+        finally:
+            calls.discard(begun)
 
     async def _whole(self, request: GenerationRequest, until: float, texts: Texts | None) -> list[Generation]:
         """Return the continuations of one prompt, each complete."""
@@ -173,8 +208,8 @@ class Requests:
     async def _ask(self, request: GenerationRequest, until: float) -> list[Generation]:
         async def ask(url: str) -> list[Generation]:
             dialect = self._targets[url]
-            where, body = url + (request.route or dialect.route), {**dialect.body(request), **request.fields}
-            answer = await self._post(where, body, request.session_id, until)
+            route, body = request.route or dialect.route, {**dialect.body(request), **request.fields}
+            answer, where = await self._post(url, route, body, request.session_id, until), url + route
             try:
                 found = dialect.read(answer)
             except _UNREADABLE as error:
@@ -186,9 +221,11 @@ class Requests:
 
         return await self._of_any(ask, until)
 
-    async def _post(self, url: str, body: Any, session_id: Any, until: float) -> Any:
+    async def _post(self, url: str, route: str, body: Any, session_id: Any, until: float) -> Any:
         headers = None if session_id in (None, "") else dict.fromkeys(_SESSION_HEADERS, str(session_id))
-        return await self.session.json("POST", url, body, headers=headers, until=until)
+        left_s = until - time.monotonic()
+        answer = await self._sessions[url].exchange("POST", route, body, headers=headers, timeout_s=left_s)
+        return answer.wanted()
 
     async def _of_any(self, call: Callable[[str], Awaitable[_T]], until: float) -> _T:
         """Return what ``call`` returns for the address of the first target where it succeeds."""
@@ -218,6 +255,9 @@ class Requests:
     @asynccontextmanager
     async def _turn(self, failed: Mapping[str, EngineError], until: float) -> AsyncIterator[str]:
         """Wait until a target that has not failed has room for a request, and count the request while it is there."""
+        if (loop := asyncio.get_running_loop()) is not self._loop:  # the first request, or the first after a fork
+            self._loop, self._freed = loop, asyncio.Condition()
+            self._in_work = dict.fromkeys(self._targets, 0)
         left = [url for url in self._targets if url not in failed]
         async with self._freed:
             while True:

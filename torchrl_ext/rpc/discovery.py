@@ -49,38 +49,35 @@ def discover(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: Keys = Non
 def _answers(addresses: Sequence[str], timeout_s: float, api_key: Keys) -> dict[str, EngineInfo | WeightSyncError]:
     """Return what each engine is, or why it does not say so, by its base address and in the order given."""
     until = time.monotonic() + timeout_s
+    how: dict[str, Any] = {"timeout_s": timeout_s, "api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES}
 
-    def ask(url: str) -> EngineInfo:
-        settings = {"timeout_s": timeout_s, "api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES}
-        return _Questions(url, until=until, **settings).describe()
+    def ask(url: str) -> EngineInfo | WeightSyncError:
+        try:
+            return _describe(_Questions(url, until=until, check=refuse_router, **how))
+        except (EngineError, DeadlineError) as error:
+            return error
 
     jobs = {url: in_thread(partial(ask, url), f"discover {url}") for url in normalise_urls(addresses)}
-    found: dict[str, EngineInfo | WeightSyncError] = {}
-    for url, job in jobs.items():
-        if not wait([job], max(0.0, until + _GRACE_S - time.monotonic())).done:
-            found[url] = DeadlineError(
-                f"no answer within {timeout_s:g} s from {url} to what it is",
-                hint="look at the engine's log, or raise timeout_s",
-            )
-            continue
-        try:
-            found[url] = job.result()
-        except (EngineError, DeadlineError) as error:
-            found[url] = error
-    return found
+    late = wait(jobs.values(), timeout_s + _GRACE_S).not_done
+    hint = "look at the engine's log, or raise timeout_s"
+    return {
+        url: DeadlineError(f"no answer within {timeout_s:g} s from {url} to what it is", hint=hint)
+        if job in late
+        else job.result()
+        for url, job in jobs.items()
+    }
 
 
 def _raise(answers: Mapping[str, EngineInfo | WeightSyncError]) -> None:
     """Raise one error that names every address that failed; nothing where none did."""
     failed = [answer for answer in answers.values() if isinstance(answer, WeightSyncError)]
-    if len(failed) > 1:
-        kinds = {type(error) for error in failed}
-        first, kind = failed[0], kinds.pop() if len(kinds) == 1 else EngineError
-        causes = "; ".join(map(why, failed))
-        what = f"{causes}; {len(failed)} of {len(answers)} engines do not say what they are"
-        raise kind(what, expected=first.expected, hint=first.hint)
-    if failed:
+    if len(failed) == 1:
         raise failed[0]
+    if failed:
+        causes = "; ".join(map(why, failed))
+        kind = type(failed[0]) if len(set(map(type, failed))) == 1 else EngineError
+        what = f"{causes}; {len(failed)} of {len(answers)} engines do not say what they are"
+        raise kind(what, expected=failed[0].expected, hint=failed[0].hint)
 
 
 def connect(
@@ -126,7 +123,7 @@ def connect(
 
 
 class _Questions(HTTPSession):
-    """Asks one address each question once, whichever makes want to know it, and makes sure that it is no router's."""
+    """Asks one address each question once, whichever makes want to know it."""
 
     def __init__(self, url: str, **settings: Any) -> None:
         super().__init__(url, **settings)
@@ -137,35 +134,34 @@ class _Questions(HTTPSession):
             return super().call(method, route, body, **how)
         question = route, str(how.get("query"))
         if question not in self._answers:
-            self._answers[question] = super().call(method, route, body, **how)
-            if len(self._answers) == 1:
-                refuse_router(self)  # it would describe one engine of many, under its own address
+            self._answers[question] = super().call(method, route, **how)
         return self._answers[question]
 
-    def describe(self) -> EngineInfo:
-        """Return what the first make that knows the engine says of it.
 
-        Raises:
-            ConfigError: it is a router.
-            EngineUnreachableError, DeadlineError: no answer, or not in time.
-            EngineRefusedError: no make knows it; the first one's words.
-        """
-        refused: list[EngineRefusedError] = []
-        for make in engines.having("describe"):
-            try:
-                info = engines.part(make, "describe")(self)
-            except EngineRefusedError as error:
-                refused.append(error)
-            else:
-                if info is not None:
-                    return info
-        if refused:
-            raise refused[0]
-        raise EngineRefusedError(
-            f"{self.url} describes an engine, and of no make that is known here",
-            expected=f"one of {', '.join(engines.having('describe'))}",
-            hint="install the package that brings its make (entry-point group torchrl_ext.engines)",
-        )
+def _describe(http: HTTPSession) -> EngineInfo:
+    """Return what the first make that knows the engine says of it.
+
+    Raises:
+        ConfigError: it is a router.
+        EngineUnreachableError, DeadlineError: no answer, or not in time.
+        EngineRefusedError: no make knows it; the first one's words.
+    """
+    refused: list[EngineRefusedError] = []
+    for make in engines.having("describe"):
+        try:
+            info: EngineInfo | None = engines.part(make, "describe")(http)
+        except EngineRefusedError as error:
+            refused.append(error)
+        else:
+            if info is not None:
+                return info
+    if refused:
+        raise refused[0]
+    raise EngineRefusedError(
+        f"{http.url} describes an engine, and of no make that is known here",
+        expected=f"one of {', '.join(engines.having('describe'))}",
+        hint="install the package that brings its make (entry-point group torchrl_ext.engines)",
+    )
 
 
 def as_engine(engine: Any) -> EngineClient | None:

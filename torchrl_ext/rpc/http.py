@@ -1,44 +1,34 @@
 """JSON over HTTP, for every client of an engine, a router or a rollout route.
 
-`AsyncSession` is for event loops, with many requests for tokens at a time; its deadline holds over a whole call, from
-the look-up of the name to the last byte of the answer. `HTTPSession` makes one such call at a time for everybody else,
-each in an event loop of its own, so that no thread, no lock and no connection is left between two of them.
-
-Connections for requests are kept for two seconds, which is less than servers keep them (uvicorn: five), so that none is
-used that the server is about to drop. Connections for control calls live for one call: they are few, and one that a
-gateway drops between two of them would turn a good update into a failed one. Proxies of the environment are not used:
-a control call has to reach exactly the engine that it names.
+The deadline of a call holds from the look-up of the name to the last byte of the answer. Proxies of the environment are
+not used: a control call has to reach exactly the engine that it names. Its connection lives for one call: such calls
+are few, and a connection that a gateway drops between two of them would turn a good update into a failed one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 import aiohttp
 from yarl import URL
 
-from torchrl_ext.errors import (
-    ConfigError,
-    DeadlineError,
-    EngineError,
-    EngineRefusedError,
-    EngineUnreachableError,
-    RouteAbsent,
-)
-from torchrl_ext.rpc.connections import Resolver, authorities, run
+from torchrl_ext.deadline import in_thread
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
+from torchrl_ext.rpc.connections import HTTP, Resolver, authorities, can_wait, run
 from torchrl_ext.types import is_loopback
 
-__all__ = ["Answer", "AsyncSession", "HTTPSession", "normalise_url", "normalise_urls"]
+__all__ = ["Answer", "HTTPSession", "normalise_url", "normalise_urls"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -92,11 +82,13 @@ class Answer:
     """The answer of a server to one HTTP call, whatever its status.
 
     Attributes:
+        where: method and URL of the call.
         status: HTTP status.
         text: the body, decoded as UTF-8.
         headers: by lower-case name.
     """
 
+    where: str
     status: int
     text: str
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -135,98 +127,157 @@ class Answer:
         text = " ".join(text.split())
         return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
 
-    def wanted(self, where: str) -> Any:
-        """Return the JSON of a call that has to succeed.
-
-        Args:
-            where: the method and the URL, for the message.
+    def checked(self) -> Answer:
+        """Return this answer of a call that has to succeed.
 
         Raises:
             RouteAbsent: the server has no such route.
-            EngineRefusedError: any other status but 2xx, or an answer that is no JSON; `status` holds the former.
+            EngineRefusedError: any other status but 2xx, which `status` holds.
         """
-        if not self.ok:
-            log.debug("%s answered %d: %s", where, self.status, self.text)
-            words = self.message() or "no reason given"
-            says_why = self.status not in (401, 403) and self.text.strip(" {}") != ""  # else the status is the cause
-            kind = RouteAbsent if self.absent else EngineRefusedError
-            raise kind(f"{where} answered {self.status}: {words}", status=self.status, reason=words if says_why else "")
+        if self.ok:
+            return self
+        log.debug("%s answered %d: %s", self.where, self.status, self.text)
+        words = self.message() or "no reason given"
+        says_why = self.status not in (401, 403) and self.text.strip(" {}") != ""  # else the status is the cause
+        raise (RouteAbsent if self.absent else EngineRefusedError)(
+            f"{self.where} answered {self.status}: {words}", status=self.status, reason=words if says_why else ""
+        )
+
+    def wanted(self) -> Any:
+        """Return the JSON of a call that has to succeed.
+
+        Raises:
+            RouteAbsent, EngineRefusedError: as for `checked`, or an answer that is no JSON.
+        """
         try:
-            return self.json()
+            return self.checked().json()
         except ValueError:
             raise EngineRefusedError(
-                f"{where} answered with something other than JSON: {self.text[:120]!r}",
+                f"{self.where} answered with something other than JSON: {self.text[:120]!r}",
                 hint="is this an engine's address?",
                 status=self.status,
             ) from None
 
 
-class AsyncSession:
-    """Calls routes of any server; belongs to the event loop that first used it.
+class HTTPSession:
+    """Calls routes of one server; safe to use from many threads and event loops, and after a fork.
 
     Args:
+        url: base address; ``http://`` is added where no scheme is given.
         api_key: sent as a bearer token. Of several, the next is sent where one is refused (401): SGLang wants one for
             requests (``--api-key``) and another for control (``--admin-api-key``).
+        timeout_s: deadline of a whole call, from looking up the name to the last byte of the answer, in seconds.
         max_body_bytes: answers above this size are refused.
+        until: deadline of all calls together on the monotonic clock, in seconds.
+        check: called with a session like this one before the first `call`, within its deadline, and again until it
+            raises nothing.
+        keep_s: seconds for which a connection is kept after a call; less than servers keep it (uvicorn: five), so that
+            none is used that the server is about to drop.
+        connection_limit: most connections at a time, with ``keep_s``; 0 for as many as there are calls.
         connect_timeout_s: how long connecting may take, over all addresses of a name, in seconds.
-        connection_limit: most connections at a time; 0 for as many as there are calls.
-        keep_s: seconds for which a connection is kept after its last call.
 
     Raises:
-        ConfigError: a key that no header can carry.
+        ConfigError: the address cannot work, or a key that no header can carry.
     """
 
     def __init__(
         self,
+        url: str,
         *,
         api_key: Keys = None,
-        max_body_bytes: int = 256 << 20,
-        connect_timeout_s: float = 10.0,
+        timeout_s: float = 60.0,
+        max_body_bytes: int = 64 << 20,
+        until: float = math.inf,
+        check: Callable[[HTTPSession], None] | None = None,
+        keep_s: float = 0.0,
         connection_limit: int = 0,
-        keep_s: float = 2.0,
+        connect_timeout_s: float = 10.0,
     ) -> None:
-        self._bearers, self._limit, self._keep_s = _bearers(api_key), connection_limit, keep_s
-        self._max_body_bytes, self._connect_timeout_s = max_body_bytes, connect_timeout_s
-        self._client: aiohttp.ClientSession | None = None
+        self.url, self.api_key, self.timeout_s = normalise_url(url), api_key, timeout_s
+        self._bearers = _bearers(api_key)
+        host = urlsplit(self.url).hostname or ""
+        if api_key and "://" not in url and not is_loopback(host):
+            log.warning("the API key goes to %s in the clear, as no scheme is given: write https:// or http://", host)
+        self._max_body_bytes, self._until, self._check = max_body_bytes, until, check
+        self._keep_s, self._limit, self._connect_timeout_s = keep_s, connection_limit, connect_timeout_s
+        self._kept: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}  # another one after a fork
+        weakref.finalize(self, _drop, self._kept)
 
-    async def call(
+    @property
+    def left_s(self) -> float:
+        """The seconds that a call may take which begins now."""
+        return max(_SHORTEST_S, min(self.timeout_s, self._until - time.monotonic()))
+
+    def get(self, route: str, **how: Any) -> Any:
+        """Call ``GET route``, as `call` does, and return the JSON answer (``{}`` for an empty one).
+
+        Raises:
+            EngineUnreachableError, DeadlineError: as for `exchange`.
+            EngineRefusedError: as there, and for `Answer.wanted`.
+        """
+        return self.call("GET", route, **how).wanted()
+
+    def post(self, route: str, body: Any = None, **how: Any) -> Any:
+        """Call ``POST route`` with ``body`` as JSON; return and raise as `get` does."""
+        return self.call("POST", route, body, **how).wanted()
+
+    def call(
         self,
         method: str,
-        url: str,
+        route: str,
         body: Any = None,
         *,
-        until: float,
+        query: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """Do as `exchange`, from any thread, on the event loop that all clients of this process share."""
+        until = min(time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s), self._until)
+        if self._check is not None:  # threads that come at the same time may each make it
+            self._check(HTTPSession(self.url, api_key=self.api_key, timeout_s=self.timeout_s, until=until))
+            self._check = None
+        exchange = self.exchange(method, route, body, query=query, timeout_s=until - time.monotonic())
+        if can_wait():
+            return run(exchange)
+        return in_thread(partial(asyncio.run, exchange), HTTP).result()
+
+    async def exchange(
+        self,
+        method: str,
+        route: str,
+        body: Any = None,
+        *,
         query: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
     ) -> Answer:
         """Call a route and return its answer, whatever the status.
 
         Args:
-            url: of the route.
             body: sent as JSON; None for no body.
-            until: deadline on the monotonic clock, in seconds.
+            timeout_s: deadline of this call in place of the session's.
 
         Raises:
             EngineUnreachableError: nobody listens, or the connection broke.
             EngineRefusedError: a redirect, or an answer above ``max_body_bytes``.
             DeadlineError: no complete answer in time.
-            EngineError: the session was closed.
             ConfigError: the environment names TLS authorities that cannot be read.
         """
-        if self._client is None:
-            keep_s: dict[str, Any] = {"keepalive_timeout": self._keep_s} if self._keep_s else {"force_close": True}
-            self._client = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._limit, resolver=Resolver(), **keep_s),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                trust_env=False,
-            )
-            weakref.finalize(self, _let_go, self._client, asyncio.get_running_loop())
-        limit_s, where = max(_SHORTEST_S, until - time.monotonic()), f"{method} {url}"
-        until = time.monotonic() + limit_s
-        asked = URL(f"{url}?{urlencode(query, doseq=True)}" if query else url, encoded=True)
+        limit_s = max(_SHORTEST_S, self.left_s if timeout_s is None else timeout_s)
+        until, where = time.monotonic() + limit_s, f"{method} {self.url}{route}"
+        url = URL(self.url + route + (f"?{urlencode(query, doseq=True)}" if query else ""), encoded=True)
+        given: dict[str, Any] = {"allow_redirects": False, "ssl": authorities() if url.scheme == "https" else True}
+        if body is not None:
+            given["data"] = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+            headers = {**(headers or {}), "content-type": "application/json"}
         try:
             for bearer in self._bearers:
-                answer = await self._exchange(method, asked, body, {**bearer, **(headers or {})}, until)
+                left_s = max(_SHORTEST_S, until - time.monotonic())
+                given["timeout"] = aiohttp.ClientTimeout(total=left_s, connect=self._connect_timeout_s)
+                async with (
+                    self._client() as client,
+                    client.request(method, url, headers={**bearer, **(headers or {})}, **given) as response,
+                ):
+                    answer = await self._read(response, where)
                 if answer.status != _UNAUTHORIZED:
                     break
         except aiohttp.ConnectionTimeoutError:  # tracebacks of aiohttp's add nothing to any of these errors
@@ -250,152 +301,49 @@ class AsyncSession:
             )
         return answer
 
-    async def json(self, method: str, url: str, body: Any = None, **how: Any) -> Any:
-        """Call a route, which has to succeed, and return the JSON answer (``{}`` for an empty one).
+    def close(self) -> None:
+        """Drop the connections that are kept; a later call opens others."""
+        _drop(self._kept)
 
-        Raises:
-            EngineUnreachableError, DeadlineError: as for `call`.
-            EngineRefusedError: as for `Answer.wanted`.
-        """
-        return (await self.call(method, url, body, **how)).wanted(f"{method} {url}")
-
-    async def close(self) -> None:
-        """Drop all connections."""
-        if self._client is not None:
-            await self._client.close()
-
-    async def _exchange(self, method: str, url: URL, body: Any, headers: Mapping[str, str], until: float) -> Answer:
-        data, client = None, self._client
-        if body is not None:
-            data = json.dumps(body, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-            headers = {**headers, "content-type": "application/json"}
+    @asynccontextmanager
+    async def _client(self) -> AsyncIterator[aiohttp.ClientSession]:
+        """Give the connections of the running loop, or one for this call alone."""
+        loop = asyncio.get_running_loop()
+        client = self._kept.get(loop)
         if client is None or client.closed:
-            raise EngineError(f"{method} {url}: the client was closed", state="the request gets no answer")
-        left_s = max(_SHORTEST_S, until - time.monotonic())
-        async with client.request(
-            method,
-            url,
-            data=data,
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=left_s, connect=self._connect_timeout_s),
-            allow_redirects=False,
-            ssl=authorities() if url.scheme == "https" else True,
-        ) as response:
-            chunks, size = [], 0
-            async for chunk in response.content.iter_any():
-                size += len(chunk)
-                if size > self._max_body_bytes:
-                    raise EngineRefusedError(
-                        f"{method} {url} answered with more than {self._max_body_bytes} bytes",
-                        hint="is this an engine's address? If so raise max_body_bytes",
-                        status=response.status,
-                    )
-                chunks.append(chunk)
-            named = {name.lower(): value for name, value in response.headers.items()}
-            return Answer(status=response.status, text=b"".join(chunks).decode("utf-8", "replace"), headers=named)
+            keep: dict[str, Any] = {"keepalive_timeout": self._keep_s} if self._keep_s else {"force_close": True}
+            client = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._limit, resolver=Resolver(), **keep),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+            )
+            if self._keep_s:
+                self._kept[loop] = client
+        try:
+            yield client
+        finally:
+            if not self._keep_s:
+                await client.close()
+
+    async def _read(self, response: aiohttp.ClientResponse, where: str) -> Answer:
+        found = bytearray()
+        async for chunk in response.content.iter_any():
+            found += chunk
+            if len(found) > self._max_body_bytes:
+                raise EngineRefusedError(
+                    f"{where} answered with more than {self._max_body_bytes} bytes",
+                    hint="is this an engine's address? If so raise max_body_bytes",
+                    status=response.status,
+                )
+        named = {name.lower(): value for name, value in response.headers.items()}
+        return Answer(where=where, status=response.status, text=found.decode("utf-8", "replace"), headers=named)
 
 
-class HTTPSession:
-    """Calls routes of one server; safe to use from many threads, and after a fork.
-
-    Args:
-        url: base address; ``http://`` is added where no scheme is given.
-        api_key: as for `AsyncSession`.
-        timeout_s: deadline of a whole call, from looking up the name to the last byte of the answer, in seconds.
-        max_body_bytes: answers above this size are refused.
-        until: deadline of all calls together on the monotonic clock, in seconds.
-        check: called with a session like this one before the first call, within its deadline, and again until it
-            raises nothing.
-
-    Raises:
-        ConfigError: the address cannot work, or a key that no header can carry.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        api_key: Keys = None,
-        timeout_s: float = 60.0,
-        max_body_bytes: int = 64 << 20,
-        until: float = math.inf,
-        check: Callable[[HTTPSession], None] | None = None,
-    ) -> None:
-        self.url, self.api_key, self.timeout_s = normalise_url(url), api_key, timeout_s
-        _bearers(api_key)
-        host = urlsplit(self.url).hostname or ""
-        if api_key and "://" not in url and not is_loopback(host):
-            log.warning("the API key goes to %s in the clear, as no scheme is given: write https:// or http://", host)
-        self._max_body_bytes, self._until, self._check = max_body_bytes, until, check
-
-    @property
-    def left_s(self) -> float:
-        """The seconds that a call may take which begins now."""
-        return max(_SHORTEST_S, min(self.timeout_s, self._until - time.monotonic()))
-
-    def get(self, route: str, *, query: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
-        """Call ``GET route`` and return the JSON answer (``{}`` for an empty one).
-
-        Raises:
-            EngineUnreachableError: nobody listens, or the connection broke.
-            EngineRefusedError: as for `Answer.wanted`.
-            DeadlineError: no complete answer in time.
-        """
-        return self.call("GET", route, query=query, timeout_s=timeout_s).wanted(f"GET {self.url}{route}")
-
-    def post(
-        self,
-        route: str,
-        body: Any = None,
-        *,
-        query: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> Any:
-        """Call ``POST route`` with ``body`` as JSON; return and raise as `get` does."""
-        return self.call("POST", route, body, query=query, timeout_s=timeout_s).wanted(f"POST {self.url}{route}")
-
-    def call(
-        self,
-        method: str,
-        route: str,
-        body: Any = None,
-        *,
-        query: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> Answer:
-        """Call a route and return its answer, whatever the status.
-
-        Raises:
-            EngineUnreachableError, DeadlineError: as for `get`.
-            EngineRefusedError: a redirect, or an answer above `max_body_bytes`.
-        """
-        until = min(time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s), self._until)
-        check = self._check
-        if check is not None:  # threads that come at the same time may each make it
-            check(HTTPSession(self.url, api_key=self.api_key, timeout_s=self.timeout_s, until=until))
-            self._check = None
-        session = AsyncSession(api_key=self.api_key, max_body_bytes=self._max_body_bytes, keep_s=0.0)
-
-        async def exchange() -> Answer:
-            try:
-                return await session.call(method, self.url + route, body, until=until, query=query)
-            finally:
-                await session.close()
-
-        return run(exchange())
-
-
-def _let_go(client: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop) -> None:
-    """Drop connections that nobody closed, from any thread; else aiohttp logs an error about them."""
-
-    def drop() -> None:
-        with contextlib.suppress(StopIteration):
-            client.close().send(None)  # the first step closes them; the rest only waits until they are closed
-
-    if loop.is_closed():
-        drop()
-    else:
-        loop.call_soon_threadsafe(drop)
+def _drop(kept: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession]) -> None:
+    """Close connections in their loops; else aiohttp logs an error about them."""
+    while kept:
+        loop, client = kept.popitem()
+        asyncio.run_coroutine_threadsafe(client.close(), loop)
 
 
 def _bearers(api_key: Keys) -> list[dict[str, str]]:

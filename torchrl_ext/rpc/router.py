@@ -36,12 +36,9 @@ WORKER_TYPES = ("regular", "prefill", "decode")
 
 _ROUTES = ("/workers", "/list_workers")
 _LOOK_S = 0.05
-_STATIC = "a router with prefill and decode pools is told its workers when it starts: give them to RouterProcess"
-_SENTENCES = {  # of a router that did not do as it was asked -> what holds; None: it is as it should be
-    "already exists": None,  # vllm-router, sglang-router
-    "PD router": _STATIC,  # vllm-router: "PD router requires specific add_prefill_server or add_decode_server"
-    "add_prefill_server": _STATIC,  # sglang-router
-}
+_STATIC = "a router with prefill and decode pools gets its workers when it starts: give them to RouterProcess"
+_HAS_POOLS = ("PD router", "add_prefill_server")  # words of vllm-router and of sglang-router
+_DONE = "already exists"  # words of both
 _NO_ROUTE = "Not Found"  # words of FastAPI and Starlette, on which engines run; routers in Rust say nothing
 
 _T = TypeVar("_T")
@@ -120,13 +117,10 @@ class RouterClient:
         known = self._find(url)
         if known is None:
             engine = HTTPSession(url, api_key=self._api_key, timeout_s=self._timeout_s, check=refuse_router)
-            health = engine.call("GET", "/health")
-            if not health.ok:
-                raise EngineRefusedError(f"{url}/health answered {health.status}", expected="200", status=health.status)
+            engine.call("GET", "/health").checked()
             body: dict[str, Any] = {"url": url, "worker_type": worker_type}
             body |= {} if bootstrap_port is None else {"bootstrap_port": bootstrap_port}
-            answer = self._http.call("POST", "/workers", body)
-            self._finish(answer, "/add_worker", url, f"add {url} as a {worker_type} worker")
+            self._finish(self._http.call("POST", "/workers", body), "/add_worker", url)
             known = self._until(lambda: self._find(url), f"list {url}")
         if known is not None and known.worker_type != worker_type:
             self.remove(url)  # a router without pools takes any type, and sends it whole requests
@@ -156,28 +150,21 @@ class RouterClient:
         if known is None:
             return
         answer = self._http.call("DELETE", f"/workers/{quote(known.key or known.url, safe='')}")
-        self._finish(answer, "/remove_worker", known.url, f"remove {url}")
+        self._finish(answer, "/remove_worker", known.url)
         self._until(lambda: self._find(url) is None, f"let go of {url}")
 
     def _find(self, url: str) -> RouterWorker | None:
         return next((worker for worker in self.workers() if engine_key(worker.url) == engine_key(url)), None)
 
-    def _finish(self, answer: Answer, earlier: str, url: str, what: str) -> None:
+    def _finish(self, answer: Answer, earlier: str, url: str) -> None:
         """Change the workers by the earlier route where the router lacks the one that gave ``answer``; raise an error
         where it did not change them."""
         if answer.absent:
             answer = self._http.call("POST", earlier, query={"url": url})
-        if answer.ok:
-            return
-        words = answer.message() or "no reason given"
-        for sentence, hint in _SENTENCES.items():
-            if sentence in words:
-                if hint is None:
-                    return
-                raise ConfigError(f"{self.url} did not {what}: {words}", hint=hint)
-        raise EngineRefusedError(
-            f"{self.url} did not {what}: it answered {answer.status}: {words}", status=answer.status
-        )
+        if not answer.ok and any(words in answer.message() for words in _HAS_POOLS):
+            raise ConfigError(f"{answer.where} answered {answer.status}: {answer.message()}", hint=_STATIC)
+        if _DONE not in answer.message():
+            answer.checked()
 
     def _until(self, happened: Callable[[], _T], what: str) -> _T:
         """Wait until ``happened`` is true and return its value: routers may accept a change first and make it later."""

@@ -23,7 +23,6 @@ _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 _GUEST = "ipc_cache"
 _LOADS_NO_FILES = (_GUEST, "dummy")  # it maps the weights of a daemon; and what it made up it does not replace
 _MOST = 1 << 20  # most workers of one engine that are believed
-_WANTS_KEY, _UNAVAILABLE = {401, 403}, 501
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,33 +87,32 @@ def server_info(session: HTTPSession, kinds: Collection[str] = ()) -> ServerInfo
         EngineUnreachableError, DeadlineError: nobody answers.
         EngineRefusedError: what listens there describes no engine; the message has the answers of both routes.
     """
-    answers, statuses = [], set()
+    refused: list[EngineRefusedError] = []
     for route, query in (("/server_info", {"config_format": "json"}), ("/get_server_info", None)):
         try:
             found = read_server_info(session.url, session.get(route, query=query))
         except EngineRefusedError as error:
-            answers.append(why(error))
-            statuses.add(error.status)
+            refused.append(error)
         else:
             if kinds and found.info.kind not in kinds:
                 raise EngineRefusedError(
                     f"{session.url}{route} describes an engine of kind {found.info.kind}", expected=" or ".join(kinds)
                 )
             return found
-    if statuses & _WANTS_KEY:
-        what, hint = "wants a key before it says what it is", "give its key as api_key"
-        hint += ": it does not accept the one that it got" if session.api_key else ""
-    elif _UNAVAILABLE in statuses:
+    statuses = {error.status for error in refused}
+    if statuses & {401, 403}:
+        what, hint = "wants a key before it says what it is", "give a key that it accepts as api_key"
+    elif 501 in statuses:
         what = "does not implement what it is asked"
         hint = "is another kind of server, or a frontend without these routes, in front of the engine?"
     else:
         what = "does not say what engine it is"
         hint = "give the engine's own address, not a router's; vLLM answers only with VLLM_SERVER_DEV_MODE=1"
     raise EngineRefusedError(
-        f"{'; '.join(answers)}; {session.url} {what}",
+        f"{'; '.join(map(why, refused))}; {session.url} {what}",
         expected="an answer to GET /server_info or GET /get_server_info",
         hint=hint,
-        status=next(iter(statuses)) if len(statuses) == 1 else None,
+        status=statuses.pop() if len(statuses) == 1 else None,
     )
 
 
@@ -151,11 +149,9 @@ def _vllm(url: str, answer: Mapping[str, Any]) -> ServerInfo:
     info = _engine(
         url,
         "vllm",
+        {"version": system.get("vllm_version"), "model": model.get("model"), **answer},
         _mapping(config, "parallel_config"),
-        worker_type=answer.get("worker_type") or _ROLES.get(str(transfer.get("kv_role")), "regular"),
-        version=answer.get("version") or system.get("vllm_version"),
-        model=answer.get("model") or model.get("model"),
-        weight_version=answer.get("weight_version"),
+        role=answer.get("worker_type") or _ROLES.get(str(transfer.get("kv_role"))),
         transports=() if load in _LOADS_NO_FILES else names,
         port=_mapping(answer, "vllm_env").get("VLLM_NIXL_SIDE_CHANNEL_PORT"),
     )
@@ -170,25 +166,23 @@ def _vllm(url: str, answer: Mapping[str, Any]) -> ServerInfo:
 
 
 def _embedded(url: str, answer: Mapping[str, Any]) -> ServerInfo:
-    facts: dict[str, Any] = {name: answer.get(name) for name in ("version", "model", "weight_version", "transports")}
-    role = answer.get("worker_type") or "regular"
-    info = _engine(url, str(answer["engine"]), _mapping(answer, "parallel_config"), worker_type=role, **facts)
+    sizes, named = _mapping(answer, "parallel_config"), answer.get("transports")
+    transports = tuple(map(str, named)) if isinstance(named, list) else ()
+    role = answer.get("worker_type")
+    info = _engine(url, str(answer["engine"]), answer, sizes, role=role, transports=transports)
     return ServerInfo(info=info, dtype=_dtype(answer))
 
 
 def _sglang(url: str, answer: Mapping[str, Any]) -> ServerInfo:
     mode, copies = str(answer.get("disaggregation_mode")), str(answer.get("weight_cache_mode") or "off")
-    role = mode if mode in ("prefill", "decode") else "regular"
     info = _engine(
         url,
         "sglang",
+        {**answer, "model": answer["model_path"]},
         answer,
-        replicas=not answer.get("enable_dp_attention"),
-        worker_type="encoder" if answer.get("encoder_only") else role,
-        version=answer.get("version"),
-        model=answer["model_path"],
-        weight_version=answer.get("weight_version"),
+        role="encoder" if answer.get("encoder_only") else mode if mode in ("prefill", "decode") else None,
         port=answer.get("disaggregation_bootstrap_port"),
+        replicas=not answer.get("enable_dp_attention"),
     )
     # it gives the workers of every stage and replica the same ranks, and ends where copies of its weights are stale
     takes_broadcasts = info.pp_size == info.dp_size == 1 and copies == "off"
@@ -205,40 +199,38 @@ def _sglang(url: str, answer: Mapping[str, Any]) -> ServerInfo:
 def _engine(
     url: str,
     kind: str,
+    facts: Mapping[str, Any],
     sizes: Mapping[str, Any],
     *,
-    worker_type: Any,
-    version: Any,
-    model: Any,
-    weight_version: Any,
-    transports: Any = (),
+    role: Any,
+    transports: tuple[str, ...] = (),
     port: Any = None,
     replicas: bool = True,
 ) -> EngineInfo:
     """Return the engine's description.
 
     Args:
+        facts: ``version``, ``model``, ``weight_version``.
         sizes: of the parallel axes, by short or long names.
+        role: its worker type; None for a regular one.
         port: where an engine that prefills meets those that decode.
         replicas: whether each data-parallel rank has workers of its own.
     """
     tp, pp, dp = (_count(url, name, sizes.get(name) or sizes.get(longer)) for name, longer in _AXES.items())
     workers = tp * pp * (dp if replicas else 1)
-    is_port = worker_type == "prefill" and type(port) is int and 1 <= port <= 65535
+    is_port = role == "prefill" and type(port) is int and 1 <= port <= 65535
     return EngineInfo(
         url=url,
         kind=kind,
-        version=str(version or ""),
-        worker_type=str(worker_type),
+        worker_type=str(role or "regular"),
         num_gpus=workers,
         tp_size=tp,
         pp_size=pp,
         dp_size=dp,
         world_size=workers,
-        model=str(model or ""),
-        weight_version=str(weight_version or ""),
-        transports=tuple(map(str, transports)) if isinstance(transports, (list, tuple)) else (),
+        transports=transports,
         bootstrap_port=port if is_port else None,
+        **{name: str(facts.get(name) or "") for name in ("version", "model", "weight_version")},
     )
 
 

@@ -6,6 +6,7 @@ Architecture" page). Weight versions per token are added, and a generation that 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import itertools
@@ -18,11 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchrl_ext.compat.skyrl import sampling as samples
 from torchrl_ext.compat.skyrl.control import EngineControl
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent, WeightSyncError
 from torchrl_ext.rollout.dialects import Dialect
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, checked_prompt
 from torchrl_ext.rollout.requests import Requests, back_off, targets
-from torchrl_ext.rpc.connections import Background, PerLoop, each
+from torchrl_ext.rpc.connections import CALLERS, each, run
+from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.types import Info
 
 if TYPE_CHECKING:
@@ -68,8 +70,7 @@ class RemoteInferenceClient(EngineControl):
     concurrency_per_engine: int | None = None
     timeout_s: float = 1800.0
     _dialect: Dialect = field(init=False, repr=False, compare=False)
-    _background: Background = field(init=False, repr=False, compare=False)
-    _requests: PerLoop[Requests] = field(init=False, repr=False, compare=False)
+    _requests: Requests = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,8 +92,7 @@ class RemoteInferenceClient(EngineControl):
             )
         how: dict[str, Any] = {"limit": limit * len(servers) // dp_size, "api_key": self.api_key, "persistent": True}
         how["connection_limit"] = _number_from(_CONNECTIONS, 0)
-        self._requests = PerLoop(functools.partial(Requests, proxy, **how))
-        self._background = Background("inference-loop")
+        self._requests = Requests(proxy, **how)
 
     @classmethod
     def of(cls, routing: Routing, **settings: Any) -> RemoteInferenceClient:
@@ -120,20 +120,29 @@ class RemoteInferenceClient(EngineControl):
 
         Raises:
             DeadlineError: it took longer than ``timeout_s`` seconds.
-            EngineError: the client was closed meanwhile.
+            ConfigError: called from a coroutine that `run` awaits, which would wait for itself.
         """
-        return self._background.run(call, timeout_s)
+        try:
+            return run(asyncio.wait_for(call, timeout_s), CALLERS)
+        except WeightSyncError:
+            call.close()  # it may never have begun
+            raise
+        except asyncio.TimeoutError as error:
+            raise DeadlineError(f"the call took longer than {timeout_s} s") from error
 
     async def teardown(self) -> None:
-        """Drop this event loop's connections, and what engines said of themselves; a later call begins anew."""
-        self._sizes = self._receivers = None
-        await self._requests.close()
+        """Do as `close`, from a coroutine."""
+        self.close()
 
     aclose = teardown
 
     def close(self) -> None:
-        """Close what `run` has opened; each `run` that waits ends with an error. May be called twice."""
-        self._background.close(self.teardown())
+        """Drop the connections, and the answers of engines about themselves; requests in work end with an error.
+
+        May be called twice; a later call begins anew.
+        """
+        self._sizes = self._receivers = None
+        self._requests.close()
 
     async def __aenter__(self) -> RemoteInferenceClient:
         return self
@@ -281,18 +290,17 @@ class RemoteInferenceClient(EngineControl):
         """
         if session_id in (None, ""):
             return
-        query, until = {"session_id": str(session_id)}, time.monotonic() + _FORGET_TIMEOUT_S
-        session, url = self._requests.here().session, f"{self.proxy_url}/finish_session"
+        router = HTTPSession(self.proxy_url, api_key=self.api_key, timeout_s=_FORGET_TIMEOUT_S)
         try:
-            answer = await session.call("POST", url, query=query, until=until)
-            if not (answer.ok or answer.absent):  # other routers have no such route
-                raise EngineError(f"{url} answered {answer.status}: {answer.message()}")
+            (await router.exchange("POST", "/finish_session", query={"session_id": str(session_id)})).checked()
+        except RouteAbsent:
+            return  # other routers have none
         except (EngineError, DeadlineError) as error:
             log.warning("session %s is not forgotten: %s", session_id, error)
 
     async def post(self, route: str, body: Any = None, *, session_id: Any = None) -> Any:
         """Call any other route for requests, through the router, and return the JSON answer."""
-        return await self._requests.here().post(route, body, session_id, self._until())
+        return await self._requests.post(route, body, session_id, self._until())
 
     # helpers
 
@@ -308,10 +316,11 @@ class RemoteInferenceClient(EngineControl):
             if self.proxy_url in self.server_urls:
                 raise
             why: EngineError = error
-        session, until = self._requests.here().session, self._until()
-        for url in self.server_urls:
+        until = self._until()
+        for http in self._sessions.values():
             try:
-                return await session.json("POST", url + route, body, until=until)
+                answer = await http.exchange("POST", route, body, timeout_s=until - time.monotonic())
+                return answer.wanted()
             except EngineError as other:  # it is gone, or has no tokenizer: an encoder
                 why = other
         raise why
@@ -322,14 +331,14 @@ class RemoteInferenceClient(EngineControl):
         how["route"] = _EXPERTS_ROUTE if self.enable_return_routed_experts else None
         named = {"model": model} if model else {}
         asked = [dataclasses.replace(one, fields={**one.fields, **named}, **how) for one in requests]
-        until, here = self._until(), self._requests.here()
+        until = self._until()
         try:
-            return await here.generations(asked, until, self.detokenize)
+            return await self._requests.generations(asked, until, self.detokenize)
         except RouteAbsent:
             if not self.enable_return_routed_experts:
                 raise
             asked = [dataclasses.replace(one, route=None) for one in asked]  # vLLM's own route has them, too
-            return await here.generations(asked, until, self.detokenize)
+            return await self._requests.generations(asked, until, self.detokenize)
 
     async def _completed(self, route: str, payload: Mapping[str, Any]) -> Info:
         """Return an OpenAI-style answer that no engine aborted."""
@@ -337,7 +346,7 @@ class RemoteInferenceClient(EngineControl):
         until = self._until()
         attempts, where = itertools.count(), f"{self.proxy_url}{route}"
         while True:
-            answer = await self._requests.here().post(route, body, session_id, until)
+            answer = await self._requests.post(route, body, session_id, until)
             try:
                 aborted = any(choice.get("finish_reason") == "abort" for choice in answer["choices"])
             except (KeyError, TypeError, AttributeError) as error:
