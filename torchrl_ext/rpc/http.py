@@ -171,8 +171,8 @@ class HTTPSession:
         until: deadline of all calls together on the monotonic clock, in seconds.
         check: called with a session like this one before the first `call`, within its deadline, and again until it
             raises nothing.
-        keep_s: seconds for which a connection is kept after a call; less than servers keep it (uvicorn: five), so that
-            none is used that the server is about to drop.
+        keep_s: seconds for which a connection is kept after a call on the loop that all clients share; less than
+            servers keep it (uvicorn: five), so that none is used that the server is about to drop.
         connection_limit: most connections at a time, with ``keep_s``; 0 for as many as there are calls.
         connect_timeout_s: how long connecting may take, over all addresses of a name, in seconds.
 
@@ -309,20 +309,20 @@ class HTTPSession:
     async def _client(self) -> AsyncIterator[aiohttp.ClientSession]:
         """Give the connections of the running loop, or one for this call alone."""
         loop = asyncio.get_running_loop()
-        client = self._kept.get(loop)
+        client, kept = self._kept.get(loop), self._keep_s and not can_wait()  # a caller's loop may end at any time
         if client is None or client.closed:
-            keep: dict[str, Any] = {"keepalive_timeout": self._keep_s} if self._keep_s else {"force_close": True}
+            keep: dict[str, Any] = {"keepalive_timeout": self._keep_s} if kept else {"force_close": True}
             client = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._limit, resolver=Resolver(), **keep),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
             )
-            if self._keep_s:
+            if kept:
                 self._kept[loop] = client
         try:
             yield client
         finally:
-            if not self._keep_s:
+            if not kept:
                 await client.close()
 
     async def _read(self, response: aiohttp.ClientResponse, where: str) -> Answer:
