@@ -152,7 +152,7 @@ class TestFailures:
             raise TransportError("it lies in another pid namespace")
 
         monkeypatch.setattr(HostHandle, "attach", unreachable)
-        trainer, worker = make(), make()
+        trainer, worker = make(timeout_s=5), make()  # it waits for another one where this one has left by then
         with ThreadPoolExecutor(1) as pool:
             arriving = pool.submit(worker.receive_weights, WAIT_S)
             with pytest.raises(WeightSyncError, match="it lies in another pid namespace"):

@@ -17,7 +17,7 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.landing.loader import TensorsLoader, as_loader
-from torchrl_ext.messages import Join, Load, Verify
+from torchrl_ext.messages import Join, Load, Start, Verify
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
 from torchrl_ext.transports.base import Update
@@ -209,7 +209,7 @@ def test_an_engine_takes_the_directory_it_was_started_from_and_whatever_came_fro
             offer = transport.open(1, source.params(), within).info
             engine.handle(Join(transport=transport.name, params=source.params(), offer=offer))
             engine.pause("abort", 10)
-            engine.start()
+            engine.handle(Start())
             params = [meta.to_json() for meta in source.params()]
             engine.handle(Load(version=version, handoff={"params": params}))
             engine.handle(Verify(digests={name: tensor_digest(tensor) for name, tensor in source}))

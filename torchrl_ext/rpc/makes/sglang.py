@@ -151,7 +151,7 @@ class SGLangPort(HTTPPort):
                 expected="keep_cache=False, or a server without a store",
                 state="the engine's weights and its pause are what they were",
             )
-        found = self._as(SGLangPort if has_plugin else StockSGLangPort)
+        found = self._as(type(self) if has_plugin else StockSGLangPort)
         found._ours, found._facts = has_plugin, facts
         return found
 

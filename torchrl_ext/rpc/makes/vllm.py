@@ -158,7 +158,7 @@ class VLLMPort(HTTPPort):
                 state="nothing was sent",
             )
         if facts.has_backend:
-            return self._as(VLLMPort)
+            return self._as(type(self))
         found = self._as(StockVLLMPort)
         found._empty = self.state().dropped or None
         return found
@@ -422,7 +422,7 @@ class EmbeddedPort(VLLMPort):
     kind: ClassVar[str] = "embedded"
 
     def _choose(self, facts: ServerInfo) -> VLLMPort:
-        return self._as(EmbeddedPort)
+        return self._as(type(self))
 
     def adapter(self, name: str) -> Port:
         return Port.adapter(self, name)
