@@ -20,7 +20,7 @@ __all__ = ["run"]
 _WAIT_S = 120.0
 _LONG = 200  # tokens of a generation that is still under way when something happens to its engine
 _SESSIONS = 4
-_TRIES = 10
+_TRIES = 30
 _RUNNING = re.compile(r"^vllm:num_requests_running\S* (\S+)", re.MULTILINE)
 _BUSY_S = 0.005
 
