@@ -141,7 +141,7 @@ class TestWhatOthersSay:
         hub.close()
         assert not hub.links or {**json.loads(sent[4:]), **whole} == json.loads(sent[4:])
 
-    @given(sent=spoken({"number": 1, "told": {}}) | spoken({"number": 1, "error": "no"}))
+    @given(sent=spoken({"number": 1, "answer": {}}) | spoken({"number": 1, "error": "no"}))
     def test_a_trainer_takes_any_answer(self, sent):
         def ask(ours):
             with suppress(WeightSyncError):

@@ -34,7 +34,7 @@ class Hub:
         host: address to listen on, and the one that workers dial.
         model_id: the model whose workers these are.
         workers: how many there are.
-        welcome: returns what worker ``idx`` is told when it is accepted (JSON-safe).
+        welcome: returns the message for worker ``idx`` when it is accepted (JSON-safe).
 
     Attributes:
         address: host, port and token, which workers dial.

@@ -125,7 +125,7 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
     def prepare_weights(self, weights: Any, model_id: str, strategy: Any, context: Any = None) -> Any | None:
         """Return the weights to send, maybe one set per worker (``{0: ..., 1: ...}``).
 
-        They are those given, or else those that `init_on_sender` was given or the collector has; None without any.
+        They are the ones given here, or to `init_on_sender`, or the collector's; None without any.
         """
         if weights is None:
             weights = source_of(context, model_id) if self._weights is None else self._weights
@@ -193,7 +193,7 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
             update(model_id=self.model_id, policy_or_weights=self.strategy.extract_weights(self.model))
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
-        """Wait for weights newer than those that the last call returned; a thread of the worker lands them.
+        """Wait for newer weights than the last call returned; a thread of the worker lands them.
 
         Args:
             timeout: seconds to wait; None waits for as long as the trainer is there.

@@ -87,7 +87,7 @@ class LinkPort(Port):
         if "error" in answer:
             what, parts = parsed(str(answer["error"]))
             raise EngineRefusedError(f"{what}; {self.url} refused {message.kind!r}", status=None, **parts)
-        found = answer.get("told")
+        found = answer.get("answer")
         return [found] if isinstance(found, dict) else []
 
 
@@ -197,7 +197,7 @@ class WorkerTransport:
         answer: Info
         try:
             done = read(request.get("message"))
-            answer = {"told": {} if isinstance(done, Keep) else self._receiver.handle(done)}
+            answer = {"answer": {} if isinstance(done, Keep) else self._receiver.handle(done)}
             if isinstance(done, Finish):
                 landed()
         except Exception as error:  # noqa: BLE001 - the trainer learns of it, whatever it is

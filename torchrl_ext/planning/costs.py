@@ -135,7 +135,7 @@ class Route:
 
 
 def routes(facts: Facts) -> list[Route]:
-    """Return every route, including those that the facts rule out, in the order of their simplicity.
+    """Return every route, the ones that the facts rule out among them, in the order of their simplicity.
 
     ``ipc``: weights are copied into a staging buffer and then into parameters, on one device. ``collective``: they are
     broadcast in the pause. ``sharded``: every trainer rank sends its own shards, and every worker gets its own slices;

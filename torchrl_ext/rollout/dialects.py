@@ -73,7 +73,7 @@ class VLLMDialect(Dialect):
                 logprobs=tuple(entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()),
                 finish_reason=choice["finish_reason"],
                 weight_versions=_spans(choice.get("weight_versions"), label, len(choice["token_ids"] or ())),
-                told=_extras(answer.get("prompt_logprobs"), choice.get("routed_experts")),
+                extras=_extras(answer.get("prompt_logprobs"), choice.get("routed_experts")),
             )
             for choice in choices
         ]
@@ -125,7 +125,7 @@ class SGLangDialect(Dialect):
 
 
 def _extras(prompt_logprobs: Any, routed_experts: Any) -> tuple[Info, ...]:
-    """Return the fields that an answer has, as its part of `Generation.told`."""
+    """Return the fields that an answer has, as its part of `Generation.extras`."""
     fields = {"prompt_logprobs": prompt_logprobs, "routed_experts": routed_experts}
     found = {name: value for name, value in fields.items() if value is not None}
     return (found,) if found else ()

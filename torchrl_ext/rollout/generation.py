@@ -91,15 +91,15 @@ class Generation:
         finish_reason: ``"stop"``, ``"length"`` or ``"abort"`` (the engine was paused with mode ``abort``).
         weight_versions: contiguous spans; more than one where weights changed while it ran. Empty where the engine
             does not say. With an adapter they are the adapter's, whose version stays the same all along.
-        told: what else was asked for, as the engine gave it, one mapping per answer that this was joined from:
-            ``prompt_logprobs``, ``routed_experts``.
+        extras: further fields that were asked for, as the engine gave them, one mapping per answer of which this is
+            joined: ``prompt_logprobs``, ``routed_experts``.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
     finish_reason: str = "length"
     weight_versions: tuple[VersionSpan, ...] = ()
-    told: tuple[Mapping[str, Any], ...] = field(default=(), repr=False, compare=False)
+    extras: tuple[Mapping[str, Any], ...] = field(default=(), repr=False, compare=False)
 
     def token_versions(self) -> list[int]:
         """Return the number of each token's weight version; `UNKNOWN_VERSION` where the engine does not say."""
@@ -191,7 +191,7 @@ class PartialGeneration:
             logprobs=(*before.logprobs, *answer.logprobs),
             finish_reason="length" if spent else answer.finish_reason,
             weight_versions=tuple(versions),
-            told=(*before.told, *answer.told),
+            extras=(*before.extras, *answer.extras),
         )
         return replace(self, so_far=so_far, joined=count)
 

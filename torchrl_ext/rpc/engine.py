@@ -1,6 +1,6 @@
 """`Engine`: the steps of an update, for every make of engine; each names itself, and undoes itself where it fails.
 
-An engine that holds a part of a version, or no weights, is never told to serve.
+An engine that holds a part of a version, or no weights, is never made to serve.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Engine(EngineClient):
         self._row = replace(self._row, version=None)
 
     def tell(self, message: Message) -> list[Info]:
-        """Give every worker a message, and return the answers of those that have one.
+        """Give every worker a message, and return the answers of the workers that give one.
 
         Raises:
             EngineRefusedError: a worker refuses, or the engine lacks our plugin.
@@ -186,17 +186,17 @@ class Engine(EngineClient):
             return
         self._wake_weights()
         with self._step("rehearse an update"):
-            told = self._rehearsal(Rehearse(how=how, ask=True))
-            if any(answer.get("needed") for answer in told):
-                told = self._rehearse(Rehearse(how=how))
-        self.rehearsed = tuple(told)
-        self._row = replace(self._row, proof=least(str(answer.get("proof", "sent")) for answer in told))
+            answers = self._rehearsal(Rehearse(how=how, ask=True))
+            if any(answer.get("needed") for answer in answers):
+                answers = self._rehearse(Rehearse(how=how))
+        self.rehearsed = tuple(answers)
+        self._row = replace(self._row, proof=least(str(answer.get("proof", "sent")) for answer in answers))
 
     def _rehearse(self, message: Rehearse) -> list[Info]:
         probe = self._answers() if self._asked().serves else None
         served = self.pause()  # others may have paused it, or put it to sleep
         try:
-            told = self._rehearsal(message)  # takes as long as loading the weights a few times
+            answers = self._rehearsal(message)  # takes as long as loading the weights a few times
         except (EngineError, DeadlineError):
             if served and all(answer.get("restored", True) for answer in self._rehearsal(Rehearse(ask=True))):
                 self.resume()
@@ -204,7 +204,7 @@ class Engine(EngineClient):
         if served:
             self.resume()
             self._refuse_other_answers(probe)
-        return told
+        return answers
 
     def _rehearsal(self, message: Rehearse) -> list[Info]:
         return [answer for answer in self.tell(message) if "proof" in answer]
@@ -299,7 +299,7 @@ class Engine(EngineClient):
 
     @final
     def pause(self) -> bool:
-        """See `EngineClient.pause`. An engine that served, and fails to pause, is told to serve again."""
+        """See `EngineClient.pause`. An engine that served, and fails to pause, serves again."""
         return self._halt("pause").serves
 
     @final
@@ -336,7 +336,7 @@ class Engine(EngineClient):
 
     @final
     def wake_up(self, tags: Collection[str] | None = None, *, paused: bool = False) -> None:
-        """See `EngineClient.wake_up`. Parts that are awake already are left alone. If the server cannot report its
+        """See `EngineClient.wake_up`. Parts that are awake already stay so. If the server cannot report its
         sleep state, the wake is sent anyway.
 
         Args:

@@ -137,7 +137,7 @@ class Pool(EngineClient):
 
     @property
     def rehearsed(self) -> tuple[Info, ...]:
-        return tuple(told for engine in self.each() for told in engine.rehearsed)
+        return tuple(report for engine in self.each() for report in engine.rehearsed)
 
     def rehearse(self, how: str = "once") -> None:
         self.everywhere("rehearse an update", lambda engine: engine.rehearse(how))
@@ -175,8 +175,8 @@ class Pool(EngineClient):
         self._while_any("load", lambda engine: engine.verify(digests))
 
     def commit(self, version: int) -> None:
-        """See `EngineClient.commit`. Engines that decode serve again last: by then those that prefill have dropped the
-        keys and values of the old weights."""
+        """See `EngineClient.commit`. Engines that decode serve again last: by then engines that prefill have dropped
+        the keys and values of the old weights."""
         active = set(self.each())
         for engines in (active - self._decoding, active & self._decoding):
             for engine in self._while_any("commit", lambda engine: engine.commit(version), among=engines):
@@ -202,7 +202,7 @@ class Pool(EngineClient):
         self.everywhere("unload", lambda engine: engine.unload())
 
     def pause(self) -> bool:
-        """See `EngineClient.pause`. All pause or none: where one fails to, those that served before are resumed.
+        """See `EngineClient.pause`. All pause or none: where one fails to, the engines that served before are resumed.
 
         Raises:
             EngineError: some engine did not pause; has a row per engine.
@@ -304,7 +304,7 @@ class Pool(EngineClient):
         on_failure: Callable[[], None] = _nothing,
         among: Collection[EngineClient] | None = None,
     ) -> Collection[EngineClient]:
-        """Take one step of an update on the engines that are still part of it, and return those that took it.
+        """Take one step of an update on the engines that are still part of it, and return the ones that took it.
 
         Raises:
             EngineError: no engine of the update is left.

@@ -23,7 +23,7 @@ class EngineState:
 
     Attributes:
         paused: whether it generates nothing; None where it cannot say.
-        asleep: tags whose memory was released: of `TAGS`, and of those that this make has besides.
+        asleep: tags whose memory was released: of `TAGS`, and of the make's own.
         empty: whether the weights were given up, and no update has filled them since; None where it does not say.
         dropped: whether the weights were given up when it was put to sleep, and it is not wholly awake since.
         whole: False where a part of an update landed and the rest did not; None where it does not say.
@@ -82,7 +82,7 @@ class Port(ABC):
 
     @abstractmethod
     def tell(self, message: Message) -> list[Info]:
-        """Give every worker a message, and return the answers of those that have one.
+        """Give every worker a message, and return the answers of the workers that give one.
 
         A port of an engine that runs nothing of ours translates `Join`, `Start`, `Load` and `Finish`.
         """

@@ -139,7 +139,7 @@ class RouterClient:
             self._until(partial(self._find, url), f"list {url}")
 
     def remove(self, url: str) -> None:
-        """Make the router send no more requests to the engine at ``url``; those that it has in work go on.
+        """Make the router send no more requests to the engine at ``url``; requests that it has in work go on.
 
         Raises:
             ConfigError: the router cannot remove it.

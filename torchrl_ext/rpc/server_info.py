@@ -81,7 +81,7 @@ def server_info(session: HTTPSession, kinds: Collection[str] = ()) -> ServerInfo
     """Ask an engine what it is: ``/server_info`` in its structured form, or ``/get_server_info``, its earlier name.
 
     Args:
-        kinds: those that are expected; without any, every kind is.
+        kinds: the makes that are expected; without any, every make is.
 
     Raises:
         EngineUnreachableError, DeadlineError: nobody answers.
@@ -213,7 +213,7 @@ def _engine(
         facts: ``version``, ``model``, ``weight_version``.
         sizes: of the parallel axes, by short or long names.
         role: its worker type; None for a regular one.
-        port: where an engine that prefills meets those that decode.
+        port: where an engine that prefills meets the engines that decode.
         replicas: whether each data-parallel rank has workers of its own.
     """
     tp, pp, dp = (_count(url, name, sizes.get(name) or sizes.get(longer)) for name, longer in _AXES.items())

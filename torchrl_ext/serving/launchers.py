@@ -67,7 +67,7 @@ class LocalLauncher(EngineLauncher):
     """Starts engines as processes of this machine, each with its devices.
 
     Overrides that are fields of the engine's spec become fields; others become arguments of the server. The device
-    numbers of a plan count those that this process sees: where its ``CUDA_VISIBLE_DEVICES`` is ``4,5``, device 0 is 4.
+    numbers of a plan count the devices of this process: where its ``CUDA_VISIBLE_DEVICES`` is ``4,5``, device 0 is 4.
 
     Args:
         log_folder: gets a file per engine; None takes temporary ones.

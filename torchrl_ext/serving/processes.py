@@ -59,7 +59,7 @@ class GuardedProcess:
         start_timeout_s: deadline of the start, in seconds.
         cancel: set by another thread that wants the start of a server given up.
         shared_memory: first letters of the names of files in /dev/shm that its processes make, and may leave behind:
-            those that they have mapped when they are ended are removed.
+            the ones that they have mapped when they are ended are removed.
         plugin: whether the program, an interpreter, finds our package and its entry points.
 
     Attributes:

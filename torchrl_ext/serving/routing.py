@@ -36,7 +36,7 @@ class MemberChanges:
     """The changes to a router's engines that one report led to.
 
     Attributes:
-        added, removed: addresses of engines that the router was told of.
+        added, removed: addresses of engines that joined the router, or left it.
         problems: changes that failed, as pairs of address and reason; tried again with the next report.
     """
 
@@ -187,7 +187,7 @@ class Routing:
         among the problems. Nothing is raised for an engine or a router that does not answer: it is in the log and in
         the result.
 
-        A router with pools of prefill and decode engines cannot be told of changes: one of ours is started again with
+        A router with pools of prefill and decode engines takes no changes: one of ours is started again with
         the engines that it is to use, at its address; one that was given goes on as it is.
         """
         rows, strange = self._rows_of_ours(report)

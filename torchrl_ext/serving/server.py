@@ -32,7 +32,7 @@ class ServerSpec(ABC):
         host: the address to listen on, of this machine or all of them; a setting only where a kind makes it one.
         plugin: whether our package is put on its path; a setting only where a kind makes it one.
         port: 0 picks a free one.
-        environ: variables for the server on top of those that it needs, such as ``CUDA_VISIBLE_DEVICES``.
+        environ: variables for the server on top of its own, such as ``CUDA_VISIBLE_DEVICES``.
         log_path: see `GuardedProcess`.
         python: an interpreter whose environment has it; None takes this process's own.
         start_timeout_s: deadline of the start, in seconds.

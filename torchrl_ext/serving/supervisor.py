@@ -1,4 +1,4 @@
-"""`Supervisor` watches the engines that a job owns, and starts again those that are lost."""
+"""`Supervisor` watches the engines that a job owns, and restarts the ones that it lost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SupervisedEngine:
 
 
 class Supervisor:
-    """Starts engines, checks their health, and starts again those that are lost; a context manager.
+    """Starts engines, checks their health, and restarts lost ones; a context manager.
 
     It complains of a lost engine to `Health`, by ``"supervisor"``, until the engine runs again. That then has the
     weights of its checkpoint: where its model follows the trainer, there is a complaint by ``"update"`` from then on.
@@ -106,7 +106,7 @@ class Supervisor:
                 threading.Thread(target=self._watch, args=(engine, *waits_s), name=name, daemon=True).start()
 
     def recover(self) -> tuple[SupervisedEngine, ...]:
-        """Check every engine now, start again those that have ended or do not answer, and return what was started.
+        """Check every engine now, restart any that has ended or does not answer, and return what was started.
 
         They are started at the same time. One that cannot be started is tried again with the next check, whatever the
         reason was.
@@ -173,7 +173,7 @@ class Supervisor:
             except Exception as error:  # this thread goes on to look after its engine
                 unforeseen = not isinstance(error, WeightSyncError)
                 log.error("%s is not up again: %s", one.plan.name, error, exc_info=unforeseen)
-                with suppress(Exception):  # a subscriber that failed is told by the next check
+                with suppress(Exception):  # the next check tells a subscriber that failed
                     self.health.fail(one.url, error, by=_PARTY)
             return one.restarts > before
 

@@ -88,7 +88,7 @@ class ModelPlan:
     Attributes:
         name: how the job calls it.
         update_weights: whether it follows the trainer. Engines of a model that does not never get a weight call.
-        engines: encoders first, since others are told their addresses; none for a router alone.
+        engines: encoders first, since others need their addresses; none for a router alone.
     """
 
     name: str

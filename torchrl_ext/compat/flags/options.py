@@ -228,7 +228,7 @@ class WeightUpdateConfig:
         processes on one device cannot be formed.
 
         Args:
-            engines: those that will follow, as for `make_transport`.
+            engines: the ones that will follow, as for `make_transport`.
 
         Raises:
             ConfigError: engines that share no broadcast.
@@ -274,8 +274,8 @@ class WeightUpdateConfig:
         """Make the transport that these options name.
 
         Args:
-            engines: those that will follow, where they are known (`torchrl_ext.discover`): where some run without our
-                plugin, and all speak one wire of their own, full broadcasts take that (transport ``native``).
+            engines: the ones that will follow, where they are known (`torchrl_ext.discover`): where some run without
+                our plugin, and all speak one wire of their own, full broadcasts take that (transport ``native``).
             settings: of the transport under its own names, in addition to the options or in place of them.
 
         Raises:

@@ -136,8 +136,8 @@ class EngineControl:
         Raises:
             ConfigError: engines of this kind cannot sleep, or not so.
         """
-        alone = self.uses_lora_weight_sync or self.adapter is not None
-        found = min(level, 1) if alone else level
+        adapters = self.uses_lora_weight_sync or self.adapter is not None
+        found = min(level, 1) if adapters else level
         return await self._state_after("sleep", lambda fleet: fleet.sleep(found, tags))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> dict[str, Info]:

@@ -100,12 +100,12 @@ def prompt_logprobs(ids: Sequence[int], found: Generation, most: int) -> tuple[l
     Raises:
         EngineRefusedError: the answer has none.
     """
-    rows = found.told[0].get("prompt_logprobs") if found.told else None
+    rows = found.extras[0].get("prompt_logprobs") if found.extras else None
     try:
         if rows is None or len(rows) != len(ids):
             raise ValueError("there is not one row per token")
         own = [None if row is None else row[str(token)]["logprob"] for token, row in zip(ids, rows, strict=True)]
-        pairs = [None if row is None else [(int(one), told["logprob"]) for one, told in row.items()] for row in rows]
+        pairs = [None if row is None else [(int(one), score["logprob"]) for one, score in row.items()] for row in rows]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise EngineRefusedError(
             f"the engine answered without the log-probabilities of the prompt: {error}", expected="a vLLM server's"
@@ -125,7 +125,7 @@ def routed_experts(found: Generation) -> Any:
     """
     import numpy  # imported late: only models with experts need it
 
-    rows = [_unpacked(told.get("routed_experts")) for told in found.told] or [_unpacked(None)]
+    rows = [_unpacked(extra.get("routed_experts")) for extra in found.extras] or [_unpacked(None)]
     whole = rows[0]
     for one in rows[1:]:
         whole = numpy.concatenate([whole, one[len(whole) :]])

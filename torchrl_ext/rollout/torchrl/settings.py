@@ -136,7 +136,7 @@ def sampling_settings(given: Mapping[str, Any], num_samples: int | None) -> tupl
 
     Args:
         given: ``generate_kwargs`` as `LLMWrapperBase` standardises them.
-        num_samples: continuations per prompt, as the policy was told; None where it was not.
+        num_samples: continuations per prompt, as the policy's settings say; None where they do not.
 
     Returns:
         Arguments of `InferenceClient.generate`, and the number of continuations per prompt; None for one, without a

@@ -69,7 +69,7 @@ class AdapterPort(Port):
         self._engine, self.name, self._say = engine, name, say
         self._plugin, self._lora = plugin, lora
         self.kind, self.url = engine.kind, engine.url  # type: ignore[misc]
-        self._versions: list[int] = []  # those that this port put in service, the newest two
+        self._versions: list[int] = []  # the newest two that this port put in service
         self._in_use: list[int] | None = None  # versions whose files requests may still read, where the engine says so
 
     def describe(self) -> EngineInfo:

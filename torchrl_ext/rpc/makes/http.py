@@ -95,7 +95,7 @@ class HTTPPort(Port):
             except (EngineError, DeadlineError) as error:
                 log.warning("%s does not say which transports it can follow: %s", self.url, error)
                 return ()
-            names = [set(map(str, told)) if isinstance(told, list) else set() for told in known]
+            names = [set(map(str, one)) if isinstance(one, list) else set() for one in known]
             self._followed = tuple(sorted(set.intersection(*names)))
         return self._followed
 

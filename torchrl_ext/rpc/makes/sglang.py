@@ -283,7 +283,7 @@ class SGLangPort(HTTPPort):
             self.http.post("/resume_memory_occupation", {"tags": sorted(wanted)}, timeout_s=self.timeout_s)
 
     def drop_cached(self) -> None:
-        """Drop keys and values: those in the server, then those that it, or an earlier one, put into a store."""
+        """Drop keys and values in the server, and then in a store where it, or an earlier one, put them."""
         if not self._keep_cache:
             self._flush(frozen=self._pause_mode == "in_place")
 

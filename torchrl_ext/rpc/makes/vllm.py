@@ -14,7 +14,7 @@ the bodies (`torchrl_ext.messages`):
 ``POST /finish_weight_update``              ``{"weight_version": "7"}``; after a failed update, without a body, it
                                             ends the update that is still open
 ``POST /reset_prefix_cache``                preempts what runs: its keys and values come from the old weights, as do
-                                            those that a KV connector keeps elsewhere
+                                            the ones that a KV connector keeps elsewhere
 ``POST /reset_encoder_cache``               of multimodal models: embeddings of images come from the old weights too
 ``POST /resume``
 ``POST /sleep?level=0|1|2&mode=``           0 pauses; 1 moves weights to the host, drops keys and values; 2 drops both
@@ -459,7 +459,7 @@ def vllm_engine(
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
         api_key: sent as a bearer token; see `HTTPSession` for several.
-        port: the make's, of those that speak vLLM's protocol.
+        port: of a make that speaks vLLM's protocol.
 
     Raises:
         ConfigError: a setting that cannot work.

@@ -126,7 +126,7 @@ def _lora(rank: int | None, adapters: int, cpu: bool) -> list[str]:
 
 
 def _workers(arguments: Sequence[str]) -> int:
-    """Return how many processes compute, replicas included: SGLang has to be told the cores of each."""
+    """Return how many processes compute, replicas included: SGLang wants the cores of each."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for names in _SIZES:
         parser.add_argument(*names, type=int, default=1, dest=names[0])

@@ -1,1 +1,1 @@
-"""Engines that need no HTTP client: in this process, as Ray actors, and those that TorchRL itself drives."""
+"""Engines that need no HTTP client: in this process, as Ray actors, and TorchRL's own."""

@@ -1,6 +1,6 @@
 """`InProcessEngine` drives an engine of the trainer's own process by direct calls, and switches its weights online.
 
-Online: between requests the engine takes other weights, or keeps those that it has where they do not land.
+Online: between requests the engine takes other weights, or keeps its own where they do not land.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class InProcessEngine(Engine):
             AttributeError: the engine is no module; it keeps its own requests back.
         """
         if not isinstance(self._object, ModulePort):
-            raise AttributeError("only a module needs to be told when it may serve")
+            raise AttributeError("only a module has such an event")
         return self._object.serving
 
     # online switching
@@ -136,7 +136,7 @@ class InProcessEngine(Engine):
     async def update_model_weights_from_state_dict(
         self, state_dict: Mapping[str, Tensor], *, mapper: Callable[[str], str] | Mapping[str, str] | None = None
     ) -> SyncReport:
-        """Serve these tensors, which alone are moved; parameters that are left out stay as they are.
+        """Serve these tensors, and move nothing else; parameters that are left out stay as they are.
 
         Args:
             state_dict: tensors by name, full shapes, on any device.
@@ -152,15 +152,15 @@ class InProcessEngine(Engine):
         return await self._beside(partial(self._merge, state_dict, mapper))
 
     async def _beside(self, switch: Callable[[], SyncReport]) -> SyncReport:
-        """Return what ``switch`` does in a thread of its own, alone."""
+        """Run ``switch`` in a thread, after switches that were asked for before, and return its report."""
         if isinstance(self._object, VLLMObjectPort):
             self._object.at_home(asyncio.get_running_loop())
 
-        def alone() -> SyncReport:
+        def in_turn() -> SyncReport:
             with self._turn:
                 return switch()
 
-        return await asyncio.to_thread(alone)
+        return await asyncio.to_thread(in_turn)
 
     @cached_property
     def _sender(self) -> WeightSender:

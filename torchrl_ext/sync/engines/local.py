@@ -90,7 +90,7 @@ class LocalPort(Port):
         """Take that memory back."""
 
     def close(self, connection: str) -> None:
-        """See `Port.close`. An `AsyncLLM` cannot be told on its own event loop, nor once that has ended."""
+        """See `Port.close`. An `AsyncLLM` cannot be asked on its own event loop, nor once that has ended."""
         if connection:
             with suppress(ConfigError, EngineError, DeadlineError):  # it may be gone
                 self.handle(Leave(connection=connection))
