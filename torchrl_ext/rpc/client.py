@@ -1,4 +1,4 @@
-"""The contract of the control layer: an engine client tells an engine what to do and when; it never sees a tensor."""
+"""`EngineClient`: the interface through which a sender controls an engine. No tensor passes through it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def _nothing() -> None:
 
 
 class EngineClient(ABC):
-    """Drives one engine, or a fleet of them, through weight updates.
+    """Drives one engine, or a fleet, through weight updates.
 
-    The order of calls is ``connect``, then per update ``prefetch``, ``begin``, ``load`` (one per handoff), ``commit``.
-    A call that fails leaves the engine as it is (paused from ``begin`` on) and says so.
+    Call ``connect`` once, then per update ``prefetch``, ``begin``, ``load`` (once per handoff) and ``commit``. If a
+    call fails, the engine stays in its current state (paused from ``begin`` on), and the error names that state.
 
     Example:
         >>> engine = tx.connect(address)
@@ -37,14 +37,14 @@ class EngineClient(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """The address, or another name that a person recognises."""
+        """The engine's address, or another readable name."""
 
     @abstractmethod
     def info(self) -> EngineInfo:
-        """Ask the engine for its kind, its model, its version and its sizes.
+        """Ask the engine for its kind, model, version and sizes.
 
         Raises:
-            EngineUnreachableError, EngineRefusedError: it gives no answer, or no usable one.
+            EngineUnreachableError, EngineRefusedError: the engine gives no answer, or an unusable one.
         """
 
     @property
@@ -57,64 +57,65 @@ class EngineClient(ABC):
         return (self.url,)
 
     def each(self) -> tuple[EngineClient, ...]:
-        """Return the engines that this client drives: itself, or the members of a fleet that take part now."""
+        """Return the engines that this client drives: itself, or the active members of a fleet."""
         return (self,)
 
     def replaced(self, connection: str) -> str:
-        """Return why the sender that joined as ``connection`` (see `connect`) has to join again; "" while its steps are
-        taken, or where the engine does not answer, so that the next step says so."""
+        """Return why the sender that joined as ``connection`` (see `connect`) must join again; "" if it need not.
+
+        Also "" if the engine does not answer: the next step then raises the error.
+        """
         return ""
 
     @property
     def verifies(self) -> bool:
-        """Whether the engine that is connected can compare what it holds with the trainer's digests."""
+        """Whether the connected engine can compare its weights with the trainer's digests."""
         return True
 
     @property
     def proof(self) -> str:
-        """The proof that a confirmed update gives (one of `torchrl_ext.types.PROOFS`); in a fleet, the weakest one."""
+        """The proof that a confirmed update gives (one of `torchrl_ext.types.PROOFS`); for a fleet, the weakest."""
         return "sent"
 
     @property
     def rehearsed(self) -> tuple[Info, ...]:
-        """Each worker's report on its rehearsal (`torchrl_ext.proof.rehearsal.Rehearsal.to_json`); empty before it."""
+        """The workers' rehearsal reports (`torchrl_ext.proof.rehearsal.Rehearsal.to_json`); empty before `rehearse`."""
         return ()
 
     @abstractmethod
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        """Make every worker join the transport of ``info``, and return when they have.
+        """Make every worker join the transport of ``info``; return once they all have.
 
         Args:
             info: from `Transport.open`; the client adds ``rank_offset`` (1 for a single engine). ``connection`` names
-                the sender's connection, and ``sender`` its process: from now on workers refuse the steps of others.
+                the sender's connection and ``sender`` its process; workers then refuse steps from other senders.
             on_failure: called as soon as one engine fails, to release others that wait for it.
         """
 
-    def rehearse(self, how: str = "once") -> None:  # noqa: B027 - what no loader of ours serves has nothing to show
-        """Make the engine show, before the first update, that an update gives the same weights as a cold start.
+    def rehearse(self, how: str = "once") -> None:  # noqa: B027 - engines without our loader cannot rehearse
+        """Check, before the first update, that an update gives the same weights as a cold start.
 
-        The engine is paused for it, unless nothing is to be shown or it was shown before; it serves the same weights
-        afterwards.
+        The engine is paused meanwhile, unless it need not rehearse, and then serves the same weights again.
 
         Args:
             how: ``"once"`` per start of the engine, ``"never"``, or ``"always"``.
 
         Raises:
-            EngineRefusedError: the weights differ; names the layers. The engine serves what it served, or stays paused
-                where that could not be restored.
+            EngineRefusedError: the weights differ; names the layers. The engine serves its earlier weights, or stays
+                paused if it could not restore them.
         """
 
     @abstractmethod
     def prefetch(self, version: int, part: Part | None = None) -> None:
-        """Have the engine prepare ``version`` as far as it can while it serves.
+        """Make the engine prepare for ``version`` as far as it can while it serves.
 
         Args:
-            version: the version that comes.
-            part: which tensors it brings, and what has the others; None for a whole one.
+            version: the next version.
+            part: which tensors the version contains, and which version has the others; None for a full version.
 
         Raises:
-            EngineRefusedError, StaleBaseError: the engine does not hold what the part builds on, or takes no parts; it
-                serves what it served.
+            EngineRefusedError, StaleBaseError: the engine lacks the part's base, or takes no parts; it still serves
+                its earlier weights.
         """
 
     @abstractmethod
@@ -123,23 +124,23 @@ class EngineClient(ABC):
 
     @abstractmethod
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        """Make every worker receive one handoff, and return when they have."""
+        """Make every worker receive one handoff; return once they all have."""
 
     @abstractmethod
     def commit(self, version: int) -> None:
-        """Put ``version`` in service: finish, drop stale caches, resume."""
+        """Finish ``version``, drop stale caches and resume the engine."""
 
     def verify(self, digests: Mapping[str, str]) -> None:
-        """Make every worker compare its weights with the trainer's digests; do nothing where there are none.
+        """Make every worker compare its weights with the trainer's digests; do nothing if there are no digests.
 
         Raises:
-            EngineRefusedError, IntegrityError: the weights of a worker differ; names the tensor.
+            EngineRefusedError, IntegrityError: a worker's weights differ; names the tensor.
         """
         if digests:
             self._compare(digests)
 
     def _compare(self, digests: Mapping[str, str]) -> None:
-        """Do what `verify` says, with digests."""
+        """Compare as `verify` does; ``digests`` is not empty."""
         raise ConfigError(f"{self.url} compares no digests", hint="give WeightSender verify=False")
 
     def oldest(self, version: int) -> int | None:
@@ -147,22 +148,21 @@ class EngineClient(ABC):
         return version
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-probabilities of ``prompts`` under the weights that the engine holds, without its caches.
+        """Return the log-probabilities of ``prompts`` under the engine's current weights, computed without its caches.
 
-        The engine must serve (see `resume`): a paused one may keep the call waiting, up to its deadline. A busy one
-        answers when it has room for another request. A fleet is not asked as one: see `each`.
+        The engine must be serving (see `resume`): a paused engine may keep the call waiting until its deadline. A busy
+        engine queues the request. For a fleet, ask each engine of `each`.
 
         Args:
-            prompts: token ids, at least one per prompt. Without any prompt no engine is asked, and only the errors that
-                need no answer are raised.
+            prompts: token ids, at least one per prompt. If there are no prompts, no request is sent.
 
         Returns:
-            Per prompt the natural-log probability of each of its tokens after the first, given those before it; NaN
-            where the engine has no number.
+            Per prompt the natural-log probability of each token after the first, given the tokens before it; NaN where
+            the engine has no number.
 
         Raises:
-            ConfigError: this kind of engine computes none.
-            EngineUnreachableError, EngineRefusedError, DeadlineError: it gives no answer, or one without them.
+            ConfigError: this kind of engine computes no log-probabilities.
+            EngineUnreachableError, EngineRefusedError, DeadlineError: the engine gives no answer, or an incomplete one.
         """
         raise ConfigError(
             f"{self.url}: this kind of engine ({self.kind}) computes no log-probabilities",
@@ -170,9 +170,7 @@ class EngineClient(ABC):
         )
 
     def adapter(self, name: str) -> EngineClient:
-        """Return a client that keeps this engine at the newest version of the LoRA adapter called ``name``.
-
-        The weights of the model stay as they are.
+        """Return a client that updates the LoRA adapter ``name`` on this engine and leaves the base weights alone.
 
         Raises:
             ConfigError: this kind of engine serves no adapters.
@@ -184,15 +182,19 @@ class EngineClient(ABC):
         )
 
     def unload(self) -> None:
-        """Take out of service what this client loaded; only an adapter can be taken out."""
+        """Take this client's LoRA adapter out of service.
+
+        Raises:
+            ConfigError: this client does not drive an adapter.
+        """
         raise ConfigError(f"{self.url} cannot serve without weights", hint="unload adapters only")
 
     @abstractmethod
     def pause(self) -> bool:
-        """Stop the engine from generating; the client's ``pause_mode`` decides what happens to running requests.
+        """Stop generation; the client's ``pause_mode`` decides what happens to running requests.
 
         Returns:
-            Whether it generated before.
+            Whether the engine was serving before.
         """
 
     @abstractmethod
@@ -200,51 +202,51 @@ class EngineClient(ABC):
         """Let the engine generate again."""
 
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
-        """Make the engine give memory back for the trainer; the next update wakes it, weights first, the cache last.
+        """Make the engine release memory for the trainer; the next update wakes it, first the weights, then the cache.
 
         Args:
             level: 0 only pauses; 1 keeps the weights on the host and drops keys and values; 2 drops both, and the
-                engine serves again only after an update that wrote every weight.
-            tags: ``["kv_cache"]`` drops keys and values only; None stands for everything.
+                engine serves again only after an update that writes every weight.
+            tags: ``["kv_cache"]`` drops only keys and values; None means everything.
 
         Raises:
-            ConfigError: this kind of engine cannot sleep, or not so.
+            ConfigError: this kind of engine cannot sleep, or does not support this level or these tags.
         """
         raise ConfigError(f"{self.kind} engines cannot be put to sleep", hint="use pause")
 
     def wake_up(self, tags: Collection[str] | None = None) -> None:
-        """Wake ``weights`` or ``kv_cache``, or everything; an engine that is wholly awake serves again.
+        """Wake ``weights``, ``kv_cache`` or, by default, both; a fully awake engine serves again.
 
         Raises:
-            EngineRefusedError: it has no weights to serve (level 2, and no update since).
+            EngineRefusedError: the engine has no weights to serve (it slept at level 2 and had no update since).
         """
         raise ConfigError(f"{self.kind} engines cannot be put to sleep", hint="use resume")
 
     @abstractmethod
     def rows(self) -> tuple[EngineRow, ...]:
-        """Return the outcome of the last update, one row per engine."""
+        """Return the result of the last update, one row per engine."""
 
     def look(self) -> tuple[EngineRow, ...]:
-        """Return `rows` with the state that each engine reports now, where it can be asked."""
+        """Return `rows` with the state that each engine reports now, if it can report one."""
         return self.rows()
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the transport and drop the connection; the engine itself goes on."""
+        """Leave the transport and close the connection; the engine keeps running."""
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
-        """Run the body between `begin` and `commit`; if it raises, the engine stays paused, perhaps half updated."""
+        """Run the body between `begin` and `commit`; if it raises, the engine stays paused and may be half updated."""
         self.begin(version)
         yield
         self.commit(version)
 
 
 class NullEngine(EngineClient):
-    """Stands for an engine where there is none: on ranks that do not drive one, and in senders used as a data layer.
+    """A client without an engine, for ranks that drive none and for senders used only as a data layer.
 
     Args:
-        on_load: called with each handoff's info (a data layer announces it to its workers).
+        on_load: called with each handoff's info, which a data layer announces to its own workers.
     """
 
     kind: ClassVar[str] = "none"
@@ -273,6 +275,6 @@ class NullEngine(EngineClient):
         return ()
 
     def _ignore(self, *args: Any, **settings: Any) -> None:
-        """Do nothing: there is no engine that could."""
+        """Do nothing."""
 
     connect = prefetch = begin = commit = resume = sleep = wake_up = unload = oldest = close = _ignore

@@ -1,4 +1,4 @@
-"""The event loops that all clients of this process share; look-up of names, TLS authorities."""
+"""Event loops that all clients of a process share, DNS look-up and TLS contexts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["CALLERS", "HTTP", "Resolver", "authorities", "begin", "can_wait", "e
 _T = TypeVar("_T")
 
 HTTP, CALLERS = "torchrl-ext-http", "torchrl-ext-callers"
-"""Names of the loops that this process has: all HTTP calls share one, and callers' own coroutines another."""
+"""Names of this process's two loops: one runs all HTTP calls, the other runs callers' own coroutines."""
 
 
 @final
 class _Loop(threading.Thread):
-    """Runs an event loop until the process ends, which need not wait for it."""
+    """Runs an event loop in a daemon thread until the process ends."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -41,12 +41,12 @@ class _Loop(threading.Thread):
 
 
 _lock = threading.RLock()  # a finalizer may make a call at any time, also while it is held
-_loops: dict[tuple[int, str], _Loop] = {}  # by process: for a child to close its parent's would change its epoll
+_loops: dict[tuple[int, str], _Loop] = {}  # by pid: a child that closed its parent's loop would change its epoll
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def _current(name: str) -> _Loop:
-    """Return this process's loop of that name, which is started when it is first needed."""
+    """Return this process's loop ``name``; start it on first use."""
     key = os.getpid(), name
     with _lock:
         if key not in _loops:
@@ -58,22 +58,21 @@ def _current(name: str) -> _Loop:
 def can_wait(name: str = HTTP) -> bool:
     """Return whether the calling thread may wait for the loop ``name``.
 
-    The loop's own thread may not, where finalizers run, too; and nobody may at the end of the process, when no thread
-    runs any more.
+    False in the loop's own thread (where finalizers may run too) and during interpreter shutdown (threads have ended).
     """
     return not sys.is_finalizing() and threading.current_thread() is not _current(name)
 
 
 def begin(call: Coroutine[Any, Any, _T], name: str = HTTP) -> concurrent.futures.Future[_T]:
-    """Begin ``call`` on the loop ``name``; to cancel the future is to cancel the call."""
+    """Start ``call`` on the loop ``name``; cancelling the future cancels the call."""
     return asyncio.run_coroutine_threadsafe(call, _current(name).loop)
 
 
 def run(call: Coroutine[Any, Any, _T], name: str = HTTP) -> _T:
-    """Run ``call`` on the loop ``name`` and return its result; cancel it where the wait is interrupted, as by ctrl-c.
+    """Run ``call`` on the loop ``name`` and return its result; an interrupted wait (ctrl-c) cancels it.
 
     Args:
-        name: `HTTP`, or `CALLERS` for a coroutine that is not the library's, and may block its loop.
+        name: `HTTP`, or `CALLERS` for a coroutine from outside the library, which may block its loop.
 
     Raises:
         ConfigError: the calling thread must not wait for that loop (`can_wait`).
@@ -89,7 +88,7 @@ def run(call: Coroutine[Any, Any, _T], name: str = HTTP) -> _T:
 
 
 async def each(calls: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """Await ``calls`` at the same time and return their results in order; the first error cancels the others."""
+    """Await ``calls`` concurrently and return their results in order; the first error cancels the others."""
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         return list(await asyncio.gather(*tasks))
@@ -101,16 +100,15 @@ async def each(calls: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 def authorities() -> ssl.SSLContext:
-    """Return the TLS context that trusts the authorities that SSL_CERT_FILE and SSL_CERT_DIR name; without these
-    variables those of the system and of certifi.
+    """Return a TLS context that trusts SSL_CERT_FILE and SSL_CERT_DIR, or by default the system's and certifi's CAs.
 
     Raises:
-        ConfigError: what the variables name cannot be read.
+        ConfigError: a file or directory that the variables name cannot be read.
     """
     return _authorities(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
 
 
-@cache  # to read them takes longer than a call
+@cache  # reading the certificates takes longer than a call
 def _authorities(file: str | None, folder: str | None) -> ssl.SSLContext:
     try:
         if file or folder:
@@ -127,7 +125,7 @@ def _authorities(file: str | None, folder: str | None) -> ssl.SSLContext:
 
 @final
 class Resolver(aiohttp.abc.AbstractResolver):
-    """Looks names up, each in a thread that nobody has to join, since a look-up cannot be interrupted."""
+    """Resolves each name in its own daemon thread, because a look-up cannot be interrupted."""
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC

@@ -1,4 +1,4 @@
-"""Find out which engine runs behind an address, and make the client for it."""
+"""Find out which engine runs at an address, and create a client for it."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ from torchrl_ext.weights.source import is_torchrl
 __all__ = ["as_engine", "connect", "discover"]
 
 _TIMEOUT_S = 30.0
-_GRACE_S = 0.5  # calls end by themselves at the deadline, with errors that say more
+_GRACE_S = 0.5  # lets calls reach their own deadline, whose errors say more
 _MAX_BODY_BYTES = 16 << 20
 
 
 def discover(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: Keys = None) -> list[EngineInfo]:
-    """Ask the engines at ``addresses``, all at the same time, what they are; return the answers in that order.
+    """Query the engines at ``addresses`` concurrently; return their descriptions in the same order.
 
     Args:
         addresses: ``host:port``, ``[ipv6]:port`` or URLs of engines, not of routers.
-        timeout_s: deadline of all questions together, in seconds.
+        timeout_s: total deadline, in seconds.
         api_key: sent as a bearer token; see `HTTPSession` for several.
 
     Raises:
-        ConfigError: no address, one twice, one that is none, or one of a router.
-        EngineUnreachableError: nobody listens at an address.
-        EngineRefusedError: what listens there describes no engine; the message has the answers of both routes.
-        DeadlineError: no answer in time.
-        EngineError: several addresses fail, for different reasons. The message of any error has every address that
-            fails.
+        ConfigError: there is no address, or an address is invalid, repeated or a router's.
+        EngineUnreachableError: nothing listens at an address.
+        EngineRefusedError: the server describes no engine; the message has the answers of both routes.
+        DeadlineError: an engine did not answer in time.
+        EngineError: several addresses fail for different reasons. Every error's message names all failed addresses.
     """
     answers = _answers(addresses, timeout_s, api_key)
     _raise(answers)
@@ -47,7 +46,7 @@ def discover(*addresses: str, timeout_s: float = _TIMEOUT_S, api_key: Keys = Non
 
 
 def _answers(addresses: Sequence[str], timeout_s: float, api_key: Keys) -> dict[str, EngineInfo | WeightSyncError]:
-    """Return what each engine is, or why it does not say so, by its base address and in the order given."""
+    """Return each engine's description or error by base address, in the order given."""
     until = time.monotonic() + timeout_s
     how: dict[str, Any] = {"timeout_s": timeout_s, "api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES}
 
@@ -69,7 +68,7 @@ def _answers(addresses: Sequence[str], timeout_s: float, api_key: Keys) -> dict[
 
 
 def _raise(answers: Mapping[str, EngineInfo | WeightSyncError]) -> None:
-    """Raise one error that names every address that failed; nothing where none did."""
+    """Raise one error that names every failed address, if any failed."""
     failed = [answer for answer in answers.values() if isinstance(answer, WeightSyncError)]
     if len(failed) == 1:
         raise failed[0]
@@ -94,14 +93,14 @@ def connect(
         addresses: as for `discover`.
         timeout_s: deadline of each short call, in seconds.
         api_key: sent as a bearer token; see `HTTPSession` for several.
-        data_parallel_size: how many addresses in a row are servers of one deployment; see `Pool`.
-        missing: ``"raise"``, or ``"lose"``: engines that do not answer belong to the pool as lost, and come back when
-            they answer, as in `Pool`. They are taken to be of the others' kind; where these are of several kinds, or
-            none answers, the error is raised.
-        settings: for the client of each engine, such as ``pause_mode``.
+        data_parallel_size: how many consecutive addresses are servers of one deployment; see `Pool`.
+        missing: ``"raise"``, or ``"lose"``: engines that do not answer join the pool as lost and come back when they
+            answer (see `Pool`). They are assumed to be of the same kind as the others; if the others are of several
+            kinds, or none answers, the error is raised. An answer that describes no engine always raises.
+        settings: for each engine's client, such as ``pause_mode``.
 
     Raises:
-        ConfigError: an engine of a kind that has no client, or settings that it does not take.
+        ConfigError: an engine's kind has no client, or the client does not take these settings.
         EngineError, DeadlineError: as for `discover`.
     """
     if missing not in ("raise", "lose"):
@@ -123,7 +122,7 @@ def connect(
 
 
 class _Questions(HTTPSession):
-    """Asks one address each question once, whichever makes want to know it."""
+    """Caches the answers to GET requests, which the ``describe`` of each `Make` may repeat."""
 
     def __init__(self, url: str, **settings: Any) -> None:
         super().__init__(url, **settings)
@@ -139,12 +138,10 @@ class _Questions(HTTPSession):
 
 
 def _describe(http: HTTPSession) -> EngineInfo:
-    """Return what the first make that knows the engine says of it.
+    """Return the description by the first registered `Make` that recognises the engine.
 
     Raises:
-        ConfigError: it is a router.
-        EngineUnreachableError, DeadlineError: no answer, or not in time.
-        EngineRefusedError: no make knows it; the first one's words.
+        EngineRefusedError: no `Make` recognises the engine; the first refusal, if there was one.
     """
     refused: list[EngineRefusedError] = []
     for make in engines.having("describe"):
@@ -165,14 +162,14 @@ def _describe(http: HTTPSession) -> EngineInfo:
 
 
 def as_engine(engine: Any) -> EngineClient | None:
-    """Return an engine client for anything that names engines.
+    """Return a client for ``engine``; None for None.
 
     Args:
-        engine: None (data layer only); an `EngineClient`, or several; ``"host:port"``, or several; TorchRL's
-            `AsyncVLLM`; or an object of this process that `torchrl_ext.sync.engines.inprocess.InProcessEngine` drives.
+        engine: None (data layer only); one or several `EngineClient`; one or several ``"host:port"``; TorchRL's
+            `AsyncVLLM`; or an object in this process that `torchrl_ext.sync.engines.inprocess.InProcessEngine` drives.
 
     Raises:
-        ConfigError: nothing of this kind can be driven.
+        ConfigError: no client can drive ``engine``.
         EngineError: no engine answers at an address.
     """
     if engine is None or isinstance(engine, EngineClient):

@@ -1,6 +1,6 @@
-"""`Engine`: the steps of an update, for every make of engine; each names itself, and undoes itself where it fails.
+"""`Engine`: the steps of an update, for every kind of engine, with errors that name the step and the engine's state.
 
-An engine that holds a part of a version, or no weights, is never made to serve.
+It never lets an engine serve with a part of a version, or without weights.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Engine(EngineClient):
     """Drives one engine through a `Port`.
 
     Args:
-        port: the engine.
-        free_cache: give up the memory of keys and values for the time of a load.
+        port: the port of the engine.
+        free_cache: release the memory of keys and values during a load.
     """
 
     rehearsed: tuple[Info, ...] = ()
@@ -68,10 +68,10 @@ class Engine(EngineClient):
         self.kind = port.kind  # type: ignore[misc]
         self._own = self.port = port
         self._free_cache, self._freed = free_cache, False
-        self._connection = ""  # of the sender that joined last through this client
-        self._torn = False  # a part of a version was sent by this client, and counts where workers do not say more
+        self._connection = ""  # the sender's that joined last through this client
+        self._torn = False  # this client has sent only a part of a version; used if workers do not report `whole`
         self._before = EngineState(paused=None)  # before the current update
-        self._since: float | None = None  # when the pause began
+        self._since: float | None = None  # start of the pause
         self._row = EngineRow(engine=port.url, kind=self.kind, state="serving", proof="sent")
 
     @property
@@ -110,16 +110,16 @@ class Engine(EngineClient):
         self._row = replace(self._row, version=None)
 
     def tell(self, message: Message) -> list[Info]:
-        """Give every worker a message, and return the answers of the workers that give one.
+        """Send every worker a message and return their answers, if they give any.
 
         Raises:
-            EngineRefusedError: a worker refuses, or the engine lacks our plugin.
+            EngineRefusedError: a worker refused, or the engine lacks our plugin.
             EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         return self.port.tell(stamped(message, self._connection))
 
     def inspect(self, question: Inspect) -> list[Info]:
-        """Ask every worker about its environment (`torchrl_ext.sync.inspection`); return at least one answer.
+        """Ask every worker about its environment (`torchrl_ext.sync.inspection`) and return at least one answer.
 
         Raises:
             EngineRefusedError: the engine lacks our plugin.
@@ -135,10 +135,10 @@ class Engine(EngineClient):
         return answers
 
     def state(self) -> EngineState:
-        """Ask the engine how it is.
+        """Ask the engine for its state.
 
         Raises:
-            EngineUnreachableError, EngineRefusedError, DeadlineError: it gives no answer, or no usable one.
+            EngineUnreachableError, EngineRefusedError, DeadlineError: the engine gives no answer, or an unusable one.
         """
         return self.port.state()
 
@@ -146,18 +146,18 @@ class Engine(EngineClient):
 
     @final
     def connect(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
-        """See `EngineClient.connect`. The engine generates meanwhile; an update that was left open is ended first.
+        """See `EngineClient.connect`. The engine keeps generating; an update that was left open is ended first.
 
         Raises:
             ConfigError: the engine would serve wrong weights with this client's settings.
-            EngineRefusedError: the engine cannot follow by this transport, or the parameters cannot land in its model,
-                or the world size is not the transport's. It keeps serving what it served.
+            EngineRefusedError: the engine cannot use this transport, its model does not fit the parameters, or its
+                world size differs from the transport's. It keeps serving its earlier weights.
             EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         with self._step("join the transport", state=_UNTOUCHED):
             port, before = self._own.suited(info), self.port
             if before is not port:
-                before.close(self._connection)  # it may hold a group from before a failure
+                before.close(self._connection)  # the old port may hold a group from before a failure
             self.port, message = port, Join.of(info)
             self._connection = message.connection
             try:
@@ -165,7 +165,7 @@ class Engine(EngineClient):
             except EngineRefusedError as error:
                 if OPEN_UPDATE not in error.what:
                     raise
-                port.abandon()  # what an earlier trainer left open
+                port.abandon()  # an earlier trainer's open update
                 port.tell(message)
             self._settle("join the transport")
 
@@ -175,13 +175,12 @@ class Engine(EngineClient):
         return replaced_by(self.port.tell, connection)
 
     def speak_for(self, connection: str) -> None:
-        """Take steps for a sender that joined by another client, as ``connection``."""
+        """Send later steps in the name of ``connection``, which joined through another client."""
         self._connection = connection
 
     @final
     def rehearse(self, how: str = "once") -> None:
-        """See `EngineClient.rehearse`. Weights that sleep are woken for it. Where workers know no rehearsals, `proof`
-        stays ``"sent"``."""
+        """See `EngineClient.rehearse`. Wakes sleeping weights; `proof` stays ``"sent"`` if workers cannot rehearse."""
         if not self.port.proves:
             return
         self._wake_weights()
@@ -194,9 +193,9 @@ class Engine(EngineClient):
 
     def _rehearse(self, message: Rehearse) -> list[Info]:
         probe = self._answers() if self._asked().serves else None
-        served = self.pause()  # others may have paused it, or put it to sleep
+        served = self.pause()  # False if someone else paused it or put it to sleep
         try:
-            answers = self._rehearsal(message)  # takes as long as loading the weights a few times
+            answers = self._rehearsal(message)  # as slow as loading the weights a few times
         except (EngineError, DeadlineError):
             if served and all(answer.get("restored", True) for answer in self._rehearsal(Rehearse(ask=True))):
                 self.resume()
@@ -210,15 +209,15 @@ class Engine(EngineClient):
         return [answer for answer in self.tell(message) if "proof" in answer]
 
     def _answers(self) -> list[float] | None:
-        """Return the log-probabilities of a fixed probe; None where the engine cannot be asked for them."""
+        """Return the log-probabilities of a fixed probe; None if the engine cannot compute them."""
         try:
             return [value for row in self.port.logprobs([_PROBE]) for value in row]
         except (ConfigError, EngineError, DeadlineError):
             return None
 
     def _refuse_other_answers(self, before: list[float] | None) -> None:
-        """Refuse an engine whose answers to the probe changed: it shows what digests could not read. Other requests in
-        the same batch may change the last bits of an answer, so the best of a few answers counts."""
+        """Raise an error if the engine's answers to the probe changed, which shows damage that digests cannot see."""
+        # other requests in the same batch may change the last bits of an answer, so the best of a few answers counts
         off = 0.0
         for _ in range(_TRIES if before is not None else 0):
             after = self._answers()
@@ -240,30 +239,30 @@ class Engine(EngineClient):
 
     @final
     def prefetch(self, version: int, part: Part | None = None) -> None:
-        self._wake_weights()  # staging checks changes against them
+        self._wake_weights()  # staging checks the changes against the weights
         with self._step(f"prefetch version {version}", state="the engine serves what it served"):
             self.tell(Prefetch(version=version, part=part))
             self._settle(f"stage version {version}")
 
     @final
     def begin(self, version: int) -> None:
-        """See `EngineClient.begin`. Where it fails, no weight was changed, and an engine that served serves again."""
+        """See `EngineClient.begin`. On failure no weight has changed, and an engine that served serves again."""
         before = self._before = self._halt(f"pause for version {version}")
         undo = partial(self._undone, before)
         with self._step(f"drop what it cached for version {version}", undo=undo):
             if self.port.drops_first:
                 self.port.drop_cached()
-            if self._free_cache and not self._freed:  # an update that failed before left it freed
-                self._freed = True  # first: of one that fails at its deadline nobody knows what it freed
+            if self._free_cache and not self._freed:  # a failed update may have left it freed
+                self._freed = True  # before the call: after a timeout it is unknown what was freed
                 self.port.sleep(1, _KV, before)
         with self._step(f"start version {version}", undo=partial(self._abandoned, before)):
             if self._connection and self.port.proves:
-                self.port.tell(State(connection=self._connection))  # which another sender's workers refuse
+                self.port.tell(State(connection=self._connection))  # refused if another sender has joined since
             self._wake_weights(before)
             self.tell(Start())
 
     def _abandoned(self, before: EngineState) -> str:
-        """End the update on workers that have started it, then undo; return, in words, what holds then."""
+        """End the update on workers that started it, then undo; return the engine's state as text."""
         try:
             self.port.abandon()
         except (EngineError, DeadlineError) as error:
@@ -299,7 +298,7 @@ class Engine(EngineClient):
 
     @final
     def pause(self) -> bool:
-        """See `EngineClient.pause`. An engine that served, and fails to pause, serves again."""
+        """See `EngineClient.pause`. If the pause fails, an engine that served is resumed."""
         return self._halt("pause").serves
 
     @final
@@ -307,7 +306,7 @@ class Engine(EngineClient):
         """See `EngineClient.resume`.
 
         Raises:
-            EngineRefusedError: it sleeps, has no weights, or holds a part of a version; or it refuses.
+            EngineRefusedError: the engine sleeps, has no weights, holds a part of a version, or refuses.
         """
         with self._step("resume"):
             state = self.port.state(fit=True)
@@ -336,16 +335,18 @@ class Engine(EngineClient):
 
     @final
     def wake_up(self, tags: Collection[str] | None = None, *, paused: bool = False) -> None:
-        """See `EngineClient.wake_up`. Parts that are awake already stay so. If the server cannot report its
-        sleep state, the wake is sent anyway.
+        """See `EngineClient.wake_up`. If the server cannot report its sleep state, the wake is sent anyway.
 
         Args:
-            paused: the engine stays paused when it is wholly awake.
+            paused: keep the engine paused when it is fully awake.
+
+        Raises:
+            EngineRefusedError: the engine would serve without weights, or with a part of a version.
         """
         wanted = check_wake(tags)
         with self._step("wake up"):
             state = self.port.state(fit=True)
-            if "kv_cache" in wanted or state.asleep <= wanted:  # the weights come first, so this may be the last one
+            if "kv_cache" in wanted or state.asleep <= wanted:  # the engine may be fully awake, and serve, after this
                 self._refuse_unfit(state, wanted)
             self._note("paused")
             if state.known and not paused:
@@ -356,12 +357,12 @@ class Engine(EngineClient):
             if paused:
                 self.port.hold(state)
             elif wanted == TAGS:
-                self._served()  # by itself, with the wake of its last part
+                self._served()  # the engine resumes itself when its last part wakes
 
     # helpers
 
     def _halt(self, what: str) -> EngineState:
-        """Pause the engine, and return its state from before."""
+        """Pause the engine and return its earlier state."""
         before = EngineState(paused=False)
         if self.port.pauses:
             with self._step(what, state=f"{self.url} was not told to pause"):
@@ -373,7 +374,7 @@ class Engine(EngineClient):
         return before
 
     def _asked(self) -> EngineState:
-        """Return the engine's state; where it cannot say whether it is paused, this client's last call counts."""
+        """Return the engine's state; if it does not report ``paused``, take that from this client's last call."""
         state = self.port.state()
         return replace(state, paused=self._row.state != "serving") if state.paused is None else state
 
@@ -382,7 +383,7 @@ class Engine(EngineClient):
         self._served()
 
     def _served(self) -> None:
-        """Note that the engine serves."""
+        """Record that the engine serves."""
         pause_s = self._row.pause_s if self._since is None else time.perf_counter() - self._since
         self._since, self._freed = None, False
         self._row = replace(self._row, state="serving", error=None, pause_s=pause_s)
@@ -391,7 +392,7 @@ class Engine(EngineClient):
         self._row = replace(self._row, state=state)
 
     def _undone(self, before: EngineState) -> str:
-        """Resume an engine that served before a step that failed and changed no weight; return, in words, its state."""
+        """Resume the engine if it served before the failed step, which changed no weight; return its state as text."""
         if not before.serves:
             self._note("paused")
             return self._paused("what it held before")
@@ -420,8 +421,8 @@ class Engine(EngineClient):
         """Raise an error if the engine has no weights to serve, or a part of a version.
 
         Args:
-            state: before the parts of ``waking`` wake.
-            waking: tags. Where workers do not know it, weights that were dropped, and wake with the cache, got none.
+            state: the state before the parts in ``waking`` wake.
+            waking: tags. If workers do not report `EngineState.empty`, dropped weights that wake now count as empty.
         """
         if (state.dropped and "weights" in waking) if state.empty is None else state.empty:
             raise EngineRefusedError(
@@ -433,10 +434,7 @@ class Engine(EngineClient):
             raise partial_version(self.url)
 
     def _wake(self, wanted: frozenset[str], state: EngineState, *, serving: bool) -> None:
-        """Wake the parts of ``wanted`` that sleep, and leave the engine paused, or serving where it is wholly awake.
-
-        Some engines serve as soon as their last part wakes, so the engine is asked again.
-        """
+        """Wake the sleeping parts of ``wanted``; keep the engine paused unless ``serving`` and it is fully awake."""
         if self._freed and "kv_cache" in wanted:
             state = replace(state, asleep=state.asleep | _KV)
         if not state.asleep & wanted:
@@ -444,7 +442,7 @@ class Engine(EngineClient):
                 self._serve()
             return
         self.port.wake(wanted, state)
-        after = self.port.state()
+        after = self.port.state()  # some engines serve as soon as their last part wakes
         if not serving:
             if not after.paused and not after.asleep:
                 self.port.hold(after)
@@ -452,21 +450,17 @@ class Engine(EngineClient):
             self._serve()
 
     def _wake_weights(self, state: EngineState | None = None) -> None:
-        """Wake the weights, and nothing else, before they are touched.
-
-        Args:
-            state: before the pause; None asks for it.
-        """
+        """Wake only the weights; ``state`` is from before the pause (None: query it)."""
         if self.port.pauses:
             with self._step("wake its weights", state=f"{self.url} sleeps"):
                 state = self.port.state() if state is None else state
                 if state.dropped:
-                    self._tell_gone()  # whoever put it to sleep may not have said so
+                    self._tell_gone()  # another client may have put it to sleep without telling the workers
                 if "weights" in state.asleep:
                     self._wake(_WEIGHTS, state, serving=False)
 
     def _tell_gone(self) -> None:
-        """Tell the workers that their weights are gone. A server without our plugin has none that remembers."""
+        """Tell the workers that their weights are gone; workers without our plugin keep no record of it."""
         try:
             self.port.tell(Reset(weights="gone"))
         except EngineRefusedError as error:
@@ -474,12 +468,7 @@ class Engine(EngineClient):
                 raise
 
     def _settle(self, what: str) -> None:
-        """Wait until the workers have no work in progress.
-
-        Raises:
-            EngineRefusedError: the work failed.
-            DeadlineError: they did not ``what`` in time.
-        """
+        """Wait until the workers have no work in progress; ``what`` names the work in a `DeadlineError`."""
         if self.port.proves:
             Deadline(self.port.timeout_s).poll(
                 lambda: not any(answer.get("working") for answer in self.tell(Poll())), f"{self.url} did not {what}"
@@ -512,16 +501,17 @@ class Engine(EngineClient):
 
     @contextmanager
     def _step(self, what: str, state: str | None = None, undo: Callable[[], str] | None = None) -> Iterator[None]:
-        """Name the step and the engine's state in an error of the body, and keep the error for the report.
+        """Add the step and the engine's state to an error of the body, and keep the error for the report.
 
         Args:
-            state: what holds after a failure.
-            undo: in its place: restores the engine, and returns what holds then.
+            what: the step, for "the engine did not ``what``".
+            state: the engine's state after a failure, as text.
+            undo: instead of ``state``: restores the engine and returns its state as text.
         """
         try:
             yield
         except (EngineError, DeadlineError) as error:
-            if REPLACED in error.what:  # nothing is undone either: the other one may be in an update
+            if REPLACED in error.what:  # no undo: the other sender may be in the middle of an update
                 state = "another sender drives the engine, and nothing of what it did was touched"
             elif undo is not None:
                 state = undo()
@@ -534,7 +524,7 @@ class Engine(EngineClient):
             found = restated(error, f"{reason}; {self.url} did not {what}", **rest)
             self._row = replace(self._row, error=str(found))
             raise found from error
-        except BaseException:  # what a wait that was interrupted raises, or an engine of this process
+        except BaseException:  # from an interrupted wait, or from an engine in this process
             if undo is not None:
                 undo()
             raise

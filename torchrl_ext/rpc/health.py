@@ -1,4 +1,4 @@
-"""`Health`: which engines are well, known in one place to everybody who sends them requests or weights."""
+"""`Health`: a shared record of which engines are healthy, for everything that sends them requests or weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ Changed = Callable[[str, Exception | None], None]
 
 
 class Health:
-    """Complaints about engines, by address and by who complains; an engine is well while there is none.
+    """Complaints about engines, by address and reporter; an engine without complaints is healthy.
 
-    A pool complains of engines that an update lost, requests of engines that refused them, a supervisor of processes
-    that ended. Each withdraws only its own complaint. Safe to use from many threads.
+    A pool reports engines that an update lost, routing reports engines with outdated weights, rollout requests report
+    engines that refused them, and a supervisor reports processes that exited. Each reporter withdraws only its own
+    complaint. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -25,16 +26,16 @@ class Health:
         self._subscribers: list[Changed] = []
 
     def __reduce__(self) -> tuple[type[Health], tuple[()]]:
-        return Health, ()  # another process makes its own observations
+        return Health, ()  # a copy in another process starts empty
 
     def fail(self, url: str, why: Exception, *, by: str, for_s: float = float("inf")) -> None:
-        """Complain of an engine.
+        """Report an unhealthy engine.
 
         Args:
-            url: its base address, as `torchrl_ext.rpc.http.normalise_url` gives it.
-            why: the reason; a later complaint by the same party takes its place.
-            by: who complains.
-            for_s: seconds after which the complaint is withdrawn by itself.
+            url: the engine's base address, as `torchrl_ext.rpc.http.normalise_url` returns it.
+            why: the reason; replaces the reporter's earlier complaint.
+            by: the reporter.
+            for_s: seconds until the complaint expires.
         """
         with self._lock:
             before = self._why(url)
@@ -43,7 +44,7 @@ class Health:
             self._tell(url, why)
 
     def mend(self, url: str, *, by: str) -> None:
-        """Withdraw the complaint that ``by`` has of an engine; do nothing where it has none."""
+        """Withdraw the complaint of ``by`` about an engine, if there is one."""
         with self._lock:
             before = self._why(url)
             self._complaints[url].pop(by, None)
@@ -52,17 +53,15 @@ class Health:
             self._tell(url, None)
 
     def why(self, url: str, *, by: str | None = None) -> Exception | None:
-        """Return the reason of a complaint about an engine; None while it is well.
-
-        Args:
-            by: asks for this party's complaint only.
-        """
+        """Return the reason for a complaint about an engine (by ``by``, if given); None if there is no complaint."""
         with self._lock:
             return self._why(url, by)
 
     def subscribe(self, changed: Changed) -> None:
-        """Call ``changed`` with an address and the reason when an engine becomes unwell, and with None when it is well
-        again, in the thread that says so. A complaint that ends by its time is not announced."""
+        """Call ``changed(url, reason)`` when an engine becomes unhealthy and ``changed(url, None)`` when it recovers.
+
+        The call runs in the reporter's thread. The expiry of a complaint is not announced.
+        """
         self._subscribers.append(changed)
 
     def _why(self, url: str, by: str | None = None) -> Exception | None:

@@ -1,8 +1,7 @@
-"""JSON over HTTP, for every client of an engine, a router or a rollout route.
+"""JSON over HTTP, for clients of engines, routers and rollout routes.
 
-The deadline of a call holds from the look-up of the name to the last byte of the answer. Proxies of the environment are
-not used: a control call has to reach exactly the engine that it names. Its connection lives for one call: such calls
-are few, and a connection that a gateway drops between two of them would turn a good update into a failed one.
+Proxies from the environment are ignored, because a control call must reach exactly the engine that it names. Each
+control call opens its own connection: such calls are rare, and an update would fail if a gateway dropped an idle one.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = ["Answer", "HTTPSession", "normalise_url", "normalise_urls"]
 
 log = logging.getLogger("torchrl_ext")
 
-_SHORTEST_S = 0.05  # a call gets this long, however near its deadline is
+_SHORTEST_S = 0.05  # every call gets at least this long, even at its deadline
 _CROWDED = "check that it runs; it may have more to accept than it can: try again, or send fewer requests at a time"
 _MESSAGE_CHARS = 2000
 _UNAUTHORIZED = 401
@@ -46,13 +45,14 @@ def normalise_url(address: str) -> str:
     """Return the base URL, without a trailing slash, of ``"host:8000"``, ``"[::1]:8000"`` or a URL.
 
     Raises:
-        ConfigError: no host, a scheme other than http and https, a bad port, or parts that a base address has not.
+        ConfigError: the address has no host, another scheme than http or https, a bad port, a query, a fragment or a
+            user name.
     """
     text = address.strip()
     url = text if "://" in text else f"http://{text}"
     try:
         parts = urlsplit(url)
-        parts.port  # noqa: B018 - raises when it is no number, or out of range
+        parts.port  # noqa: B018 - raises if it is not a number, or out of range
     except ValueError as error:
         raise ConfigError(f"{address!r} is no engine address: {error}", expected=_ADDRESS) from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -66,7 +66,7 @@ def normalise_urls(addresses: Iterable[str]) -> list[str]:
     """Return `normalise_url` of each address.
 
     Raises:
-        ConfigError: as there, or no address, or one twice.
+        ConfigError: an address is invalid or repeated, or there is none.
     """
     urls = [normalise_url(address) for address in addresses]
     twice = sorted({url for url in urls if urls.count(url) > 1})
@@ -79,7 +79,7 @@ def normalise_urls(addresses: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer of a server to one HTTP call, whatever its status.
+    """A server's answer to one HTTP call, whatever its status.
 
     Attributes:
         where: method and URL of the call.
@@ -100,14 +100,14 @@ class Answer:
 
     @property
     def absent(self) -> bool:
-        """Whether the server has no such route, or none that takes this method: 404, 405, 501."""
+        """Whether the server lacks the route or the method: status 404, 405 or 501."""
         return self.status in _NO_ROUTE
 
     def json(self) -> Any:
-        """Return the body, parsed as JSON; ``{}`` where it is empty.
+        """Return the body, parsed as JSON; ``{}`` if it is empty.
 
         Raises:
-            ValueError: it is no JSON.
+            ValueError: the body is not JSON.
         """
         try:
             return json.loads(self.text) if self.text.strip() else {}
@@ -115,7 +115,7 @@ class Answer:
             raise ValueError("nested too deeply") from None
 
     def message(self) -> str:
-        """Return the message of the server, from the usual places of an error body."""
+        """Return the server's message: ``error``, ``detail`` or ``message`` of a JSON body, or the body; shortened."""
         try:
             found = self.json()
         except ValueError:
@@ -128,26 +128,26 @@ class Answer:
         return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
 
     def checked(self) -> Answer:
-        """Return this answer of a call that has to succeed.
+        """Return this answer if its status is 2xx.
 
         Raises:
-            RouteAbsent: the server has no such route.
-            EngineRefusedError: any other status but 2xx, which `status` holds.
+            RouteAbsent: the server lacks the route (see `absent`).
+            EngineRefusedError: any other status, which the error's ``status`` holds.
         """
         if self.ok:
             return self
         log.debug("%s answered %d: %s", self.where, self.status, self.text)
         words = self.message() or "no reason given"
-        says_why = self.status not in (401, 403) and self.text.strip(" {}") != ""  # else the status is the cause
+        says_why = self.status not in (401, 403) and self.text.strip(" {}") != ""  # else the status is the reason
         raise (RouteAbsent if self.absent else EngineRefusedError)(
             f"{self.where} answered {self.status}: {words}", status=self.status, reason=words if says_why else ""
         )
 
     def wanted(self) -> Any:
-        """Return the JSON of a call that has to succeed.
+        """Return the JSON body if the status is 2xx.
 
         Raises:
-            RouteAbsent, EngineRefusedError: as for `checked`, or an answer that is no JSON.
+            RouteAbsent, EngineRefusedError: as for `checked`, or the body is not JSON.
         """
         try:
             return self.checked().json()
@@ -160,24 +160,23 @@ class Answer:
 
 
 class HTTPSession:
-    """Calls routes of one server; safe to use from many threads and event loops, and after a fork.
+    """Calls routes of one server; safe across threads, event loops and forks.
 
     Args:
-        url: base address; ``http://`` is added where no scheme is given.
-        api_key: sent as a bearer token. Of several, the next is sent where one is refused (401): SGLang wants one for
-            requests (``--api-key``) and another for control (``--admin-api-key``).
-        timeout_s: deadline of a whole call, from looking up the name to the last byte of the answer, in seconds.
-        max_body_bytes: answers above this size are refused.
-        until: deadline of all calls together on the monotonic clock, in seconds.
-        check: called with a session like this one before the first `call`, within its deadline, and again until it
-            raises nothing.
-        keep_s: seconds for which a connection is kept after a call on the loop that all clients share; less than
-            servers keep it (uvicorn: five), so that none is used that the server is about to drop.
-        connection_limit: most connections at a time, with ``keep_s``; 0 for as many as there are calls.
+        url: base address; without a scheme, ``http://`` is assumed.
+        api_key: sent as a bearer token. With several keys, the session tries the next one after a 401: SGLang has one
+            key for requests (``--api-key``) and another for control (``--admin-api-key``).
+        timeout_s: deadline of a call, from the DNS look-up to the last byte of the answer, in seconds.
+        max_body_bytes: larger answers are refused.
+        until: deadline of all calls together, in seconds of `time.monotonic`.
+        check: called with a similar session before each `call`, within its deadline, until it has succeeded once.
+        keep_s: how long an idle connection on the shared event loop is kept, in seconds; choose less than the server's
+            own keep-alive (uvicorn: 5 s), or a call may use a connection that the server is closing.
+        connection_limit: maximum number of connections, with ``keep_s``; 0 for no limit.
         connect_timeout_s: how long connecting may take, over all addresses of a name, in seconds.
 
     Raises:
-        ConfigError: the address cannot work, or a key that no header can carry.
+        ConfigError: the address is invalid, or a header cannot carry a key.
     """
 
     def __init__(
@@ -205,15 +204,15 @@ class HTTPSession:
 
     @property
     def left_s(self) -> float:
-        """The seconds that a call may take which begins now."""
+        """How long a call that starts now may take, in seconds."""
         return max(_SHORTEST_S, min(self.timeout_s, self._until - time.monotonic()))
 
     def get(self, route: str, **how: Any) -> Any:
-        """Call ``GET route``, as `call` does, and return the JSON answer (``{}`` for an empty one).
+        """Call ``GET route`` with the arguments of `call`; return the JSON answer (``{}`` if it is empty).
 
         Raises:
-            EngineUnreachableError, DeadlineError: as for `exchange`.
-            EngineRefusedError: as there, and for `Answer.wanted`.
+            EngineUnreachableError, EngineRefusedError, DeadlineError, ConfigError: as for `exchange`, and for
+                `Answer.wanted`.
         """
         return self.call("GET", route, **how).wanted()
 
@@ -230,9 +229,9 @@ class HTTPSession:
         query: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Do as `exchange`, from any thread, on the event loop that all clients of this process share."""
+        """Run `exchange` from any thread, on this process's shared event loop."""
         until = min(time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s), self._until)
-        if self._check is not None:  # threads that come at the same time may each make it
+        if self._check is not None:  # concurrent threads may each run it
             self._check(HTTPSession(self.url, api_key=self.api_key, timeout_s=self.timeout_s, until=until))
             self._check = None
         exchange = self.exchange(method, route, body, query=query, timeout_s=until - time.monotonic())
@@ -254,13 +253,13 @@ class HTTPSession:
 
         Args:
             body: sent as JSON; None for no body.
-            timeout_s: deadline of this call in place of the session's.
+            timeout_s: deadline of this call, in seconds, in place of the session's.
 
         Raises:
-            EngineUnreachableError: nobody listens, or the connection broke.
-            EngineRefusedError: a redirect, or an answer above ``max_body_bytes``.
-            DeadlineError: no complete answer in time.
-            ConfigError: the environment names TLS authorities that cannot be read.
+            EngineUnreachableError: nothing listens at the address, or the connection broke.
+            EngineRefusedError: the server redirects, or its answer exceeds ``max_body_bytes``.
+            DeadlineError: the answer is not complete in time.
+            ConfigError: SSL_CERT_FILE or SSL_CERT_DIR cannot be read.
         """
         limit_s = max(_SHORTEST_S, self.left_s if timeout_s is None else timeout_s)
         until, where = time.monotonic() + limit_s, f"{method} {self.url}{route}"
@@ -280,7 +279,7 @@ class HTTPSession:
                     answer = await self._read(response, where)
                 if answer.status != _UNAUTHORIZED:
                     break
-        except aiohttp.ConnectionTimeoutError:  # tracebacks of aiohttp's add nothing to any of these errors
+        except aiohttp.ConnectionTimeoutError:  # aiohttp's tracebacks add nothing to any of these errors
             if limit_s <= self._connect_timeout_s:
                 raise _late(where, limit_s) from None
             raise _unreachable(where, f"no connection within {self._connect_timeout_s:g} s", _CROWDED) from None
@@ -302,12 +301,12 @@ class HTTPSession:
         return answer
 
     def close(self) -> None:
-        """Drop the connections that are kept; a later call opens others."""
+        """Close idle connections; a later call opens new ones."""
         _drop(self._kept)
 
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Give the connections of the running loop, or one for this call alone."""
+        """Yield the running loop's client, or a temporary one for this call."""
         loop = asyncio.get_running_loop()
         client, kept = self._kept.get(loop), self._keep_s and not can_wait()  # a caller's loop may end at any time
         if client is None or client.closed:
@@ -340,14 +339,14 @@ class HTTPSession:
 
 
 def _drop(kept: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession]) -> None:
-    """Close connections in their loops; else aiohttp logs an error about them."""
+    """Close connections in their own loops; otherwise aiohttp logs an error."""
     while kept:
         loop, client = kept.popitem()
         asyncio.run_coroutine_threadsafe(client.close(), loop)
 
 
 def _bearers(api_key: Keys) -> list[dict[str, str]]:
-    """Return the header of each key, in the order in which they are tried; without keys, one that is empty."""
+    """Return one header per key, in order; without keys, one empty header."""
     keys = [key for key in ((api_key,) if isinstance(api_key, str) else api_key or ()) if key]
     if not all(key.isprintable() and key.isascii() for key in keys):
         raise ConfigError("an API key has signs that no header can carry", expected="printable ASCII, on one line")

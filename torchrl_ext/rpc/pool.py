@@ -1,4 +1,4 @@
-"""A client that drives many engines as one: calls in parallel, a rank offset and a row of the report for each."""
+"""`Pool`: one client for many engines, with parallel calls, rank offsets and a report row per engine."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ __all__ = ["Pool"]
 
 log = logging.getLogger("torchrl_ext")
 
-_PROBE_S = 2.0  # how long an update waits for an engine that was lost before
-_LOST, _FAILED = "pool", "update"  # in whose name a pool complains of an engine; see `Pool`
+_PROBE_S = 2.0  # how long an update waits for an engine that is already lost
+_LOST, _FAILED = "pool", "update"  # the reporters of a pool's complaints in `Health`
 
 
 class Pool(EngineClient):
-    """Drives a fleet of engines: fans every call out to all of them, at the same time.
+    """Drives a fleet of engines: every call goes to all of them concurrently.
 
-    An engine that fails a step of an update takes no further part in it and stays paused; the others finish the
-    version. `commit` then raises, with a row per engine. One that does not answer at all is lost: the others go on
-    without it, its row says so, and it is back in the first update before which it answers again.
+    An engine that fails a step of an update drops out of the update and stays paused; the others finish the version,
+    and `commit` then raises an error with a row per engine. An engine that does not answer at all is lost: the others
+    continue without it, and it rejoins at the first update before which it answers again.
 
     Args:
-        engines: the clients, at least one; their order decides rank offsets 1, 1 + w0, 1 + w0 + w1, ... Another pool
-            stands for its members.
-        data_parallel_size: how many engines in a row are servers of one deployment. Each of them reports the workers
-            of all, so they share one offset and count once.
-        health: takes the pool's complaints of its engines: by ``"pool"`` of one that is lost, and by ``"update"`` of
-            one that failed in an update, until it takes one or is resumed. By default one of the pool's own.
+        engines: the clients, at least one; their order decides rank offsets 1, 1 + w0, 1 + w0 + w1, ... A nested pool
+            is replaced by its members.
+        data_parallel_size: how many consecutive engines are servers of one deployment. Each server reports the workers
+            of the whole deployment, so the group shares one offset and counts once.
+        health: receives the pool's complaints: reporter ``"pool"`` for a lost engine, ``"update"`` for an engine that
+            failed an update, until it takes an update or is resumed. By default the pool creates its own.
 
     Attributes:
-        health: as given.
+        health: the `Health` that receives the complaints.
 
     Raises:
-        ConfigError: no engine, one address twice, or engines that are not in groups of ``data_parallel_size``.
+        ConfigError: no engine, a repeated address, or engines that do not form groups of ``data_parallel_size``.
     """
 
     kind: ClassVar[str] = "fleet"
@@ -67,7 +67,7 @@ class Pool(EngineClient):
         self.health = Health() if health is None else health
         self._group = data_parallel_size
         self._met = False
-        self._reported: set[EngineClient] = set()  # failures that an error has named since the engine last served
+        self._reported: set[EngineClient] = set()  # engines that an error has already named since they last served
         self._failed: dict[EngineClient, Exception] = {}  # in this update
         self._probes: dict[EngineClient, Future[EngineInfo]] = {}
         self._decoding: set[EngineClient] = set()
@@ -77,10 +77,10 @@ class Pool(EngineClient):
         return ", ".join(engine.url for engine in self.engines)
 
     def members(self) -> tuple[str, ...]:
-        """Return the addresses that take part in the next update; ask engines that failed or were lost if they answer.
+        """Probe failed, lost and new engines; return the addresses that take part in the next update.
 
         Raises:
-            EngineError: none answers.
+            EngineError: no engine answers.
         """
         lost = self._lost()
         suspects = [engine for engine in self.engines if not self._met or engine in self._failed or engine in lost]
@@ -100,7 +100,7 @@ class Pool(EngineClient):
         return tuple(engine.url for engine in self.each())
 
     def lose(self, engine: EngineClient, error: Exception) -> None:
-        """Go on without an engine that does not answer, until it does; `members` asks it."""
+        """Continue without ``engine`` until it answers a probe of `members`."""
         if engine not in self._lost():
             log.warning("engine %s is lost: %s", engine.url, error)
         self.health.fail(engine.url, error, by=_LOST)
@@ -113,7 +113,7 @@ class Pool(EngineClient):
         return dict(self.everywhere("describe themselves", lambda engine: (engine, engine.info())))
 
     def info(self) -> EngineInfo:
-        """See `EngineClient.info`. ``weight_version`` is the oldest one: what every engine has at least."""
+        """See `EngineClient.info`; ``weight_version`` is the oldest among the members."""
         described = self._described()
         infos = list(described.values())
         common = set(infos[0].transports).intersection(*(info.transports for info in infos))
@@ -153,7 +153,7 @@ class Pool(EngineClient):
         )
 
     def _deployments(self, described: Mapping[EngineClient, EngineInfo]) -> list[tuple[list[EngineClient], int]]:
-        """Return the described engines by deployment, in order, each with the number of its workers."""
+        """Return the described engines by deployment, in order, with each deployment's number of workers."""
         deployed = (self.engines[i : i + self._group] for i in range(0, len(self.engines), self._group))
         present = ([engine for engine in members if engine in described] for members in deployed)
         return [(members, max(described[one].world_size for one in members)) for members in present if members]
@@ -175,8 +175,11 @@ class Pool(EngineClient):
         self._while_any("load", lambda engine: engine.verify(digests))
 
     def commit(self, version: int) -> None:
-        """See `EngineClient.commit`. Engines that decode serve again last: by then engines that prefill have dropped
-        the keys and values of the old weights."""
+        """See `EngineClient.commit`. Decode engines resume last, after prefill engines dropped the old caches.
+
+        Raises:
+            EngineError: an engine failed or is lost; has a row per engine.
+        """
         active = set(self.each())
         for engines in (active - self._decoding, active & self._decoding):
             for engine in self._while_any("commit", lambda engine: engine.commit(version), among=engines):
@@ -202,10 +205,10 @@ class Pool(EngineClient):
         self.everywhere("unload", lambda engine: engine.unload())
 
     def pause(self) -> bool:
-        """See `EngineClient.pause`. All pause or none: where one fails to, the engines that served before are resumed.
+        """See `EngineClient.pause`. If one engine fails to pause, the engines that served before are resumed.
 
         Raises:
-            EngineError: some engine did not pause; has a row per engine.
+            EngineError: an engine did not pause; has a row per engine.
         """
         self._failed.clear()
         engines = self.each()
@@ -253,15 +256,15 @@ class Pool(EngineClient):
     def everywhere(
         self, what: str, call: Callable[[Any], object], on_failure: Callable[[], None] = _nothing
     ) -> list[Any]:
-        """Call ``call`` for each engine that is not lost, all at the same time, and return the results in order.
+        """Run ``call`` with each engine that is not lost, concurrently, and return the results in order.
 
         Args:
-            what: names the call, for the error.
-            call: with each engine's client.
-            on_failure: called as soon as one of them fails.
+            what: the call's name in the error: "2 of 3 engines did not ``what``".
+            call: takes an engine's client.
+            on_failure: called as soon as one engine fails.
 
         Raises:
-            EngineError: some engine did not; has a row per engine. A fleet of one raises that engine's own error.
+            EngineError: an engine failed; has a row per engine. A fleet of one raises that engine's own error.
         """
         self._failed.clear()
         engines = self.each()
@@ -275,13 +278,12 @@ class Pool(EngineClient):
         return [results[engine] for engine in engines]
 
     def _lost(self) -> dict[EngineClient, Exception]:
-        """Return the engines that do not answer, and why."""
+        """Return the lost engines and why each is lost."""
         found = ((engine, self.health.why(engine.url, by=_LOST)) for engine in self.engines)
         return {engine: error for engine, error in found if error is not None}
 
     def _silent(self, engines: Sequence[EngineClient]) -> dict[EngineClient, Exception]:
-        """Return those of ``engines`` that do not answer, and why. A lost one gets little time; an answer that comes
-        later counts the next time."""
+        """Return the engines that do not answer, and why. A lost one gets `_PROBE_S`; later answers count next time."""
         for engine in engines:
             if engine not in self._probes:
                 self._probes[engine] = in_thread(engine.info, f"probe {engine.url}")
@@ -293,7 +295,7 @@ class Pool(EngineClient):
                 continue
             try:
                 self._probes.pop(engine).result()
-            except Exception as error:  # noqa: BLE001 - whatever it is, it belongs in this engine's row
+            except Exception as error:  # noqa: BLE001 - any error belongs in this engine's row
                 silent[engine] = error
         return silent
 
@@ -304,17 +306,17 @@ class Pool(EngineClient):
         on_failure: Callable[[], None] = _nothing,
         among: Collection[EngineClient] | None = None,
     ) -> Collection[EngineClient]:
-        """Take one step of an update on the engines that are still part of it, and return the ones that took it.
+        """Take a step of an update on the engines still in it; return the engines that succeeded.
 
         Raises:
-            EngineError: no engine of the update is left.
+            EngineError: every engine of the update has failed.
         """
         active = self.each()
         wanted = [engine for engine in active if engine not in self._failed and (among is None or engine in among)]
         took = self._fan_out(wanted, call, on_failure)
         for engine, error in self._failed.items():
             self.health.fail(engine.url, error, by=_FAILED)
-        self._reported.update(self._failed)  # whatever error ends this update, the rows with it name them
+        self._reported.update(self._failed)  # the error that ends this update has rows that name them
         if len(self._failed) == len(active):
             raise self._missed(f"every engine failed to {step}")
         return took
@@ -325,19 +327,19 @@ class Pool(EngineClient):
         call: Callable[[EngineClient], object],
         on_failure: Callable[[], None] = _nothing,
     ) -> dict[EngineClient, object]:
-        """Call ``call`` for all engines at the same time; return results, and keep errors in ``_failed``."""
+        """Run ``call`` for all engines concurrently; return results and keep errors in ``_failed``."""
         jobs = {in_thread(partial(call, engine), f"drive {engine.url}"): engine for engine in engines}
         results = {}
         for job in as_completed(jobs):
             try:
                 results[jobs[job]] = job.result()
-            except Exception as error:  # noqa: BLE001 - whatever it is, it belongs in this engine's row
+            except Exception as error:  # noqa: BLE001 - any error belongs in this engine's row
                 self._failed[jobs[job]] = error
                 on_failure()
         return results
 
     def _missed(self, what: str) -> Exception:
-        """Return the error to raise where engines did not take a version, and remember that it names them."""
+        """Return the error for engines that did not take a version, and mark them as reported."""
         missed = {**self._lost(), **self._failed}
         self._reported.update(missed)
         return self._error(
@@ -351,7 +353,7 @@ class Pool(EngineClient):
     def _error(
         self, errors: Mapping[EngineClient, Exception], what: str, state: str, hint: str | None = None
     ) -> Exception:
-        """Return the error to raise where a call failed on some members; of a single engine, its own error."""
+        """Return the error for a call that failed on some members; a pool of one returns that engine's own error."""
         if len(self.engines) == 1:
             return errors[self.engines[0]]
         causes = {engine.url: why(error) for engine, error in errors.items()}

@@ -1,4 +1,4 @@
-"""`Port`: the questions that a make of engine answers. It keeps no state and no order; `Engine` has these."""
+"""`Port`: the calls that each kind of engine implements. `Engine` orders them and keeps the state of an update."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torchrl_ext.types import EngineInfo, Info
 __all__ = ["TAGS", "EngineState", "Port", "check_sleep", "check_wake", "named_tags", "restated"]
 
 TAGS = frozenset({"weights", "kv_cache"})
-"""The parts of an engine that give their memory up."""
+"""The parts of an engine that can release their memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineState:
-    """An engine's report on itself. It is asked for, and never remembered.
+    """An engine's own report on its state at one moment.
 
     Attributes:
-        paused: whether it generates nothing; None where it cannot say.
-        asleep: tags whose memory was released: of `TAGS`, and of the make's own.
-        empty: whether the weights were given up, and no update has filled them since; None where it does not say.
-        dropped: whether the weights were given up when it was put to sleep, and it is not wholly awake since.
-        whole: False where a part of an update landed and the rest did not; None where it does not say.
-        known: whether it can say what of it sleeps.
+        paused: whether generation is stopped; None if the engine cannot report it.
+        asleep: tags whose memory is released: from `TAGS`, and this kind of engine's own.
+        empty: whether the weights were dropped and no update has filled them since; None if not reported.
+        dropped: whether the engine was put to sleep without keeping its weights, and is not fully awake yet.
+        whole: False if only a part of an update landed; None if not reported.
+        known: whether the engine can report which parts sleep.
     """
 
     paused: bool | None
@@ -39,22 +39,22 @@ class EngineState:
 
     @property
     def serves(self) -> bool:
-        """Whether it generates."""
+        """Whether the engine generates."""
         return not self.paused and not self.asleep
 
 
 class Port(ABC):
-    """One engine as its make and its place let it be reached.
+    """Stateless access to one engine, by its kind and location (HTTP, this process, Ray).
 
-    Every method raises `EngineUnreachableError`, `EngineRefusedError` or `DeadlineError` where it fails.
+    Every method raises `EngineUnreachableError`, `EngineRefusedError` or `DeadlineError` if it fails.
 
     Attributes:
-        kind: the make, as `torchrl_ext.make_engine` names it.
-        url: address, or another name that a person recognises.
-        pauses: whether an update pauses the engine; one that does not serves in the meantime.
-        proves: whether its workers run our plugin: they compare digests, rehearse, and say whether they are whole.
-        drops_first: whether cached keys and values are dropped before a load, in place of after it.
-        timeout_s: deadline of what waits for workers, in seconds.
+        kind: the kind of engine, as in `torchrl_ext.make_engine`.
+        url: the engine's address, or another readable name.
+        pauses: whether an update pauses the engine; otherwise it keeps serving.
+        proves: whether the workers run our plugin: they then compare digests, rehearse, and report `EngineState.whole`.
+        drops_first: whether cached keys and values are dropped before a load instead of after it.
+        timeout_s: deadline of calls that wait for workers, in seconds.
     """
 
     kind: ClassVar[str]
@@ -66,69 +66,70 @@ class Port(ABC):
 
     @abstractmethod
     def describe(self) -> EngineInfo:
-        """Return what the engine says of itself."""
+        """Ask the engine for its description."""
 
     def count_workers(self) -> int:
-        """Return how many workers receive weights."""
+        """Return the number of workers that receive weights."""
         return self.describe().world_size
 
     @abstractmethod
     def state(self, *, fit: bool = False) -> EngineState:
-        """Ask the engine how it is, in one request where its make allows it.
+        """Ask the engine for its state, in one request if its protocol allows that.
 
         Args:
-            fit: whether `EngineState.empty` and `EngineState.whole` are wanted, in place of `EngineState.paused`.
+            fit: ask for `EngineState.empty` and `EngineState.whole` in place of `EngineState.paused`.
         """
 
     @abstractmethod
     def tell(self, message: Message) -> list[Info]:
-        """Give every worker a message, and return the answers of the workers that give one.
+        """Send every worker a message and return their answers, if they give any.
 
-        A port of an engine that runs nothing of ours translates `Join`, `Start`, `Load` and `Finish`.
+        For an engine without our plugin, the port translates `Join`, `Start`, `Load` and `Finish` to the engine's own
+        routes.
         """
 
     @abstractmethod
     def hold(self, before: EngineState) -> None:
-        """Pause the engine, which was so until now."""
+        """Pause the engine, whose state until now is ``before``."""
 
     @abstractmethod
     def release(self) -> None:
-        """Let the engine generate."""
+        """Let the engine generate again."""
 
     def suited(self, info: Info) -> Port:
-        """Return the port for the engine as it is now, before it joins the transport of ``info``.
+        """Return the port that suits the server as it is now, before it joins the transport of ``info``.
 
         Raises:
             ConfigError: the engine would serve wrong weights with this port's settings.
         """
         return self
 
-    def abandon(self) -> None:  # noqa: B027 - most have nothing that stays open
-        """End an update that was started and brought nothing."""
+    def abandon(self) -> None:  # noqa: B027 - most engines keep nothing open
+        """End an update that was started but loaded nothing."""
 
     def drop_cached(self) -> None:  # noqa: B027 - not every engine caches
-        """Drop what was computed with older weights, unless the settings keep it."""
+        """Drop caches that older weights computed, unless the settings keep them."""
 
-    def make_idle(self) -> None:  # noqa: B027 - most need not be
-        """Make the paused engine drop what requests hold, whatever the settings, before it sleeps."""
+    def make_idle(self) -> None:  # noqa: B027 - most engines can sleep while they hold requests
+        """Before sleep, make the paused engine drop the caches that requests hold, whatever the settings."""
 
     def label_as(self, version: int) -> None:  # noqa: B027 - most label with `Finish`
-        """Name the weights in service, where `Finish` did not."""
+        """Set the engine's version label, if `Finish` did not."""
 
     def refuse_sleep(self, level: int, tags: frozenset[str]) -> None:
-        """Raise an error where the engine cannot sleep so."""
+        """Raise an error if the engine does not support this sleep."""
         raise ConfigError(f"{self.kind} engines cannot be put to sleep", hint="use pause")
 
     def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
-        """Give up the memory of ``tags`` (None: all of it) of the paused engine; ``state`` is the one before."""
+        """Release the memory of ``tags`` (None: of everything); ``state`` is from before the pause."""
         raise NotImplementedError
 
     def wake(self, tags: frozenset[str], state: EngineState) -> None:
-        """Take back the memory of ``tags``, of which ``state`` says what sleeps. It may make the engine serve."""
+        """Wake the parts of ``tags`` that sleep according to ``state``. The engine may serve afterwards."""
         raise ConfigError(f"{self.kind} engines cannot be put to sleep", hint="use resume")
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `torchrl_ext.EngineClient.logprobs`."""
+        """Return log-probabilities as `torchrl_ext.EngineClient.logprobs` does."""
         raise ConfigError(
             f"{self.url}: this kind of engine ({self.kind}) computes no log-probabilities",
             hint="leave verify='outputs' away; of a fleet ask the engines one by one: fleet.each()",
@@ -143,7 +144,7 @@ class Port(ABC):
         )
 
     def unload(self) -> None:
-        """Take out of service what updates brought; only an adapter can be taken out."""
+        """Take the adapter out of service; `ConfigError` if this port is not an adapter's."""
         raise ConfigError(f"{self.url} cannot serve without weights", hint="unload adapters only")
 
     def oldest(self, version: int) -> int:
@@ -151,18 +152,18 @@ class Port(ABC):
         return version
 
     def lacks_plugin(self, error: EngineRefusedError) -> bool:
-        """Return whether the engine refused a message since it runs without our plugin."""
+        """Return whether the engine refused a message because it runs without our plugin."""
         return False
 
     def close(self, connection: str) -> None:  # noqa: B027 - most keep nothing
-        """Leave what the sender joined as ``connection``; "" where it joined nothing."""
+        """Leave the transport that the sender joined as ``connection`` ("" if it joined none)."""
 
 
 def check_sleep(level: int, tags: Collection[str] | None) -> frozenset[str]:
-    """Return the tags that are to sleep; none at level 0, which only pauses.
+    """Return the tags to put to sleep; none at level 0, which only pauses.
 
     Raises:
-        ConfigError: there is no such level or tag, or weights would sleep without the cache.
+        ConfigError: unknown level or tag, or ``tags`` has the weights without the cache.
     """
     wanted = check_wake(tags)
     if level not in (0, 1, 2):
@@ -173,10 +174,10 @@ def check_sleep(level: int, tags: Collection[str] | None) -> frozenset[str]:
 
 
 def check_wake(tags: Collection[str] | None) -> frozenset[str]:
-    """Return the tags that are to wake.
+    """Return the tags to wake.
 
     Raises:
-        ConfigError: there is no such tag.
+        ConfigError: unknown tag.
     """
     wanted = TAGS if tags is None else frozenset(tags)
     if not wanted <= TAGS:
@@ -185,7 +186,7 @@ def check_wake(tags: Collection[str] | None) -> frozenset[str]:
 
 
 def named_tags(value: Any) -> frozenset[str]:
-    """Return the tags in an engine's answer; none where it is no list of them."""
+    """Return the tags in an engine's answer; none if ``value`` is not a list."""
     return frozenset(tag for tag in value if isinstance(tag, str)) if isinstance(value, list) else frozenset()
 
 
@@ -198,7 +199,7 @@ def restated(
     hint: str | None = None,
     reason: str = "",
 ) -> Any:
-    """Return an error of the same class with ``what`` as its message, its other parts replaced where they are given."""
+    """Return an error of the same class with the message ``what``; other arguments, if given, replace its parts."""
     more: dict[str, Any] = {
         "expected": expected or error.expected,
         "state": state or error.state,

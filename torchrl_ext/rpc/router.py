@@ -1,8 +1,7 @@
-"""Routers: set which engines they send requests to, and tell a router from an engine.
+"""Set which engines a router sends requests to, and tell a router from an engine.
 
-A router spreads requests over engines; its address stands for none of them. It forwards a call that it does not know
-to one worker of its choice, and passes that worker's answer on with status 200, so a pause sent to a router pauses one
-engine of many. Control calls therefore check the address first (`refuse_router`).
+A router forwards an unknown route to one worker of its choice and returns that worker's answer with status 200, so a
+pause sent to a router pauses one engine of many. Control calls therefore check the address first (`refuse_router`).
 
 Routes of vLLM's router (vllm-router 0.1.17) and of SGLang's (sglang-router, later sgl-model-gateway):
 
@@ -32,27 +31,27 @@ from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
 __all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "engine_key", "listed_workers", "refuse_router"]
 
 WORKER_TYPES = ("regular", "prefill", "decode")
-"""The types of engines that a router knows. Encoders get requests from other engines, never from a router."""
+"""The worker types that routers know. Encoders get requests from other engines, never from a router."""
 
 _ROUTES = ("/workers", "/list_workers")
 _LOOK_S = 0.05
 _STATIC = "a router with prefill and decode pools gets its workers when it starts: give them to RouterProcess"
-_HAS_POOLS = ("PD router", "add_prefill_server")  # words of vllm-router and of sglang-router
-_DONE = "already exists"  # words of both
-_NO_ROUTE = "Not Found"  # words of FastAPI and Starlette, on which engines run; routers in Rust say nothing
+_HAS_POOLS = ("PD router", "add_prefill_server")  # in the errors of vllm-router and sglang-router
+_DONE = "already exists"  # in the errors of both
+_NO_ROUTE = "Not Found"  # from FastAPI and Starlette, which engines use; routers, in Rust, send an empty body
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterWorker:
-    """One engine as a router lists it.
+    """One engine in a router's list.
 
     Attributes:
         url: base address, without a trailing slash.
         worker_type: ``"regular"``, ``"prefill"`` or ``"decode"``.
-        healthy: whether the router takes it for healthy.
-        key: the router's name for it where that is not its address.
+        healthy: whether the router considers the engine healthy.
+        key: the router's id for the engine; "" if the router uses the address.
     """
 
     url: str
@@ -62,15 +61,15 @@ class RouterWorker:
 
 
 class RouterClient:
-    """Tells one router which engines to use.
+    """Adds engines to one router and removes them.
 
     Args:
         url: base address of the router.
         api_key: sent as a bearer token; see `HTTPSession` for several.
-        timeout_s: deadline of each change, until the router lists it, in seconds.
+        timeout_s: deadline of each call and of each change's appearance in the router's list, in seconds.
 
     Raises:
-        ConfigError: the address cannot work.
+        ConfigError: the address is invalid.
     """
 
     def __init__(self, url: str, *, api_key: str | tuple[str, ...] | None = None, timeout_s: float = 30.0) -> None:
@@ -83,11 +82,11 @@ class RouterClient:
         return self._http.url
 
     def workers(self) -> tuple[RouterWorker, ...]:
-        """Ask the router which engines it sends requests to, in its order.
+        """Return the engines that the router sends requests to, in its order.
 
         Raises:
-            EngineUnreachableError, DeadlineError: no answer.
-            EngineRefusedError: what answers is no router.
+            EngineUnreachableError, DeadlineError: the router does not answer.
+            EngineRefusedError: the server is not a router.
         """
         found = listed_workers(self._http)
         if found is None:
@@ -97,17 +96,17 @@ class RouterClient:
         return found
 
     def add(self, url: str, worker_type: str = "regular", *, bootstrap_port: int | None = None) -> None:
-        """Make the router send requests to the engine at ``url``; do nothing where it does already.
+        """Make the router send requests to the engine at ``url``; do nothing if it already does.
 
-        The engine is asked for its health first, since a router waits for minutes for one that is not there.
+        The engine's ``/health`` is checked first, because a router waits minutes for an engine that is not there.
 
         Args:
             url: base address of the engine, as the router reaches it.
             worker_type: one of `WORKER_TYPES`.
-            bootstrap_port: of a prefill engine whose connector has one.
+            bootstrap_port: the connector's bootstrap port of a prefill engine, if it has one.
 
         Raises:
-            ConfigError: a type that routers do not know or that this one cannot take.
+            ConfigError: the worker type is unknown, or this router cannot take it.
             EngineUnreachableError, EngineRefusedError, DeadlineError: the engine or the router does not answer, or
                 refuses.
         """
@@ -123,26 +122,26 @@ class RouterClient:
             self._finish(self._http.call("POST", "/workers", body), "/add_worker", url)
             known = self._until(lambda: self._find(url), f"list {url}")
         if known is not None and known.worker_type != worker_type:
-            self.remove(url)  # a router without pools takes any type, and sends it whole requests
+            self.remove(url)  # a router without pools accepts any type and sends it whole requests
             raise ConfigError(
                 f"{self.url} takes {url} as a {known.worker_type} worker", expected=worker_type, hint=_STATIC
             )
 
     def expect(self, urls: Iterable[str]) -> None:
-        """Wait until the router lists the engines that it was started with.
+        """Wait until the router lists the engines at ``urls``, with which it was started.
 
         Raises:
-            DeadlineError: it does not list one of them in time.
+            DeadlineError: the router does not list an engine in time.
             EngineUnreachableError, EngineRefusedError: as for `workers`.
         """
         for url in urls:
             self._until(partial(self._find, url), f"list {url}")
 
     def remove(self, url: str) -> None:
-        """Make the router send no more requests to the engine at ``url``; requests that it has in work go on.
+        """Make the router stop sending requests to the engine at ``url``; running requests continue.
 
         Raises:
-            ConfigError: the router cannot remove it.
+            ConfigError: the router cannot remove workers.
             EngineUnreachableError, EngineRefusedError, DeadlineError: as for `add`.
         """
         url = normalise_url(url)
@@ -157,8 +156,7 @@ class RouterClient:
         return next((worker for worker in self.workers() if engine_key(worker.url) == engine_key(url)), None)
 
     def _finish(self, answer: Answer, earlier: str, url: str) -> None:
-        """Change the workers by the earlier route where the router lacks the one that gave ``answer``; raise an error
-        where it did not change them."""
+        """Check a change of workers; repeat it on the ``earlier`` route if the router lacks the route of ``answer``."""
         if answer.absent:
             answer = self._http.call("POST", earlier, query={"url": url})
         if not answer.ok and any(words in answer.message() for words in _HAS_POOLS):
@@ -167,34 +165,34 @@ class RouterClient:
             answer.checked()
 
     def _until(self, happened: Callable[[], _T], what: str) -> _T:
-        """Wait until ``happened`` is true and return its value: routers may accept a change first and make it later."""
+        """Wait for a true value of ``happened`` and return it: a router may accept a change before making it."""
         return Deadline(self._timeout_s).poll(happened, f"{self.url} did not {what}", longest_s=_LOOK_S)
 
 
 def engine_key(url: str) -> tuple[str, str, int | None, str]:
-    """Return a key that all addresses of one engine share, as far as that shows without a name server.
+    """Return a key that equivalent addresses share, without a DNS look-up.
 
-    The addresses by which a machine reaches itself give one key: ``localhost``, ``127.0.0.1``, ``[::1]``.
+    All loopback and unspecified addresses (``localhost``, ``127.0.0.1``, ``[::1]``, ``0.0.0.0``) share one host.
 
     Raises:
-        ConfigError: ``url`` is no address.
+        ConfigError: ``url`` is not a valid address.
     """
     parts = urlsplit(normalise_url(url))
     host = parts.hostname or ""
-    with contextlib.suppress(ValueError):  # the host is a name, no address
+    with contextlib.suppress(ValueError):  # the host is a name, not an address
         address = ipaddress.ip_address(host)
         host = "localhost" if address.is_loopback or address.is_unspecified else str(address)
     return parts.scheme, host, parts.port or {"http": 80, "https": 443}[parts.scheme], parts.path
 
 
 def listed_workers(session: HTTPSession) -> tuple[RouterWorker, ...] | None:
-    """Return the workers of the router at the session's address, in its order; None where no router listens there.
+    """Return the workers of the router at the session's address, in its order; None if the server is not a router.
 
     Raises:
-        EngineUnreachableError, DeadlineError: nobody answers.
+        EngineUnreachableError, DeadlineError: nothing answers at the address.
     """
     for route in _ROUTES:
-        with contextlib.suppress(EngineRefusedError):  # the caller's own call raises what is wrong with the server
+        with contextlib.suppress(EngineRefusedError):  # the caller's own call meets and raises this error
             found = _listed(session.call("GET", route))
             if found is not None:
                 return found
@@ -202,14 +200,13 @@ def listed_workers(session: HTTPSession) -> tuple[RouterWorker, ...] | None:
 
 
 def refuse_router(session: HTTPSession) -> None:
-    """Raise an error if the session's address is a router's; return if it is an engine's.
+    """Raise an error if the session's address is a router's; an engine costs one request.
 
-    An engine is asked one question. Every router that forwards calls to routes that it does not know, and passes the
-    answers on as they are, lists its workers by the earlier route.
+    The earlier route comes first: every router that forwards unknown routes and returns the answers unchanged has it.
 
     Raises:
         ConfigError: a router listens at the session's address.
-        EngineUnreachableError, DeadlineError: nobody answers.
+        EngineUnreachableError, DeadlineError: nothing answers at the address.
     """
     for route in reversed(_ROUTES):
         with contextlib.suppress(EngineRefusedError):
@@ -226,12 +223,12 @@ def refuse_router(session: HTTPSession) -> None:
 
 
 def _listed(answer: Answer) -> tuple[RouterWorker, ...] | None:
-    """Return the workers in an answer to ``/workers`` or ``/list_workers``; None where it is no such answer."""
+    """Return the workers in an answer to ``/workers`` or ``/list_workers``; None if it lists no workers."""
     try:
         rows: Any = answer.json()
         rows = rows.get("workers", rows.get("urls")) if answer.ok else None
         return tuple(map(_worker, rows)) if isinstance(rows, list) else None
-    except (ValueError, KeyError, TypeError, AttributeError):  # ConfigError, of an address, is a ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):  # a bad address raises ConfigError, a ValueError
         return None
 
 

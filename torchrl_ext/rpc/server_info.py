@@ -1,8 +1,7 @@
-"""`ServerInfo`: what engines say of themselves at ``/server_info``, read once.
+"""`ServerInfo`: a parsed answer to ``/server_info``.
 
-vLLM answers in a structured form, under ``vllm_config``, the embedded engine flat, with a field ``engine``, and SGLang
-with its settings, flat. Names of SGLang's settings in earlier and later releases are those that slime's engine
-discovery knows.
+vLLM answers with nested settings under ``vllm_config``, the embedded engine with flat settings and a field ``engine``,
+SGLang with flat settings. SGLang's field names, in all releases, are taken from slime's engine discovery.
 """
 
 from __future__ import annotations
@@ -21,28 +20,27 @@ __all__ = ["ServerInfo", "read_server_info", "server_info"]
 _AXES = {"tp_size": "tensor_parallel_size", "pp_size": "pipeline_parallel_size", "dp_size": "data_parallel_size"}
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 _GUEST = "ipc_cache"
-_LOADS_NO_FILES = (_GUEST, "dummy")  # it maps the weights of a daemon; and what it made up it does not replace
-_MOST = 1 << 20  # most workers of one engine that are believed
+_LOADS_NO_FILES = (_GUEST, "dummy")  # the former maps a daemon's weights, the latter keeps its random weights
+_MOST = 1 << 20  # a larger size is refused as implausible
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerInfo:
-    """What an engine says of itself at ``/server_info``.
+    """An engine's description of itself at ``/server_info``.
 
     Attributes:
-        info: the engine; its transports are those by which it follows without our plugin.
-        dtype: of its model, as it says it; empty where it does not.
-        transfer_backend: of a vLLM server's weight transfer.
-        is_guest: whether a vLLM server maps weights that a daemon owns, as other engines may (``--load-format
-            ipc_cache``). An update in place would change them for all of these, and for every engine that is started
-            later.
+        info: the engine; ``transports`` are the ones that work without our plugin.
+        dtype: the model's dtype, as the engine names it; "" if unknown.
+        transfer_backend: a vLLM server's weight-transfer backend.
+        is_guest: whether a vLLM server maps weights that a daemon owns (``--load-format ipc_cache``). An update in
+            place would change them for every engine that maps them, now or later.
         is_multimodal: whether a vLLM server's model takes more than text.
         kv_connectors: names of a vLLM server's KV connectors.
-        stores_keys: whether an SGLang server keeps keys and values in a store outside itself.
-        copies: how an SGLang server keeps copies of its weights (``weight_cache_mode``), with which it ends where it
-            gets others; empty where it keeps none.
+        stores_keys: whether an SGLang server keeps keys and values in an external store.
+        copies: an SGLang server's ``weight_cache_mode``: it caches copies of its weights, and exits when it receives
+            others; "" without copies.
         is_quantised: whether an SGLang server quantises its model.
-        has_backup: whether an SGLang server keeps its weights on the host while they sleep.
+        has_backup: whether an SGLang server keeps its weights on the host during sleep.
     """
 
     info: EngineInfo
@@ -58,14 +56,14 @@ class ServerInfo:
 
     @property
     def has_backend(self) -> bool:
-        """Whether a vLLM server runs our weight-transfer backend; its workers say which transports they follow."""
+        """Whether a vLLM server runs our weight-transfer backend, whose workers report their transports."""
         return self.transfer_backend == BACKEND and not self.is_guest
 
     def serving(self, *, world_size: Any = None, weight_version: Any = None, model: Any = None) -> EngineInfo:
-        """Return `info` with what other routes say of the engine now; None where they say nothing.
+        """Return `info` with current values from other routes; None keeps the value of `info`.
 
         Raises:
-            EngineRefusedError: ``world_size`` is no count.
+            EngineRefusedError: ``world_size`` is not a plausible count.
         """
         size = _count(self.info.url, "world_size", world_size, self.info.world_size)
         return replace(
@@ -78,14 +76,15 @@ class ServerInfo:
 
 
 def server_info(session: HTTPSession, kinds: Collection[str] = ()) -> ServerInfo:
-    """Ask an engine what it is: ``/server_info`` in its structured form, or ``/get_server_info``, its earlier name.
+    """Query ``/server_info?config_format=json``, or ``/get_server_info``, its earlier name.
 
     Args:
-        kinds: the makes that are expected; without any, every make is.
+        kinds: the expected kinds of engine; empty for any.
 
     Raises:
-        EngineUnreachableError, DeadlineError: nobody answers.
-        EngineRefusedError: what listens there describes no engine; the message has the answers of both routes.
+        EngineUnreachableError, DeadlineError: nothing answers at the address.
+        EngineRefusedError: the server describes no engine (the message has the answers of both routes), or an engine
+            of another kind.
     """
     refused: list[EngineRefusedError] = []
     for route, query in (("/server_info", {"config_format": "json"}), ("/get_server_info", None)):
@@ -117,14 +116,14 @@ def server_info(session: HTTPSession, kinds: Collection[str] = ()) -> ServerInfo
 
 
 def read_server_info(url: str, answer: Any) -> ServerInfo:
-    """Read an answer to ``/server_info``.
+    """Parse an answer to ``/server_info``.
 
     Args:
         url: the engine's base address.
-        answer: the parsed JSON.
+        answer: the decoded JSON.
 
     Raises:
-        EngineRefusedError: it describes no engine.
+        EngineRefusedError: the answer describes no engine.
     """
     if isinstance(answer, Mapping):
         if isinstance(answer.get("vllm_config"), Mapping):
@@ -184,7 +183,7 @@ def _sglang(url: str, answer: Mapping[str, Any]) -> ServerInfo:
         port=answer.get("disaggregation_bootstrap_port"),
         replicas=not answer.get("enable_dp_attention"),
     )
-    # it gives the workers of every stage and replica the same ranks, and ends where copies of its weights are stale
+    # SGLang gives every stage and replica the same ranks, and exits when cached copies of its weights become stale
     takes_broadcasts = info.pp_size == info.dp_size == 1 and copies == "off"
     return ServerInfo(
         info=replace(info, transports=STOCK if takes_broadcasts else STOCK[:1]),
@@ -207,14 +206,14 @@ def _engine(
     port: Any = None,
     replicas: bool = True,
 ) -> EngineInfo:
-    """Return the engine's description.
+    """Build the engine's description.
 
     Args:
         facts: ``version``, ``model``, ``weight_version``.
-        sizes: of the parallel axes, by short or long names.
-        role: its worker type; None for a regular one.
-        port: where an engine that prefills meets the engines that decode.
-        replicas: whether each data-parallel rank has workers of its own.
+        sizes: sizes of the parallel axes, by short or long names.
+        role: the worker type; None for a regular one.
+        port: a prefill engine's bootstrap port.
+        replicas: whether each data-parallel rank has its own workers.
     """
     tp, pp, dp = (_count(url, name, sizes.get(name) or sizes.get(longer)) for name, longer in _AXES.items())
     workers = tp * pp * (dp if replicas else 1)
@@ -254,11 +253,7 @@ def _dtype(model: Mapping[str, Any]) -> str:
 
 
 def _count(url: str, name: str, value: Any, default: int = 1) -> int:
-    """Return a size from an engine's answer; ``default`` where there is none.
-
-    Raises:
-        EngineRefusedError: it is no count, or above any that is possible.
-    """
+    """Return a validated size from an engine's answer; ``default`` if it is missing."""
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:

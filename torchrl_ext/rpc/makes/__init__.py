@@ -1,1 +1,1 @@
-"""Clients of one engine behind HTTP routes: of vLLM, SGLang and the embedded engine, and of their LoRA adapters."""
+"""Clients of engines behind HTTP: vLLM, SGLang, the embedded engine, and their LoRA adapters."""

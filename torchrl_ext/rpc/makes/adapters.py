@@ -1,8 +1,8 @@
-"""The port of one LoRA adapter of an engine, beside base weights that stay.
+"""`AdapterPort`: updates of one LoRA adapter of an engine, while the base weights stay.
 
-The engine is never paused for it. A new version is loaded under a label of its own (``policy-lora@7``) while the engine
-serves, and once every engine of a fleet has it, the name is pointed at it. Requests that began before end with the
-version that they began with.
+An update never pauses the engine. Each new version is loaded under its own label (``policy-lora@7``) while the engine
+serves; once every engine of a fleet has it, the adapter's name is switched to it. Running requests finish with the
+version that they started with.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class AdapterPort(Port):
     Args:
         engine: the port of the engine itself.
         name: the adapter's name in requests.
-        say: gives the engine a message about adapters; returns its answer, of which `ListAdapters` wants
+        say: sends the engine a message about adapters and returns its answer; `ListAdapters` is answered by
             ``{"adapters": {name: {"version": 7}}}``.
-        plugin, lora: hints of errors, where the engine lacks our plugin, and where it was started without adapters.
+        plugin, lora: error hints for an engine without our plugin, and for an engine started without LoRA.
 
     Raises:
-        ConfigError: a name that cannot be both a folder's and a model's.
+        ConfigError: ``name`` is not valid as both a folder's and a model's name.
     """
 
     pauses: ClassVar[bool] = False
@@ -70,10 +70,10 @@ class AdapterPort(Port):
         self._plugin, self._lora = plugin, lora
         self.kind, self.url = engine.kind, engine.url  # type: ignore[misc]
         self._versions: list[int] = []  # the newest two that this port put in service
-        self._in_use: list[int] | None = None  # versions whose files requests may still read, where the engine says so
+        self._in_use: list[int] | None = None  # versions whose files requests may still read; None if not reported
 
     def describe(self) -> EngineInfo:
-        """See `Port.describe`; ``weight_version`` is the adapter's, "" while there is none."""
+        """See `Port.describe`; ``weight_version`` is the adapter's, or "" if none is served."""
         with self._explained():
             version = self._serving()
         return replace(
@@ -98,7 +98,7 @@ class AdapterPort(Port):
         return []
 
     def _serve(self, version: int) -> None:
-        """Point the name at ``version``, and check that it is."""
+        """Switch the name to ``version`` and check that the engine did."""
         in_use = self._ask(ServeAdapter(name=self.name, version=version)).get("in_use")
         self._in_use = [one for one in in_use if isinstance(one, int)] if isinstance(in_use, list) else None
         found = self._serving()
@@ -111,11 +111,11 @@ class AdapterPort(Port):
         self._versions = [*self._versions[-1:], version]
 
     def oldest(self, version: int) -> int:
-        """See `Port.oldest`. Requests read their version's files again where vLLM had to drop it meanwhile."""
+        """See `Port.oldest`. If vLLM evicts a version, requests that use it read its files again."""
         return version if self._in_use is None else min([version, *self._versions, *self._in_use])
 
     def unload(self) -> None:
-        """Take the adapter out of service: requests by its name are refused from now on."""
+        """Take the adapter out of service; the engine then refuses requests by its name."""
         with self._explained():
             self._ask(UnloadAdapter(name=self.name))
         self._versions = []
@@ -124,10 +124,10 @@ class AdapterPort(Port):
         """Pause nothing: the engine serves while a version is loaded."""
 
     def release(self) -> None:
-        """Do nothing, as `hold` does."""
+        """Do nothing: `hold` does not pause."""
 
     def _serving(self) -> int | None:
-        """Return the version that the engine serves under the name; None where it serves none of ours."""
+        """Return the version that the engine serves under the name; None if it serves none of ours."""
         adapters = self._ask(ListAdapters()).get("adapters")
         row = adapters.get(self.name) if isinstance(adapters, dict) else None
         version = row.get("version") if isinstance(row, dict) else None
@@ -141,7 +141,7 @@ class AdapterPort(Port):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Add a hint to errors of the body where the engine can serve no adapters at all."""
+        """Add a hint to errors of the body if the engine cannot serve adapters at all."""
         try:
             yield
         except EngineRefusedError as error:

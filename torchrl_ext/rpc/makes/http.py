@@ -1,4 +1,4 @@
-"""What the ports of servers share: calls of routes, log-probabilities, and updates of servers without our plugin."""
+"""Base classes of HTTP servers' ports: route calls, log-probabilities, updates without our plugin."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ _P = TypeVar("_P", bound="HTTPPort")
 
 
 def is_absent(error: EngineRefusedError) -> bool:
-    """Return whether a server refused because it lacks our plugin; SGLang's own route calls the action unsupported."""
+    """Return whether a server refused because it lacks our plugin (SGLang's own route says "Unsupported action")."""
     return isinstance(error, RouteAbsent) or "Unsupported action" in error.what
 
 
 def session(url: str, api_key: Keys, timeout_s: float) -> HTTPSession:
-    """Return a session of one server, which refuses to speak to a router."""
+    """Return a session that raises an error if ``url`` is a router's."""
     return HTTPSession(url, api_key=api_key, timeout_s=timeout_s, check=refuse_router)
 
 
 class HTTPPort(Port):
-    """A server behind one address.
+    """A server at one address.
 
     Args:
-        http: calls its routes.
+        http: the session for the server's routes.
         timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
-        pause_mode, keep_cache: as for the client of its make.
+        pause_mode, keep_cache: as for the client function, such as `torchrl_ext.rpc.makes.vllm.vllm_engine`.
 
     Attributes:
         modes: the engine's pause modes.
-        frozen: the one in which running requests keep their cache.
+        frozen: the pause mode in which running requests keep their cache.
 
     Raises:
-        ConfigError: a setting that cannot work.
+        ConfigError: unknown pause mode, or ``keep_cache`` with another mode than ``frozen``.
     """
 
     modes: ClassVar[tuple[str, ...]]
@@ -71,11 +71,11 @@ class HTTPPort(Port):
         self._pause_mode, self._keep_cache = pause_mode, keep_cache
         self._followed: tuple[str, ...] = ()
         self._facts = ServerInfo(info=EngineInfo(url=self.url, kind=self.kind))  # as of the last `suited`
-        self._ours = True  # until it refuses a message of ours; another process of the server is asked anew
+        self._ours = True  # until the server refuses one of our messages; `suited` sets it anew
 
     @classmethod
     def over(cls, http: HTTPSession) -> Self:
-        """Return a port that makes its calls by ``http``, within what is left of its deadline."""
+        """Return a port that uses ``http`` and the remainder of its deadline."""
         return cls(http, timeout_s=http.left_s)
 
     def _as(self, port: type[_P]) -> _P:
@@ -85,9 +85,9 @@ class HTTPPort(Port):
         return found
 
     def followed(self) -> tuple[str, ...]:
-        """Return the names of the transports that all workers can follow, those of other packages among them.
+        """Return the transports that all workers support, including those of other packages.
 
-        An answer is kept. Where they do not say, there are none, and a warning is logged.
+        The answer is cached. If the workers do not answer, log a warning and return ().
         """
         if not self._followed:
             try:
@@ -100,7 +100,7 @@ class HTTPPort(Port):
         return self._followed
 
     def _fitness(self, ask: Callable[[Message], list[Info]]) -> Info:
-        """Return what workers say of themselves, asked by ``ask``; {} where they run nothing of ours."""
+        """Return the workers' merged answer to `State`, sent by ``ask``; {} without our plugin."""
         try:
             return merged(ask(State())) if self._ours else {}
         except EngineRefusedError as error:
@@ -113,9 +113,11 @@ class HTTPPort(Port):
         return is_absent(error)
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `torchrl_ext.EngineClient.logprobs`. vLLM's ``--logprobs-mode`` must be one of log-probabilities, the
-        default. SGLang reads no keys and values of a prefix. The embedded engine answers while it is paused, too,
-        unless what it holds cannot be served. Of several data-parallel replicas one answers."""
+        """See `torchrl_ext.EngineClient.logprobs`. One of several data-parallel replicas answers.
+
+        vLLM's ``--logprobs-mode`` must be one that gives log-probabilities, as the default does. SGLang does not reuse
+        cached prefixes. A paused embedded engine answers too, unless its weights cannot be served.
+        """
         return [self._logprobs(list(prompt)) for prompt in prompts]
 
     def _logprobs(self, prompt: list[int]) -> list[float]:
@@ -138,18 +140,17 @@ class HTTPPort(Port):
 
     @abstractmethod
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
-        """Return the route and the body that ask for the log-probabilities of ``prompt``."""
+        """Return route and body of a request for the log-probabilities of ``prompt``."""
 
     @abstractmethod
     def _scores(self, answer: Any, prompt: list[int]) -> list[Any]:
-        """Return the log-probabilities in an answer, in nats, of the tokens after the first; raise anything where the
-        answer lacks one."""
+        """Return the log-probabilities, in nats, of the tokens after the first; an incomplete answer may raise."""
 
     def post(self, route: str, body: Any = None, *, query: Mapping[str, Any] | None = None) -> Info:
-        """Call a route of the engine's own, and return ``{"status": HTTP status, "body": JSON, or text}``.
+        """Call one of the engine's own routes; return ``{"status": HTTP status, "body": JSON, or text}``.
 
         Raises:
-            EngineRefusedError: any status but 2xx.
+            EngineRefusedError: the status is not 2xx.
             EngineUnreachableError, DeadlineError: the engine did not answer, or not in time.
         """
         answer = self.http.call("POST", route, body, query=query, timeout_s=self.timeout_s)
@@ -163,11 +164,11 @@ class HTTPPort(Port):
 
 
 class StockPort(HTTPPort):
-    """A server that runs nothing of ours, and has joined a transport: by whole files, or by its own broadcasts.
+    """A server without our plugin that has joined a transport: full files, or the server's own broadcasts.
 
     Attributes:
-        lacking, wanted, plugin: words of errors: what the server is, what it should be, and a hint.
-        group: of its own broadcasts; None where it follows by files.
+        lacking, wanted, plugin: error texts: what the server is, what it should be, and a hint.
+        group: settings of the broadcast group; None if the server loads files.
     """
 
     proves: bool = False
@@ -177,7 +178,7 @@ class StockPort(HTTPPort):
     group: Info | None = None
 
     def tell(self, message: Message) -> list[Info]:
-        """Join a transport, and refuse what needs our plugin; a make translates `Start`, `Load` and `Finish`."""
+        """Handle `Join`, and refuse what needs our plugin; subclasses handle `Start`, `Load` and `Finish`."""
         match message:
             case Join():
                 self._join(message)
@@ -200,36 +201,36 @@ class StockPort(HTTPPort):
         log.warning(words, self.url, by)
         if by == "native":
             self.group = offer["group"]
-            self._leave()  # an earlier trainer's
+            self._leave()  # an earlier trainer's group
             route, body = self._meeting(offer, message.rank_offset)
             self._post(route, body, timeout_s=self.timeout_s)
 
     @abstractmethod
     def _check(self, offer: Info) -> None:
-        """Raise EngineRefusedError where the server cannot take the broadcasts of a transport with this offer."""
+        """Raise `EngineRefusedError` if the server cannot receive the broadcasts of this offer."""
 
     @abstractmethod
     def _meeting(self, offer: Info, rank_offset: int) -> tuple[str, Info]:
-        """Return the route and the body by which its workers join the group of the broadcasts."""
+        """Return route and body with which the workers join the broadcast group."""
 
     @abstractmethod
     def _leaving(self) -> tuple[str, Info | None]:
-        """Return the route and the body by which they leave it."""
+        """Return route and body with which the workers leave the broadcast group."""
 
     def close(self, connection: str) -> None:
-        """Have the workers leave the group that they joined."""
+        """Make the workers leave their broadcast group."""
         if self.group:
             self._leave()
             self.group = None
 
     def _leave(self) -> None:
         route, body = self._leaving()
-        with suppress(EngineError, DeadlineError):  # there may be no group, no such route, or no server any more
+        with suppress(EngineError, DeadlineError):  # the group, the route or the server may not exist
             self.http.call("POST", route, body, timeout_s=_LEAVE_S)
 
 
 def bodies(handoff: Info) -> Iterator[tuple[list[str], list[str], list[list[int]]]]:
-    """Yield names, dtypes and shapes of each call of a `native` handoff; a tensor without elements is in none."""
+    """Yield names, dtypes and shapes for each call of a `native` handoff; empty tensors are left out."""
     for first, stop in handoff["calls"]:
         metas = [ParamMeta.from_json(row) for row in handoff["params"][first:stop]]
         metas = [meta for meta in metas if meta.nbytes]

@@ -1,40 +1,38 @@
-"""Ports of SGLang servers.
+"""Clients of SGLang servers.
 
-The protocol, as far as routes and bodies go, is SGLang's (`sglang.srt.entrypoints.http_server`, 0.5.13 to 0.5.23).
-Where the server has our plugin, messages of ours travel as the ``action`` of ``/weights_checker``
-(`torchrl_ext.messages`):
+Routes and bodies are SGLang's (`sglang.srt.entrypoints.http_server`, 0.5.13 to 0.5.23). If the server has our plugin,
+our messages (`torchrl_ext.messages`) travel in the ``action`` field of ``/weights_checker``:
 
 ==========================================  ==================================================================
-``GET /server_info``                        what the server was started with; ``GET /model_info``: what it serves now
+``GET /server_info``                        the server's start-up settings; ``GET /model_info``: the model it serves now
 ``POST /weights_checker``                   ``{"action": "torchrl_ext:{...}"}``: our messages
 ``GET /ready``                              503 while it is paused (0.5.23)
 ``POST /pause_generation``                  ``{"mode": "abort" | "retract" | "in_place"}``
-``POST /flush_cache``                       without the plugin; 400 while requests hold on to the cache
-``POST /hicache/storage-backend/clear``     where keys and values are kept in a store too
-``POST /begin_weight_update``               0.5.21 and later: layers in the form that loaders write to, until
+``POST /flush_cache``                       without the plugin; 400 while requests hold the cache
+``POST /hicache/storage-backend/clear``     if keys and values are also kept in a store
+``POST /begin_weight_update``               0.5.21 and later: puts layers into the form that loaders write, until
                                             ``/end_weight_update``
 ``POST /update_weight_version``             ``{"new_version": "7", "abort_all_requests": false}``
 ``POST /continue_generation``
-``POST /release_memory_occupation``         ``{"tags": [...]}``; ends the server that is not idle
-``POST /resume_memory_occupation``          ``{"tags": [...]}``; ends the server where one of them is awake
+``POST /release_memory_occupation``         ``{"tags": [...]}``; the server exits if it is not idle
+``POST /resume_memory_occupation``          ``{"tags": [...]}``; the server exits if one of the tags is awake
 ``POST /generate``                          ``logprob_start_len: 0``: log-probabilities of given tokens
 ==========================================  ==================================================================
 
-A server without the plugin follows by full files, and by its own broadcasts. It does not say what it holds afterwards,
-and drops a name that it does not know with a line in its log: only its outputs prove an update (``verify="outputs"``).
+A server without the plugin takes full files, or its own broadcasts. It does not report its weights afterwards, and
+only logs a line when it drops an unknown name, so only its outputs prove an update (``verify="outputs"``).
 
 ==========================================  ==================================================================
 ``POST /init_weights_update_group``         ``{"master_address", "master_port", "world_size", "group_name", "backend",
-                                            "rank_offset"}``; answers when the group is formed
+                                            "rank_offset"}``; answers once the group is formed
 ``POST /destroy_weights_update_group``      ``{"group_name"}``
 ``POST /update_weights_from_distributed``   ``{"names", "dtypes", "shapes", "load_format": "flattened_bucket", ...}``:
                                             one broadcast
-``POST /update_weights_from_disk``          ``{"model_path", "load_format", "weight_version", ...}``; the last values of
-                                            the latter two are kept, so they are always sent
+``POST /update_weights_from_disk``          ``{"model_path", "load_format", "weight_version", ...}``; SGLang keeps the
+                                            last values of the latter two, so they are always sent
 ==========================================  ==================================================================
 
-The order is pause, flush, transfer, resume: after the flush nothing of the old weights is cached, and while the server
-is paused nothing new is.
+The order is pause, flush, transfer, resume, so that a paused server holds no cache of the old weights.
 """
 
 from __future__ import annotations
@@ -61,8 +59,8 @@ __all__ = ["SGLANG", "SGLangPort", "sglang_engine"]
 
 log = logging.getLogger("torchrl_ext")
 
-_NOT_READY = {200: False, 503: True}  # other statuses are of releases that do not say
-_GRAPHS = "cuda_graph"  # sleeps and wakes with the cache
+_NOT_READY = {200: False, 503: True}  # older releases answer with other statuses
+_GRAPHS = "cuda_graph"  # this tag sleeps and wakes with the cache
 _PLUGIN = (
     "install torchrl_ext in the engine's environment (it needs no trainer packages), or let `torchrl-ext serve sglang` "
     'start the server; without it, use the "disk" transport, which SGLang loads by itself, or "native"'
@@ -99,14 +97,14 @@ class SGLangPort(HTTPPort):
         self._flush_timeout_s = flush_timeout_s
 
     def describe(self) -> EngineInfo:
-        """See `Port.describe`. ``/server_info`` suffices; ``/model_info`` and our plugin may add to it."""
+        """See `Port.describe`. Only ``/server_info`` must answer; ``/model_info`` and our plugin add details."""
         facts, model = self._server_info(), {}
         try:
             model = self._model()
         except EngineRefusedError as error:
             if not isinstance(error, RouteAbsent):
                 log.warning("%s does not say what it serves now: %s", self.url, error)
-        transports: tuple[str, ...] = ()  # none where control routes want a key that this client lacks
+        transports: tuple[str, ...] = ()  # stays empty if control routes want a key that this client lacks
         try:
             transports = self.followed() if self._has_plugin() else facts.info.transports
         except EngineRefusedError as error:
@@ -115,16 +113,12 @@ class SGLangPort(HTTPPort):
         return replace(info, transports=transports)
 
     def _model(self) -> Info:
-        """Return what the server says of the model that it serves now."""
+        """Return the server's information about the model that it serves now."""
         answer = self._either("/model_info", "/get_model_info")
         return answer if isinstance(answer, dict) else {}
 
     def loads(self) -> list[dict[str, Any]]:
-        """Count requests by data-parallel rank, from ``/v1/loads`` or ``/get_load``.
-
-        Returns:
-            Per rank ``{"dp_rank", "running", "waiting"}``.
-        """
+        """Return ``{"dp_rank", "running", "waiting"}`` request counts per rank, from ``/v1/loads`` or ``/get_load``."""
         answer = self._either("/v1/loads", "/get_load")
         found = []
         try:
@@ -142,7 +136,7 @@ class SGLangPort(HTTPPort):
         """See `Port.suited`.
 
         Raises:
-            ConfigError: ``keep_cache``, and the server keeps keys and values in a store.
+            ConfigError: ``keep_cache`` is set and the server keeps keys and values in a store.
         """
         has_plugin, facts = self._has_plugin(), self._server_info()
         if facts.stores_keys and self._keep_cache:
@@ -156,8 +150,7 @@ class SGLangPort(HTTPPort):
         return found
 
     def state(self, *, fit: bool = False) -> EngineState:
-        """See `Port.state`. Pauses of mode ``abort`` are known to the server's first process only, which our plugin
-        asks where it can (``server``)."""
+        # only the server's main process knows of a pause of mode "abort"; our plugin asks it if it can ("server")
         answer = self._fitness(self._say)
         pauses = [answer.get("paused")]
         if not answer.get("server"):
@@ -186,11 +179,11 @@ class SGLangPort(HTTPPort):
         return answers
 
     def _say(self, message: Message, timeout_s: float | None = None) -> list[Info]:
-        """Give workers a message; each data-parallel rank gives one answer."""
+        """Send workers a message; each data-parallel rank gives one answer."""
         body = {"action": CHANNEL + json.dumps(message.to_json())}
         answer = self.http.post("/weights_checker", body, timeout_s=timeout_s)
         try:
-            return [dict(json.loads(text)) for text in answer["message"].split(" | ")]  # SGLang's own way to join them
+            return [dict(json.loads(text)) for text in answer["message"].split(" | ")]  # SGLang's separator
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
             raise EngineRefusedError(f"{self.url}/weights_checker answered {answer!r}", hint=_PLUGIN) from None
 
@@ -203,11 +196,7 @@ class SGLangPort(HTTPPort):
             raise
 
     def _open_session(self) -> bool:
-        """Open SGLang's own session for an update of weights; end one first that a trainer left open.
-
-        Returns:
-            Whether this release has sessions.
-        """
+        """Begin a session, after ending one that a trainer left open; return whether this release has sessions."""
         try:
             return self._session("begin")
         except EngineRefusedError as error:
@@ -217,7 +206,7 @@ class SGLangPort(HTTPPort):
         return self._session("begin")
 
     def _session(self, verb: str) -> bool:
-        """Begin or end a session; return whether this release has any."""
+        """Begin or end SGLang's weight-update session; return whether this release has sessions."""
         try:
             self.http.post(f"/{verb}_weight_update", {}, timeout_s=self.timeout_s)
         except RouteAbsent:
@@ -239,10 +228,10 @@ class SGLangPort(HTTPPort):
             raise EngineRefusedError(f"{self.url} calls its weights {found!r}", expected=repr(label))
 
     def hold(self, before: EngineState) -> None:
-        pooled = self._facts.info.worker_type in ("prefill", "decode")  # it has one of the two halves of a request
+        pooled = self._facts.info.worker_type in ("prefill", "decode")  # each engine has one half of a request
         modes = ["abort" if pooled and self._pause_mode == "retract" else self._pause_mode]
         if modes == ["abort"] and before.paused:
-            modes = ["retract", "abort"]  # abort alone would wait for ever for requests that are paused in place
+            modes = ["retract", "abort"]  # "abort" by itself would wait forever for requests that are paused in place
         for mode in modes:
             self.http.post("/pause_generation", {"mode": mode}, timeout_s=self.timeout_s)
 
@@ -250,8 +239,8 @@ class SGLangPort(HTTPPort):
         self.http.post("/continue_generation", {})
 
     def refuse_sleep(self, level: int, tags: frozenset[str]) -> None:
-        """See `Port.refuse_sleep`. A server needs our plugin, which says what sleeps, ``--enable-memory-saver`` to give
-        memory back, and ``--enable-weights-cpu-backup`` for level 1."""
+        """See `Port.refuse_sleep`. Sleep needs our plugin (it reports the sleeping tags), ``--enable-memory-saver``
+        and, for level 1, ``--enable-weights-cpu-backup``."""
         if not tags:
             return
         if not self._has_plugin():
@@ -266,15 +255,14 @@ class SGLangPort(HTTPPort):
             )
 
     def make_idle(self) -> None:
-        """See `Port.make_idle`. Requests go back into the queue with any ``pause_mode`` but ``"abort"``, since their
-        keys and values are dropped."""
+        """See `Port.make_idle`. Running requests return to the queue, unless ``pause_mode`` is ``"abort"``."""
         if self._pause_mode == "in_place":
             self.http.post("/pause_generation", {"mode": "retract"}, timeout_s=self.timeout_s)
         self._flush(frozen=False)
 
     def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
         released = sorted({*(tags or TAGS), _GRAPHS} - state.asleep)
-        if released:  # SGLang takes an empty list for all of them
+        if released:  # SGLang treats an empty list as all tags
             self.http.post("/release_memory_occupation", {"tags": released}, timeout_s=self.timeout_s)
 
     def wake(self, tags: frozenset[str], state: EngineState) -> None:
@@ -283,18 +271,14 @@ class SGLangPort(HTTPPort):
             self.http.post("/resume_memory_occupation", {"tags": sorted(wanted)}, timeout_s=self.timeout_s)
 
     def drop_cached(self) -> None:
-        """Drop keys and values in the server, and then in a store where it, or an earlier one, put them."""
+        """Drop keys and values in the server, then in its store, where an earlier server may have left some too."""
         if not self._keep_cache:
             self._flush(frozen=self._pause_mode == "in_place")
 
     def _flush(self, *, frozen: bool) -> None:
-        """Drop keys and values.
-
-        Args:
-            frozen: requests that run hold on to the cache until they are resumed, so that waiting is in vain.
-        """
+        """Drop keys and values; fail at once if ``frozen`` requests hold the cache, since waiting would not help."""
         self._flush_own(frozen)
-        if not self._facts.stores_keys:  # or in a store that SGLang's own flush leaves alone
+        if not self._facts.stores_keys:  # SGLang's own flush leaves a store alone
             return
         for route in _CLEAR:
             answer = self.http.call("POST", route, timeout_s=self.timeout_s)
@@ -325,10 +309,8 @@ class SGLangPort(HTTPPort):
         )
 
     def _flushed(self) -> str:
-        """Try to drop the cache; return why that is not possible yet, "" where it is done.
-
-        SGLang's own route collects garbage too, which can take longer than an update.
-        """
+        """Try to drop the cache; return "", or why that is not possible yet."""
+        # not by SGLang's own route: it also collects garbage, which can take longer than an update
         return "" if merged(self._say(Flush())).get("flushed") else "the cache is in use"
 
     def _busy(self) -> str:
@@ -351,8 +333,7 @@ class SGLangPort(HTTPPort):
         return "/generate", {**body, "return_logprob": True, "logprob_start_len": 0}
 
     def _scores(self, answer: Any, prompt: list[int]) -> list[Any]:
-        """See `HTTPPort._scores`; the answer has ``[logprob, token id, text]`` per token, with null for the first."""
-        rows = answer["meta_info"]["input_token_logprobs"]
+        rows = answer["meta_info"]["input_token_logprobs"]  # [logprob, token id, text] per token; null for the first
         if [row[1] for row in rows] != prompt:
             raise ValueError("it is about other tokens")
         return [row[0] for row in rows[1:]]
@@ -361,7 +342,7 @@ class SGLangPort(HTTPPort):
         return server_info(self.http, ("sglang",))
 
     def _either(self, route: str, older: str) -> Any:
-        """Return the answer of ``route``, or, where the server lacks it, of the route that earlier releases have."""
+        """Return the answer of ``route``, or of ``older``, its name in earlier releases, if the server lacks it."""
         try:
             return self.http.get(route)
         except RouteAbsent as error:
@@ -373,7 +354,7 @@ class SGLangPort(HTTPPort):
 
 @final
 class StockSGLangPort(StockPort, SGLangPort):
-    """An SGLang server without our plugin, which has joined a transport; see `SGLangPort`."""
+    """An SGLang server without our plugin, after it joined a transport; see `SGLangPort`."""
 
     lacking, wanted, plugin = "SGLang without our plugin", 'the plugin in group "sglang.srt.plugins"', _PLUGIN
 
@@ -382,7 +363,7 @@ class StockSGLangPort(StockPort, SGLangPort):
             case Start() if self.group:
                 self._open_session()
             case Start():
-                self.abandon()  # what an update that failed left open
+                self.abandon()  # a failed update's session
             case Load():
                 self._load(message)
             case Finish() if self.group:
@@ -428,7 +409,7 @@ class StockSGLangPort(StockPort, SGLangPort):
                 body = {"names": names, "dtypes": dtypes, "shapes": shapes, **how}
                 self.http.post("/update_weights_from_distributed", body, timeout_s=self.timeout_s)
         except (EngineError, DeadlineError):
-            self.close("")  # it frees workers that wait for one that has failed
+            self.close("")  # frees workers that wait for a failed one
             raise
 
     def _flushed(self) -> str:
@@ -449,33 +430,32 @@ def sglang_engine(
     flush_timeout_s: float = 60.0,
     api_key: Keys = None,
 ) -> Engine:
-    """Return the client of an SGLang server.
+    """Return a client of an SGLang server.
 
     Args:
-        url: base address of the server itself, never of a router.
-        pause_mode: what happens to running requests: ``"retract"`` puts them back into the queue, and they go on with
-            the new weights, their keys and values computed anew; ``"abort"`` ends them; ``"in_place"`` freezes them
-            together with their keys and values of the old weights. ``"keep"``, vLLM's word, is ``"retract"``, and with
-            ``keep_cache`` ``"in_place"``. In pools ``"retract"`` is ``"abort"``, since requests between the two pools
-            would use the cache for as long as these are paused.
-        keep_cache: leave keys and values of the old weights where they are: frozen requests, and later ones with the
-            same prefix, go on with them. Each token still has the version of the weights that sampled it. Not for a
-            server that keeps keys and values in a store. Without, an update of a server whose requests are frozen in
-            place is refused.
+        url: base address of the server itself, not of a router.
+        pause_mode: what happens to running requests. ``"retract"`` returns them to the queue; they continue with the
+            new weights and recompute their keys and values. ``"abort"`` ends them. ``"in_place"`` freezes them with
+            the keys and values of the old weights. ``"keep"``, vLLM's name, means ``"retract"``, or ``"in_place"``
+            with ``keep_cache``. Prefill and decode pools use ``"abort"`` for ``"retract"``, because requests between
+            the two pools would hold the cache during the pause.
+        keep_cache: keep the keys and values of the old weights: frozen requests, and later requests with the same
+            prefix, continue with them. Each token is still labelled with the version that sampled it. Not for a server
+            that keeps keys and values in a store. Without it, updates fail while requests are frozen in place.
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
-        flush_timeout_s: deadline of dropping the cache, in seconds; SGLang refuses as long as a request uses it.
+        flush_timeout_s: deadline of dropping the cache, in seconds; SGLang refuses while a request uses it.
         api_key: sent as a bearer token; see `HTTPSession` for several.
 
     Raises:
-        ConfigError: a setting that cannot work.
+        ConfigError: invalid address, key or pause mode, or ``keep_cache`` with another mode than ``"in_place"``.
     """
     how: dict[str, Any] = {"pause_mode": pause_mode, "keep_cache": keep_cache, "flush_timeout_s": flush_timeout_s}
     return Engine(SGLangPort(session(url, api_key, timeout_s), timeout_s=load_timeout_s, **how))
 
 
 def describe_sglang(http: HTTPSession) -> EngineInfo | None:
-    """Describe the SGLang server at the session's address; None where another engine answers there."""
+    """Return the description of the SGLang server at the session's address; None if it is another engine."""
     return SGLangPort.over(http).describe() if server_info(http).info.kind == SGLangPort.kind else None
 
 

@@ -1,36 +1,36 @@
-"""Ports of vLLM servers and of the embedded engine, over vLLM's weight-transfer routes.
+"""Clients of vLLM servers and of the embedded engine, over vLLM's weight-transfer routes.
 
-The protocol, as far as routes and bodies go, is vLLM's (`vllm.entrypoints.rl.online.api_router` and
-`vllm.entrypoints.serve.dev.sleep.api_router`, 0.31 and 0.32). Where the server runs our backend, our messages travel in
-the bodies (`torchrl_ext.messages`):
+Routes and bodies are vLLM's (`vllm.entrypoints.rl.online.api_router` and
+`vllm.entrypoints.serve.dev.sleep.api_router`, 0.31 and 0.32). If the server runs our backend, our messages
+(`torchrl_ext.messages`) travel in the bodies:
 
 ==========================================  ====================================================================
-``POST /init_weight_transfer_engine``       ``{"init_info": message}``: all that loads nothing. Answers come in the
-                                            text of an error (`torchrl_ext.routes.ANSWERS`); from the embedded engine in
+``POST /init_weight_transfer_engine``       ``{"init_info": message}``: messages that load nothing. Answers come in an
+                                            error's text (`torchrl_ext.routes.ANSWERS`); the embedded engine answers
                                             ``{"answer": {...}}``
-``POST /pause?mode=abort|wait|keep``        with ``clear_cache=false``, which vLLM is about to give up
+``POST /pause?mode=abort|wait|keep``        with ``clear_cache=false``, a parameter that vLLM is about to remove
 ``POST /start_weight_update``
 ``POST /update_weights``                    ``{"update_info": message}``: `Load`, `Verify`, or `Seal` at the end
-``POST /finish_weight_update``              ``{"weight_version": "7"}``; after a failed update, without a body, it
-                                            ends the update that is still open
-``POST /reset_prefix_cache``                preempts what runs: its keys and values come from the old weights, as do
-                                            the ones that a KV connector keeps elsewhere
-``POST /reset_encoder_cache``               of multimodal models: embeddings of images come from the old weights too
+``POST /finish_weight_update``              ``{"weight_version": "7"}``; without a body it ends a failed update that is
+                                            still open
+``POST /reset_prefix_cache``                preempts running requests and drops their keys and values, which the old
+                                            weights computed, and the ones that a KV connector keeps elsewhere
+``POST /reset_encoder_cache``               multimodal models: drops image embeddings of the old weights
 ``POST /resume``
 ``POST /sleep?level=0|1|2&mode=``           0 pauses; 1 moves weights to the host, drops keys and values; 2 drops both
-``POST /wake_up?tags=``                     ``weights`` or ``kv_cache``; without tags, all. The wake that completes the
-                                            engine resumes it, too
-``POST /release_kv_cache_memory``           drops keys and values only
+``POST /wake_up?tags=``                     ``weights`` or ``kv_cache``; without tags, all. Waking the last part also
+                                            resumes the engine
+``POST /release_kv_cache_memory``           drops only keys and values
 ``GET /is_sleeping``                        false for an engine that serves. Our plugin and the embedded engine add
                                             ``is_paused``, ``tags``, ``dropped``, ``empty`` and ``whole``
-``GET /metrics``                            ``vllm:engine_sleep_state``: how vLLM was put to sleep, until it is wholly
+``GET /metrics``                            ``vllm:engine_sleep_state``: how vLLM was put to sleep, until it is fully
                                             awake
 ``POST /inference/v1/generate``             with ``prompt_logprobs``: log-probabilities of given tokens
 ==========================================  ====================================================================
 
-A server without our backend takes whole versions from files, and broadcasts where it was started with backend
-``"nccl"``. It does not say what it holds afterwards, and drops a name that it does not know with a line in its log:
-only its outputs prove an update (``verify="outputs"``).
+A server without our backend takes full versions from files, or broadcasts if it was started with backend ``"nccl"``. It
+does not report its weights afterwards, and only logs a line when it drops an unknown name, so only its outputs prove an
+update (``verify="outputs"``).
 
 ==========================================  ====================================================================
 ``POST /init_weight_transfer_engine``       ``{"init_info": {"rank_offset", "world_size", "packed", ...}}``
@@ -75,11 +75,10 @@ __all__ = ["EMBEDDED", "VLLM", "EmbeddedPort", "VLLMPort", "embedded_engine", "v
 
 _EVERYWHERE = {"reset_running_requests": "true", "reset_external": "true"}
 _COPYING_S = 10.0
-_KINDS = ("vllm", "embedded")  # that have these routes
+_KINDS = ("vllm", "embedded")  # the kinds of engine that have these routes
 
 _PROBE = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True, "max_tokens": 1, "temperature": 1.0}
-"""Sampling settings that score a prompt: ``prompt_logprobs`` 0 asks for its own tokens, whatever their rank; the one
-token that is sampled after them is not used."""
+"""Settings that score a prompt: ``prompt_logprobs`` 0 returns only its own tokens; the sampled token is not used."""
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment: vLLM has these routes only then"
 _ADAPTERS = (
@@ -100,14 +99,14 @@ _EXECUTORS = re.compile(
     r"(?:', please check the stack trace above for the root cause)?\.?$",
     re.DOTALL,
 )
-"""Matches the text that vLLM's executors put around a worker's error message."""
+"""Matches the text that vLLM's executors wrap around a worker's error message."""
 
 
 class VLLMPort(HTTPPort):
     """A vLLM server whose workers run our weight-transfer backend.
 
     Attributes:
-        answer: the server's own to the last call that paused, resumed, put to sleep or woke it.
+        answer: the server's answer to the last call without a body (pause, resume, sleep, wake, ...).
     """
 
     kind: ClassVar[str] = "vllm"
@@ -135,7 +134,7 @@ class VLLMPort(HTTPPort):
         """See `Port.suited`.
 
         Raises:
-            ConfigError: ``keep_cache``, and the server has a KV connector; or its weights belong to others as well.
+            ConfigError: ``keep_cache`` is set and the server has a KV connector; or the server shares its weights.
         """
         facts = server_info(self.http, _KINDS)
         if self._keep_cache and facts.kv_connectors:
@@ -150,7 +149,7 @@ class VLLMPort(HTTPPort):
         return found
 
     def _choose(self, facts: ServerInfo) -> VLLMPort:
-        """Return the port of a server that describes itself so."""
+        """Return the port for a server with these ``facts``."""
         if facts.is_guest:
             raise ConfigError(
                 f"{self.url} maps weights that a daemon owns: an update would change them for every engine that does",
@@ -164,8 +163,7 @@ class VLLMPort(HTTPPort):
         return found
 
     def state(self, *, fit: bool = False) -> EngineState:
-        """See `Port.state`. vLLM calls a paused engine asleep, too, and does not name the parts that sleep: without our
-        plugin its gauge has them."""
+        # vLLM also calls a paused engine asleep, and only its gauge or our plugin names the sleeping parts
         if fit and not self._ours:
             return EngineState(**{**self._gauge(), "paused": None})
         try:
@@ -188,7 +186,7 @@ class VLLMPort(HTTPPort):
         return EngineState(**found, empty=workers.get("empty"), whole=workers.get("whole"))
 
     def _gauge(self) -> Info:
-        """Read from vLLM's gauge how it was put to sleep. Level 0 and a cache that sleeps alone look the same in it."""
+        """Read the sleep state from vLLM's gauge, in which level 0 and a sleeping cache look the same."""
         answer = self.http.call("GET", "/metrics")
         if not answer.absent and not (answer.ok and "# TYPE" in answer.text):
             raise EngineRefusedError(
@@ -212,7 +210,7 @@ class VLLMPort(HTTPPort):
         return []
 
     def _say(self, message: Message) -> list[Info]:
-        """Give workers a message that loads nothing."""
+        """Send workers a message that loads nothing."""
         body = {"init_info": message.to_json()}
         try:
             answer: Any = self._post("/init_weight_transfer_engine", body, timeout_s=self.timeout_s)
@@ -226,13 +224,13 @@ class VLLMPort(HTTPPort):
         return answers_in(answer)
 
     def abandon(self) -> None:
-        with suppress(EngineRefusedError):  # where it failed, workers have none to end any more
+        with suppress(EngineRefusedError):  # workers may have no open update any more
             self._post("/finish_weight_update")
 
     def drop_cached(self) -> None:
-        """See `Port.drop_cached`; waits for a connector that still copies keys and values."""
         if self._keep_cache:
             return
+        # a connector may still be copying keys and values
         Deadline(min(self.http.timeout_s, _COPYING_S)).poll(
             lambda: self._post("/reset_prefix_cache", query=_EVERYWHERE).get("success", True),
             late=lambda: EngineRefusedError(f"{self.url} could not drop cached keys and values of the old weights"),
@@ -241,7 +239,7 @@ class VLLMPort(HTTPPort):
             self._post("/reset_encoder_cache")
 
     def hold(self, before: EngineState) -> None:
-        # `drop_cached` comes after the load; until then the cache fits the weights, and stays where the update fails
+        # `drop_cached` follows the load; until then the cache matches the weights, and a failed update keeps it
         query = {"mode": self._pause_mode, "clear_cache": "false"}
         self._post("/pause", query=query, timeout_s=self.timeout_s)
 
@@ -249,7 +247,7 @@ class VLLMPort(HTTPPort):
         self._post("/resume")
 
     def refuse_sleep(self, level: int, tags: frozenset[str]) -> None:
-        """Refuse nothing: a server without ``--enable-sleep-mode`` does so itself."""
+        """Do nothing: a server without ``--enable-sleep-mode`` refuses by itself."""
 
     def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
         if tags == frozenset({"kv_cache"}):
@@ -262,7 +260,7 @@ class VLLMPort(HTTPPort):
     def wake(self, tags: frozenset[str], state: EngineState) -> None:
         if not state.known:
             self._post("/wake_up", query=None if tags == TAGS else {"tags": sorted(tags)}, timeout_s=self.timeout_s)
-        for tag in sorted(state.asleep & tags, reverse=True):  # weights first: the wake of the last part resumes it
+        for tag in sorted(state.asleep & tags, reverse=True):  # weights first: waking the last part resumes the engine
             self._post("/wake_up", query={"tags": tag}, timeout_s=self.timeout_s)
 
     def adapter(self, name: str) -> Port:
@@ -281,8 +279,7 @@ class VLLMPort(HTTPPort):
         return "/inference/v1/generate", {"token_ids": prompt, "sampling_params": _PROBE}
 
     def _scores(self, answer: Any, prompt: list[int]) -> list[Any]:
-        """See `HTTPPort._scores`; the answer has, per token, ``{"17": {"logprob": -3.2, ...}}`` by token id, always
-        with the prompt's own."""
+        # per token {"17": {"logprob": -3.2, ...}} by token id, always including the prompt's own token
         rows = zip(prompt, answer["prompt_logprobs"], strict=True)
         return [row[str(token)]["logprob"] for token, row in rows if row is not None]  # null for the first token
 
@@ -290,11 +287,10 @@ class VLLMPort(HTTPPort):
         return isinstance(error, RouteAbsent) or _is_of_another_backend(error)
 
     def _ask(self, route: str, field: str) -> Any:
-        """Return a field of the answer to ``GET route``."""
         return self._answered(route, field)[field]
 
     def _answered(self, route: str, field: str) -> Info:
-        """Return the answer to ``GET route``, which has to have a field."""
+        """Return the answer to ``GET route``, which must have ``field``."""
         with self._explained():
             answer = self.http.get(route)
         if not isinstance(answer, dict) or field not in answer:
@@ -312,7 +308,7 @@ class VLLMPort(HTTPPort):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Add a hint where routes are absent, and take those of vLLM's executors away from a worker's words."""
+        """Add a hint to errors about missing routes, and strip the text of vLLM's executors from workers' errors."""
         try:
             yield
         except RouteAbsent as error:
@@ -322,22 +318,22 @@ class VLLMPort(HTTPPort):
 
 
 def _own_words(text: str) -> str:
-    """Return the words of a worker without those of vLLM's executors around them."""
+    """Return a worker's error message without the text that vLLM's executors wrap around it."""
     return unescaped(_EXECUTORS.sub(r"\g<words>", text))
 
 
 def _is_of_another_backend(error: EngineRefusedError) -> bool:
-    """Return whether a vLLM server refused a message because its weight-transfer backend is not ours."""
+    """Return whether a vLLM server refused a message because it runs another weight-transfer backend."""
     return "not configured" in error.what or "Invalid init_info" in error.what
 
 
 @final
 class StockVLLMPort(StockPort, VLLMPort):
-    """A vLLM server that does not run our backend, and has joined a transport; see `VLLMPort`."""
+    """A vLLM server without our backend, after it joined a transport; see `VLLMPort`."""
 
     lacking, wanted, plugin = "vLLM without our backend", f"weight-transfer backend {BACKEND!r}", _FLAGS
-    _empty: bool | None = None  # whether its weights were given up, and no update filled them since
-    _clean = False  # whether no layer is left half-filled, which vLLM cannot say
+    _empty: bool | None = None  # see `EngineState.empty`
+    _clean = False  # whether no layer is half-filled, which vLLM cannot report
 
     def state(self, *, fit: bool = False) -> EngineState:
         found = super().state(fit=fit)
@@ -378,15 +374,15 @@ class StockVLLMPort(StockPort, VLLMPort):
         return "/shutdown_weight_transfer_engine", None  # releases before 0.32 lack it, and drop the group themselves
 
     def _start(self) -> None:
-        """Begin an update, with layers of which nothing is left from one that failed.
+        """Begin an update; after a failed one, reset its half-filled layers first.
 
-        After a failure vLLM 0.32 keeps what a layer was sent, and its count (`model_loader.reload.layerwise`), and goes
-        on from there in the next update. A cycle without a tensor in between resets both, while nobody generates.
+        After a failure vLLM 0.32 keeps the tensors that a layer received, and their count
+        (`model_loader.reload.layerwise`), and would continue from there. An empty update resets both while paused.
         """
         if not self.group:
             return
         if not self._clean:
-            with suppress(EngineRefusedError):  # one is still active
+            with suppress(EngineRefusedError):  # an update may still be active
                 self._post("/start_weight_update", {}, timeout_s=self.timeout_s)
             self._post("/finish_weight_update", timeout_s=self.timeout_s)
         self._clean = False
@@ -395,7 +391,7 @@ class StockVLLMPort(StockPort, VLLMPort):
     def _load(self, handoff: Info) -> None:
         if not self.group:
             body = {"method": "reload_weights", "kwargs": {"weights_path": handoff["path"]}}
-            for _ in range(1 if self._clean else 2):  # an earlier one may have left some half-filled, as in `_start`
+            for _ in range(1 if self._clean else 2):  # a failed load may have left half-filled layers, as in `_start`
                 self._clean = False
                 self._post("/collective_rpc", body, timeout_s=self.timeout_s)
             return
@@ -407,7 +403,7 @@ class StockVLLMPort(StockPort, VLLMPort):
         if self.group:
             self._post("/finish_weight_update", {"weight_version": label}, timeout_s=self.timeout_s)
             return
-        with suppress(RouteAbsent):  # releases before labels: generations do not say their version then
+        with suppress(RouteAbsent):  # releases without labels: their generations do not report a version
             self._post("/update_weight_version", {"new_version": label})
 
     def abandon(self) -> None:
@@ -417,7 +413,7 @@ class StockVLLMPort(StockPort, VLLMPort):
 
 @final
 class EmbeddedPort(VLLMPort):
-    """An engine of `torchrl_ext.embedded` in another process; see `VLLMPort`."""
+    """A `torchrl_ext.embedded` engine in another process; see `VLLMPort`."""
 
     kind: ClassVar[str] = "embedded"
 
@@ -444,42 +440,42 @@ def vllm_engine(
     api_key: Keys = None,
     port: type[VLLMPort] = VLLMPort,
 ) -> Engine:
-    """Return the client of a vLLM server.
+    """Return a client of a vLLM server.
 
-    One that runs our weight-transfer backend follows by every transport; another one by full files, and by broadcasts
-    where it was started with backend ``"nccl"``.
+    A server with our weight-transfer backend supports every transport; others support full files, and broadcasts if
+    started with backend ``"nccl"``.
 
     Args:
-        url: base address of the server itself, never of a router.
-        pause_mode: what happens to running requests: ``"keep"`` freezes them and lets them go on with the new weights
-            (their keys and values are computed anew), ``"wait"`` lets them end first, ``"abort"`` ends them.
-        keep_cache: with ``"keep"``: leave keys and values of the old weights where they are: frozen requests go on with
-            them, and later requests to vLLM with the same prefix and no ``cache_salt`` of their own begin with them.
-            Each token still has the version of the weights that sampled it. Not for a server with a KV connector.
+        url: base address of the server itself, not of a router.
+        pause_mode: what happens to running requests: ``"keep"`` freezes them, and they continue with the new weights
+            and recompute their keys and values; ``"wait"`` lets them finish first; ``"abort"`` ends them.
+        keep_cache: with ``"keep"``: keep the keys and values of the old weights. Frozen requests continue with them, as
+            do later requests to vLLM with the same prefix and no ``cache_salt`` of their own. Each token is still
+            labelled with the version that sampled it. Not for a server with a KV connector.
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport, draining, and receiving weights, in seconds.
         api_key: sent as a bearer token; see `HTTPSession` for several.
-        port: of a make that speaks vLLM's protocol.
+        port: the port class, for other engines that speak vLLM's protocol.
 
     Raises:
-        ConfigError: a setting that cannot work.
+        ConfigError: invalid address, key or pause mode, or ``keep_cache`` with another mode than ``"keep"``.
     """
     http = session(url, api_key, timeout_s)
     return Engine(port(http, timeout_s=load_timeout_s, pause_mode=pause_mode, keep_cache=keep_cache))
 
 
 embedded_engine = partial(vllm_engine, port=EmbeddedPort)
-"""Returns the client of an engine of `torchrl_ext.embedded` in another process; see `vllm_engine`."""
+"""Returns a client of a `torchrl_ext.embedded` engine in another process; see `vllm_engine`."""
 
 
 def _describe(port: type[VLLMPort], http: HTTPSession) -> EngineInfo | None:
-    """Describe the engine at the session's address; None where one of another make answers there."""
+    """Return the description of the engine at the session's address; None if it is of another kind than ``port``."""
     facts, found = server_info(http), port.over(http)
     if facts.info.kind != port.kind:
         return None
     known = {}
     for route, field in (("/get_world_size", "world_size"), ("/weight_info", "weight_version")):
-        with suppress(EngineRefusedError):  # an engine may lack them
+        with suppress(EngineRefusedError):  # an engine may lack these routes
             known[field] = found._ask(route, field)
     return found._described(facts, known.get("world_size"), known.get("weight_version"))
 
