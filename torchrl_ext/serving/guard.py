@@ -1,12 +1,12 @@
-"""``python -I guard.py SECONDS PARENT COMMAND...``: run a command until its parent wants it ended, or is dead.
+"""``python -I guard.py SECONDS PARENT COMMAND...``: run a command; end it when its parent asks or dies.
 
-The parent (its process id) holds the other end of our standard input: a byte there, or its end, ends the command, which
-has SECONDS to end by itself, and then what it left behind has a third of that. So does the parent's death, after which
-we have another parent; the pipe alone would not show it, since children that the parent forked hold it too. Everything
-that the command started ends with it, in whatever session: orphans become our children where the system can do that, so
-that all of it is below us. If we are killed, so is the command. The first line on standard output is the command's
-process id; the command itself writes to our standard error. Standard library only: this has to start at once, and must
-not put our path into the command's environment.
+PARENT is a process id. That process holds the other end of the guard's standard input. A byte or the end of the pipe
+ends the command. So does a change of the guard's parent process: the pipe does not show the parent's death while its
+forked children hold the pipe. The command gets SECONDS to exit after SIGTERM; processes that it leaves behind get a
+third of that. Everything that the command started is ended, in any session: on Linux the guard adopts orphans. If the
+guard is killed, Linux kills the command. The first line on standard output is the command's process id; the command
+writes to the guard's standard error. Only the standard library is imported: the guard has to start at once and must not
+put our path into the command's environment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 
 
 def main(argv: list[str]) -> int:
-    """Run the command until the parent wants it ended, or is dead, and return its exit status."""
+    """Run the command until it exits or its parent asks or dies; return its exit status."""
     grace_s, parent, command = float(argv[0]), int(argv[1]), argv[2:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         command,
         stdin=subprocess.DEVNULL,
         stdout=sys.stderr.fileno(),
-        preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # safe, as we have no other thread
+        preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # safe: there is no other thread
     )
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `_end_rest` sends it to our whole group
     print(child.pid, flush=True)
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the ids of the processes that run below one, by /proc (proc(5)); none where there is no such folder."""
+    """Return the ids of all processes below ``pid``, read from /proc (proc(5)); empty where /proc does not exist."""
     children: dict[int, list[int]] = {}
     with contextlib.suppress(OSError):
         for name in filter(str.isdigit, os.listdir("/proc")):
@@ -67,7 +67,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def _end_rest(grace_s: float) -> None:
-    """End whatever the command left behind: by SIGTERM first, after ``grace_s`` by SIGKILL."""
+    """End every process that the command left behind: SIGTERM first, SIGKILL after ``grace_s``."""
     os.killpg(0, signal.SIGTERM)
     asked, until = set(), time.monotonic() + grace_s
     while _children():
@@ -85,7 +85,7 @@ def _end_rest(grace_s: float) -> None:
 
 
 def _children() -> bool:
-    """Reap children that have ended, and return whether there are others."""
+    """Reap children that have ended; return whether others remain."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             continue
@@ -94,7 +94,7 @@ def _children() -> bool:
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl(2), which only Linux has; elsewhere do nothing."""
+    """Call prctl(2) on Linux; do nothing elsewhere."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 

@@ -1,4 +1,4 @@
-"""Start an engine of a plan: `LocalLauncher` does so on this machine, other kinds of `EngineLauncher` elsewhere."""
+"""Start planned engines: `LocalLauncher` on this machine, other `EngineLauncher` classes elsewhere."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class RunningEngine(Protocol):
     url: str
 
     def alive(self) -> bool:
-        """Return whether its process runs."""
+        """Return whether the engine's process runs."""
 
     def log(self) -> str:
-        """Return the last 4,000 characters of its output."""
+        """Return the last 4,000 characters of the output."""
 
     def stop(self) -> None:
-        """End the engine and wait until it has ended. May be called twice."""
+        """End the engine and wait for its exit. May be called twice."""
 
 
 class EngineLauncher(ABC):
-    """Starts engines; the interface that a `Supervisor` uses, wherever the engines run.
+    """Starts engines for a `Supervisor`.
 
     Attributes:
-        api_key: the key that its engines ask for; None where they ask for none.
+        api_key: the key that the engines require; None if they require none.
     """
 
     api_key: str | None = None
@@ -50,32 +50,32 @@ class EngineLauncher(ABC):
     def launch(
         self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
     ) -> RunningEngine:
-        """Start an engine and wait until it is healthy; the same plan again starts it at the same address.
+        """Start an engine and wait until it is healthy; a later start of the same plan reuses the address.
 
         Args:
-            plan: what to start.
+            plan: the engine to start.
             encoders: addresses of the encoders of its model.
-            cancel: set by another thread that wants the start given up, which then raises soon.
+            cancel: another thread sets it to cancel the start, which then raises soon.
 
         Raises:
             ConfigError: the plan cannot work here.
-            EngineError, DeadlineError: it ended while starting, was given up, or was not healthy in time.
+            EngineError, DeadlineError: the engine ended while starting, or the start was cancelled or timed out.
         """
 
 
 class LocalLauncher(EngineLauncher):
-    """Starts engines as processes of this machine, each with its devices.
+    """Starts engines as processes on this machine, each with its own devices.
 
-    Overrides that are fields of the engine's spec become fields; others become arguments of the server. The device
-    numbers of a plan count the devices of this process: where its ``CUDA_VISIBLE_DEVICES`` is ``4,5``, device 0 is 4.
+    Overrides that name a field of the engine's spec set that field; others become arguments of the server. A plan's
+    device numbers index the devices of this process: if its ``CUDA_VISIBLE_DEVICES`` is ``4,5``, device 0 is GPU 4.
 
     Args:
-        log_folder: gets a file per engine; None takes temporary ones.
-        devices: the devices that plans count, in the words of ``CUDA_VISIBLE_DEVICES``; None takes those that this
-            process sees. Where there are none, as on a machine without GPUs, plans count workers and nothing is pinned.
-        api_key: the key that engines ask for; with None they serve whoever reaches 127.0.0.1, or their ``host``.
-            It goes by the environment, and to SGLang, which has no variable for it, among the arguments.
-        settings: for every engine's spec, such as ``dtype`` or ``python``; overrides of a plan go first.
+        log_folder: directory for one log file per engine; None uses temporary files.
+        devices: the devices that plans index, named as in ``CUDA_VISIBLE_DEVICES``; None uses those that this process
+            sees. Without any, as on a machine without GPUs, a plan's numbers count workers and nothing is pinned.
+        api_key: the key that engines require; with None they serve whoever reaches 127.0.0.1, or their ``host``.
+            Engines get it in the environment; SGLang, which has no variable for it, gets it as an argument.
+        settings: fields of every engine's spec, such as ``dtype`` or ``python``; a plan's overrides take precedence.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LocalLauncher(EngineLauncher):
         self.api_key = api_key
         self._log_folder = None if log_folder is None else Path(log_folder)
         self._settings, self._devices = settings, devices
-        self._ports = defaultdict[str, int](free_port)  # by name: a later start gets the same one
+        self._ports = defaultdict[str, int](free_port)  # by name: a restart gets the same port
 
     def launch(
         self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
@@ -119,7 +119,7 @@ class LocalLauncher(EngineLauncher):
         return start(spec)
 
     def _pinned(self, plan: EnginePlan) -> dict[str, str]:
-        """Return the variable that shows a plan's devices to its engine; none where there is no device."""
+        """Return ``CUDA_VISIBLE_DEVICES`` for a plan's engine; empty if this launcher has no device."""
         devices = self._devices
         if devices is None:
             count, visible = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -138,11 +138,7 @@ class LocalLauncher(EngineLauncher):
 
 
 def _fields(make: type[EngineSpec], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a spec that settings stand for: what is no field of it becomes an argument of the server.
-
-    Raises:
-        ConfigError: its server takes no such argument.
-    """
+    """Return the spec's fields; settings that are not fields become ``extra_args``."""
     known = make.settings()
     found = {name: value for name, value in wanted.items() if name in known}
     others = {name: value for name, value in wanted.items() if name not in known}
@@ -156,7 +152,7 @@ def _fields(make: type[EngineSpec], wanted: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _argument(make: type[EngineSpec], name: str, value: Any) -> list[str]:
-    """Return the words of an argument: ``swap_space=4`` gives ``--swap-space 4``, ``x=True`` ``--x``, None nothing."""
+    """Return command-line words: ``swap_space=4`` gives ``--swap-space 4``, ``x=True`` gives ``--x``, None nothing."""
     flag = name.replace("_", "-")
     if value is False and not make.negates:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Bring our plugin into an engine by a folder on its ``PYTHONPATH``; nothing is written into its environment."""
+"""Load our plugin into an engine from a folder on its ``PYTHONPATH``; the engine's environment is not changed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PACKAGE = Path(torchrl_ext.__file__).resolve().parent
 def make_overlay(folder: Path) -> Path:
     """Fill ``folder`` so that an interpreter with it on ``PYTHONPATH`` finds our package and its entry points.
 
-    The layout is that of an installed distribution (https://packaging.python.org, "Recording installed projects").
+    The layout follows https://packaging.python.org, "Recording installed projects".
     """
     folder.mkdir(exist_ok=True)
     (folder / _PACKAGE.name).symlink_to(_PACKAGE, target_is_directory=True)
-    name = "torchrl_ext_overlay"  # not the package's own: of two distributions with one name Python sees only the first
+    name = "torchrl_ext_overlay"  # not the package's own: Python sees only the first of two distributions with one name
     info = folder / f"{name}-{torchrl_ext.__version__}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {torchrl_ext.__version__}\n")
@@ -34,6 +34,6 @@ def make_overlay(folder: Path) -> Path:
 
 
 def on_path(overlay: Path, path: str | None = None) -> str:
-    """Return a ``PYTHONPATH``, by default that of this process, with ``overlay`` in front."""
+    """Return ``path`` (None uses this process's ``PYTHONPATH``) with ``overlay`` in front."""
     path = os.environ.get("PYTHONPATH") if path is None else path
     return os.pathsep.join([str(overlay), *filter(None, (path or "").split(os.pathsep))])

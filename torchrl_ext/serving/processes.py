@@ -1,4 +1,4 @@
-"""Run child processes, servers as a rule: a log, a health check with a deadline, an end that leaves nothing behind."""
+"""Run servers as child processes: keep a log, wait for health up to a deadline, and end every descendant."""
 
 from __future__ import annotations
 
@@ -44,32 +44,31 @@ _ERROR = re.compile(rb"[A-Z]\w*(?:Error|Exception): .+")
 
 
 class GuardedProcess:
-    """Runs a program, a server for example, that ends with this process; a context manager.
+    """Runs a program that ends with this process; a context manager.
 
-    It runs under `torchrl_ext.serving.guard`, in a session of its own: Ctrl-C in a terminal reaches only this process,
-    and the program ends with this process however that dies.
+    The program runs under `torchrl_ext.serving.guard` in its own session: Ctrl-C in a terminal reaches only this
+    process, and the program ends however this process dies.
 
     Args:
         command: program and arguments.
-        name: for messages.
-        environ: variables on top of this process's own.
-        url: base address of a server, which is waited for until it is healthy.
-        health: route of a server that answers 200 when it is ready.
-        log_path: file to which the output is appended; None takes a temporary one, which is removed at the end.
+        name: used in messages.
+        environ: variables added to this process's own.
+        url: base address of a server; if given, the constructor waits until the server is healthy.
+        health: the server's route that answers 200 when it is ready.
+        log_path: file to which the output is appended; None uses a temporary file that `stop` removes.
         start_timeout_s: deadline of the start, in seconds.
-        cancel: set by another thread that wants the start of a server given up.
-        shared_memory: first letters of the names of files in /dev/shm that its processes make, and may leave behind:
-            the ones that they have mapped when they are ended are removed.
-        plugin: whether the program, an interpreter, finds our package and its entry points.
+        cancel: another thread sets it to cancel the start of a server.
+        shared_memory: name prefixes of files in /dev/shm that the program creates and may leave behind; `stop` removes
+            those that the program has mapped.
+        plugin: whether the program is an interpreter that has to find our package and its entry points.
 
     Attributes:
-        pid: of the program.
-        url: base address of a server.
-        log_path: file with its output.
+        pid: the program's process id.
+        log_path: file with the output.
 
     Raises:
-        EngineError: it could not be started, ended while starting, or was given up; the message has the end of its log.
-        DeadlineError: it was not started, or not healthy, in time, and was ended.
+        EngineError: the program could not be started, ended while starting, or was cancelled; with the end of its log.
+        DeadlineError: the program was not started or not healthy in time, and was ended.
     """
 
     def __init__(
@@ -115,26 +114,26 @@ class GuardedProcess:
             raise
 
     def alive(self) -> bool:
-        """Return whether it runs."""
+        """Return whether the program runs."""
         return self._guard.poll() is None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it ends, at most ``timeout_s`` seconds, and return whether it did."""
+        """Wait at most ``timeout_s`` seconds for the program to end; return whether it did."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(timeout_s)
         return not self.alive()
 
     def log(self) -> str:
-        """Return at most the last 4,000 characters of the output; empty once a temporary log was removed."""
+        """Return the last 4,000 characters of the output; empty once a temporary log was removed."""
         return self._output()[-_LOG_CHARS:].decode(errors="replace").strip()
 
     def errors(self) -> str:
-        """Return the last few lines of the output that look like exceptions: its end often only points at a cause."""
+        """Return the last three distinct exceptions in the output: the end of a log often shows only a consequence."""
         found = [line[:_LOG_CHARS].decode(errors="replace").strip() for line in _ERROR.findall(self._output())]
         return "; ".join(list(dict.fromkeys(found))[-_ERRORS:])
 
     def stop(self) -> None:
-        """End it and everything that it started, and wait for it. May be called twice."""
+        """End the program and everything that it started, and wait. May be called twice."""
         left = _mapped(self._guard.pid, self._shared_memory) if self._shared_memory and self.alive() else set()
         self._end(self._guard)
         for path in left:
@@ -148,14 +147,14 @@ class GuardedProcess:
         self.stop()
 
     def _output(self) -> bytes:
-        """Return the output of this run."""
+        """Return this run's output, at most its last 64 MiB."""
         with contextlib.suppress(FileNotFoundError), self.log_path.open("rb") as log:
             log.seek(max(self._began, log.seek(0, os.SEEK_END) - _LOG_BYTES))
             return log.read()
         return b""
 
     def _first_word(self, timeout_s: float) -> int:
-        """Return the program's process id, which its guard prints first."""
+        """Return the program's process id, which the guard prints first."""
         said = self._guard.stdout
         if said is None or not select.select([said], [], [], timeout_s)[0]:
             raise DeadlineError(f"{self.name} could not be started within {timeout_s:g} s", state="it was ended")
@@ -191,12 +190,12 @@ class GuardedProcess:
         within.poll(healthy, late=late, longest_s=_POLL_S)
 
     def _end(self, guard: subprocess.Popen[bytes]) -> None:
-        """Have the guard end the program; kill both where it does not."""
+        """Make the guard end the program; kill both if it does not."""
         if guard.stdin is not None and not guard.stdin.closed:
-            with contextlib.suppress(OSError):  # a byte, since forked children of ours may keep the pipe open
+            with contextlib.suppress(OSError):  # a byte: forked children of ours may keep the pipe open
                 os.write(guard.stdin.fileno(), b"\n")
             guard.stdin.close()
-            if not self.alive() and guard.returncode < 0:  # the guard was killed, and could not end its program
+            if not self.alive() and guard.returncode < 0:  # killed before it could end its program
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(guard.pid, signal.SIGKILL)
         if not self.wait(2 * _GRACE_S):
@@ -210,7 +209,7 @@ class GuardedProcess:
 
 
 def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:
-    """Return files of these prefixes in /dev/shm that a process or a descendant has mapped; none without /proc."""
+    """Return files in /dev/shm with these prefixes that a process or a descendant has mapped; none without /proc."""
     found = set()
     for process in (pid, *descendants(pid)):
         with contextlib.suppress(OSError):  # it has ended
@@ -220,13 +219,13 @@ def _mapped(pid: int, prefixes: tuple[str, ...]) -> set[Path]:
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody listens on now, and that this function has not returned before.
+    """Return a free port of 127.0.0.1 that this function has not returned before.
 
-    A server may need a minute until it listens. Meanwhile the system gives ports of its own range to any process that
-    wants one, so this port is from below that range where there is room.
+    The port is below the system's ephemeral range if possible: a server may take a minute to listen, and meanwhile the
+    system could give a port of that range to another process.
 
     Raises:
-        EngineError: there is none.
+        EngineError: no port is free.
     """
     lowest = _LOWEST_PORT
     with contextlib.suppress(OSError, ValueError, IndexError):  # ip(7)
@@ -243,10 +242,10 @@ def free_port() -> int:
 
 
 def usable_port(port: int, host: str = "127.0.0.1") -> int:
-    """Return ``port``, or a free one where it is 0.
+    """Return ``port``, or a free port for 0.
 
     Raises:
-        ConfigError: it is taken: the process there would answer the health check in the engine's place.
+        ConfigError: the port is taken; the process there would answer the engine's health check.
     """
     try:
         return _bound(port, host) if port else free_port()
@@ -255,16 +254,16 @@ def usable_port(port: int, host: str = "127.0.0.1") -> int:
 
 
 def _bound(port: int, host: str) -> int:
-    """Bind a port for a moment, a free one where it is 0, and return it."""
+    """Bind a port for a moment (0: any free port) and return it."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        # a process that another thread forks holds a copy until it runs its program: without this, its copy of a closed
-        # probe would keep the port from the server that it was chosen for
+        # a process that another thread forks keeps a copy of the probe until it execs; without SO_REUSEADDR that copy
+        # would block the server for which the port was chosen
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
         return int(probe.getsockname()[1])
 
 
 def reachable(host: str) -> str:
-    """Return the host by which a client on this machine reaches a server that listens on ``host``."""
+    """Return the host, for a URL, at which a local client reaches a server that listens on ``host``."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""`RayLauncher` starts engines of a plan on the nodes of a Ray cluster, each under an actor that ends it."""
+"""`RayLauncher` starts planned engines on the nodes of a Ray cluster, each in an actor that ends it."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _POLL_S = 0.2
 
 
 class RayLauncher(EngineLauncher):
-    """Starts each engine in a Ray actor; Ray picks the GPUs, and the node, which stays the same for every later start.
+    """Starts each engine in a Ray actor. Ray picks the GPUs and the node; restarts use the same node.
 
     Args:
         remote: options of an engine's actor (``num_cpus``, ``resources``, ...), or a callable that takes the plan and
-            returns them; None asks for the plan's number of GPUs where the cluster has any.
-        start_timeout_s: deadline of a start, in seconds; waiting for a node with room included.
-        api_key: the key that engines ask for; None makes one. Clients need it (`OwnedEngines` hands it on).
-        expose: let engines of kind vllm and sglang listen on their node's address, which other nodes, and strangers,
-            reach; else on 127.0.0.1, and a plan that Ray places on another node than this process's is refused.
-            SGLang's key guards all routes; vLLM's guards requests and routes of ours, and leaves its own ``/pause``,
-            ``/update_weights`` and ``/collective_rpc`` open, so that the network has to keep strangers out.
-        settings: of `LocalLauncher` on the node.
+            returns them; None requests the plan's number of GPUs if the cluster has any.
+        start_timeout_s: deadline of a start, in seconds, including the wait for a node with free resources.
+        api_key: the key that engines require; None generates one. Clients need it (`OwnedEngines` passes it on).
+        expose: let vllm and sglang engines listen on their node's address, which other nodes, and strangers, can reach.
+            Otherwise they listen on 127.0.0.1, and a plan that Ray places on a node other than this process's is
+            refused. SGLang's key guards all routes. vLLM's key guards requests and our routes but not ``/pause``,
+            ``/update_weights`` and ``/collective_rpc``: the network has to keep strangers out.
+        settings: for the `LocalLauncher` on the node.
 
     Raises:
-        ConfigError: Ray is not installed, or not initialised.
+        ConfigError: Ray is not installed or not initialised.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RayLauncher(EngineLauncher):
         if wanted is None:
             wanted = {"num_gpus": len(plan.gpus)} if self._ray.cluster_resources().get("GPU") else {}
         settings, before = {**self._settings, "api_key": self.api_key}, self._first.get(plan.name)
-        if before is not None:  # others know it by that address
+        if before is not None:  # clients and routers know that address
             settings["port"] = urlsplit(before.url).port
             wanted = {**wanted, **self._on_node(before)}
         home = None if self._expose else self._ray.util.get_node_ip_address()
@@ -81,7 +81,7 @@ class RayLauncher(EngineLauncher):
                     hint="let remote= place it where it was",
                 )
         except BaseException:
-            engine.kill()  # an actor that has no node, or still launches, would not answer a request to stop
+            engine.kill()  # an actor that has no node or is still launching would not answer `stop`
             raise
         unguarded = engines.part(plan.kind, "server").unguarded
         if unguarded and self._expose:
@@ -91,7 +91,7 @@ class RayLauncher(EngineLauncher):
         return engine
 
     def _on_node(self, before: _Engine) -> dict[str, Any]:
-        """Return the options of an actor on the node where an engine was, or on one that came back at its address."""
+        """Return actor options for the node where an engine ran, or for the node that now has its address."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         node, address = before.node
@@ -107,12 +107,9 @@ class RayLauncher(EngineLauncher):
 
 
 class _Node:
-    """The actor that starts an engine on its node. The engine's guard ends it when the actor's process dies.
+    """The actor that starts an engine on its node; if the actor's process dies, the engine's guard ends the engine.
 
-    Args:
-        settings: of `LocalLauncher`.
-        home: the address of the job's node, the only one that reaches an engine on 127.0.0.1; None lets it listen on
-            the address of its own node.
+    With ``home``, the address of the job's node, the engine listens on 127.0.0.1 and other nodes are refused.
     """
 
     def __init__(self, settings: dict[str, Any], home: str | None) -> None:
@@ -120,7 +117,7 @@ class _Node:
         self._engine: RunningEngine | None = None
 
     def launch(self, plan: EnginePlan, encoders: tuple[str, ...]) -> tuple[str, tuple[str, str]]:
-        """Start the engine, and return its address, and the id and the address of the node."""
+        """Start the engine; return its address and the node's (id, address)."""
         ray, settings = _ray(), dict(self._settings)
         context, address = ray.get_runtime_context(), ray.util.get_node_ip_address()
         if "host" in engines.part(plan.kind, "server").settings() and "host" not in settings:
@@ -133,19 +130,19 @@ class _Node:
                     state="it was not started",
                     hint="RayLauncher(expose=True) opens its routes to whoever reaches the node: keep strangers out",
                 )
-        # device numbers of the job mean nothing on a node; the engine gets those of Ray, whatever variables Ray has set
+        # the job's device numbers mean nothing on a node: the engine gets the devices that Ray assigned to the actor
         plan = replace(plan, gpus=tuple(range(len(plan.gpus))))
         settings.setdefault("devices", tuple(map(str, context.get_accelerator_ids().get("GPU", ()))))
         self._engine = LocalLauncher(**settings).launch(plan, encoders)
         return self._engine.url, (context.get_node_id(), address)
 
     def ask(self, method: str) -> Any:
-        """Call a method of the engine; return None where none was started."""
+        """Call a method of the engine; return None if none was started."""
         return None if self._engine is None else getattr(self._engine, method)()
 
 
 class _Engine:
-    """A `RunningEngine` that calls the actor of an engine."""
+    """A `RunningEngine` that calls an engine's actor."""
 
     def __init__(self, ray: Any, actor: Any, name: str) -> None:
         self._ray, self._actor, self.name = ray, actor, name
@@ -160,24 +157,18 @@ class _Engine:
         return str(self.ask("ask", "log"))
 
     def stop(self) -> None:
-        with suppress(WeightSyncError):  # an engine that cannot be asked ends with its actor
+        with suppress(WeightSyncError):  # an engine that does not answer ends with its actor
             self.ask("ask", "stop")
         self.kill()
 
     def kill(self) -> None:
-        """Kill the actor, which ends its engine too."""
+        """Kill the actor, and with it the engine."""
         self._ray.kill(self._actor)
 
     def ask(
         self, method: str, *arguments: Any, timeout_s: float = _ANSWER_S, cancel: threading.Event | None = None
     ) -> Any:
-        """Call a method of the actor.
-
-        Raises:
-            EngineError: the actor is dead, ``cancel`` was set, or the method failed.
-            WeightSyncError: the method's own error.
-            DeadlineError: it did not answer in time.
-        """
+        """Call the actor; raise its own WeightSyncError, DeadlineError if it is late, or EngineError otherwise."""
 
         def late() -> WeightSyncError:
             if cancel is not None and cancel.is_set():

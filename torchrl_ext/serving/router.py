@@ -1,4 +1,4 @@
-"""Run the router that goes with a make of engines as a child process."""
+"""Run an engine vendor's router as a child process."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ __all__ = ["RouterProcess", "RouterSpec"]
 class RouterSpec(ServerSpec):
     """The settings and the command line of a router; see `ServerSpec` for the common ones.
 
-    Its circuit breaker is off: an engine that is paused for new weights is slow, not broken. It leaves out an engine
-    whose health route failed three times, ten seconds apart; which others are in service is decided where the engines'
-    weights are known (`torchrl_ext.serving.routing`).
+    The circuit breaker is off: an engine that is paused for new weights is slow, not broken. The router leaves out an
+    engine whose health route failed three times, ten seconds apart; `torchrl_ext.serving.routing`, which knows the
+    engines' weights, decides which other engines are in service.
 
     Attributes:
-        policy_of_sessions: its policy that keeps a session on one engine.
-        pools: its argument for prefill and decode pools.
-        bootstraps: whether it has to know the ports where decode engines meet prefill engines.
-        more: arguments that it always gets.
-        workers: base addresses of regular engines, registered at the start. More can be added later.
-        prefill: base addresses of prefill engines, or pairs of address and bootstrap port. Static.
-        decode: base addresses of decode engines. Static.
-        health_route: where it asks engines for their health; None for ``/health``.
-        host: address to listen on.
-        policy: ``sticky_least_loaded``, ``cache_aware``, ``round_robin``, ...; None takes `policy_of_sessions`.
-        request_timeout_s: deadline of a request through the router, pauses of its engine included, in seconds.
-        extra_args: more arguments for the router.
+        policy_of_sessions: the router's policy that keeps a session on one engine.
+        pools: the router's argument for prefill and decode pools.
+        bootstraps: whether the router needs the ports where decode engines meet prefill engines.
+        more: arguments that the router always gets.
+        workers: base addresses of regular engines, registered at the start; more can be added later.
+        prefill: base addresses of prefill engines, or pairs of address and bootstrap port; fixed at the start.
+        decode: base addresses of decode engines; fixed at the start.
+        health_route: the engines' route that the router checks; None uses ``/health``.
+        policy: ``sticky_least_loaded``, ``cache_aware``, ``round_robin``, ...; None uses `policy_of_sessions`.
+        request_timeout_s: deadline of a request through the router, in seconds, including pauses of its engine.
     """
 
     name: ClassVar[str] = "router"
@@ -64,7 +62,7 @@ class RouterSpec(ServerSpec):
             "host": self.host,
             "port": port,
             "policy": self.policy or self.policy_of_sessions,
-            "prometheus-port": free_port(),  # two routers would share its default
+            "prometheus-port": free_port(),  # two routers would share the default
             "request-timeout-secs": self.request_timeout_s,
             "health-check-interval-secs": 10,
             "health-check-endpoint": self.health_route,
@@ -86,14 +84,14 @@ def RouterProcess(
 ) -> GuardedProcess:
     """Start a router and wait until it is healthy; see `start`.
 
-    Requests of one session stay on one engine: vLLM's router knows them by ``X-Session-ID``, SGLang's by
-    ``X-SMG-Routing-Key``, and our clients send both. With ``make="vllm"`` SGLang engines lose the seeds and least
-    lengths of requests, since vLLM's router drops these fields, and their pools do not work.
+    A session's requests stay on one engine: vLLM's router identifies the session by ``X-Session-ID``, SGLang's by
+    ``X-SMG-Routing-Key``; our clients send both. With ``make="vllm"``, SGLang requests lose their seeds and minimum
+    lengths, because vLLM's router drops these fields, and SGLang pools do not work.
 
     Args:
         workers: base addresses of regular engines.
-        kind: of the engines, as in `EngineInfo`.
-        make: the make of engine whose router is started; None takes ``kind``.
+        kind: kind of the engines, as in `EngineInfo`.
+        make: the vendor whose router is started; None uses ``kind``.
         settings: further fields of `RouterSpec`.
     """
     return start(engines.part(make or kind, "router")(workers, **settings))

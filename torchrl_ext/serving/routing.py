@@ -1,4 +1,4 @@
-"""`Routing`: keep a router up to date, so that it sends requests only to engines that serve the newest weights."""
+"""`Routing` keeps a router limited to engines that are well and serve the newest weights."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _PARTY = "update"
 
 @dataclass(frozen=True, kw_only=True)
 class MemberChanges:
-    """The changes to a router's engines that one report led to.
+    """The changes to a router's engines after one report.
 
     Attributes:
-        added, removed: addresses of engines that joined the router, or left it.
-        problems: changes that failed, as pairs of address and reason; tried again with the next report.
+        added, removed: addresses of engines that joined or left the router.
+        problems: failed changes as (address, reason); the next report retries them.
     """
 
     added: tuple[str, ...] = ()
@@ -46,28 +46,28 @@ class MemberChanges:
 
 
 class Routing:
-    """Puts the engines of a model behind a router, and keeps those out that are not well; a context manager.
+    """Puts a model's engines behind a router and takes unwell ones out; a context manager.
 
-    An engine is taken out while anybody complains of it to `Health`. `follow` complains, by ``"update"``, of engines
-    that an update lost or left behind. One that is taken out while it is paused ends its requests with the tokens they
-    have, so that clients (see `client`) continue them on another engine.
+    An engine is out while `Health` has a complaint about it. `follow` complains, as ``"update"``, about engines that an
+    update lost or left behind. An engine that is taken out while paused ends its requests with the tokens that they
+    have, and clients (see `client`) continue them on another engine.
 
     Args:
-        engines: descriptions of engines (`torchrl_ext.discover`); prefill and decode engines make two pools. With none,
-            the router starts empty, for engines that `adopt` adds.
-        name: the job's name of the model.
-        update_weights: whether the model follows the trainer; of one that does not, `fleet` refuses.
-        router: base address of a router that runs already; None starts one, which ends with `close`.
-        max_lag: versions that an engine may be behind the newest that any engine serves.
-        api_key: sent as a bearer token; of several, the first with requests, and whichever is accepted for control.
-        health: which engines are well; None makes one of its own.
+        engines: descriptions of engines (`torchrl_ext.discover`); prefill and decode engines make two pools. An empty
+            sequence starts an empty router for engines that `adopt` adds.
+        name: the job's name for the model.
+        update_weights: whether the model follows the trainer; if not, `fleet` raises.
+        router: base address of a running router; None starts one, which `close` ends.
+        max_lag: how many versions an engine may be behind the newest that any engine serves.
+        api_key: bearer token; of several keys, requests use the first and control calls the one that is accepted.
+        health: records which engines are well; None creates one.
         settings: for the router that is started, see `RouterProcess`.
 
     Attributes:
         router: the client of the router.
 
     Raises:
-        ConfigError: engines that one router cannot serve, or a router that cannot take them.
+        ConfigError: one router cannot serve these engines, or the router cannot take them.
         EngineError, DeadlineError: an engine or the router does not answer.
     """
 
@@ -96,12 +96,12 @@ class Routing:
         for url in self._routed(self._engines) if router is not None else ():
             self._add(url)
         self.health.subscribe(self._heard)
-        if any(self.health.why(url) for url in self._engines):  # it was said before we listened
+        if any(self.health.why(url) for url in self._engines):  # complaints from before the subscription
             self._settle()
 
     @classmethod
     def over(cls, *addresses: str, api_key: str | tuple[str, ...] | None = None, **settings: Any) -> Routing:
-        """Put the engines at ``addresses``, whatever their kind, behind a router.
+        """Discover the engines at ``addresses`` and put them behind a router.
 
         Raises:
             ConfigError, EngineError, DeadlineError: as for `torchrl_ext.discover` and the class.
@@ -115,18 +115,18 @@ class Routing:
 
     @property
     def engines(self) -> tuple[EngineInfo, ...]:
-        """The engines that belong behind the router, whether they are in service now or not."""
+        """All engines of this routing, in service or not."""
         return tuple(self._engines.values())
 
     def client(self, **settings: Any) -> InferenceClient:
-        """Return a client for requests through the router; it asks again until its deadline where the router fails.
+        """Return a client for requests through the router; it retries until its deadline if the router fails.
 
         Args:
-            settings: further arguments of `InferenceClient`; ``max_concurrency`` counts the requests of all engines
-                together, 64 for each of them unless it is given.
+            settings: further arguments of `InferenceClient`; ``max_concurrency`` counts the requests to all engines
+                together, by default 64 per engine.
 
         Raises:
-            ConfigError: there is no engine.
+            ConfigError: the routing has no engine.
         """
         if not self._engines:
             raise ConfigError(f"there is no engine behind router {self.url}")
@@ -137,10 +137,10 @@ class Routing:
         """Return a client for `WeightSender` and for control of every engine.
 
         Args:
-            settings: as for `torchrl_ext.connect`; the key is the routing's where none is given.
+            settings: as for `torchrl_ext.connect`; ``api_key`` defaults to the routing's.
 
         Raises:
-            ConfigError: the model does not follow the trainer, or there is no engine.
+            ConfigError: the model does not follow the trainer, or the routing has no engine.
             EngineError, DeadlineError: as for `torchrl_ext.connect`.
         """
         if not self.update_weights:
@@ -152,10 +152,10 @@ class Routing:
         return connect(*self._engines, **{"api_key": self.api_key, **settings})
 
     def adopt(self, info: EngineInfo) -> None:
-        """Add an engine to those of the router; it gets requests once a report shows it with the others' weights.
+        """Add an engine; it gets requests once a report shows that it has the others' weights.
 
         Raises:
-            ConfigError: one router cannot serve it together with the others.
+            ConfigError: one router cannot serve this engine together with the others.
         """
         _check([*self.engines, info])
         url = normalise_url(info.url)
@@ -163,7 +163,7 @@ class Routing:
         self._engines[url] = replace(info, url=url)
 
     def following(self, update: Callable[..., SyncReport]) -> Callable[..., SyncReport]:
-        """Return ``update`` (such as ``sender.update_weights``) with `follow` after it, also where it fails."""
+        """Wrap ``update`` (such as ``sender.update_weights``) to pass its report, or its error's, to `follow`."""
 
         @functools.wraps(update)
         def updating(*args: Any, **more: Any) -> SyncReport:
@@ -179,16 +179,15 @@ class Routing:
         return updating
 
     def follow(self, report: SyncReport) -> MemberChanges:
-        """Make the router use the well engines that serve the newest weights, and no others.
+        """Make the router use exactly the well engines that serve the newest weights.
 
-        The newest weights are the newest that any engine serves; so an update that reached no engine changes nothing.
-        Engines that the report does not mention are taken out, unless it has rows that belong to no engine of this
-        router as far as their names show (`torchrl_ext.rpc.router.engine_key`): then they stay as they are, and are
-        among the problems. Nothing is raised for an engine or a router that does not answer: it is in the log and in
-        the result.
+        The newest weights are the newest that any engine serves, so an update that reached no engine changes nothing.
+        Engines that the report does not mention are taken out, unless the report has rows whose names match no engine
+        of this router (`torchrl_ext.rpc.router.engine_key`): then they stay and are listed as problems. An engine or a
+        router that does not answer raises nothing; the log and the result name it.
 
-        A router with pools of prefill and decode engines takes no changes: one of ours is started again with
-        the engines that it is to use, at its address; one that was given goes on as it is.
+        A router with prefill and decode pools takes no changes. We restart our own at its address with the engines to
+        use; a given one stays as it is.
         """
         rows, strange = self._rows_of_ours(report)
         newest = max((row.version or 0 for row in report.engines if row.state == "serving"), default=0)
@@ -215,12 +214,12 @@ class Routing:
         return replace(changes, problems=(*unclear.items(), *changes.problems))
 
     def close(self) -> None:
-        """End the router where it is ours; leave one that was given as it is. May be called twice."""
+        """End our own router; leave a given one running. May be called twice."""
         with self._changing:
             self._deaf = True
             if self._process is not None:
                 self._process.stop()
-                self._process = None  # a late report starts no other one
+                self._process = None  # a late report starts no new router
 
     def __enter__(self) -> Routing:
         return self
@@ -233,11 +232,11 @@ class Routing:
         return any(info.worker_type in ("prefill", "decode") for info in self._engines.values())
 
     def _routed(self, urls: Iterable[str]) -> list[str]:
-        """Return the engines that a router can take: all but encoders, which get requests from other engines."""
+        """Return the engines that a router takes: all except encoders, which get requests from other engines."""
         return [url for url in urls if self._engines[url].worker_type != "encoder"]
 
     def _started(self, urls: Iterable[str], **more: Any) -> GuardedProcess:
-        """Start a router of ours, and return it once it lists these engines."""
+        """Start a router and return it once it lists these engines."""
         routed, settings = self._routed(urls), {**self._settings, **more}
         pools: dict[str, list[Any]] = {"regular": [], "prefill": [], "decode": []}
         for url in routed:
@@ -255,14 +254,9 @@ class Routing:
         return process
 
     def _heard(self, url: str, why: Exception | None) -> None:
-        """Take an engine out, or back in, when it becomes unwell, or well again; a subscriber of `Health`.
-
-        A router with pools is left as it is: it leaves out by itself the engines that do not answer.
-
-        Raises:
-            EngineError: the router did not take it back.
-        """
-        if url not in self._engines or self._pools:  # a report of another routing may wait for us, so take no lock
+        """Take an unwell engine out, or a well one back in; raise EngineError if the router does not take it back."""
+        # pools: the router itself skips engines that do not answer; no lock: another routing's report may wait for us
+        if url not in self._engines or self._pools:
             return
         with self._changing:
             problems = {} if self._deaf else dict(self._settle().problems)
@@ -275,7 +269,7 @@ class Routing:
             )
 
     def _settle(self) -> MemberChanges:
-        """Make the router use the engines of which nobody complains; start it again if it is ours and has ended."""
+        """Make the router use the engines without complaints; restart our own router if it has ended."""
         well = [url for url in self._routed(self._engines) if self.health.why(url) is None]
         if self._process is not None and not self._process.alive():
             log.warning("router %s has ended, and is started again", self.url)
@@ -308,7 +302,7 @@ class Routing:
         return MemberChanges(added=added, removed=removed, problems=tuple(problems.items()))
 
     def _restarted(self, members: Sequence[str], changes: MemberChanges) -> MemberChanges:
-        """End our router, start it with ``members`` at its address, and return ``changes`` if that works."""
+        """Restart our router with ``members`` at its address; return ``changes`` if that works."""
         try:
             self._process.stop()  # type: ignore[union-attr]
             self._process = self._started(members, port=urlsplit(self.url).port)
@@ -321,13 +315,13 @@ class Routing:
         return changes
 
     def _rows_of_ours(self, report: SyncReport) -> tuple[dict[str, EngineRow], list[str]]:
-        """Return the report's rows of our engines, by our addresses of them, and the names in all other rows."""
+        """Map our URLs to report rows; also return the names of unknown engines."""
         ours = {engine_key(url): url for url in self._engines}
         rows, strange = {}, []
         for row in report.engines:
             try:
                 rows[ours[engine_key(row.engine)]] = row
-            except (KeyError, ConfigError):  # an engine of another router, or a name that is no address
+            except (KeyError, ConfigError):  # another router's engine, or a name that is not an address
                 strange.append(row.engine)
         return rows, strange
 
@@ -336,7 +330,7 @@ class Routing:
         self.router.add(url, info.worker_type, bootstrap_port=_bootstrap_port(info))
 
     def _end_requests(self, url: str) -> None:
-        """End the requests that a paused engine has in work, so that clients continue them on other engines."""
+        """Abort a paused engine's requests, so that clients continue them on other engines."""
         limits = {"timeout_s": _ABORT_TIMEOUT_S, "load_timeout_s": _ABORT_TIMEOUT_S}
         engine = engines.make(self._engines[url].kind, url=url, api_key=self.api_key, pause_mode="abort", **limits)
         try:
@@ -348,15 +342,12 @@ class Routing:
 
 
 def _probe(kind: str) -> str | None:
-    """Return the route where a router asks engines for their health; None for its default, ``/health``.
-
-    A health route may generate a token, which never comes while the engine is paused, and others may want its key.
-    """
+    """Return the route that a router checks: a paused engine may hang on ``/health``, the router's default (None)."""
     return engines.part(kind, "server").probes[0] if kind in engines.having("server") else None
 
 
 def _bootstrap_port(info: EngineInfo) -> int | None:
-    """Return the port that a prefill engine's router has to know; None where its connector needs none from it."""
+    """Return the bootstrap port that SGLang's router needs; None for vLLM, whose connector passes it on."""
     bootstraps = info.worker_type == "prefill" and engines.part(info.kind, "router").bootstraps
     return info.bootstrap_port if bootstraps else None
 

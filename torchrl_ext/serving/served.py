@@ -1,7 +1,6 @@
-"""The models that a job rolls out with: each behind a router, with engines that the job owns or that it was given.
+"""Serve a job's models, each behind a router, with engines that the job owns or external ones.
 
-Engines that the job owns are watched and started again; others are left alone (slime's and vime's rule for external
-engines). Only models that follow the trainer give a client that sends weights.
+Owned engines are watched and restarted; external ones are left alone (slime's and vime's rule for external engines).
 """
 
 from __future__ import annotations
@@ -28,16 +27,15 @@ log = logging.getLogger("torchrl_ext")
 
 
 class Serving:
-    """Holds models by name, behind routers that end with it; a context manager.
+    """Holds a job's models by name, each behind a router; a context manager that ends its routers and engines.
 
     Args:
-        supervisor: of the engines that the job owns; it ends with this object. None where others own the engines,
-            which live and end by themselves.
+        supervisor: the supervisor of owned engines, which `shutdown` ends; None for external engines.
 
     Attributes:
         models: the routing of each model, by name.
-        engines: every engine of the job; empty where others own them.
-        health: which engines are well.
+        engines: the owned engines; empty for external ones.
+        health: records which engines are well.
     """
 
     def __init__(self, supervisor: Supervisor | None = None) -> None:
@@ -47,40 +45,40 @@ class Serving:
         self.health = Health() if supervisor is None else supervisor.health
 
     def model(self, name: str) -> Routing:
-        """Return the model called ``name``.
+        """Return the routing of the model called ``name``.
 
         Raises:
-            ConfigError: there is none; the message lists the names.
+            ConfigError: there is no such model; the message lists the names.
         """
         if name not in self.models:
             raise ConfigError(f"there is no model called {name!r}", expected=f"one of {', '.join(self.models)}")
         return self.models[name]
 
     def updatable(self) -> dict[str, Routing]:
-        """Return the models that follow the trainer, by name."""
+        """Return the routings of models that follow the trainer, by name."""
         return {name: model for name, model in self.models.items() if model.update_weights}
 
     def recover(self) -> tuple[str, ...]:
-        """Start lost engines that the job owns again, and return their addresses; of others, log a warning only."""
+        """Restart lost owned engines and return their addresses; with external engines, only log a warning."""
         if self._supervisor is not None:
             return tuple(one.url for one in self._supervisor.recover())
         log.warning("external engines are not started again: whoever deployed them does that")
         return ()
 
     def offload(self) -> None:
-        """Put engines that the job owns to sleep at level 1, which keeps weights in host memory; leave others alone.
+        """Put owned engines to sleep at level 1, which keeps weights in host memory; leave external ones alone.
 
-        A topology gives engines on GPUs ``sleep_mode: true`` among their ``overrides``: without it vLLM only pauses,
-        and SGLang refuses. An update wakes them (see `torchrl_ext.rpc.engine.Engine.sleep`).
+        Engines on GPUs need ``sleep_mode: true`` among their topology's ``overrides``: without it vLLM only pauses and
+        SGLang refuses. An update wakes them (see `torchrl_ext.rpc.engine.Engine.sleep`).
         """
         self._everywhere(lambda fleet: fleet.sleep(1))
 
     def onload(self) -> None:
-        """Make engines that the job owns take their device memory again; leave others as they are."""
+        """Wake owned engines, which take their device memory again; leave external ones alone."""
         self._everywhere(lambda fleet: fleet.wake_up())
 
     def shutdown(self) -> None:
-        """End the engines and routers that this object started. May be called twice."""
+        """End our routers and engines. May be called twice."""
         for model in self.models.values():  # routers first
             model.close()
         if self._supervisor is not None:
@@ -93,7 +91,7 @@ class Serving:
         self.shutdown()
 
     def _everywhere(self, call: Callable[[Pool], object]) -> None:
-        """Call ``call`` with our engines of each model that answer, whether the model follows the trainer or not."""
+        """Call ``call`` with a pool of each model's owned engines that answer."""
         for name, model in self.models.items():
             urls = [one.url for one in self.engines if one.plan.model == name]
             if urls:
@@ -106,11 +104,11 @@ class Serving:
 
 
 def ExternalEngines(*addresses: str, router: str | None = None, **settings: Any) -> Serving:
-    """Serve model ``default`` with engines that run already; only a router is started, where none is given.
+    """Serve the model ``default`` with running engines; start a router unless one is given.
 
     Args:
         addresses: ``host:port`` of each engine.
-        router: ``host:port`` of a router that runs already.
+        router: ``host:port`` of a running router.
         settings: for `Routing`.
 
     Raises:
@@ -129,21 +127,21 @@ def OwnedEngines(
     router: Mapping[str, Any] | None = None,
     supervisor: Mapping[str, Any] | None = None,
 ) -> Serving:
-    """Start the engines and routers of a topology, and watch them until the `Serving` that is returned ends them.
+    """Start a topology's engines and routers, and watch the engines until the returned `Serving` ends them.
 
-    An engine that is lost gets no more requests. One of a frozen model gets them again as soon as it is up; one of a
-    model that follows the trainer, when a report shows it with the newest weights (`Routing.follow`).
+    A lost engine gets no requests. After its restart, an engine of a frozen model gets them at once; an engine of a
+    model that follows the trainer, when a report shows that it has the newest weights (`Routing.follow`).
 
     Args:
-        topology: what to start, or the path of its YAML (then with ``hf_checkpoint``).
+        topology: a topology, or the path of its YAML file (then with ``hf_checkpoint``).
         hf_checkpoint: see `Topology.parse`.
-        launcher: how engines are started; None for processes on this machine.
-        router: settings of each `RouterProcess`, such as ``make``, and ``api_key`` where engines ask for another than
-            the launcher's; or ``{"router": address}`` of one that runs already, for a topology of one model.
+        launcher: starts the engines; None starts processes on this machine.
+        router: settings of each `RouterProcess`, such as ``make``, and ``api_key`` if engines require a key other than
+            the launcher's; or ``{"router": address}`` of a running router, for a topology of one model.
         supervisor: settings of the `Supervisor`, such as ``interval_s``.
 
     Raises:
-        ConfigError, EngineError, DeadlineError: something could not be started; the rest was ended again.
+        ConfigError, EngineError, DeadlineError: something could not be started; everything else was ended.
     """
     if not isinstance(topology, Topology):
         topology = Topology.load(topology, hf_checkpoint=hf_checkpoint)
@@ -172,7 +170,7 @@ def OwnedEngines(
 def _routed(model: ModelPlan, engines: Sequence[SupervisedEngine], **settings: Any) -> Routing:
     """Put the engines of a model behind a router."""
     follows = model.update_weights and bool(engines)
-    # a transport is chosen by what an engine can follow; a router has to know where prefill engines are met
+    # the choice of a transport needs the engines' capabilities; a router needs the prefill engines' bootstrap ports
     asked = [one.url for one in engines if follows or one.plan.worker_type == "prefill"]
     found = dict(zip(asked, discover(*asked, api_key=settings["api_key"]), strict=True)) if asked else {}
     infos = []

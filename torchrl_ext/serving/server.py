@@ -1,4 +1,4 @@
-"""Servers as data: the settings of each make, and what follows from them; `start` runs one."""
+"""Specifications of servers: settings, command line, environment variables; `start` runs one."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ __all__ = ["EngineSpec", "ServerSpec", "StockSpec", "as_flags", "start"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec(ABC):
-    """The settings of one kind of server, and the command line and the environment variables that follow from them.
+    """The settings of one kind of server, and the command line and environment variables made from them.
 
     Attributes:
-        name: what it is called in messages.
-        module: import name of what its interpreter runs.
-        installed: how a person gets it, for the error where it is missing.
-        health: route that answers 200 when it is ready.
+        name: used in messages.
+        module: import name of the server's program.
+        installed: how to get the server, the hint of the error if it is missing.
+        health: route that answers 200 when the server is ready.
         shared_memory: see `GuardedProcess`.
-        host: the address to listen on, of this machine or all of them; a setting only where a kind makes it one.
-        plugin: whether our package is put on its path; a setting only where a kind makes it one.
-        port: 0 picks a free one.
-        environ: variables for the server on top of its own, such as ``CUDA_VISIBLE_DEVICES``.
+        host: address to listen on; a setting only of kinds that redeclare it.
+        plugin: whether our package is put on the server's path; a setting only of kinds that redeclare it.
+        port: 0 picks a free port.
+        environ: variables such as ``CUDA_VISIBLE_DEVICES``; they override `variables` and this process's own.
         log_path: see `GuardedProcess`.
-        python: an interpreter whose environment has it; None takes this process's own.
+        python: interpreter of an environment with the server; None uses this process's own.
         start_timeout_s: deadline of the start, in seconds.
-        cancel: set by another thread that wants the start given up.
+        cancel: another thread sets it to cancel the start.
     """
 
     name: ClassVar[str]
@@ -61,14 +61,14 @@ class ServerSpec(ABC):
 
     @property
     def interpreter(self) -> Path:
-        """The Python that runs it."""
+        """The Python interpreter that runs the server."""
         return Path(self.python or sys.executable)
 
     def check(self) -> None:
-        """Refuse settings that cannot work, before anything is started.
+        """Check the settings before the start.
 
         Raises:
-            ConfigError: they cannot work, or this environment lacks the server.
+            ConfigError: the settings cannot work, or this environment lacks the server.
         """
         package = self.module.partition(".")[0]
         if self.python is None and importlib.util.find_spec(package) is None:
@@ -81,7 +81,7 @@ class ServerSpec(ABC):
         """Return the program and its arguments."""
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that it needs, beside the path to our plugin."""
+        """Return the environment variables that the server needs, except ``PYTHONPATH`` for our plugin."""
         return {}
 
     def start(self) -> GuardedProcess:
@@ -94,14 +94,14 @@ class EngineSpec(ServerSpec):
     """The settings that every engine has, for one model.
 
     Attributes:
-        probes: routes that show later whether it is up; one that answers 200 is enough. Where it has no key, a router
-            asks the first.
-        key_variable: environment variable with the key that it asks for; None where the key is an argument.
-        negates: whether ``--no-x`` makes its setting ``x`` false.
-        unguarded: routes that its key does not guard, for the warning where it listens to other machines.
+        probes: routes that show whether a started engine is up; one 200 is enough. A router checks the first if the
+            engine has no key.
+        key_variable: environment variable that sets the engine's key; None if the key is an argument.
+        negates: whether ``--no-x`` makes the setting ``x`` false.
+        unguarded: routes that the key does not guard, for a warning when the engine listens to other machines.
         model_dir: Hugging Face checkpoint directory.
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        max_model_len: most tokens of a sequence, prompt included; None takes the model's limit.
+        max_model_len: maximum tokens of a sequence, prompt included; None uses the model's limit.
     """
 
     probes: ClassVar[tuple[str, ...]] = ("/health",)
@@ -116,15 +116,15 @@ class EngineSpec(ServerSpec):
     @classmethod
     @abstractmethod
     def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
-        """Return the settings that make it a worker of this type (pools on GPUs, by NIXL, were not tested).
+        """Return the settings for a worker type (pools on GPUs over NIXL are untested).
 
         Args:
             worker_type: ``"regular"``, ``"prefill"``, ``"decode"`` or ``"encoder"``.
             encoders: addresses of the encoders of its model.
-            bootstrap_port: gives a prefill engine the port where decode engines meet it.
+            bootstrap_port: returns the port where decode engines meet a prefill engine.
 
         Raises:
-            ConfigError: it has no such workers.
+            ConfigError: this kind of engine has no such workers.
         """
 
     def check(self) -> None:
@@ -140,16 +140,15 @@ class EngineSpec(ServerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class StockSpec(EngineSpec):
-    """The settings that servers of vLLM and SGLang share.
+    """The settings that vLLM and SGLang servers share.
 
     Attributes:
-        host: the address to listen on.
-        cpu: whether it computes on the CPU; None lets it where this process sees no GPU.
+        cpu: whether the server computes on the CPU; None does so if this process sees no GPU.
         tensor_parallel_size: workers that share the model.
-        lora_rank: greatest rank of the LoRA adapters that it is to serve; None for a server without LoRA.
-        lora_adapters: adapters that requests may use at the same time.
+        lora_rank: maximum rank of the LoRA adapters to serve; None disables LoRA.
+        lora_adapters: number of adapters that requests may use at the same time.
         plugin: whether the server gets our plugin.
-        sleep_mode: let the server give device memory back; without effect on a CPU, which has none.
+        sleep_mode: let the server release device memory; no effect on a CPU.
         extra_args: more arguments for the server.
     """
 
@@ -164,17 +163,17 @@ class StockSpec(EngineSpec):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it computes on the CPU."""
+        """Whether the server computes on the CPU."""
         return not torch.cuda.is_available() if self.cpu is None else self.cpu
 
 
 def start(spec: ServerSpec) -> GuardedProcess:
-    """Start a server as a child process, and wait until it is healthy.
+    """Start a server as a child process and wait until it is healthy.
 
     Raises:
-        ConfigError: settings that cannot work, a port that is taken, or a package that is missing.
-        EngineError: it ended while starting, or was given up; the message has the end of its log.
-        DeadlineError: it was not healthy in time, and was ended.
+        ConfigError: the settings cannot work, the port is taken, or a package is missing.
+        EngineError: the server ended while starting, or the start was cancelled; the message has the end of its log.
+        DeadlineError: the server was not healthy in time and was ended.
     """
     spec.check()
     port = usable_port(spec.port, spec.host)
@@ -193,5 +192,5 @@ def start(spec: ServerSpec) -> GuardedProcess:
 
 
 def as_flags(arguments: Mapping[str, Any]) -> list[str]:
-    """Return ``--name=value`` of each argument that has a value."""
+    """Return ``--name=value`` for each argument that is not None."""
     return [f"--{name}={value}" for name, value in arguments.items() if value is not None]

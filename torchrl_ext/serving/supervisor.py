@@ -1,4 +1,4 @@
-"""`Supervisor` watches the engines that a job owns, and restarts the ones that it lost."""
+"""`Supervisor` watches the engines that a job owns and restarts lost ones."""
 
 from __future__ import annotations
 
@@ -24,21 +24,15 @@ __all__ = ["SupervisedEngine", "Supervisor"]
 
 log = logging.getLogger("torchrl_ext")
 
-_STOP_S = 60.0  # by then a restart that is given up has ended its processes
+_STOP_S = 60.0  # within this a cancelled restart ends its processes
 _ALIVE_S = 1.0
 _PARTY = "supervisor"
-_WORDS = 500  # characters of an ended engine's log, for ours
+_WORDS = 500  # characters of a lost engine's log that are copied into ours
 
 
 @dataclass(eq=False)
 class SupervisedEngine:
-    """One engine of a job, as a `Supervisor` watches it.
-
-    Attributes:
-        plan: what it is.
-        engine: the one that runs now; None before the first start.
-        restarts: how often it was started again.
-    """
+    """One engine that a `Supervisor` watches; `engine` is None before the first start."""
 
     plan: EnginePlan
     engine: RunningEngine | None = None
@@ -52,28 +46,28 @@ class SupervisedEngine:
         return "" if self.engine is None else normalise_url(self.engine.url)
 
     def alive(self) -> bool:
-        """Return whether its process runs."""
+        """Return whether the engine's process runs."""
         return self.engine is not None and self.engine.alive()
 
 
 class Supervisor:
     """Starts engines, checks their health, and restarts lost ones; a context manager.
 
-    It complains of a lost engine to `Health`, by ``"supervisor"``, until the engine runs again. That then has the
-    weights of its checkpoint: where its model follows the trainer, there is a complaint by ``"update"`` from then on.
-    Each engine is checked by a thread of its own, so that one that takes long to start keeps no other one waiting.
+    The supervisor complains about a lost engine to `Health`, as ``"supervisor"``, until the engine runs again. A
+    restarted engine has the weights of its checkpoint; if its model follows the trainer, the supervisor then complains
+    as ``"update"`` until a report shows the newest. Each engine has its own thread: a slow start delays no other.
 
     Args:
-        plans: what to start; encoders first.
-        launcher: how.
-        health: gets the complaints; None makes one.
-        first_wait_s: seconds before the first health call. A process that ended is noticed within a second or so.
-        interval_s: seconds between health calls; 0 for none but those of `recover`.
+        plans: the engines to start; encoders start first.
+        launcher: starts the engines.
+        health: gets the complaints; None creates one.
+        first_wait_s: seconds before the first health call; an ended process is noticed after about a second anyway.
+        interval_s: seconds between health calls; 0 for none except those of `recover`.
         timeout_s: deadline of one health call, in seconds.
-        patience: health calls that may fail in a row, where the process runs. A process that ended is not waited for.
+        patience: health calls in a row that may fail while the process runs; an ended process is restarted at once.
 
     Raises:
-        ConfigError, EngineError, DeadlineError: an engine could not be started; the others were given up, or ended.
+        ConfigError, EngineError, DeadlineError: an engine could not be started; the others were cancelled or ended.
     """
 
     def __init__(
@@ -98,7 +92,7 @@ class Supervisor:
                 for start in as_completed(starts):
                     start.result()
         except BaseException:
-            self.stop()  # the first that fails gives the others up
+            self.stop()  # the first failure cancels the other starts
             raise
         if interval_s > 0:
             for engine in self.engines:
@@ -106,17 +100,16 @@ class Supervisor:
                 threading.Thread(target=self._watch, args=(engine, *waits_s), name=name, daemon=True).start()
 
     def recover(self) -> tuple[SupervisedEngine, ...]:
-        """Check every engine now, restart any that has ended or does not answer, and return what was started.
+        """Check every engine now, restart lost ones at the same time, and return the restarted engines.
 
-        They are started at the same time. One that cannot be started is tried again with the next check, whatever the
-        reason was.
+        The next check retries an engine that could not be started, whatever the reason.
         """
         with ThreadPoolExecutor(max(1, len(self.engines)), thread_name_prefix="supervisor") as pool:
             restarted = list(pool.map(self._check, self.engines))
         return tuple(one for one, again in zip(self.engines, restarted, strict=True) if again)
 
     def stop(self) -> None:
-        """Give up restarts that are under way, end every engine and wait for them. May be called twice."""
+        """Cancel restarts, end every engine and wait for them. May be called twice."""
         self._over.set()
 
         def end(one: SupervisedEngine) -> None:
@@ -150,10 +143,10 @@ class Supervisor:
             engine.stop()
 
     def _watch(self, one: SupervisedEngine, first_wait_s: float, interval_s: float) -> None:
-        """Check an engine until all is over: in intervals, and at once where its process has ended."""
+        """Check an engine until `stop`: at intervals, and at once when its process has ended."""
         wait_s = first_wait_s
         while not self._over.is_set():
-            ran = _runs(one)  # one that could not be started waits for the next check
+            ran = _runs(one)  # an engine that could not be started waits for the next check
             for _ in Deadline(wait_s, stop=self._over).pauses(shortest_s=_ALIVE_S, longest_s=_ALIVE_S):
                 if ran and not _runs(one):
                     break
@@ -161,7 +154,7 @@ class Supervisor:
             wait_s = interval_s
 
     def _check(self, one: SupervisedEngine) -> bool:
-        """Start an engine again if it is lost, and return whether that was done."""
+        """Restart an engine if it is lost; return whether that was done."""
         with one.checking:
             before, engine = one.restarts, one.engine
             if engine is None or self._over.is_set():
@@ -170,10 +163,10 @@ class Supervisor:
                 if not self._healthy(one):
                     self._restart(one, engine)
                 self.health.mend(one.url, by=_PARTY)
-            except Exception as error:  # this thread goes on to look after its engine
+            except Exception as error:  # this thread keeps watching its engine
                 unforeseen = not isinstance(error, WeightSyncError)
                 log.error("%s is not up again: %s", one.plan.name, error, exc_info=unforeseen)
-                with suppress(Exception):  # the next check tells a subscriber that failed
+                with suppress(Exception):  # a failed subscriber hears of it at the next check
                     self.health.fail(one.url, error, by=_PARTY)
             return one.restarts > before
 
@@ -190,7 +183,7 @@ class Supervisor:
 
     def _restart(self, one: SupervisedEngine, lost: RunningEngine) -> None:
         words = ""
-        with suppress(Exception):  # a log that cannot be read keeps no engine down
+        with suppress(Exception):  # an unreadable log must not prevent the restart
             words = lost.log()[-_WORDS:]
         log.warning("%s at %s is lost and is started again; its log ended with: %s", one.plan.name, one.url, words)
         self.health.fail(one.url, EngineError(f"{one.plan.name} is lost", state="it is started again"), by=_PARTY)

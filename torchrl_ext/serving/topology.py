@@ -1,6 +1,6 @@
-"""Read the YAML file of the engines that a training job owns: models, groups of servers, devices, overrides.
+"""Read the YAML file that plans a training job's engines: models, server groups, devices, overrides.
 
-Source of the keys and of how they are resolved: ``--vllm-config`` of vime and ``--sglang-config`` of slime::
+The keys and their resolution are those of vime's ``--vllm-config`` and slime's ``--sglang-config``::
 
     vllm:
       - name: actor
@@ -62,13 +62,11 @@ class EnginePlan:
 
     Attributes:
         name: ``model/worker type/number``.
-        model: name of its model.
-        kind: a make of engine that has a server, such as ``"vllm"``.
+        kind: a kind of engine that has a server, such as ``"vllm"``.
         worker_type: ``"regular"``, ``"prefill"``, ``"decode"`` or ``"encoder"``.
-        model_path: checkpoint directory.
-        gpus: numbers of its devices, counted over the whole job.
-        follows: whether its model follows the trainer.
-        overrides: fields of its spec or arguments of its server, with underscores.
+        gpus: device numbers, counted over the whole job.
+        follows: whether the model follows the trainer.
+        overrides: fields of the engine's spec or arguments of its server, with underscores.
     """
 
     name: str
@@ -83,12 +81,12 @@ class EnginePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """The plan of one model with its engines, which get a router of their own.
+    """The plan of one model with its engines and its own router.
 
     Attributes:
-        name: how the job calls it.
-        update_weights: whether it follows the trainer. Engines of a model that does not never get a weight call.
-        engines: encoders first, since others need their addresses; none for a router alone.
+        name: the job's name for the model.
+        update_weights: whether the model follows the trainer; if not, its engines never get a weight call.
+        engines: encoders first, because others need their addresses; empty for only a router.
     """
 
     name: str
@@ -98,22 +96,17 @@ class ModelPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The plans of all models that a job starts.
-
-    Attributes:
-        kind: of all engines.
-        models: in the order of the file.
-    """
+    """The plans of all models that a job starts, in the order of the file; all engines are of one kind."""
 
     kind: str
     models: tuple[ModelPlan, ...]
 
     @classmethod
     def load(cls, path: str | Path, **settings: Any) -> Topology:
-        """Read a file and resolve what it says; see `parse`.
+        """Read a YAML file and `parse` its content.
 
         Raises:
-            ConfigError: it cannot be read, is no YAML, or says something that cannot work.
+            ConfigError: the file cannot be read, is not YAML, or its content cannot work.
         """
         import yaml
 
@@ -138,11 +131,11 @@ class Topology:
         """Resolve the content of a file into plans.
 
         Args:
-            content: ``{"vllm": [model, ...]}``, or another kind of engine that can be started.
-            hf_checkpoint: the checkpoint that the trainer starts from: the path of models that give none, and the one
-                that ``update_weights: auto`` looks for.
-            num_gpus_per_engine: for groups of models that give none.
-            rollout_num_gpus: the devices that all groups have to add up to, where given.
+            content: ``{"vllm": [model, ...]}``, or another kind of engine that has a server.
+            hf_checkpoint: the trainer's initial checkpoint. Models without ``model_path`` use it; a model with
+                ``update_weights: auto`` follows the trainer if its path is this one.
+            num_gpus_per_engine: default for groups and models that do not set it.
+            rollout_num_gpus: if given, the total that the groups' devices must have.
 
         Raises:
             ConfigError: the content cannot work.
@@ -151,7 +144,7 @@ class Topology:
             ((kind, rows),) = msgspec.convert(content, _Models).items()
         except msgspec.ValidationError as error:
             raise ConfigError(f"the models cannot be read: {error}", hint="docs/routers.md lists the keys") from None
-        engines.part(kind, "server")  # an error, with the kinds that there are, for one that cannot be started
+        engines.part(kind, "server")  # raises for a kind without a server, and lists those with one
         if len({row.name for row in rows}) < len(rows):
             raise ConfigError(f"two models have one name: {', '.join(row.name for row in rows)}")
         devices = itertools.count()
@@ -165,7 +158,7 @@ class Topology:
 def _planned(
     kind: str, row: _Model, hf_checkpoint: str | Path | None, per_engine: int, devices: Iterator[int]
 ) -> ModelPlan:
-    """Return the plan of a model, whose engines get the next ``devices``."""
+    """Return a model's plan; its engines get the next ``devices``."""
     name, default = row.name, row.model_path or str(hf_checkpoint or "")
     if row.server_groups is not None and row.engine_groups is not None:
         raise ConfigError(f"model {name!r} has server_groups and engine_groups", expected="one: they mean the same")
@@ -212,10 +205,10 @@ def _planned(
 
 
 def check_pools(whose: str, types: Collection[str]) -> None:
-    """Refuse worker types that one router cannot serve together.
+    """Check that one router can serve these worker types together.
 
     Raises:
-        ConfigError: a pool without the other, or pools beside regular engines; the message begins with ``whose``.
+        ConfigError: one pool lacks the other, or pools are mixed with regular engines; the error starts with ``whose``.
     """
     pools = {"prefill", "decode"}.intersection(types)
     if len(pools) == 1:

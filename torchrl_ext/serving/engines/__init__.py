@@ -1,1 +1,1 @@
-"""A stock vLLM, a stock SGLang and the embedded engine as child processes: the command line and environment of each."""
+"""Command lines and environments of vLLM, SGLang and embedded servers and their routers."""

@@ -20,7 +20,7 @@ class EmbeddedSpec(EngineSpec):
 
     Attributes:
         device: torch device of the model.
-        threads: threads of one operator; None leaves torch's default.
+        threads: threads per operator; None keeps torch's default.
     """
 
     name: ClassVar[str] = "embedded"

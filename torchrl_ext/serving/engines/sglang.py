@@ -1,4 +1,4 @@
-"""Run a stock SGLang server with our plugin in it, or SGLang's router, as a child process."""
+"""Run a stock SGLang server with our plugin, or SGLang's router, as a child process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrl_ext.serving.server import StockSpec, as_flags, start
 
 __all__ = ["SGLangRouterSpec", "SGLangServer", "SGLangSpec"]
 
-# --sleep-on-idle: an idle scheduler would keep one of the few cores busy
+# --sleep-on-idle: otherwise an idle scheduler keeps one core busy
 _CPU_FLAGS = ("--disable-overlap-schedule", "--disable-cuda-graph", "--sleep-on-idle")
 _SLEEP_FLAGS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 _CPU_ARGUMENTS = {
@@ -37,20 +37,19 @@ _SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangSpec(StockSpec):
-    """The settings of an SGLang server that follows a trainer, with those of `ServerSpec`, `EngineSpec`, `StockSpec`.
+    """The settings of an SGLang server; see `ServerSpec`, `EngineSpec` and `StockSpec`.
 
-    Sleep mode needs `torch_memory_saver` in the server's environment; without the plugin the server follows by full
-    files only.
+    Sleep mode needs `torch_memory_saver` in the server's environment. Without the plugin the server can be updated only
+    from full files.
     """
 
     name: ClassVar[str] = "sglang"
     module: ClassVar[str] = "sglang.launch_server"
     installed: ClassVar[str] = "name an interpreter that has it (python=...), or run `torchrl-ext serve sglang`"
-    health: ClassVar[str] = "/health_generate"  # only at the start: nobody has paused it yet
-    # /health generates a token, so that a server that is paused for new weights hangs for 20 s and answers 503, unless
-    # it has SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 (servers that we start have it). /ping is 200 while it is paused
-    # (0.5.23; releases without /ready always say 200) and wants the key where there is one, which /health does not.
-    # /ready is 503 while it is paused.
+    health: ClassVar[str] = "/health_generate"  # only at the start, when nothing has paused the server
+    # On a paused server /health, which generates a token, hangs for 20 s and then answers 503, unless the server has
+    # SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 (our servers have it). /ping answers 200 while paused (0.5.23; always
+    # 200 in releases without /ready) and requires the key, if any, unlike /health. /ready answers 503 while paused.
     probes: ClassVar[tuple[str, ...]] = ("/ping", "/health")
     shared_memory: ClassVar[tuple[str, ...]] = ("sgl_shm_", "sglang_loads_")
 
@@ -61,7 +60,7 @@ class SGLangSpec(StockSpec):
         mode: dict[str, Any] = {"language_only": True, "encoder_urls": list(encoders)} if encoders else {}
         if worker_type in ("prefill", "decode"):
             mode["disaggregation_mode"] = worker_type
-        if worker_type == "prefill":  # two on one machine would share SGLang's default
+        if worker_type == "prefill":  # two on one machine would share SGLang's default port
             mode["disaggregation_bootstrap_port"] = bootstrap_port()
         return mode
 
@@ -81,7 +80,7 @@ class SGLangSpec(StockSpec):
         return [*command, *(_SLEEP_FLAGS if self.sleep_mode and not cpu else ()), *self.extra_args]
 
     def variables(self) -> dict[str, str]:
-        # the folder that we are called from, which may be a checkout of ours, says nothing about the engine
+        # do not import from the current folder, which may be a checkout of this library
         environ = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
         environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # see `probes`: supervisors and routers ask /health
         allowed = os.environ.get("SGLANG_PLUGINS")  # an allow-list
@@ -89,7 +88,7 @@ class SGLangSpec(StockSpec):
             environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys([*allowed.split(","), "torchrl_ext"]))
         if self.on_cpu:
             environ["SGLANG_USE_CPU_ENGINE"] = "1"
-            environ["TORCHRL_EXT_UNPINNED"] = "1"  # its LoRA pins memory, which takes a GPU
+            environ["TORCHRL_EXT_UNPINNED"] = "1"  # SGLang's LoRA pins memory, which needs a GPU
             environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "2")
             workers = _workers([f"--tp-size={self.tensor_parallel_size}", *self.extra_args])
             if workers > 1:
@@ -103,10 +102,10 @@ class SGLangRouterSpec(RouterSpec):
 
     module: ClassVar[str] = "sglang_router.launch_router"
     installed: ClassVar[str] = "name an interpreter that has it (python=...), or pip install sglang-router"
-    policy_of_sessions: ClassVar[str] = "manual"  # by routing key; a request without one goes anywhere
-    pools: ClassVar[str] = "--pd-disaggregation"  # both at once, with the host, the port and the room where they meet
+    policy_of_sessions: ClassVar[str] = "manual"  # by routing key; requests without one go anywhere
+    pools: ClassVar[str] = "--pd-disaggregation"  # sends to both pools at once, with the bootstrap host, port and room
     bootstraps: ClassVar[bool] = True
-    # it would ask five times by itself; our client has its own rules
+    # the router would try five times; our client has its own retry rules
     more: ClassVar[tuple[str, ...]] = ("--log-level=warn", "--disable-retries")
 
 
@@ -116,7 +115,7 @@ def SGLangServer(model_dir: str | Path, **settings: Any) -> GuardedProcess:
 
 
 def _lora(rank: int | None, adapters: int, cpu: bool) -> list[str]:
-    """Return arguments with room for the base, the adapters, and the older version of each that requests still use."""
+    """Return arguments with room for the base, each adapter, and its older version that requests still use."""
     if rank is None:
         return []
     if rank < 1 or adapters < 1:
@@ -126,7 +125,7 @@ def _lora(rank: int | None, adapters: int, cpu: bool) -> list[str]:
 
 
 def _workers(arguments: Sequence[str]) -> int:
-    """Return how many processes compute, replicas included: SGLang wants the cores of each."""
+    """Return the number of worker processes, replicas included: SGLang needs the cores of each."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for names in _SIZES:
         parser.add_argument(*names, type=int, default=1, dest=names[0])
@@ -136,11 +135,11 @@ def _workers(arguments: Sequence[str]) -> int:
     except argparse.ArgumentError:
         return 1  # SGLang itself reports what is wrong
     tensor, pipeline, data = (max(1, sizes[names[0]]) for names in _SIZES)
-    return tensor * pipeline * (1 if sizes["shared"] else data)  # replicas of attention alone share the tensor workers
+    return tensor * pipeline * (1 if sizes["shared"] else data)  # DP attention shares the tensor workers
 
 
 def _cores(workers: int) -> str:
-    """Return the cores of each worker in SGLang's form, ``"0,1|2,3"``; workers share cores where these are too few."""
+    """Return the cores of each worker in SGLang's form, ``"0,1|2,3"``; workers share cores if there are too few."""
     mine = sorted(os.sched_getaffinity(0))
     each = max(1, len(mine) // workers)
     shares = ([mine[(worker * each + i) % len(mine)] for i in range(each)] for worker in range(workers))

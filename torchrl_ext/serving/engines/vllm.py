@@ -1,4 +1,4 @@
-"""Run a stock vLLM server with our plugin in it, or vLLM's router, as a child process."""
+"""Run a stock vLLM server with our plugin, or vLLM's router, as a child process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMSpec(StockSpec):
-    """The settings of a vLLM server that follows a trainer, with those of `ServerSpec`, `EngineSpec`, `StockSpec`.
+    """The settings of a vLLM server; see `ServerSpec`, `EngineSpec` and `StockSpec`.
 
-    The rank of LoRA adapters is rounded up to one that vLLM knows. On a CPU, tensor-parallel workers share the cores,
-    unless ``OMP_NUM_THREADS`` is set.
+    The LoRA rank is rounded up to one that vLLM supports. On a CPU, tensor-parallel workers share the cores unless
+    ``OMP_NUM_THREADS`` is set.
 
     Attributes:
-        plain_linears: CPU only: keep linear weights as plain tensors, as a GPU does, instead of packing them.
+        plain_linears: CPU only: keep linear weights as plain tensors, like on a GPU, instead of packing them.
     """
 
     name: ClassVar[str] = "vllm"
@@ -69,10 +69,10 @@ class VLLMSpec(StockSpec):
         return [*command, *_lora(self.lora_rank, self.lora_adapters), *self.extra_args]
 
     def variables(self) -> dict[str, str]:
-        allowed = os.environ.get("VLLM_PLUGINS")  # an allow-list, and vLLM takes routes only from plugins on it
+        allowed = os.environ.get("VLLM_PLUGINS")  # an allow-list; vLLM adds routes only of plugins on it
         others = _installed_plugins(self.interpreter) if allowed is None else filter(None, allowed.split(","))
         environ = {
-            "VLLM_SERVER_DEV_MODE": "1",  # vLLM has its RL routes only then
+            "VLLM_SERVER_DEV_MODE": "1",  # required for vLLM's RL routes
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_PLUGINS": ",".join(dict.fromkeys([*others, "torchrl_ext"])),
@@ -80,7 +80,7 @@ class VLLMSpec(StockSpec):
         if self.on_cpu:
             own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # GiB
             if self.tensor_parallel_size > 1:
-                # unbound, every worker would take a thread per core, and all of them wait for each other by spinning
+                # unbound, every worker would start a thread per core, and the threads would spin while they wait
                 own["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // self.tensor_parallel_size))
             environ |= {name: os.environ.get(name, value) for name, value in own.items()}
         if self.plain_linears:
@@ -92,13 +92,13 @@ class VLLMSpec(StockSpec):
 class VLLMRouterSpec(RouterSpec):
     """vLLM's router (vllm-router 0.1.17).
 
-    It asks pools one after the other, and drops fields of `/generate`: sampling_seed, min_new_tokens.
+    It asks pools one after the other and drops these fields of `/generate`: sampling_seed, min_new_tokens.
     """
 
     module: ClassVar[str] = "vllm_router.launch_router"
     installed: ClassVar[str] = "name an interpreter that has it (python=...), or pip install 'torchrl_ext[router]'"
     policy_of_sessions: ClassVar[str] = "consistent_hash"
-    pools: ClassVar[str] = "--vllm-pd-disaggregation"  # prefill first, then decode with what the connector handed on
+    pools: ClassVar[str] = "--vllm-pd-disaggregation"  # prefill first, then decode with the connector's parameters
     more: ClassVar[tuple[str, ...]] = ("--log-level=warning",)
 
 
@@ -108,7 +108,7 @@ def VLLMServer(model_dir: str | Path, **settings: Any) -> GuardedProcess:
 
 
 def _lora(rank: int | None, adapters: int) -> list[str]:
-    """Return arguments with room for the adapters, and for the older version of each that requests still use."""
+    """Return arguments with room for each adapter and for its older version that requests still use."""
     if rank is None:
         return []
     room = next((known for known in _RANKS if known >= rank), None)
@@ -123,23 +123,21 @@ def _lora(rank: int | None, adapters: int) -> list[str]:
 
 
 def _has_scale_out(python: Path) -> bool:
-    """Return whether an environment's vLLM has the option; earlier releases (0.29) have its routes without it.
-
-    The sources are read as text: an import takes seconds. Where they are not found, it is taken to have it.
-    """
+    """Return whether vLLM has ``--enable-scale-out``; True without sources. 0.29 has the routes without the option."""
+    # read as text: an import takes seconds
     found = [path for folder in _packages(python) for path in Path(folder, "vllm").glob("entrypoints/**/cli_args.py")]
     return not found or any("enable_scale_out" in path.read_text(errors="replace") for path in found)
 
 
 def _installed_plugins(python: Path) -> list[str]:
-    """Return the names of the plugins that vLLM finds in an environment by itself."""
+    """Return the names of the plugins installed in an environment that vLLM would load by default."""
     found = importlib.metadata.distributions(path=_packages(python))
     points = (point for distribution in found for point in distribution.entry_points)
     return sorted({point.name for point in points if point.group.startswith("vllm.") and "endpoint" not in point.group})
 
 
 def _packages(python: Path) -> list[str]:
-    """Return the folders in which an environment has its packages."""
+    """Return the package folders of an environment."""
     if python == Path(sys.executable):
         return sys.path
     return [str(path) for path in python.parent.parent.glob("lib/python3*/site-packages")]
