@@ -1,4 +1,4 @@
-"""`InferenceClient`: token ids in, tokens with log-probabilities and weight versions out (the data plane)."""
+"""`InferenceClient`: token ids in; tokens with log-probabilities and weight versions out (the data plane)."""
 
 from __future__ import annotations
 
@@ -22,29 +22,27 @@ __all__ = ["Generation", "InferenceClient", "VersionSpan"]
 
 
 class InferenceClient:
-    """Sends prompts to one engine or to several that serve the same policy, many at a time.
+    """Sends prompts to one engine, or to several that serve the same policy.
 
-    A prompt goes to the engine that has the fewest in work. If an engine cannot be reached, or says that it is broken
-    or busy (HTTP 500, 502 to 504, 429), its prompts go to another engine from the start, and it is tried again after
-    ``retire_s``. A generation that an engine aborts (an update that pauses with mode ``abort``) goes on with the tokens
-    that it has, on any engine; with stop strings, which may straddle the two parts, from the start. Safe to use from
-    many threads, and to send to another process.
+    Each prompt goes to the engine with the fewest requests in flight. If an engine is unreachable, or answers HTTP 429,
+    500 or 502 to 504, its prompts start again on another engine, and the client avoids the failed one for ``retire_s``.
+    If an engine aborts a generation (an update with pause mode ``abort``), the client continues it from its tokens on
+    any engine; with stop strings it starts again, because one may span two answers. Thread-safe and picklable.
 
     Args:
-        url: base address of an engine (or of a router in front of several), or a list of addresses.
-        kind: ``"vllm"``, ``"embedded"`` or ``"sglang"``; one for all, or one per address. `connect` finds out.
-        timeout_s: deadline of one `generate` call, all prompts together, in seconds.
-        max_concurrency: most requests in work at one engine, over all calls of this client.
+        url: base address of an engine or of a router, or a list of addresses.
+        kind: ``"vllm"``, ``"embedded"`` or ``"sglang"``; one for all, or one per address. `connect` detects it.
+        timeout_s: deadline of one `generate` call, for all its prompts together, in seconds.
+        max_concurrency: maximum requests in flight per engine, over all calls of this client.
         api_key: sent as a bearer token; see `HTTPSession` for several.
-        retire_s: seconds for which an engine that failed is left alone while others answer.
-        persistent: where every address has failed, ask again until the deadline, and warn each minute: a router may
-            have found another engine by then.
-        health: which engines are well, as others see it, such as a pool's; None for what this client sees itself. A
-            copy in another process has one of its own.
+        retire_s: seconds for which a failed engine is avoided while others answer.
+        persistent: once every address has failed, retry until the deadline and log a warning every minute, because a
+            router may find another engine meanwhile.
+        health: engine health shared with others, such as a pool's; None, and a pickled copy, tracks its own.
         adapter: name of the LoRA adapter to generate with (`AdapterSender`); None for the base weights.
 
     Raises:
-        ConfigError: no address, one twice or one that cannot work, or an unknown kind.
+        ConfigError: no address, a duplicate or invalid one, an unknown kind, or ``max_concurrency`` below 1.
 
     Example:
         >>> client = tx.InferenceClient.connect(address)
@@ -77,10 +75,10 @@ class InferenceClient:
 
     @classmethod
     def connect(cls, *addresses: str, api_key: Keys = None, **settings: Any) -> InferenceClient:
-        """Return a client for the engines at ``addresses``, whatever their kinds.
+        """Return a client for the engines at ``addresses``, and detect their kinds.
 
         Args:
-            addresses: as for `torchrl_ext.discover`: engines, not routers.
+            addresses: engines, not routers, as for `torchrl_ext.discover`.
             api_key: sent as a bearer token; see `HTTPSession` for several.
             settings: further arguments of the class.
 
@@ -92,7 +90,7 @@ class InferenceClient:
 
     @property
     def url(self) -> str:
-        """The base address of the engine, or of all engines, with commas between them."""
+        """The base addresses of all engines, separated by commas."""
         return ", ".join(self.urls)
 
     @property
@@ -117,27 +115,27 @@ class InferenceClient:
         """Continue every prompt ``n`` times.
 
         Args:
-            prompts: token ids, at least one per prompt; each a list, or a tensor of integers of shape ``(T,)``.
+            prompts: token ids, at least one per prompt; each a list, or an integer tensor of shape ``(T,)``.
             n: continuations per prompt.
-            max_tokens: most new tokens of each.
+            max_tokens: maximum new tokens per continuation.
             temperature: 0 takes the most probable token.
             seed: continuation j of prompt i is sampled with ``seed + i * n + j``; None leaves it to the engine.
-            logprobs: ask for the log-probability of each sampled token; any number does as well (in vLLM's convention
-                0 is that of the sampled token alone), False and None do not.
-            stop_token_ids: end after one of these.
-            session_ids: one per prompt; a router keeps the prompts of one session on one engine.
+            logprobs: whether to return the log-probability of each sampled token; any number means True (vLLM's 0
+                too), None means False.
+            stop_token_ids: token ids that end a continuation.
+            session_ids: one per prompt; a router sends the prompts of one session to one engine.
             timeout_s: deadline of this call in place of the client's.
             sampling: further fields of vLLM's ``sampling_params``.
 
         Returns:
-            ``len(prompts) * n`` generations, those of one prompt together, in the order of ``prompts``.
+            ``len(prompts) * n`` generations, grouped by prompt, in the order of ``prompts``.
 
         Raises:
-            ConfigError: a prompt is empty or no list of token ids, or there is not one session per prompt.
-            EngineUnreachableError, EngineRefusedError: the engine's answer to the first request that no engine took.
-            DeadlineError: not every generation came in time; names the engines that still had work.
+            ConfigError: a prompt is empty or not a list of token ids, or there is not one session per prompt.
+            EngineUnreachableError, EngineRefusedError: every engine failed a request, or one refused it.
+            DeadlineError: some generations did not finish in time; names the engines with requests in flight.
         """
-        drawn = n if temperature > 0 else 1  # vLLM refuses to make the same continuation twice
+        drawn = n if temperature > 0 else 1  # vLLM refuses n > 1 at temperature 0
         sessions = [None] * len(prompts) if session_ids is None else session_ids
         if len(sessions) != len(prompts):
             raise ConfigError(f"{len(sessions)} session_ids for {len(prompts)} prompts", expected="one per prompt")
@@ -161,7 +159,7 @@ class InferenceClient:
         return found if drawn == n else [generation for generation in found for _ in range(n)]
 
     def close(self) -> None:
-        """Drop the connections; requests in work end with an error. May be called twice; a later call opens anew."""
+        """Close the connections; pending requests fail. May be called twice; a later request connects again."""
         self._requests.close()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Translate requests for tokens, and answers, between this library and the JSON of each kind of engine."""
+"""Translate generation requests and answers between this library and each kind of engine's JSON."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ class Dialect(ABC):
 
     Attributes:
         route: the route that generates.
-        one_seed_per_request: whether the continuations of a request that has a seed would all be the same, so that
-            each has to be a request of its own.
+        one_seed_per_request: whether one seed makes all continuations equal, so that each needs its own request.
     """
 
     route: ClassVar[str]
@@ -27,23 +26,23 @@ class Dialect(ABC):
 
     @abstractmethod
     def body(self, request: GenerationRequest) -> Info:
-        """Return the body of a ``POST`` to `route`."""
+        """Return the ``POST`` body for `route`."""
 
     @abstractmethod
     def adapted(self, name: str | None) -> Info:
-        """Return the fields that ask for a LoRA adapter, on every route for tokens; {} for the base weights."""
+        """Return the fields that select a LoRA adapter, on every generation route; {} for the base weights."""
 
     @abstractmethod
     def read(self, answer: Any) -> list[Generation]:
         """Return the continuations in an answer, in order.
 
         Raises:
-            KeyError, TypeError, IndexError: the answer is not of this dialect.
+            KeyError, TypeError, IndexError: the answer has another form.
         """
 
 
 class VLLMDialect(Dialect):
-    """Speaks to vLLM's token-in, token-out route (`vllm.entrypoints.scale_out`), which the embedded engine has too."""
+    """Uses vLLM's token-in, token-out route (`vllm.entrypoints.scale_out`), which embedded engines also serve."""
 
     route: ClassVar[str] = "/inference/v1/generate"
 
@@ -80,11 +79,11 @@ class VLLMDialect(Dialect):
 
 
 class SGLangDialect(Dialect):
-    """Speaks to SGLang's native route (`sglang.srt.managers.io_struct.GenerateReqInput`).
+    """Uses SGLang's native route (`sglang.srt.managers.io_struct.GenerateReqInput`).
 
-    A request is one prompt with one map of sampling settings, which is what routers let through (they answer lists of
-    either with 422). Seeds have effect where the server runs with ``--enable-deterministic-inference``. SGLang's router
-    (0.3.2) passes all of these fields on, vLLM's (0.1.17) neither ``sampling_seed`` nor ``min_new_tokens``.
+    Each request has one prompt and one map of sampling settings, because routers answer lists of either with 422. Seeds
+    take effect only where the server runs with ``--enable-deterministic-inference``. SGLang's router (0.3.2) forwards
+    all these fields; vLLM's (0.1.17) drops ``sampling_seed`` and ``min_new_tokens``.
     """
 
     route: ClassVar[str] = "/generate"
@@ -114,7 +113,7 @@ class SGLangDialect(Dialect):
     def _read(self, row: Any) -> Generation:
         meta, tokens = row["meta_info"], tuple(row["output_ids"])
         spans = meta.get("weight_versions")
-        if not spans and "weight_version" in meta:  # servers without spans name only the version at the end
+        if not spans and "weight_version" in meta:  # servers without spans report only the last version
             spans = [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
         return Generation(
             token_ids=tokens,
@@ -125,15 +124,15 @@ class SGLangDialect(Dialect):
 
 
 def _extras(prompt_logprobs: Any, routed_experts: Any) -> tuple[Info, ...]:
-    """Return the fields that an answer has, as its part of `Generation.extras`."""
+    """Return an answer's extra fields as its part of `Generation.extras`."""
     fields = {"prompt_logprobs": prompt_logprobs, "routed_experts": routed_experts}
     found = {name: value for name, value in fields.items() if value is not None}
     return (found,) if found else ()
 
 
 def _spans(rows: Sequence[Info] | None, label: str, count: int) -> tuple[VersionSpan, ...]:
-    """Return the spans in an answer's ``weight_versions``, which are ``[{"version", "start", "end"}, ...]`` in vLLM as
-    in SGLang; where ``label`` is an adapter's, one span of its version over all ``count`` tokens."""
+    """Return the spans in ``weight_versions``, which vLLM and SGLang report in the same form; if ``label`` is an
+    adapter's, return one span of its version over all ``count`` tokens."""
     version = adapter_version(label)
     if version is not None:
         rows = [{"version": version, "start": 0, "end": count}]

@@ -1,9 +1,9 @@
-"""Requests for tokens and generations, in no engine's own form, and the rest of a request that an engine aborted.
+"""Requests and generations independent of the engine's kind, and continuation of requests that an engine aborted.
 
-An engine that is paused with mode ``abort`` ends its requests with the tokens they have. The rest is asked for with
-those tokens as part of the prompt, from whichever engine is free. Carried along are tokens, log-probabilities, weight
-versions, the budget (``max_tokens``, ``min_tokens``), and the stop strings that the last tokens may have begun.
-Frequency and presence penalties start anew: engines count them over the tokens of one request.
+An engine that is paused with mode ``abort`` returns its requests with the tokens so far. The client appends these to
+the prompt and requests the rest from any free engine. Tokens, log-probabilities, weight versions, the budget
+(``max_tokens``, ``min_tokens``) and partial stop strings carry over. Frequency and presence penalties start again,
+because engines count tokens per request.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 UNKNOWN_VERSION = -1
-"""The number of a weight version that an engine does not report, or whose label is no number."""
+"""The number of a weight version that an engine does not report, or whose label is not a number."""
 
-_TOKENS_PER_CHARACTER = 4  # at most: a character of UTF-8, with one token for each byte
+_TOKENS_PER_CHARACTER = 4  # at most: one token per byte of a UTF-8 character
 
 
 @dataclass(frozen=True, kw_only=True)
 class VersionSpan:
-    """A span of a generation: its tokens ``[start, end)`` were sampled by weights labelled ``version``."""
+    """Tokens ``[start, end)`` of a generation, which the weights labelled ``version`` sampled."""
 
     version: str
     start: int
@@ -44,20 +44,20 @@ class VersionSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One prompt and how to continue it, in no engine's own form.
+    """One prompt and its sampling settings, independent of the engine's kind.
 
     Attributes:
         token_ids: the prompt, at least one token.
-        n: continuations.
-        max_tokens: most new tokens of each.
+        n: number of continuations.
+        max_tokens: maximum new tokens per continuation.
         temperature: 0 takes the most probable token.
         seed: continuation j is sampled with ``seed + j``; None leaves it to the engine.
-        logprobs: ask for the log-probability of each sampled token.
-        stop_token_ids: end after one of these.
+        logprobs: whether to return the log-probability of each sampled token.
+        stop_token_ids: token ids that end a continuation.
         more: further sampling settings under vLLM's names: ``top_p``, ``top_k``, ``min_tokens``, ``ignore_eos``...
         adapter: name of the LoRA adapter to generate with; None for the base weights.
-        session_id: requests of one session stay on one engine behind a router; None or "" for none.
-        route: takes the place of the dialect's route.
+        session_id: a router sends the requests of one session to one engine; None or "" for no session.
+        route: replaces the dialect's route.
         fields: further fields of the body.
     """
 
@@ -75,7 +75,7 @@ class GenerationRequest:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def split(self) -> list[GenerationRequest]:
-        """Return the same request as several requests of one continuation each."""
+        """Return one request per continuation."""
         seeds = [None if self.seed is None else self.seed + j for j in range(self.n)]
         return [replace(self, n=1, seed=seed) for seed in seeds]
 
@@ -86,13 +86,13 @@ class Generation:
 
     Attributes:
         token_ids: new tokens, without the prompt.
-        logprobs: log-probability of each token under the raw distribution of the weights that sampled it; empty
-            where none were asked for.
+        logprobs: log-probability of each token under the raw distribution of the weights that sampled it; empty if
+            not requested.
         finish_reason: ``"stop"``, ``"length"`` or ``"abort"`` (the engine was paused with mode ``abort``).
-        weight_versions: contiguous spans; more than one where weights changed while it ran. Empty where the engine
-            does not say. With an adapter they are the adapter's, whose version stays the same all along.
-        extras: further fields that were asked for, as the engine gave them, one mapping per answer of which this is
-            joined: ``prompt_logprobs``, ``routed_experts``.
+        weight_versions: contiguous spans, several if the weights changed during the generation; empty if the engine
+            reports none. With an adapter they give its version, which does not change during a generation.
+        extras: further requested fields as the engine returned them, one mapping per joined answer:
+            ``prompt_logprobs``, ``routed_experts``.
     """
 
     token_ids: tuple[int, ...]
@@ -102,7 +102,7 @@ class Generation:
     extras: tuple[Mapping[str, Any], ...] = field(default=(), repr=False, compare=False)
 
     def token_versions(self) -> list[int]:
-        """Return the number of each token's weight version; `UNKNOWN_VERSION` where the engine does not say."""
+        """Return the number of each token's weight version; `UNKNOWN_VERSION` where the engine reports none."""
         versions = [UNKNOWN_VERSION] * len(self.token_ids)
         for span in self.weight_versions:
             end = min(span.end, len(versions))
@@ -111,10 +111,10 @@ class Generation:
 
 
 def checked_prompt(prompt: Sequence[int] | Tensor, index: int) -> tuple[int, ...]:
-    """Return the token ids of a prompt, read at once: a tensor on a device costs one wait, and not one per token.
+    """Return the token ids of a prompt; a tensor on a device is copied once, not token by token.
 
     Raises:
-        ConfigError: it is empty, or is no flat sequence of whole numbers from 0 on; the message has its index.
+        ConfigError: it is empty or not a flat sequence of non-negative integers; the message has its index.
     """
     if not len(prompt):
         raise ConfigError(f"prompt {index} has no token", expected="at least one token id per prompt")
@@ -127,8 +127,7 @@ def checked_prompt(prompt: Sequence[int] | Tensor, index: int) -> tuple[int, ...
 
 
 def version_number(label: str) -> int:
-    """Return 7 for ``"7"``, 0 for ``"default"`` (engines' label of the weights they started with), or else
-    `UNKNOWN_VERSION`."""
+    """Return 7 for ``"7"``, 0 for ``"default"`` (the engines' label of initial weights), else `UNKNOWN_VERSION`."""
     if label == "default":
         return 0
     return int(label) if label.isdecimal() else UNKNOWN_VERSION
@@ -139,8 +138,8 @@ class PartialGeneration:
     """The generation of one prompt so far, joined from the answers of engines that aborted it.
 
     Attributes:
-        request: the first request; of one continuation.
-        so_far: everything so far, as one generation.
+        request: the original request, with one continuation.
+        so_far: all tokens so far, as one generation.
         joined: number of tokens before the last answer.
     """
 
@@ -150,7 +149,7 @@ class PartialGeneration:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to ask for."""
+        """Whether the generation is complete."""
         return self.so_far.finish_reason != "abort"
 
     @property
@@ -160,7 +159,7 @@ class PartialGeneration:
         return (found,) if isinstance(found, str) else tuple(found)
 
     def remaining(self) -> GenerationRequest:
-        """Return the request for the rest."""
+        """Return the request for the remaining tokens."""
         count = len(self.so_far.token_ids)
         more = dict(self.request.more)
         if "min_tokens" in more:
@@ -170,12 +169,12 @@ class PartialGeneration:
             self.request,
             token_ids=(*self.request.token_ids, *self.so_far.token_ids),
             max_tokens=self.request.max_tokens - count,
-            seed=None if seed is None else seed + count,  # else the new engine would repeat the draws of the first
+            seed=None if seed is None else seed + count,  # else the next engine would repeat the first one's draws
             more=more,
         )
 
     def extended(self, answer: Generation) -> PartialGeneration:
-        """Return this with an engine's answer to `remaining` added; a budget that is used up ends it (``"length"``)."""
+        """Return a copy with an engine's answer to `remaining` appended; a spent budget ends it (``"length"``)."""
         before, count = self.so_far, len(self.so_far.token_ids)
         versions = list(before.weight_versions)
         for span in answer.weight_versions:
@@ -196,8 +195,8 @@ class PartialGeneration:
         return replace(self, so_far=so_far, joined=count)
 
     def stop_candidates(self) -> list[tuple[int, tuple[int, ...]]]:
-        """List the ends of a stop string that may have begun before the last answer and ended in it, where no engine
-        sees it: the number of tokens to keep, and the tokens whose text would show it."""
+        """Return where a stop string that began before the last answer may end in it, which no engine detects: pairs of
+        the number of tokens to keep and the tokens whose text would show it."""
         tokens = self.so_far.token_ids
         if not self.stops or not 0 < self.joined < len(tokens):
             return []
@@ -207,7 +206,7 @@ class PartialGeneration:
         return [(end, tokens[first:end]) for end in ends]
 
     def stopped(self, candidates: Sequence[tuple[int, tuple[int, ...]]], texts: Sequence[str]) -> PartialGeneration:
-        """Return this, cut after the first of ``candidates`` whose text has a stop string; unchanged without one."""
+        """Return a copy cut after the first candidate whose text has a stop string, or this without one."""
         made = self.so_far
         for (end, _), text in zip(candidates, texts, strict=True):
             if any(stop in text for stop in self.stops):

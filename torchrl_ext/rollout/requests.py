@@ -1,7 +1,4 @@
-"""Send requests for tokens: choose an engine, try again after failures, continue after aborts.
-
-The rules are the same for every client, whether it asks several engines itself or a router in front of them.
-"""
+"""Send generation requests: choose an engine, retry after failures, continue after aborts."""
 
 from __future__ import annotations
 
@@ -27,10 +24,10 @@ __all__ = ["Requests", "back_off", "targets"]
 log = logging.getLogger("torchrl_ext")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SILENCE_S = 0.05, 2.0, 60.0  # the last one between two warnings
-_PASSING = (429, 500, 502, 503, 504)  # too many requests, or something is broken; 501 and 505 are final (RFC 9110)
-_PARTY = "requests"  # that complains of engines
+_PASSING = (429, 500, 502, 503, 504)  # too many requests or a server fault; 501 and 505 are final (RFC 9110)
+_PARTY = "requests"  # under this name, `Health` has the failures of requests
 _MAX_BODY_BYTES, _KEEP_S = 256 << 20, 2.0
-_SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # by which vLLM's router knows a session, and SGLang's
+_SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # of vLLM's router and of SGLang's
 _UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)
 
 _T = TypeVar("_T")
@@ -38,14 +35,14 @@ Texts = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[str]]]
 
 
 def targets(urls: Sequence[str], kinds: str | Sequence[str]) -> dict[str, Dialect]:
-    """Return the base addresses, each with the dialect of the engine or router that answers there.
+    """Return the dialect of the engine or router at each base address.
 
     Args:
         urls: addresses, as `torchrl_ext.rpc.http.normalise_url` takes them.
-        kinds: the make of engine at each, or one for all.
+        kinds: kind of engine per address, or one for all.
 
     Raises:
-        ConfigError: no address, one twice or one that cannot work, or an unknown kind.
+        ConfigError: no address, a duplicate or invalid one, an unknown kind, or not one kind per address.
     """
     kinds = [kinds] * len(urls) if isinstance(kinds, str) else list(kinds)
     if len(kinds) != len(urls):
@@ -54,22 +51,16 @@ def targets(urls: Sequence[str], kinds: str | Sequence[str]) -> dict[str, Dialec
 
 
 class Requests:
-    """Gives each request to the target with the fewest in work; asked from any event loop, and after a fork.
+    """Sends each request to the target with the fewest in flight; works from any event loop, and after a fork.
 
-    If a target cannot be reached, or says that it is broken or busy (HTTP 500, 502 to 504, 429), the request goes to
-    another target, from the start, and the failed one is left alone for a while. Once all targets have failed, the
-    request fails; or, with ``persistent``, it is asked again until its deadline (a warning each minute says so): an
-    answer that was lost can be sampled anew, and a router may have found another engine by then. Any other refusal is
-    raised at once. A request that an engine aborts (pause mode ``abort``) goes on with its tokens, on any target.
+    Failover and aborts are as for `InferenceClient`. A refusal other than HTTP 429, 500 and 502 to 504 is raised at
+    once. Once all targets have failed, the request fails, unless ``persistent``: a lost answer can be sampled again.
 
     Args:
-        targets: at least one: dialects by base address.
-        limit: most requests in work at one target; 0 for no limit.
-        api_key: sent as a bearer token; see `HTTPSession` for several.
-        retire_s: seconds for which a target that failed is left alone while others answer.
-        persistent: ask again until the deadline where every target has failed.
-        health: which engines are well; targets that others complain of are left alone, too. None for one of its own.
-        connection_limit: most connections at a time; 0 for as many as there are calls.
+        targets: at least one dialect, by base address.
+        limit: maximum requests in flight per target; 0 for no limit.
+        api_key, retire_s, persistent, health: as for `InferenceClient`.
+        connection_limit: maximum connections per target; 0 for no limit.
     """
 
     def __init__(
@@ -88,7 +79,7 @@ class Requests:
         self._health = Health() if health is None else health
         self._in_work, self._freed = dict.fromkeys(self._targets, 0), asyncio.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._calls: set[Future[Any]] = set()  # until they end, or `close` is called
+        self._calls: set[Future[Any]] = set()  # until they end, or `close` cancels them
         self._warned = float("-inf")
         how: dict[str, Any] = {"api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES, "keep_s": _KEEP_S}
         how["connection_limit"] = connection_limit
@@ -97,17 +88,17 @@ class Requests:
     async def generations(
         self, requests: Sequence[GenerationRequest], until: float, texts: Texts | None = None
     ) -> list[Generation]:
-        """Return every prompt's continuations, in order, each complete; the first error cancels the other requests.
+        """Return the complete continuations of every prompt, in order; the first error cancels the other requests.
 
         Args:
-            requests: the prompts; continuation j of one that has a seed is sampled with ``seed + j``.
-            until: deadline of all together on the monotonic clock, in seconds.
-            texts: decodes token ids, to find stop strings that straddle two engines' answers; with None, an aborted
-                request that has stop strings is asked from the start again.
+            requests: the prompts; continuation j of one with a seed is sampled with ``seed + j``.
+            until: deadline for all of them on the monotonic clock, in seconds.
+            texts: decodes token ids, to find stop strings that span two engines' answers; with None, an aborted request
+                with stop strings starts again.
 
         Raises:
-            EngineUnreachableError, EngineRefusedError: an engine's answer to the first request that none took.
-            DeadlineError: not every generation came in time; names the engines that still had work.
+            EngineUnreachableError, EngineRefusedError: every target failed a request, or one refused it.
+            DeadlineError: some generations did not finish in time; names the engines with requests in flight.
             EngineError: `close` was called meanwhile.
         """
         return await self._until_closed(self._generations(requests, until, texts))
@@ -139,18 +130,18 @@ class Requests:
         )
 
     async def post(self, route: str, body: Any, session_id: Any, until: float) -> Any:
-        """Call a route, of any target, and return the JSON answer.
+        """Call a route of any target, and return the JSON answer.
 
         Raises:
-            EngineRefusedError: the request is at fault, or the answer is no JSON.
-            EngineUnreachableError, DeadlineError: no good answer in time; names each target with its reason.
+            EngineRefusedError: a target refused the request, or its answer is not JSON.
+            EngineUnreachableError, DeadlineError: no target answered in time; names each target with its reason.
             EngineError: `close` was called meanwhile.
         """
         asked = self._of_any(lambda url: self._post(url, route, body, session_id, until), until)
         return await self._until_closed(asked)
 
     def close(self) -> None:
-        """Drop the connections; requests in work end with an error. A later call opens anew."""
+        """Close the connections; pending requests fail with an EngineError. A later request connects again."""
         calls, self._calls = self._calls, set()
         for call in tuple(calls):
             call.cancel()
@@ -158,7 +149,7 @@ class Requests:
             session.close()
 
     async def _until_closed(self, call: Coroutine[Any, Any, _T]) -> _T:
-        """Await ``call`` on the loop that all clients share."""
+        """Run ``call`` on the loop that all clients share."""
         calls, begun = self._calls, begin(call)
         calls.add(begun)
         try:
@@ -175,7 +166,7 @@ class Requests:
             calls.discard(begun)
 
     async def _whole(self, request: GenerationRequest, until: float, texts: Texts | None) -> list[Generation]:
-        """Return the continuations of one prompt, each complete."""
+        """Return the complete continuations of one prompt."""
         alike = any(dialect.one_seed_per_request for dialect in self._targets.values())
         if request.n > 1 and request.seed is not None and alike:
             parts = await each([self._whole(one, until, texts) for one in request.split()])
@@ -189,9 +180,9 @@ class Requests:
     async def _to_its_end(
         self, request: GenerationRequest, answer: Generation, until: float, texts: Texts | None
     ) -> Generation:
-        """Return the whole continuation that ``answer`` begins."""
+        """Continue the generation that ``answer`` begins until it is complete."""
         partial, attempts = PartialGeneration(request=request), itertools.count()
-        unread = texts is None and bool(partial.stops)  # stop strings that nobody here can find
+        unread = texts is None and bool(partial.stops)  # nothing here could find a stop string across two answers
         while True:
             if answer.finish_reason != "abort" or not unread:
                 partial = partial.extended(answer)
@@ -228,7 +219,7 @@ class Requests:
         return answer.wanted()
 
     async def _of_any(self, call: Callable[[str], Awaitable[_T]], until: float) -> _T:
-        """Return what ``call`` returns for the address of the first target where it succeeds."""
+        """Return the result of ``call`` for the first target where it succeeds."""
         failed, attempts = dict[str, EngineError](), itertools.count()
         while True:
             async with self._turn(failed, until) as url:
@@ -236,7 +227,7 @@ class Requests:
                     found = await call(url)
                 except (EngineUnreachableError, EngineRefusedError) as error:
                     if isinstance(error, EngineRefusedError) and error.status not in _PASSING:
-                        raise  # another engine would say the same
+                        raise  # another engine would refuse it too
                     failed[url] = error
                     self._health.fail(url, error, by=_PARTY, for_s=self._retire_s)
                 else:
@@ -254,7 +245,7 @@ class Requests:
 
     @asynccontextmanager
     async def _turn(self, failed: Mapping[str, EngineError], until: float) -> AsyncIterator[str]:
-        """Wait until a target that has not failed has room for a request, and count the request while it is there."""
+        """Wait for a free place at a target that has not failed, and hold it during the block."""
         if (loop := asyncio.get_running_loop()) is not self._loop:  # the first request, or the first after a fork
             self._loop, self._freed = loop, asyncio.Condition()
             self._in_work = dict.fromkeys(self._targets, 0)
@@ -279,7 +270,7 @@ class Requests:
                 self._freed.notify_all()
 
     def _joined(self, failed: Mapping[str, EngineError]) -> EngineError:
-        """Return the error for a request that every target failed."""
+        """Return the error for a request that failed on every target."""
         errors = list(failed.values())
         if len(errors) == 1:
             return errors[0]
@@ -295,12 +286,12 @@ async def back_off(attempt: int, until: float, why: EngineError) -> None:
     """Wait before another attempt, longer after each.
 
     Args:
-        attempt: how many attempts this waited for before.
+        attempt: number of waits before this one.
         until: deadline on the monotonic clock, in seconds.
-        why: the reason of the last failure.
+        why: the last failure.
 
     Raises:
-        DeadlineError: there is no time for another attempt; has the reason.
+        DeadlineError: no time is left for another attempt; the message has the last failure.
     """
     pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 16))
     if until - time.monotonic() <= pause_s:

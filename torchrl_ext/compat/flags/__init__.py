@@ -1,1 +1,1 @@
-"""The options of slime and vime as one dataclass, and the engines that they name."""
+"""The options of slime and vime as one dataclass, and the engines that these options describe."""

@@ -1,8 +1,8 @@
-"""Defines `WeightUpdateConfig`: the options of slime and vime for weight updates, under the names they have there.
+"""`WeightUpdateConfig`: the weight-update options of slime and vime, under their names there.
 
 Source of names and defaults: the external-engine guides of slime and vime (`--update-weight-mode full|delta`,
 `--update-weight-transport nccl|disk`, `--rollout-external-engine-addrs`, ...); transport ``sharded`` is ours.
-Combinations that cannot work are refused before anything is opened.
+Invalid combinations raise an error before anything is opened.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("torchrl_ext")
 
 __all__ = ["TransportConfig", "WeightUpdateConfig"]
 
-_DEFAULTS = {"update_weight_encoding": "auto", "update_weight_disk_keep_files": False}  # of options with two names
+_DEFAULTS = {"update_weight_encoding": "auto", "update_weight_disk_keep_files": False}  # for options with two names
 _FLAGS: Mapping[str, dict[str, Any]] = {
     "int": {"type": int}, "float": {"type": float}, "bool": {"action": "store_true"}, "tuple[str, ...]": {"nargs": "+"},
 }  # fmt: skip
@@ -35,7 +35,7 @@ _HOOK_S = 3600.0
 
 
 class TransportConfig(NamedTuple):
-    """The name of a transport, with the settings that options give it; it has its own defaults for the rest."""
+    """The name of a transport, and the settings that options give; the transport has defaults for the rest."""
 
     name: str
     settings: Mapping[str, Any]
@@ -55,10 +55,10 @@ def _kind(option: dataclasses.Field[Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdateConfig:
-    """How weights get to the rollout engines; what each option means stands in its ``metadata["help"]``.
+    """How weights reach the rollout engines; ``metadata["help"]`` of each option explains it.
 
     Raises:
-        ConfigError: a value or a combination that cannot work, with the reason and the remedy.
+        ConfigError: an invalid value or combination; has the reason and the remedy.
 
     Example:
         >>> options = tx.WeightUpdateConfig(update_weight_transport="disk", update_weight_disk_dir=root)
@@ -118,7 +118,7 @@ class WeightUpdateConfig:
     colocate: bool = _option(False, "trainer and engines share their devices")
 
     arguments: ClassVar[argparse.Namespace | None] = None
-    """What `from_arguments` was given, for hooks."""
+    """The namespace passed to `from_arguments`, for hooks."""
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
@@ -141,7 +141,7 @@ class WeightUpdateConfig:
                 raise ConfigError(why, hint=hint)
 
     def _refusals(self) -> Iterator[tuple[bool, str, str]]:
-        """Yield every combination that cannot work: whether this is one, the reason and the remedy."""
+        """Yield each rule on combinations: whether the options break it, the reason and the remedy."""
         from torchrl_ext.codecs.base import encodings
         from torchrl_ext.rpc.http import normalise_url
 
@@ -218,20 +218,20 @@ class WeightUpdateConfig:
         )
 
     def due(self, rollout: int) -> bool:
-        """Return whether engines are to get the weights after a rollout, which are counted from 0."""
+        """Return whether engines get the weights after a rollout, counted from 0."""
         return self.release_train or (rollout + 1) % self.update_weights_interval == 0
 
     def transport_config(self, engines: Sequence[EngineInfo] = ()) -> TransportConfig:
-        """Return the settings of the transport that these options name, under the transport's own names.
+        """Return the name and the settings of the transport that these options describe.
 
-        Full updates of colocated engines over ``nccl`` go by memory handles (``ipc``), as a process group of two
-        processes on one device cannot be formed.
+        Full updates of colocated engines over ``nccl`` use memory handles (``ipc``), because two processes on one
+        device cannot form a process group.
 
         Args:
-            engines: the ones that will follow, as for `make_transport`.
+            engines: the engines that will follow, as for `make_transport`.
 
         Raises:
-            ConfigError: engines that share no broadcast.
+            ConfigError: the engines have no broadcast in common.
         """
         name, delta = self.update_weight_transport, self.update_weight_mode == "delta"
         encoding, size = self.update_weight_encoding, self.update_weight_buffer_size
@@ -257,7 +257,7 @@ class WeightUpdateConfig:
         return _broadcast_to(engines, chosen) if name == "collective" else chosen
 
     def _hook(self) -> Callable[[str, str], None] | None:
-        """Return slime's hook as a transport calls one; what it returns may be a future."""
+        """Adapt slime's hook, which may return a future, to the hooks of transports."""
         hook = hook_at(self.custom_update_weight_post_write_path)
         if hook is None:
             return None
@@ -271,15 +271,15 @@ class WeightUpdateConfig:
         return wrote
 
     def make_transport(self, engines: Sequence[EngineInfo] = (), **settings: Any) -> Any:
-        """Make the transport that these options name.
+        """Make the transport that these options describe.
 
         Args:
-            engines: the ones that will follow, where they are known (`torchrl_ext.discover`): where some run without
-                our plugin, and all speak one wire of their own, full broadcasts take that (transport ``native``).
-            settings: of the transport under its own names, in addition to the options or in place of them.
+            engines: the engines that will follow, if known (`torchrl_ext.discover`): if some run without our plugin
+                and all support the same native wire, full broadcasts use that (transport ``native``).
+            settings: arguments of the transport that add to the options or override them.
 
         Raises:
-            ConfigError: settings that cannot work, or engines that share no broadcast.
+            ConfigError: invalid settings, or the engines have no broadcast in common.
         """
         chosen = self.transport_config(engines)
         return transports.make(chosen.name, **{**chosen.settings, **settings})
@@ -295,7 +295,7 @@ class WeightUpdateConfig:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> WeightUpdateConfig:
-        """Make a config from the options that were given on the command line."""
+        """Make a config from parsed command-line options."""
         given: dict[str, Any] = {option.name: getattr(args, option.name) for option in dataclasses.fields(cls)}
         given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None}
         made = cls(**given)
@@ -304,7 +304,7 @@ class WeightUpdateConfig:
 
 
 def _broadcast_to(engines: Sequence[EngineInfo], ours: TransportConfig) -> TransportConfig:
-    """Return the transport for full broadcasts to engines: ``ours``, or ``native`` where some lack our plugin."""
+    """Return the transport for full broadcasts: ``ours``, or ``native`` if some engines lack our plugin."""
     without = ", ".join(info.url for info in engines if "collective" not in info.transports)
     if not without:
         return ours

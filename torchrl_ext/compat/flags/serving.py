@@ -1,4 +1,4 @@
-"""Reach or start the engines that options name."""
+"""Connect to or start the engines that options describe."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ __all__ = ["make_serving"]
 def make_serving(
     config: WeightUpdateConfig, *, hf_checkpoint: str | Path | None = None, kind: str = "vllm", **settings: Any
 ) -> Serving:
-    """Reach or start the engines that options name, behind a router.
+    """Connect to or start the engines that options describe, behind a router.
 
-    They give addresses, `rollout_external_engine_addrs`; or a YAML, `vllm_config` or `sglang_config`; or devices,
-    `rollout_num_gpus`, for engines of one model called ``default``, in two pools with `prefill_num_servers`.
+    The options give addresses (`rollout_external_engine_addrs`), a YAML (`vllm_config` or `sglang_config`), or a number
+    of devices (`rollout_num_gpus`) for engines of one model called ``default``, in two pools with
+    `prefill_num_servers`.
 
     Args:
-        config: the options. ``vllm_router_ip`` and ``vllm_router_port`` name a router that runs already, for external
-            engines or for the only model that the job owns.
-        hf_checkpoint: what the trainer starts from; for owned engines.
-        kind: of owned engines without a YAML; one of `torchrl_ext.engines` that has a server.
-        settings: of `ExternalEngines` or `OwnedEngines`.
+        config: the options. ``vllm_router_ip`` and ``vllm_router_port`` give the address of a running router, for
+            external engines or for the only model that the job owns.
+        hf_checkpoint: the checkpoint that the trainer starts from; for owned engines.
+        kind: kind of owned engines without a YAML; one of `torchrl_ext.engines` that has a server.
+        settings: arguments of `ExternalEngines` or `OwnedEngines`.
 
     Raises:
-        ConfigError: the options name no engine, a YAML that cannot work or is of the other kind, or one router for
+        ConfigError: the options describe no engine, the YAML is invalid or of another kind, or one router would serve
             several models.
         EngineError, DeadlineError: an engine or a router does not answer, or does not start.
     """
@@ -50,11 +51,7 @@ def make_serving(
 
 
 def _owned(config: WeightUpdateConfig, hf_checkpoint: str | Path | None, kind: str) -> Topology:
-    """Return the plans of the engines that options have the job start.
-
-    Raises:
-        ConfigError: as for `make_serving`.
-    """
+    """Return the plans of the engines that the job starts."""
     from torchrl_ext.serving.topology import Topology
 
     gpus, each, prefill = config.rollout_num_gpus, config.rollout_num_gpus_per_engine, config.prefill_num_servers

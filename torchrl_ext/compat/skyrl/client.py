@@ -1,7 +1,7 @@
-"""`RemoteInferenceClient`: requests for tokens go through a router, control calls to every engine itself.
+"""`RemoteInferenceClient`: sends token requests through a router and control calls to every engine.
 
-The split, the names and the shapes of inputs and outputs are those of SkyRL's client of that name (its "Inference
-Architecture" page). Weight versions per token are added, and a generation that an engine aborted is continued.
+The split, the names, inputs and outputs are those of SkyRL's client of that name (its "Inference Architecture" page).
+In addition, answers have weight versions per token, and generations that an engine aborted continue.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ _T = TypeVar("_T")
 _CONCURRENCY, _CONNECTIONS = "SKYRL_GENERATE_CONCURRENCY_PER_ENGINE", "SKYRL_HTTP_CONNECTION_LIMIT"
 _FORGET_TIMEOUT_S = 10.0
 _EXPERTS_ROUTE = "/skyrl/v1/generate"
-_KEPT = ("_updates", "_sizes", "_base", "_fetched", "_loading")  # where the client is pickled
+_KEPT = ("_updates", "_sizes", "_base", "_fetched", "_loading")  # when the client is pickled
 
 
 @dataclass(kw_only=True)
 class RemoteInferenceClient(EngineControl):
-    """Sends requests to a router and control calls to the engines behind it; can be sent to another process.
+    """Sends requests to a router and control calls to the engines behind it; picklable.
 
-    Methods are coroutines, for any number of event loops; `run` calls them from code that has none.
+    Methods are coroutines that work in any event loop; `run` calls them from synchronous code.
 
-    A call for tokens or text raises EngineUnreachableError, EngineRefusedError or DeadlineError where no answer comes
-    in time, or none that can be used. It is sent again until then, unless an engine refuses what it asks.
+    A call for tokens or text is retried until its deadline, unless an engine refuses the request. It raises
+    EngineUnreachableError, EngineRefusedError or DeadlineError if no usable answer arrives.
 
     Attributes:
-        proxy_url: base address of the router (or of the only engine): requests for tokens go there.
+        proxy_url: base address of the router (or of the only engine), for token requests.
         model_name: ``model`` of requests; None leaves it to the engine.
-        enable_return_routed_experts: ask for the experts that each token was routed to; of vLLM servers only.
-        tokenizer: used for text in place of the engines' routes, where given.
-        concurrency_per_engine: most requests in work per engine, over all calls in one event loop; 0 for no limit.
-            None takes ``SKYRL_GENERATE_CONCURRENCY_PER_ENGINE`` of the environment, or 512.
-        timeout_s: deadline of a call for tokens, all its prompts together, in seconds.
+        enable_return_routed_experts: request the experts to which each token was routed; from vLLM servers only.
+        tokenizer: converts text, if given, instead of the engines' routes.
+        concurrency_per_engine: maximum requests in flight per engine, over all calls; 0 for no limit. None takes
+            ``SKYRL_GENERATE_CONCURRENCY_PER_ENGINE`` from the environment, or 512.
+        timeout_s: deadline of a call for tokens, for all its prompts together, in seconds.
 
     Raises:
-        ConfigError: addresses or numbers that cannot work.
+        ConfigError: invalid addresses or numbers.
     """
 
     proxy_url: str
@@ -96,7 +96,7 @@ class RemoteInferenceClient(EngineControl):
 
     @classmethod
     def of(cls, routing: Routing, **settings: Any) -> RemoteInferenceClient:
-        """Return a client for requests through the router of ``routing`` and for control of every engine behind it.
+        """Return a client for the router of ``routing`` and every engine behind it.
 
         Args:
             settings: further fields of the class.
@@ -110,36 +110,36 @@ class RemoteInferenceClient(EngineControl):
         return cls(proxy_url=routing.url, server_urls=urls, kind=kind, **{"api_key": routing.api_key, **settings})
 
     def get_endpoint_url(self) -> str:
-        """Return the address that requests for tokens go to."""
+        """Return the address of token requests."""
         return self.proxy_url
 
     # running and closing
 
     def run(self, call: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
-        """Await ``call`` from code without an event loop: ``client.run(client.pause())``.
+        """Await ``call`` from synchronous code: ``client.run(client.pause())``.
 
         Raises:
             DeadlineError: it took longer than ``timeout_s`` seconds.
-            ConfigError: called from a coroutine that `run` awaits, which would wait for itself.
+            ConfigError: called from a coroutine that `run` awaits, which would be a deadlock.
         """
         try:
             return run(asyncio.wait_for(call, timeout_s), CALLERS)
         except WeightSyncError:
-            call.close()  # it may never have begun
+            call.close()  # it may not have started
             raise
         except asyncio.TimeoutError as error:
             raise DeadlineError(f"the call took longer than {timeout_s} s") from error
 
     async def teardown(self) -> None:
-        """Do as `close`, from a coroutine."""
+        """Call `close` from a coroutine."""
         self.close()
 
     aclose = teardown
 
     def close(self) -> None:
-        """Drop the connections, and the answers of engines about themselves; requests in work end with an error.
+        """Close the connections, and forget what engines reported; pending requests fail.
 
-        May be called twice; a later call begins anew.
+        May be called twice; a later call connects again.
         """
         self._sizes = self._receivers = None
         self._requests.close()
@@ -157,24 +157,24 @@ class RemoteInferenceClient(EngineControl):
     # tokens
 
     async def generate(self, input_batch: Mapping[str, Any], model: str | None = None) -> Info:
-        """Continue prompts, each with a request of its own.
+        """Continue prompts, with one request per prompt.
 
         Args:
-            input_batch: ``prompt_token_ids`` (token ids per prompt), ``sampling_params`` (vLLM's names; ``n`` is 1),
-                ``session_ids`` (one per prompt, or absent: prompts of one session stay on one engine), ``mm_features``
-                (per prompt, or absent: the features of its images, as `render` gives them), ``cache_salt`` (characters
-                that vLLM refuses are replaced).
-            model: takes the place of ``model_name``.
+            input_batch: ``prompt_token_ids`` (token ids per prompt), ``sampling_params`` (vLLM's names; ``n`` is 1);
+                optionally ``session_ids`` (one per prompt: prompts of one session stay on one engine), ``mm_features``
+                (image features per prompt, as `render` returns them), ``cache_salt`` (characters that vLLM refuses are
+                replaced).
+            model: replaces ``model_name``.
 
         Returns:
-            Lists with one entry per prompt: ``responses`` (text; None without a tokenizer on either side),
-            ``response_ids``, ``stop_reasons``, ``response_logprobs`` (None where none were asked for), and
-            ``weight_versions`` (the number of the version that sampled each token; -1 where an engine does not say),
-            and ``rollout_expert_indices``, with `enable_return_routed_experts`: arrays of integers, of shape
-            ``[tokens, layers, experts]``, over prompt and continuation; otherwise None.
+            Lists with one entry per prompt: ``responses`` (text; None if neither side has a tokenizer),
+            ``response_ids``, ``stop_reasons``, ``response_logprobs`` (None unless requested), ``weight_versions``
+            (version number per token; -1 where an engine reports none). With `enable_return_routed_experts` also
+            ``rollout_expert_indices``, integer arrays ``[tokens, layers, experts]`` over prompt and continuation; else
+            None.
 
         Raises:
-            ConfigError: no token ids, an empty prompt, ``n`` above 1, or no model where updates bring an adapter alone.
+            ConfigError: no token ids, an empty prompt, ``n`` above 1, or no model while updates bring only an adapter.
         """
         prompts = input_batch.get("prompt_token_ids")
         if prompts is None:
@@ -206,7 +206,7 @@ class RemoteInferenceClient(EngineControl):
         }
 
     async def sample(self, request_payload: Mapping[str, Any]) -> Info:
-        """Continue one prompt several times; with a seed, continuation i is sampled with ``seed + i``.
+        """Continue one prompt several times; given a seed, continuation i is sampled with ``seed + i``.
 
         Args:
             request_payload: ``{"json": body}`` with ``prompt`` (with ``chunks`` of ``tokens`` and of images),
@@ -239,25 +239,25 @@ class RemoteInferenceClient(EngineControl):
         return {"type": "sample", "sequences": sequences, "prompt_logprobs": prompt, "topk_prompt_logprobs": top}
 
     async def chat_completion(self, request_payload: Mapping[str, Any]) -> Info:
-        """Ask for a chat completion, over ``/v1/chat/completions``.
+        """Request a chat completion over ``/v1/chat/completions``; if an engine aborts it, the request starts again.
 
         Args:
-            request_payload: ``{"json": body}``; ``session_id`` in the body picks the engine and is taken out of it.
+            request_payload: ``{"json": body}``; ``session_id`` in the body selects the engine and is not forwarded.
 
         Returns:
-            The engine's answer. A request that an engine aborts is asked again from the start.
+            The engine's answer.
         """
         return await self._completed("/v1/chat/completions", request_payload)
 
     async def completion(self, request_payload: Mapping[str, Any]) -> Info:
-        """Ask for a text completion, over ``/v1/completions``; otherwise as `chat_completion`."""
+        """Request a text completion over ``/v1/completions``; otherwise like `chat_completion`."""
         return await self._completed("/v1/completions", request_payload)
 
     async def render(self, request_payload: Mapping[str, Any]) -> Any:
-        """Return the token ids into which an engine turns a chat (``messages``) or a completion (``prompt``).
+        """Return an engine's rendering of a chat (``messages``) or a completion (``prompt``), with its token ids.
 
         Raises:
-            ConfigError: SGLang has no such route.
+            ConfigError: the engines are SGLang's, which have no such route.
         """
         if self.kind == "sglang":
             raise ConfigError("SGLang does not render chats", hint="give the client a tokenizer, and use its template")
@@ -283,31 +283,27 @@ class RemoteInferenceClient(EngineControl):
         return [answer.get("prompt", answer.get("text")) for answer in answers]
 
     async def finish_session(self, session_id: Any) -> None:
-        """Tell the router to forget a session, within ten seconds; a failure is logged, and nothing else.
-
-        Args:
-            session_id: an empty one is not sent.
-        """
+        """Tell the router to forget a session, within ten seconds; only log a failure. Skip an empty ``session_id``."""
         if session_id in (None, ""):
             return
         router = HTTPSession(self.proxy_url, api_key=self.api_key, timeout_s=_FORGET_TIMEOUT_S)
         try:
             (await router.exchange("POST", "/finish_session", query={"session_id": str(session_id)})).checked()
         except RouteAbsent:
-            return  # other routers have none
+            return  # not every router has this route
         except (EngineError, DeadlineError) as error:
             log.warning("session %s is not forgotten: %s", session_id, error)
 
     async def post(self, route: str, body: Any = None, *, session_id: Any = None) -> Any:
-        """Call any other route for requests, through the router, and return the JSON answer."""
+        """Call any other request route through the router, and return the JSON answer."""
         return await self._requests.post(route, body, session_id, self._until())
 
     # helpers
 
     async def _of_text(self, route: str, body: Info) -> Any:
-        """Call a route that turns text into tokens or back: through the router, or at a server where it has none.
+        """Call a route that tokenizes or detokenizes through the router, or on a server if the router lacks the route.
 
-        SGLang's router has such routes under other names, for tokenizers that it was given itself.
+        SGLang's router has such routes under other names, for tokenizers of its own.
         """
         body = body if self.model_name is None else {**body, "model": self.model_name}
         try:
@@ -321,12 +317,12 @@ class RemoteInferenceClient(EngineControl):
             try:
                 answer = await http.exchange("POST", route, body, timeout_s=until - time.monotonic())
                 return answer.wanted()
-            except EngineError as other:  # it is gone, or has no tokenizer: an encoder
+            except EngineError as other:  # the server is down, or is an encoder without a tokenizer
                 why = other
         raise why
 
     async def _all(self, requests: Sequence[GenerationRequest], model: str | None) -> list[Generation]:
-        """Return the continuations of all requests, by the model that is named, or else the adapter."""
+        """Return the continuations of all requests, from ``model``, or else from the adapter."""
         how: dict[str, Any] = {"adapter": None if model else self.adapter}
         how["route"] = _EXPERTS_ROUTE if self.enable_return_routed_experts else None
         named = {"model": model} if model else {}
@@ -337,7 +333,7 @@ class RemoteInferenceClient(EngineControl):
         except RouteAbsent:
             if not self.enable_return_routed_experts:
                 raise
-            asked = [dataclasses.replace(one, route=None) for one in asked]  # vLLM's own route has them, too
+            asked = [dataclasses.replace(one, route=None) for one in asked]  # vLLM's own route returns them, too
             return await self._requests.generations(asked, until, self.detokenize)
 
     async def _completed(self, route: str, payload: Mapping[str, Any]) -> Info:
@@ -365,11 +361,8 @@ class RemoteInferenceClient(EngineControl):
         return {**named, **body}, session_id
 
     def _resolved(self, model: str | None) -> str | None:
-        """Return the model that a request is for; None where `adapter` names it, or the engine is to choose.
-
-        Raises:
-            ConfigError: updates bring an adapter alone, and the request would get the base model.
-        """
+        """Return a request's model; None if `adapter` names it or the engine chooses. Raise ConfigError if updates
+        bring only an adapter and the request would get the base model."""
         if model or self.adapter is not None:
             return model or None
         if self.uses_lora_weight_sync:
@@ -383,7 +376,7 @@ class RemoteInferenceClient(EngineControl):
 def _request(
     prompt: Sequence[int], index: int, sampling: Mapping[str, Any], session_id: Any, **fields: Any
 ) -> GenerationRequest:
-    """Return the request for a prompt with vLLM's ``sampling_params``, and with the fields that are not None."""
+    """Return the request for a prompt from vLLM's ``sampling_params``, with the fields that are not None."""
     more = {name: value for name, value in sampling.items() if value is not None}
     known = {name: more.pop(name) for name in ("max_tokens", "temperature", "seed") if name in more}
     return GenerationRequest(
@@ -398,11 +391,7 @@ def _request(
 
 
 def _number_from(variable: str, default: int) -> int:
-    """Return the number that an environment variable holds; ``default`` where it is not set.
-
-    Raises:
-        ConfigError: it holds something else.
-    """
+    """Return the integer in an environment variable, or ``default`` if unset; raise ConfigError for other text."""
     given = os.environ.get(variable)
     if given is not None and not given.isdecimal():
         raise ConfigError(f"{variable}={given!r} in the environment", expected="a whole number")

@@ -1,7 +1,7 @@
-"""Versions that a trainer of SkyRL's publishes in a folder, for engines with our plugin, which lack ``/fetch_weights``.
+"""Load versions that SkyRL's trainer publishes in a folder into engines with our plugin (without ``/fetch_weights``).
 
-SkyRL's order is: fetch while engines serve, pause, start, `update_named_weights`, finish, resume. In the first of these
-steps our workers join the folder and stage the version, as SkyRL's servers do.
+SkyRL fetches while engines serve, then pauses, starts, calls `update_named_weights`, finishes and resumes. During the
+fetch, our workers join the folder and stage the version, as SkyRL's servers do.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Fetched:
 
     Attributes:
         version: its number.
-        root: the folder that they joined.
-        params: what the version holds, as JSON.
-        connection: the id of the connection for which they joined it.
+        root: the folder that the engines joined.
+        params: the version's parameters, as JSON.
+        connection: id of the connection for which they joined.
     """
 
     version: int
@@ -37,22 +37,20 @@ class Fetched:
 
 
 def stage(fleet: Pool, version: int, root: str | None, base: str | None, before: Fetched | None) -> Fetched | None:
-    """Have engines stage a version while they serve.
+    """Make engines stage a version while they serve.
 
     Args:
-        fleet: the engines.
-        version: its number.
-        root: the folder of all versions; None for the one that a trainer had the engines join.
-        base: the checkpoint that everything began with; None for the one with which the first engine was started.
-        before: the version that they staged last.
+        root: the folder of all versions; None for the folder that a trainer had the engines join.
+        base: the initial checkpoint; None for the one with which the first engine started.
+        before: the version that the engines staged last.
 
     Returns:
-        The version that they have staged now; None without ``root``.
+        The version staged now; None without ``root``.
 
     Raises:
-        StoreError: there is no such version.
-        ConfigError: the folder's versions lead back to a checkpoint that is not known here.
-        EngineError: some engine did not join or stage it.
+        StoreError: the version does not exist.
+        ConfigError: the folder's versions build on an unknown checkpoint.
+        EngineError: an engine did not join or did not stage the version.
     """
 
     def prefetch() -> None:
@@ -68,7 +66,7 @@ def stage(fleet: Pool, version: int, root: str | None, base: str | None, before:
             fleet.everywhere("go on", lambda engine: engine.speak_for(before.connection))
             prefetch()
             return replace(before, version=version)
-        except EngineError:  # another trainer had them join something else, or one was started again
+        except EngineError:  # another trainer had the engines join another folder, or an engine restarted
             pass
     sender = f"a client that fetches from {root}, process {os.getpid()} on {socket.gethostname()},"
     with closing(published):

@@ -1,4 +1,4 @@
-"""Requests for samples and their answers in the shapes of SkyRL's client: images, prompt log-probabilities, experts."""
+"""Sample requests and answers in the shapes of SkyRL's client: images, prompt log-probabilities, routed experts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LONGEST_SALT = 128
 
 
 def sampling_of(body: Mapping[str, Any]) -> Info:
-    """Return vLLM's sampling settings for a request for samples."""
+    """Return vLLM's sampling settings for a sample request."""
     given = body.get("sampling_params") or {}
     found = {_NAMES.get(name, name): given[name] for name in _KNOWN if given.get(name) is not None}
     if wants_prompt(body):
@@ -42,12 +42,12 @@ def sampling_of(body: Mapping[str, Any]) -> Info:
 
 
 def wants_prompt(body: Mapping[str, Any]) -> bool:
-    """Return whether a request asks for the log-probabilities of its prompt."""
+    """Return whether a request asks for its prompt's log-probabilities."""
     return bool(body.get("include_prompt_logprobs", body.get("prompt_logprobs", False)))
 
 
 def image_messages(chunks: Sequence[Mapping[str, Any]]) -> list[Info]:
-    """Return a chat that has the images of a prompt and nothing else; [] for a prompt without images."""
+    """Return a chat that consists of a prompt's images; [] for a prompt without images."""
     urls = []
     for chunk in chunks:
         if chunk.get("type") == "image":
@@ -61,14 +61,14 @@ def image_messages(chunks: Sequence[Mapping[str, Any]]) -> list[Info]:
 
 
 def spliced(chunks: Sequence[Mapping[str, Any]], rendered: Mapping[str, Any]) -> tuple[list[int], Info | None]:
-    """Return the token ids of a prompt, and the features of its images: None without images.
+    """Return the token ids of a prompt and the features of its images, or None without images.
 
     Args:
         chunks: text as ``tokens``, and images, in order.
-        rendered: the engine's answer to `image_messages`; where each image's own tokens lie is in its ``features``.
+        rendered: the engine's answer to `image_messages`; its ``features`` locate each image's tokens.
 
     Raises:
-        EngineRefusedError: it has not one place for each image.
+        EngineRefusedError: the answer does not have one place for each image.
     """
     features = rendered.get("features") or {}
     places = (features.get("mm_placeholders") or {}).get("image") or []
@@ -91,14 +91,14 @@ def spliced(chunks: Sequence[Mapping[str, Any]], rendered: Mapping[str, Any]) ->
 
 
 def prompt_logprobs(ids: Sequence[int], found: Generation, most: int) -> tuple[list[Any], list[Any] | None]:
-    """Return the log-probabilities of a prompt's tokens, and the ``most`` probable tokens at each place.
+    """Return the log-probabilities of a prompt's tokens, and the ``most`` most probable tokens at each position.
 
     Returns:
-        In nats, with None for the first token; and pairs of token id and log-probability, the most probable first, or
-        None where ``most`` is 0.
+        Log-probabilities in nats, None for the first token; and pairs of token id and log-probability, the most
+        probable first, or None if ``most`` is 0.
 
     Raises:
-        EngineRefusedError: the answer has none.
+        EngineRefusedError: the answer lacks them.
     """
     rows = found.extras[0].get("prompt_logprobs") if found.extras else None
     try:
@@ -115,13 +115,12 @@ def prompt_logprobs(ids: Sequence[int], found: Generation, most: int) -> tuple[l
 
 
 def routed_experts(found: Generation) -> Any:
-    """Return the experts that a generation was routed to, as an array of shape ``[tokens, layers, experts]``.
+    """Return the experts to which a generation's tokens were routed, as an array ``[tokens, layers, experts]``.
 
-    Every answer tells of all tokens before its last one; of a generation that was continued after an abort, each row is
-    from the answer that came to it first.
+    Each answer covers all tokens before its last one. After an abort, each row is from the first answer that covers it.
 
     Raises:
-        EngineRefusedError: an answer has none, or not in a packed form.
+        EngineRefusedError: an answer has no experts, or not in a packed form.
     """
     import numpy  # imported late: only models with experts need it
 
@@ -161,12 +160,12 @@ def _unpacked(packed: Any) -> Any:
 
 
 def safe_salt(salt: Any) -> str | None:
-    """Return a cache salt that vLLM accepts, another one for every other salt; None for an empty one.
+    """Return a cache salt that vLLM accepts, distinct for each salt; None for an empty one.
 
-    vLLM refuses '@', '/', backslashes, NUL and more than 128 characters; SkyRL's salts have model names in them.
+    vLLM refuses '@', '/', backslashes, NUL and more than 128 characters; SkyRL's salts contain model names.
 
     Raises:
-        ConfigError: it is no text.
+        ConfigError: ``salt`` is not a string.
     """
     if salt is None or salt == "":
         return None

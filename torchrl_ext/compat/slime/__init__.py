@@ -1,1 +1,1 @@
-"""Routes of slime and vime."""
+"""Engine routes that slime and vime call."""

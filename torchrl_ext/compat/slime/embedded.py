@@ -1,7 +1,7 @@
-"""What slime's and vime's trainers ask of an engine, over an `Engine`: pull, load from disk, label.
+"""Engine routes that the trainers of slime and vime call: pull, load from disk, label.
 
 Bodies and answers are those of slime's SGLang (``/pull_weights``, ``/update_weights_from_disk``) and of vime's vLLM
-(``/collective_rpc`` with ``pull_weights`` or ``reload_weights``). An engine has them when it is asked for them::
+(``/collective_rpc`` with ``pull_weights`` or ``reload_weights``). An embedded engine serves them if started with::
 
     python -m torchrl_ext.embedded --model DIR --port P --routes torchrl_ext.compat.slime.embedded:routes
 """
@@ -33,8 +33,8 @@ log = logging.getLogger("torchrl_ext")
 def routes(engine: Engine) -> list[Route]:
     """Return the routes of slime's SGLang and vime's vLLM for an engine.
 
-    ``/flush_cache``, which slime calls by GET, changes nothing: requests share no cache here, and weights that land by
-    these routes drop the keys and values of running ones.
+    ``/flush_cache``, which slime calls by GET, does nothing: requests share no cache here, and weights loaded by these
+    routes drop the keys and values of running requests.
     """
     loads, scheduler = DiskLoads(_Reloadable(engine)), engine.scheduler
 
@@ -80,7 +80,7 @@ def routes(engine: Engine) -> list[Route]:
 
 
 def _in_sglangs_words(step: Callable[[Info], Info | None]) -> Callable[[Request], Any]:
-    """Return a handler that runs ``step`` on the body in a thread, and reports success or failure as SGLang does."""
+    """Return a handler that runs ``step`` on the body in a thread and reports the result as SGLang does."""
 
     async def handler(request: Request) -> Response:
         body = await read_json(request)
@@ -96,7 +96,7 @@ def _in_sglangs_words(step: Callable[[Info], Info | None]) -> Callable[[Request]
 
 @final
 class _Reloadable:
-    """The engine as `DiskLoads` drives it, which refuses to serve weights that are not whole."""
+    """The engine as `DiskLoads` drives it; it refuses to serve incomplete weights."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.model, self.resume = engine, engine.model_dir, engine.resume
@@ -115,7 +115,7 @@ class _Reloadable:
 
     def finish(self, message: Finish, label: str | None) -> None:
         self._engine.finish(label)
-        self._engine.scheduler.forget()  # old weights made those keys and values
+        self._engine.scheduler.forget()  # the old weights computed those keys and values
 
     def reload(self, path: str, label: str | None) -> None:
         self._engine.reload(path, label)

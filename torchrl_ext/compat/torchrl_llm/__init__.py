@@ -1,1 +1,1 @@
-"""TorchRL's own names of schemes for vLLM and SGLang, over our transports."""
+"""TorchRL's weight-sync schemes for vLLM and SGLang, under its names and over our transports."""

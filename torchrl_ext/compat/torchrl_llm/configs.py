@@ -1,4 +1,4 @@
-"""Adds ``weight_sync_scheme=sglang``, which TorchRL's own hydra groups lack, when this module is imported."""
+"""On import, registers ``weight_sync_scheme=sglang``, which TorchRL's own hydra groups lack."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["SGLangWeightSyncSchemeConfig"]
 
 @dataclass(kw_only=True)
 class SGLangWeightSyncSchemeConfig(ConfigBase):  # type: ignore[misc]  # torchrl has no types
-    """Configuration of `torchrl_ext.SGLangWeightSyncScheme`, whose constructor explains the settings."""
+    """Configures `torchrl_ext.SGLangWeightSyncScheme`, whose constructor explains the settings."""
 
     _target_: str = "torchrl_ext.SGLangWeightSyncScheme"
     _partial_: bool = False
@@ -28,7 +28,7 @@ class SGLangWeightSyncSchemeConfig(ConfigBase):  # type: ignore[misc]  # torchrl
     pause_mode: str | None = None
 
     def __post_init__(self) -> None:
-        """Check nothing: the scheme does."""
+        """Check nothing, because the scheme checks its settings."""
 
 
 ConfigStore.instance().store(

@@ -1,13 +1,13 @@
-"""Replaces TorchRL 0.14.1's classes for LLM weight sync under their own names: change one import.
+"""Drop-in replacements for the LLM weight-sync classes of TorchRL 0.14.1: change one import.
 
 ::
 
     from torchrl.weight_update.llm import VLLMWeightSyncScheme      # before
     from torchrl_ext import VLLMWeightSyncScheme                    # after
 
-Constructors, senders and receivers take what those of `torchrl.weight_update.llm` 0.14.1 take. What changes: an engine
-may be an address, a client of ours, or TorchRL's `AsyncVLLM`; success is reported when every engine holds the weights;
-and the schemes work in ``weight_sync_schemes`` of a collector too, whose workers they reach by the same transport.
+Constructors, senders and receivers take the arguments of `torchrl.weight_update.llm` 0.14.1. Differences: an engine may
+be an address, a client of ours, or TorchRL's `AsyncVLLM`; an update succeeds once every engine holds the weights; the
+schemes also work in a collector's ``weight_sync_schemes``, where they reach its workers over the same transport.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ Metadata = Mapping[str, tuple[torch.dtype, Any]]
 
 
 def get_model_metadata(model: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return ``{name: (dtype, shape)}`` of what a sender sends of ``model``: LoRA merged, tied tensors once.
+    """Return ``{name: (dtype, shape)}`` of the tensors that a sender sends: LoRA merged, tied tensors once.
 
     Args:
-        model: a module; TorchRL's LLM wrappers stand for the model inside.
+        model: a module, or one of TorchRL's LLM wrappers, which stands for the model inside it.
 
     Raises:
-        TypeError: it is no module.
+        TypeError: ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"Cannot extract state_dict from {type(model)}")
@@ -65,12 +65,12 @@ class VLLMWeightSyncScheme(TransportWeightSyncScheme):
     """Replaces `torchrl.weight_update.llm.VLLMWeightSyncScheme`, over `VLLMCollectiveTransport`.
 
     Args:
-        master_address: where workers reach the trainer; None for this machine alone.
-        master_port: of the trainer's store; None picks a free one.
-        gpus_per_replica: workers of one engine, ``tp * pp * dp``.
-        num_replicas: engines.
-        strategy: how weights are taken from a module.
-        device: where tensors travel from; without CUDA the CPU.
+        master_address: address at which workers reach the trainer; None for this machine only.
+        master_port: port of the trainer's store; None picks a free one.
+        gpus_per_replica: workers per engine, ``tp * pp * dp``.
+        num_replicas: number of engines.
+        strategy: how weights are read from a module.
+        device: device from which tensors are sent; without CUDA the CPU.
 
     Example:
         >>> from torchrl_ext.compat.torchrl_llm.schemes import get_model_metadata
@@ -101,15 +101,15 @@ class VLLMWeightSyncScheme(TransportWeightSyncScheme):
         }  # fmt: skip
 
     def create_sender(self) -> VLLMWeightSender:
-        """Return a new sender, for the trainer."""
+        """Return a new sender for the trainer."""
         return VLLMWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMWeightReceiver | None:
-        """Return a new receiver for ``vllm_engine``, as `VLLMWeightReceiver` describes it."""
+        """Return a new receiver for ``vllm_engine``; see `VLLMWeightReceiver`."""
         return VLLMWeightReceiver(self, vllm_engine)
 
     def sender_engine(self, vllm_engine: Any) -> EngineClient | None:
-        """Return the client of the engines that a sender drives."""
+        """Return a client for the engines that a sender drives."""
         return as_engine(vllm_engine)
 
 
@@ -117,10 +117,10 @@ class SGLangWeightSyncScheme(VLLMWeightSyncScheme):
     """Replaces `torchrl.weight_update.llm.SGLangWeightSyncScheme`, over `VLLMCollectiveTransport` and our client.
 
     Args:
-        server_url: of the SGLang server.
+        server_url: address of the SGLang server.
         master_address, master_port, strategy, device: as for `VLLMWeightSyncScheme`.
         num_gpus: workers of the server, ``tp * dp``.
-        flush_cache_on_update: accepted for its name; every update drops the cache, or leaves the engine paused.
+        flush_cache_on_update: accepted for compatibility; every update drops the cache, or leaves the engine paused.
         pause_mode: ``"abort"``, ``"retract"`` or ``"in_place"``; None for ``"retract"``.
 
     Raises:
@@ -152,10 +152,9 @@ class SGLangWeightSyncScheme(VLLMWeightSyncScheme):
         self.flush_cache_on_update, self.pause_mode = flush_cache_on_update, pause_mode
 
     def create_receiver(self, *_: Any, **__: Any) -> None:
-        """Return None, as TorchRL does: the server's workers receive by themselves."""
+        """Return None, as TorchRL does: the server's workers receive weights by themselves."""
 
     def sender_engine(self, vllm_engine: Any) -> EngineClient | None:
-        """Return the client of the server."""
         del vllm_engine
         mode = {} if self.pause_mode is None else {"pause_mode": self.pause_mode}
         return engines.make("sglang", url=self.server_url, **mode)
@@ -164,13 +163,13 @@ class SGLangWeightSyncScheme(VLLMWeightSyncScheme):
 class VLLMDoubleBufferSyncScheme(TransportWeightSyncScheme):
     """Replaces `torchrl.weight_update.llm.VLLMDoubleBufferSyncScheme`, over `DiskTransport`.
 
-    Each update is a directory of its own that appears whole; a reader never sees half of one.
+    Each update is a separate directory that appears atomically.
 
     Args:
-        remote_addr: directory that the trainer writes to.
-        local_addr: where engines see it; None for the same path.
-        num_threads: accepted for its name; one thread keeps a disk busy.
-        strategy: how weights are taken from a module.
+        remote_addr: directory to which the trainer writes.
+        local_addr: path of that directory on the engines' side; None for the same path.
+        num_threads: accepted for compatibility; one thread keeps a disk busy.
+        strategy: how weights are read from a module.
 
     Example:
         >>> scheme = tx.VLLMDoubleBufferSyncScheme(remote_addr=root)
@@ -195,31 +194,31 @@ class VLLMDoubleBufferSyncScheme(TransportWeightSyncScheme):
         self.group: dict[str, Any] = {}
 
     def create_sender(self) -> VLLMWeightSender:
-        """Return a new sender, for the trainer."""
+        """Return a new sender for the trainer."""
         return VLLMWeightSender(self)
 
     def create_receiver(self, vllm_engine: Any) -> VLLMDoubleBufferWeightReceiver:
-        """Return a new receiver for ``vllm_engine``, as `VLLMDoubleBufferWeightReceiver` describes it."""
+        """Return a new receiver for ``vllm_engine``; see `VLLMDoubleBufferWeightReceiver`."""
         return VLLMDoubleBufferWeightReceiver(self, vllm_engine)
 
 
 class VLLMWeightSender:
-    """Sends weights to engines, or to each receiver of the scheme; a double buffer is written for whoever polls.
+    """Sends weights to engines or to the scheme's receivers; with a double buffer, publishes them for pollers.
 
     Args:
-        scheme: one of the schemes of this module.
+        scheme: one of this module's schemes.
     """
 
     def __init__(self, scheme: Any) -> None:
-        self._scheme, self._ready = scheme, not scheme.group  # what has no group needs none to be formed
+        self._scheme, self._ready = scheme, not scheme.group  # a scheme without a group has none to form
         self._sender = WeightSender(scheme.create_transport(**scheme.group))
 
     def register_model(self, model: Any) -> None:
-        """Register what `update_weights` sends when no weights are passed; it is held weakly where its type allows."""
+        """Register the model that `update_weights` sends by default; held weakly where its type allows."""
         self._sender.register_model(model)
 
     def register_collector(self, collector: Any) -> None:
-        """Register a collector whose policy version is bumped after each accepted update; it is held weakly."""
+        """Register a collector, held weakly, whose policy version each accepted update increments."""
         self._sender.register_collector(collector)
 
     def init_all_workers_group(self, model_metadata: Metadata, vllm_engine: Any | None = None) -> None:
@@ -227,29 +226,29 @@ class VLLMWeightSender:
 
         Args:
             model_metadata: ``{name: (dtype, shape)}``, from `get_model_metadata`.
-            vllm_engine: the engines to drive, anything that `torchrl_ext.rpc.discovery.as_engine` takes; None where
-                receivers join the group themselves, at the same time, and for the server of an SGLang scheme.
+            vllm_engine: the engines to drive, as `torchrl_ext.rpc.discovery.as_engine` takes them; None if receivers
+                join the group by themselves at the same time, or for an SGLang scheme.
 
         Raises:
-            DeadlineError: names the ranks that did not come.
-            EngineError: an engine does not join.
+            DeadlineError: some ranks did not join; names them.
+            EngineError: an engine did not join.
         """
         self._sender.init_all_workers_group(model_metadata, self._scheme.sender_engine(vllm_engine))
         self._ready = True
 
     def update_weights(self, weights: Any = None) -> SyncReport:
-        """Send the registered model's weights, or ``weights``, and return when every engine serves them.
+        """Send ``weights``, or else the registered model's, and return once every engine serves them.
 
         Raises:
             NotConnectedError: there is nothing to send, or no engine to send it to.
-            UpdateError: some engine does not serve them.
+            UpdateError: an engine does not serve them.
         """
         if not self._ready:
             raise _uninitialized()
         return self._sender.update_weights(weights)
 
     def flush_cache(self) -> bool:
-        """Drop an SGLang server's prefix cache, as every update does; return False where the server did not do it."""
+        """Drop an SGLang server's prefix cache, as every update does; return whether the server did."""
         try:
             HTTPSession(self._scheme.server_url, timeout_s=30.0).post("/flush_cache", {})
         except WeightSyncError:
@@ -257,7 +256,7 @@ class VLLMWeightSender:
         return True
 
     def shutdown(self) -> None:
-        """Leave the engines, which keep serving the weights they have."""
+        """Leave the engines, which keep serving their weights."""
         self._ready = False
         self._sender.shutdown()
 
@@ -266,12 +265,12 @@ SGLangWeightSender = VLLMDoubleBufferWeightSender = VLLMWeightSender
 
 
 class VLLMWeightReceiver:
-    """Lands weights that come over the collective in an engine of this process.
+    """Receives weights over the collective into an engine of this process.
 
     Args:
         scheme: a `VLLMWeightSyncScheme`.
         vllm_engine: a module, mapping or loader of this process, which joins as rank 1 and is filled by
-            `poll_and_apply`; or an engine elsewhere, which the sender drives: then there is nothing to do here.
+            `poll_and_apply`; or a remote engine, which the sender drives, so that this receiver does nothing.
     """
 
     def __init__(self, scheme: Any, vllm_engine: Any) -> None:
@@ -281,10 +280,10 @@ class VLLMWeightReceiver:
         self._transport: Any = None
 
     def init_all_workers_group(self, model_metadata: Metadata) -> None:
-        """Join the group, at the same time as the sender forms it.
+        """Join the group while the sender forms it.
 
         Raises:
-            DeadlineError: names the ranks that did not come.
+            DeadlineError: some ranks did not join; names them.
             ManifestError: the sender has other parameters.
         """
         if self._local is not None:
@@ -293,7 +292,7 @@ class VLLMWeightReceiver:
             self._transport.init_all_workers_group(model_metadata)
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Return whether weights came within ``timeout`` seconds and are in place; False for an engine elsewhere."""
+        """Return whether weights arrived within ``timeout`` seconds and are loaded; False for a remote engine."""
         if self._local is None:
             return False
         if self._transport is None:
@@ -301,14 +300,14 @@ class VLLMWeightReceiver:
         return self._transport.receive_weights(timeout, model=self._engine) is not None
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Land ``weights`` in an engine of this process; one elsewhere has them when its sender's update returns.
+        """Load ``weights`` into an engine of this process; do nothing for a remote one, which its sender updates.
 
         Args:
             weights: TensorDict or mapping.
             inplace: must be True.
 
         Raises:
-            ValueError: not ``inplace``.
+            ValueError: ``inplace`` is False.
         """
         if not inplace:
             raise ValueError("Cannot apply weights out of place")
@@ -322,12 +321,12 @@ class VLLMWeightReceiver:
 
 
 class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
-    """Takes versions that the sender published, and puts them in service.
+    """Loads the versions that the sender publishes into an engine.
 
     Args:
         scheme: a `VLLMDoubleBufferSyncScheme`.
-        vllm_engine: anything that `torchrl_ext.rpc.discovery.as_engine` takes. An engine elsewhere reads the files by
-            itself, so that it must see ``local_addr`` under the same path.
+        vllm_engine: an engine, as `torchrl_ext.rpc.discovery.as_engine` takes it. A remote engine reads the files
+            itself, so it must see ``local_addr`` under the same path.
     """
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
@@ -338,10 +337,10 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
         self._follower = PublishedFollower(self._root, engine)
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
-        """Return whether a newer version was published within ``timeout`` seconds and is in service.
+        """Return whether a newer version was published within ``timeout`` seconds and is now served.
 
         Raises:
-            ManifestError, UpdateError: an engine does not serve it, for instance as it has other parameters.
+            ManifestError, UpdateError: an engine does not serve it, for instance because its parameters differ.
         """
         info = self._root.newest(timeout, self._taken)
         if info is None:
@@ -351,7 +350,7 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
         return True
 
     def shutdown(self) -> None:
-        """Leave the engine, which keeps serving the weights it has."""
+        """Leave the engine, which keeps serving its weights."""
         try:
             self._follower.close()
         finally:

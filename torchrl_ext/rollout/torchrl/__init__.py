@@ -1,1 +1,1 @@
-"""TorchRL's side of rollouts: a policy over engines, its settings and records, and limits of how far they lag."""
+"""Rollouts in TorchRL: a policy that uses remote engines, its settings and records, and limits on their lag."""

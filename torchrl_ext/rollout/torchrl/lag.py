@@ -1,4 +1,4 @@
-"""Limit how far rollouts lag behind training: `MaxLag` leaves out tokens that are too old, `Pacer` prevents them."""
+"""Limit how far rollouts lag behind training: `MaxLag` masks tokens that are too old, `Pacer` prevents them."""
 
 from __future__ import annotations
 
@@ -25,24 +25,22 @@ _LOOK_S = 0.05
 
 
 class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
-    """Keeps tokens out of training that were sampled by weights more than ``max_lag`` versions old.
+    """Excludes tokens from training if the weights that sampled them are more than ``max_lag`` versions old.
 
-    Put it where data is used: as a transform of the replay buffer, where it looks at every sample that is drawn, or as
+    Use it where training reads data: as a transform of the replay buffer, where it checks every sample, or as
     ``postproc`` of a collector. A masked token is False in ``all_assistant_mask`` and NaN in the full
-    log-probabilities, which is how TorchRL's LLM objectives leave a token out, whatever their masking strategy. Stored
-    data is not changed.
-
-    A token whose version an engine did not tell counts as too old.
+    log-probabilities, so that TorchRL's LLM objectives skip it under any masking strategy. Stored data does not change.
+    A token whose version the engine does not report counts as too old.
 
     Args:
-        max_lag: 0 keeps only what the newest weights have sampled.
-        version: the trainer's newest version, such as ``lambda: sender.version``.
-        drop: leave out whole trajectories that have such a token, in place of the tokens alone. Fewer, or no, entries
-            come back; groups that an advantage compares have to be compared before.
-        versions_key, masks_key, log_probs_key: entries of the policy.
+        max_lag: 0 keeps only tokens that the newest weights sampled.
+        version: returns the trainer's newest version, such as ``lambda: sender.version``.
+        drop: drop whole trajectories that have such a token, instead of masking the token. The batch may then shrink or
+            become empty, so compute advantages over groups before.
+        versions_key, masks_key, log_probs_key: keys of the policy's outputs.
 
     Attributes:
-        seen, stale: tokens of the policy looked at so far, and those among them that were too old.
+        seen, stale: number of the policy's tokens checked so far, and how many of them were too old.
 
     Raises:
         ConfigError: ``max_lag`` is negative.
@@ -68,10 +66,10 @@ class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
         self.seen = self.stale = 0
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Return what is fresh enough in ``tensordict``, of any batch size, trajectories along the first dimension.
+        """Return ``tensordict``, with trajectories along its first dimension, without stale tokens or trajectories.
 
         Raises:
-            ConfigError: the versions or the masks of `RemoteLLMPolicy` are not there.
+            ConfigError: the versions or the masks of `RemoteLLMPolicy` are missing.
         """
         newest = self._version()
         trajectories = [self._fresh(entry, newest) for entry in tensordict.unbind(0)]
@@ -84,7 +82,7 @@ class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
         return tensordict[torch.tensor(kept, dtype=torch.long)] if kept else tensordict[:0]
 
     def _fresh(self, entry: TensorDictBase, newest: int) -> tuple[TensorDictBase, int]:
-        """Return ``entry`` without its stale tokens, and their number."""
+        """Return ``entry`` with its stale tokens masked, and their number."""
         if entry.ndim:
             turns = [self._fresh(turn, newest) for turn in entry.unbind(0)]
             return lazy_stack([turn for turn, _ in turns], 0), sum(stale for _, stale in turns)
@@ -106,19 +104,18 @@ class MaxLag(Transform):  # type: ignore[misc]  # torchrl has no types
 
 
 class Pacer:
-    """Makes new sequences wait, so that training can use each one while its weights are recent enough.
+    """Delays new sequences, so that training can use each one while its weights are recent enough.
 
-    With ``v`` versions accepted and ``turns_per_version`` sequences used up per version, at most
-    ``(v + max_lag + 1) * turns_per_version`` sequences are ever started: the batch that the trainer waits for, and
-    ``max_lag`` more (the rule of AReaL, https://arxiv.org/abs/2505.24298, section 5.1).
+    With ``v`` versions accepted, at most ``(v + max_lag + 1) * turns_per_version`` sequences are ever started: the
+    batch that the trainer waits for and ``max_lag`` more (AReaL's rule, https://arxiv.org/abs/2505.24298, section 5.1).
 
-    Sent to another process (with the policy that has it), a pacer counts the sequences of that process, from the
-    version at which it arrives; ``version`` goes along, so it has to be something that can be pickled.
+    A pickled copy, such as that of a policy in another process, counts that process's sequences from the version at
+    which it arrives; ``version`` must be picklable.
 
     Args:
-        version: the trainer's newest version, such as ``lambda: sender.version``; called from the collector's thread.
-        max_lag: versions that training may advance between the sampling of a sequence and its use.
-        turns_per_version: sequences that training uses between two versions.
+        version: returns the trainer's newest version, like ``lambda: sender.version``; the collector's thread calls it.
+        max_lag: versions by which training may advance between sampling a sequence and using it.
+        turns_per_version: sequences that training uses per version.
         timeout_s: longest wait, in seconds.
 
     Raises:
@@ -139,7 +136,7 @@ class Pacer:
 
     @property
     def started(self) -> int:
-        """The number of sequences that have been started so far."""
+        """The number of sequences started so far."""
         return self._started
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -152,9 +149,7 @@ class Pacer:
 
     @contextmanager
     def starting(self, count: int) -> Iterator[None]:
-        """Wait until ``count`` more sequences may start, then run the block that makes them.
-
-        If the block fails, they do not count, and others may start.
+        """Wait until ``count`` more sequences may start, then run the block; if it fails, they do not count.
 
         Raises:
             DeadlineError: training did not advance far enough in time.
@@ -177,9 +172,9 @@ class Pacer:
             raise
 
     def _started_now(self, count: int) -> bool:
-        """Count ``count`` more sequences if they may start now, and return whether they may."""
+        """Count ``count`` more sequences if they may start now; return whether they may."""
         with self._counting:
-            if self._started + count > max(self.allowed(), count):  # a first batch above the limit goes alone
+            if self._started + count > max(self.allowed(), count):  # a batch above the limit may start if it is first
                 return False
             self._started += count
             return True

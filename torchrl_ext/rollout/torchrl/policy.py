@@ -23,37 +23,37 @@ __all__ = ["RemoteLLMPolicy"]
 
 
 class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no types
-    """Generates with vLLM, SGLang or embedded engines; the policy of an `LLMCollector` with external engines.
+    """Generates with vLLM, SGLang or embedded engines; a policy for `LLMCollector` with external engines.
 
-    It reads and writes what TorchRL's own wrappers do, key by key (`vLLMWrapper`, `TransformersWrapper`): per sequence
-    of a prompt of P and a response of R tokens
+    It reads and writes the keys of TorchRL's wrappers (`vLLMWrapper`, `TransformersWrapper`). For each sequence of P
+    prompt tokens and R response tokens it writes
 
     * ``tokens``: `Tokens` with ``prompt`` (P), ``response`` (R) and ``full`` (P + R), int64;
     * ``masks``: `Masks` with ``all_attention_mask`` and ``all_assistant_mask`` (P + R), bool;
     * ``log_probs``: `LogProbs` with ``response`` (R) and ``full`` (P + R, NaN over the prompt), float32;
     * ``text`` in text and history modes, ``history`` in history mode;
 
-    and, beside its ``out_keys``, which are those of the wrappers in their order,
+    and two keys of ours, which are not in ``out_keys`` (these are the wrappers', in the same order),
 
-    * ``token_versions``, ours: ``response`` (R) and ``full`` (P + R), int64: the version of the weights that sampled
-      each token, from the engine's ``weight_versions``; 0 for the weights an engine started with, -1 over the prompt,
-      over padding and where an engine does not say;
-    * ``response_truncated``, ours: bool: the token limit ended the response, and the model did not. (A response that an
-      engine aborted goes on until one of the two ends it.)
+    * ``token_versions``: ``response`` (R) and ``full`` (P + R), int64: version of the weights that sampled each token,
+      from the engine's ``weight_versions``; 0 for an engine's initial weights, -1 over the prompt and padding and where
+      an engine reports none;
+    * ``response_truncated``, bool: the token limit ended the response, not the model. (If an engine aborts a response,
+      it continues until one of the two ends it.)
 
-    Several engines share the work, see `InferenceClient`. Servers batch by themselves, so this class does not:
-    it may be called from many threads at once.
+    Several engines share the requests, see `InferenceClient`. Servers batch their requests, so this class does not; it
+    is thread-safe.
 
     Args:
         model: addresses of engines, or an `InferenceClient`.
-        versions_key, truncated_key: names of our outputs.
-        seed: sequence k that this policy generates is sampled with ``seed + k``; None leaves it to the engines.
-        pacer: makes each call wait while rollouts are too far ahead of training.
+        versions_key, truncated_key: keys of our outputs.
+        seed: sequence k of this policy is sampled with ``seed + k``; None leaves it to the engines.
+        pacer: delays each call while rollouts are too far ahead of training.
         timeout_s: deadline of one call, in seconds; None takes the client's.
-        wrapper: settings of TorchRL's wrappers, under their names: see `WrapperSettings`.
+        wrapper: fields of `WrapperSettings`, under TorchRL's names.
 
     Raises:
-        ConfigError: settings that cannot work.
+        ConfigError: invalid settings.
 
     Example:
         >>> from tensordict import TensorDict
@@ -93,7 +93,7 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         for name in ("min_batch_size", "max_batch_size", "batching_timeout"):
             setattr(self, f"_{name}", getattr(given, name))
         self.versions_key, self._batching_lock = versions_key, threading.Lock()
-        self._batch_queue: list[Any] = []  # both always empty: TorchRL's queue is for engines that do not batch
+        self._batch_queue: list[Any] = []  # both stay empty: TorchRL's queue is for engines that do not batch
         self._futures: list[Any] = []
         self.generate_kwargs, self.num_samples = dict(given.generate_kwargs or {}), given.num_samples
         _, self.num_samples = self._sampled({})
@@ -110,7 +110,7 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
 
     @property
     def sampling_params(self) -> SimpleNamespace:
-        """The sampling settings of requests, under vLLM's names, with ``n`` continuations per prompt."""
+        """The sampling settings of requests under vLLM's names, with ``n`` continuations per prompt."""
         return SimpleNamespace(n=self.num_samples or 1, **self._sampled({})[0])
 
     def get_new_version(self, **kwargs: Any) -> RemoteLLMPolicy:
@@ -118,7 +118,7 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         return type(self)(**{"model": self.model, **self._given, **kwargs})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make a policy, in another process, that asks the same engines and counts its seeds from the start."""
+        """Make a policy in another process that uses the same engines and counts its seeds from the start."""
         return functools.partial(type(self), self.model, **self._given), ()
 
     @set_list_to_stack(True)  # type: ignore[untyped-decorator]  # tensordict leaves it so
@@ -134,12 +134,12 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
 
         Args:
             tensordict: any batch size; prompts under the input key.
-            tensordict_out: where to write; decided by ``inplace`` if omitted.
-            logits_only: must be False; engines give none.
-            kwargs: sampling settings in place of those of the constructor.
+            tensordict_out: where to write; if omitted, ``inplace`` decides.
+            logits_only: must be False, because engines return no logits.
+            kwargs: sampling settings that override the constructor's.
 
         Raises:
-            ConfigError: no prompt where it should be.
+            ConfigError: the prompts are missing, or a sampling setting is invalid.
             EngineUnreachableError, EngineRefusedError: no engine took a prompt.
             DeadlineError: the engines did not answer in time, or the pacer made the call wait too long.
         """
@@ -180,6 +180,6 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
         return write_records(prompts, generations, samples, self._settings, self._keys)
 
     def _sampled(self, changes: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
-        """Translate TorchRL's generation settings into arguments of `InferenceClient.generate`, and a sample count."""
+        """Return the arguments of `InferenceClient.generate` for TorchRL's settings, and the number of samples."""
         given = self._standardize_generate_kwargs({**self.generate_kwargs, **changes})
         return sampling_settings(given, self.num_samples)

@@ -1,6 +1,6 @@
-"""Read prompts from a TensorDict and write generations into one, as TorchRL's LLM wrappers do.
+"""Read prompts from a TensorDict and write generations into one, in the form of TorchRL's LLM wrappers.
 
-The keys and the forms are TorchRL's: `Tokens`, `Masks`, `LogProbs`, `Text`, `ChatHistory`.
+Keys and forms are TorchRL's: `Tokens`, `Masks`, `LogProbs`, `Text`, `ChatHistory`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ __all__ = ["Prompts", "read_prompts", "write_records"]
 
 
 class _OtherType(ConfigError, TypeError):
-    """An input of the wrong type; a `TypeError` as well, which is what TorchRL's wrappers raise."""
+    """An input of the wrong type; also a `TypeError`, which TorchRL's wrappers raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """A batch of B prompts, tokenized.
+    """A batch of B tokenized prompts.
 
     Attributes:
         tokens: B tensors of token ids, int64, without padding.
-        width: length to which prompts are padded, at least; that of a padded input.
-        text: B strings; none in tokens mode.
-        history: a `History` of shape ``(B, turns)``; None but in history mode.
+        width: minimum length of padded prompts: the width of a padded input.
+        text: B strings; empty in tokens mode.
+        history: a `History` of shape ``(B, turns)`` in history mode, else None.
     """
 
     tokens: Sequence[Tensor]
@@ -48,12 +48,8 @@ class Prompts:
 def read_prompts(tensordict: LazyStackedTensorDict, settings: WrapperSettings) -> Prompts:
     """Find the prompts in a lazy stack of shape ``(B,)``, and tokenize them.
 
-    Args:
-        tensordict: the input.
-        settings: the mode, where its prompts are, and the tokenizer.
-
     Raises:
-        ConfigError: the input key is missing, or holds something else.
+        ConfigError: the input key is missing or holds another type.
     """
     key, mode = settings.input_key, settings.input_mode
     if key not in tensordict.keys(include_nested=True):
@@ -107,8 +103,7 @@ def _history(tensordict: LazyStackedTensorDict, settings: WrapperSettings) -> Pr
 
 
 def _existing(tensordict: LazyStackedTensorDict, settings: WrapperSettings) -> list[Tensor] | None:
-    """Return tokens that an earlier turn or `IncrementalTokenizer` left, with which an engine's prefix cache still
-    fits; None where there are none."""
+    """Return tokens from an earlier turn or `IncrementalTokenizer`, which match an engine's prefix cache, or None."""
     for part in ("prompt", "full"):
         found = _as_list(tensordict, (settings.tokens_key, part))
         if found is not None:
@@ -130,21 +125,20 @@ def write_records(
     settings: WrapperSettings,
     keys: Mapping[str, NestedKey],
 ) -> LazyStackedTensorDict:
-    """Return the entries of a batch, one per generation.
+    """Return a batch with one entry per generation.
 
     Args:
         prompts: a batch of B.
-        generations: ``samples`` (1 where that is None) per prompt, those of one prompt together.
-        samples: continuations per prompt; None leaves the dimension out.
-        settings: the tokenizer, whether prompts (on the left) and responses (on the right) are brought to one length,
-            and with which token id.
-        keys: names of the entries by what they are: ``tokens``, ``masks``, ``log_probs``, ``versions``, ``truncated``,
-            and where wanted ``text`` and ``history``.
+        generations: ``samples`` (1 if None) per prompt, grouped by prompt.
+        samples: continuations per prompt; None omits the dimension.
+        settings: the tokenizer, whether to pad prompts (left) and responses (right), and the padding token.
+        keys: output key by name: ``tokens``, ``masks``, ``log_probs``, ``versions``, ``truncated``, and optionally
+            ``text`` and ``history``.
 
     Returns:
         Shape ``(B,)``, or ``(B, samples)``.
     """
-    each, lengths = samples or 1, (0, 0)  # no sequence is shorter than 0
+    each, lengths = samples or 1, (0, 0)  # minimum lengths of 0 pad nothing
     if settings.pad_output:
         width = max([prompts.width, *(ids.numel() for ids in prompts.tokens)])
         lengths = width, max(len(one.token_ids) for one in generations)
@@ -159,10 +153,7 @@ def write_records(
 
 
 def _tensors(ids: Tensor, generation: Generation, lengths: tuple[int, int], settings: WrapperSettings) -> Info:
-    """Return the entries of tensors for one prompt and one response, padded to these lengths at least.
-
-    Tensors called full have both.
-    """
+    """Return the tensor entries of one prompt and response, padded to ``lengths``; "full" tensors hold both."""
     count, flag, padding = len(generation.token_ids), MetaData(settings.pad_output), settings.padding_value or 0
     before, after = max(0, lengths[0] - ids.numel()), max(0, lengths[1] - count)
     prompt = _pad(ids, padding, left=before)
@@ -172,7 +163,7 @@ def _tensors(ids: Tensor, generation: Generation, lengths: tuple[int, int], sett
     versions = _pad(torch.tensor(generation.token_versions(), dtype=torch.long), UNKNOWN_VERSION, right=after)
     unknown = torch.full((prompt.numel(),), UNKNOWN_VERSION)
     scored = _pad(torch.tensor(generation.logprobs, dtype=torch.float32), 0.0, right=after)
-    # NaN over the prompt, as TorchRL fills it: 0 would say that a token was certain
+    # NaN over the prompt, as in TorchRL: 0 would mean probability 1
     unscored = torch.full((prompt.numel(),), torch.nan)
     return {
         "tokens": Tokens(prompt=prompt, response=response, full=torch.cat([prompt, response]), padded=flag),
@@ -188,7 +179,7 @@ def _tensors(ids: Tensor, generation: Generation, lengths: tuple[int, int], sett
 
 
 def _texts(generations: Sequence[Generation], tokenizer: Any) -> Iterable[tuple[str, str]]:
-    """Decode each response twice: with all its tokens, and as a message, without the token that ends it."""
+    """Decode each response twice: with all its tokens, and as a message without the token that ends it."""
     ids = [list(one.token_ids) for one in generations]
     ended = [one[:-1] if kind.finish_reason == "stop" else one for one, kind in zip(ids, generations, strict=True)]
     decode = tokenizer.batch_decode
@@ -196,7 +187,7 @@ def _texts(generations: Sequence[Generation], tokenizer: Any) -> Iterable[tuple[
 
 
 def _words(prompts: Prompts, i: int, response: str, message: str) -> Info:
-    """Return the entries of text for prompt ``i``: strings, and in history mode messages."""
+    """Return the text entries of prompt ``i``: strings, and messages in history mode."""
     prompt = prompts.text[i]
     made: Info = {"text": Text(prompt=prompt, response=response, full=prompt + response)}
     if prompts.history is not None:

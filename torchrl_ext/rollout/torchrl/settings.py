@@ -1,4 +1,4 @@
-"""Check TorchRL's settings of an LLM wrapper, and translate its sampling settings for `InferenceClient.generate`."""
+"""Check the settings of TorchRL's LLM wrappers, and translate sampling settings for `InferenceClient.generate`."""
 
 from __future__ import annotations
 
@@ -37,29 +37,28 @@ class WrapperSettings:
     """The settings that `RemoteLLMPolicy` shares with `vLLMWrapper`, under TorchRL's names and with its defaults.
 
     Attributes:
-        tokenizer: of `transformers`, or the directory of one; only tokens mode without padding works without.
+        tokenizer: a `transformers` tokenizer, or its directory; optional only in tokens mode without padding.
         input_mode: ``"history"``, ``"text"`` or ``"tokens"``.
-        input_key: where the prompts are; by default ``(input_mode, "prompt")``.
-        attention_mask_key: a mask of prompts in tokens mode, next to TorchRL's ``("masks", "all_attention_mask")``.
-        generate: must be True: engines are asked for tokens, and the trainer's model for log-probabilities of given
-            ones.
+        input_key: key of the prompts; by default ``(input_mode, "prompt")``.
+        attention_mask_key: mask of prompts in tokens mode, if TorchRL's ``("masks", "all_attention_mask")`` is absent.
+        generate: must be True: engines generate, and the trainer's model scores given tokens.
         generate_kwargs: TorchRL's common names (``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``...),
             vLLM's, and ``stop_token_ids``.
-        tokenizer_kwargs: for the tokenizer, in text mode.
-        pad_output: bring prompts (left) and responses (right) to one length.
-        inplace: as in TorchRL: True writes into the input, False returns new entries only, ``"empty"`` an emptied
-            copy of the input. By default True, and False with several samples.
-        device: where outputs go; None leaves them where the input is.
+        tokenizer_kwargs: arguments of the tokenizer in text mode.
+        pad_output: pad prompts (left) and responses (right) to one length each.
+        inplace: as in TorchRL: True writes into the input, False returns only new entries, ``"empty"`` an emptied
+            copy of the input. By default True, or False if outputs have a dimension for samples.
+        device: device of the outputs; None keeps the input's.
         num_samples: continuations per prompt, as a second dimension.
         chat_template_name, chat_template: for history mode.
-        return_log_probs: whether to ask for log-probabilities.
-        history_key, text_key, tokens_key, masks_key, log_probs_key: names of the outputs.
-        batching, min_batch_size, max_batch_size, batching_timeout: checked as TorchRL checks them; without effect,
-            since servers batch what is in work.
-        prefer_tokens: history mode takes tokens that the input has already in place of the template's.
+        return_log_probs: whether to return log-probabilities; None means True.
+        history_key, text_key, tokens_key, masks_key, log_probs_key: keys of the outputs.
+        batching, min_batch_size, max_batch_size, batching_timeout: checked as in TorchRL, but unused, because servers
+            batch their requests.
+        prefer_tokens: in history mode, use tokens that the input already has instead of applying the template.
 
     Raises:
-        ConfigError: settings that cannot work.
+        ConfigError: invalid settings.
     """
 
     tokenizer: Any = None
@@ -116,7 +115,7 @@ class WrapperSettings:
 
     @property
     def padding_value(self) -> int | None:
-        """The token id used as padding; None without a tokenizer."""
+        """The padding token id; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         pad = self.tokenizer.pad_token_id
@@ -124,7 +123,7 @@ class WrapperSettings:
 
     @property
     def keys(self) -> dict[str, NestedKey]:
-        """The keys of the outputs by what they are (``tokens``, ``masks``, ...), in TorchRL's order."""
+        """The keys of the outputs by name (``tokens``, ``masks``, ...), in TorchRL's order."""
         keys = {"text": self.text_key} if self.input_mode != "tokens" else {}
         keys |= {"masks": self.masks_key, "tokens": self.tokens_key}
         keys |= {"log_probs": self.log_probs_key} if self.return_log_probs is not False else {}
@@ -136,11 +135,10 @@ def sampling_settings(given: Mapping[str, Any], num_samples: int | None) -> tupl
 
     Args:
         given: ``generate_kwargs`` as `LLMWrapperBase` standardises them.
-        num_samples: continuations per prompt, as the policy's settings say; None where they do not.
+        num_samples: continuations per prompt from the policy's settings; None if they set none.
 
     Returns:
-        Arguments of `InferenceClient.generate`, and the number of continuations per prompt; None for one, without a
-        dimension of its own.
+        Arguments of `InferenceClient.generate`, and continuations per prompt; None for one without its own dimension.
 
     Raises:
         ConfigError: a setting that engines cannot honour over token ids, or two numbers of samples.
