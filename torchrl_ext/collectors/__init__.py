@@ -1,1 +1,1 @@
-"""TorchRL's side: schemes, updaters and its own names, over our senders and receivers."""
+"""Weight sync schemes and weight updaters for TorchRL's collectors, over our senders and receivers."""

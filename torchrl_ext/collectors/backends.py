@@ -1,11 +1,11 @@
-"""Adds a class per transport to `torchrl.weight_update.WeightSyncScheme.from_backend`; importing this module does it::
+"""Importing this module adds every transport to `torchrl.weight_update.WeightSyncScheme.from_backend`::
 
     import torchrl_ext.collectors.backends
     from torchrl.weight_update import WeightSyncScheme
 
     scheme = WeightSyncScheme.from_backend("delta", root="/shared/updates")
 
-The class for ``"delta"`` is `DeltaWeightSyncScheme` of this module, a `TransportWeightSyncScheme`.
+This scheme is a `DeltaWeightSyncScheme`, which this module derives from `TransportWeightSyncScheme`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ log = logging.getLogger("torchrl_ext")
 
 
 def register() -> None:
-    """Add every transport that is registered now; call it again after registering more.
+    """Add every registered transport; call it again after registering more.
 
-    A name that another package, or TorchRL, gave to a class keeps it, and a warning says so.
+    If TorchRL or another package already uses a name, its class stays and a warning is logged.
     """
     for name, summary in transports.names().items():
         taken = backend_of(name)
@@ -38,7 +38,7 @@ def register() -> None:
                 "__doc__": f"`TransportWeightSyncScheme` over the transport {name!r}: {summary}.",
                 "__module__": __name__,
             }
-            globals()[title] = type(title, (TransportWeightSyncScheme,), members)  # where pickle finds it
+            globals()[title] = type(title, (TransportWeightSyncScheme,), members)  # pickle looks for the class here
             register_weight_sync_backend(name)(globals()[title])
         elif taken.__module__ != __name__:
             log.warning("transport %r is no backend of from_backend: the name is that of %r", name, taken)

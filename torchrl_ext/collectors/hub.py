@@ -1,7 +1,7 @@
-"""Connects the workers of a collector to their trainer, over TCP (`torchrl_ext.transports.links`).
+"""Connects a collector's workers to their trainer over TCP (`torchrl_ext.transports.links`).
 
-A worker dials and says who it is, and is answered with ``{"welcome": ...}`` or ``{"refused": why}``. After that the
-trainer asks and the worker answers.
+A worker dials and introduces itself; the trainer answers ``{"welcome": ...}`` or ``{"refused": why}``. From then on the
+trainer sends requests and the worker answers them.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ __all__ = ["Hub", "dial"]
 
 _HELLO_S, _HELLO_BYTES = 10.0, 4096
 _LOOK_S = 0.1
-"""Longest pause between two looks at which workers have connected, or have ended."""
+"""Longest pause between two checks of which workers have connected or ended, in seconds."""
 
 
 class Hub:
-    """Listens for the workers of one model, each of which a thread of its own accepts or refuses.
+    """Listens for the workers of one model; a thread per connection accepts or refuses the worker.
 
     Args:
-        host: address to listen on, and the one that workers dial.
-        model_id: the model whose workers these are.
-        workers: how many there are.
-        welcome: returns the message for worker ``idx`` when it is accepted (JSON-safe).
+        host: address to listen on, which workers dial.
+        workers: number of workers.
+        welcome: returns the welcome message for worker ``idx`` (JSON-safe).
 
     Attributes:
-        address: host, port and token, which workers dial.
-        links: the connections of the workers that were accepted, by their indices.
+        address: host, port and token that workers need to connect.
+        links: connections of the accepted workers, by worker index.
     """
 
     def __init__(self, host: str, model_id: str, workers: int, welcome: Callable[[int], Info]) -> None:
@@ -53,14 +52,13 @@ class Hub:
         """Wait until every worker has connected or has ended.
 
         Args:
-            timeout_s: how long at most.
-            ended: returns the indices of workers whose processes are known to have ended.
+            ended: returns the indices of workers whose processes have ended.
 
         Returns:
-            Indices of workers that ended before they connected; empty where all of them connected.
+            Indices of workers that ended before they connected; empty if all workers connected.
 
         Raises:
-            DeadlineError: names the workers that are missing.
+            DeadlineError: names the missing workers.
         """
 
         def late() -> DeadlineError:
@@ -77,22 +75,22 @@ class Hub:
         return self._missing()
 
     def close(self) -> None:
-        """Stop listening and end every connection. May be called twice."""
-        with contextlib.suppress(OSError):  # it was closed, as in a forked child, which leaves its parent's alone
-            self._listener.shutdown(socket.SHUT_RDWR)  # close() alone leaves a thread in accept()
+        """Stop listening and close every connection. May be called twice."""
+        with contextlib.suppress(OSError):  # already closed, as in a forked child, whose parent keeps its own
+            self._listener.shutdown(socket.SHUT_RDWR)  # close() does not wake a thread in accept()
         self._listener.close()
         for link in [*self.links.values()]:
             link.close()
 
     def meet(self, connection: socket.socket, address: Any) -> None:
-        """Accept a worker that dialled from ``address``, or answer why it is refused."""
+        """Accept the worker that dialled from ``address``, or tell it why it is refused."""
         link = Link(connection, f"{address[0]}:{address[1]}", longest_bytes=_HELLO_BYTES)
         try:
             refusal = self._refusal(link.read(Deadline(_HELLO_S)) or {}, link)
             if refusal is not None:
                 link.send({"refused": refusal}, Deadline(_HELLO_S))
                 link.close()
-        except WeightSyncError:  # it is gone, does not read, or sends no message of ours
+        except WeightSyncError:  # the peer left, does not read, or does not speak our protocol
             link.close()
 
     def _missing(self) -> list[int]:
@@ -100,7 +98,7 @@ class Hub:
 
     def _refusal(self, hello: Info, link: Link) -> str | None:
         """Accept the worker and return None, or return why it is refused."""
-        token = str(hello.get("token", "")).encode(errors="replace")  # of text it compares ASCII alone
+        token = str(hello.get("token", "")).encode(errors="replace")  # compare_digest takes only ASCII text
         if not hmac.compare_digest(token, self.address[2].encode()):
             return "this is another trainer's address"
         idx, pid, model_id = hello.get("worker"), hello.get("pid"), hello.get("model_id")
@@ -110,7 +108,7 @@ class Hub:
             return f"this scheme carries model {self._model_id!r}, not {model_id!r}"
         with self._lock:
             known = self.links.get(idx)
-            if known is not None and known.alive:  # else this is a new process in the place of one that died
+            if known is not None and known.alive:  # a new process may replace a dead one
                 return f"{known.peer} is connected already"
             link.peer = f"worker {idx} of model {self._model_id!r} (pid {pid})"
             link.longest_bytes = LONGEST_BYTES
@@ -123,12 +121,12 @@ def dial(address: tuple[str, int, str], model_id: str, worker: int, timeout_s: f
     """Connect a worker to the trainer's hub.
 
     Returns:
-        The link, and the trainer's welcome.
+        The link and the trainer's welcome message.
 
     Raises:
-        NotConnectedError: nobody listens there, or the trainer refuses this worker (a second one of the same index or
-            for another model); says why.
-        DeadlineError: no answer within ``timeout_s``.
+        NotConnectedError: nothing listens at the address, or the trainer refuses this worker (its index is already
+            connected, or it wants another model); gives the reason.
+        DeadlineError: the trainer did not answer within ``timeout_s``.
     """
     host, port, token = address
     trainer, who = f"the trainer at {host}:{port}", f"worker {worker} of model {model_id!r}"

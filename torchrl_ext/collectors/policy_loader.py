@@ -1,4 +1,4 @@
-"""Lands weights in a collector's worker, whose policy may still be on the meta device or carry extra state."""
+"""Lands weights in a collector worker's model, which may be on the meta device or carry extra state."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from torchrl_ext.weights.source import unwrapped
 __all__ = ["EXTRA", "ModelLoader"]
 
 EXTRA = "__extra_state__"
-"""The key under which TorchRL's `WeightStrategy` carries what `nn.Module.get_extra_state` returns."""
+"""The key under which TorchRL's `WeightStrategy` sends the result of `nn.Module.get_extra_state`."""
 
 
 class ModelLoader(WeightLoader):
-    """Lands weights in the model that a scheme has at the moment of each update.
+    """Lands weights in the model that a scheme holds at the time of each update.
 
-    A collector sends its workers policies without storage (meta tensors), and may put a copy in the policy's place
-    after the first weights came. Meta tensors get storage when the trainer has said what it sends; all are then written
-    in place, and read back for `digests`, but for extra state, of which `digests` has what `set_extra_state` was given.
+    A collector sends its workers policies on the meta device, and may replace the policy with a copy after the first
+    weights. `check` gives meta tensors storage. Weights are written in place, and `digests` reads them back; for extra
+    state, `digests` uses the value that `set_extra_state` was given.
 
     Args:
-        model: returns the module, TensorDict or mapping that the scheme has now.
-        device: where parameters that are on the meta device go; None for the CPU.
-        tied: names that do not travel -> names that do (`WeightSource.tied`), for models whose ties were lost with
+        model: returns the module, TensorDict or mapping that the scheme holds now.
+        device: device on which meta tensors get storage; None for the CPU.
+        tied: names that are not sent -> names that are (`WeightSource.tied`), for models that lost their ties with
             their storage.
     """
 
@@ -79,7 +79,7 @@ class ModelLoader(WeightLoader):
         return self._current().targets()
 
     def patchable(self, name: str) -> bool:
-        return not _is_extra(name)  # a model without storage has it by the first version, which comes in full
+        return not _is_extra(name)  # a meta model gets its storage with the first version, sent in full
 
     def position_digests(self) -> dict[str, str]:
         return {} if self._empty else self._current().position_digests()
@@ -118,20 +118,20 @@ class ModelLoader(WeightLoader):
         model = self._current_model()
         if self._loader is None or model is not self._model:
             self._loader, self._model = TensorsLoader(model), model
-            if self._sent is not None:  # a new loader has to check what the one before did
+            if self._sent is not None:  # the new loader needs the same check
                 self._loader.check(self._sent)
         return self._loader
 
     def _give_storage(self, model: nn.Module, sent: Collection[str]) -> None:
-        """Give each tensor on the meta device memory of its own, and tied names one tensor."""
-        made: dict[int, tuple[dict[str, Any], str]] = {}  # address -> where it is held
+        """Give each meta tensor its own storage, and tied names one tensor."""
+        made: dict[int, tuple[dict[str, Any], str]] = {}  # address -> (container, key)
         for path, module in model.named_modules():
             for held in (module._parameters, module._buffers):
                 for own, tensor in held.items():
                     if tensor is None or not tensor.is_meta:
                         continue
                     name = unwrapped(f"{path}.{own}" if path else own)
-                    if own in module._non_persistent_buffers_set and name not in sent:  # `check` asks for the others
+                    if own in module._non_persistent_buffers_set and name not in sent:  # `check` reports the others
                         raise ManifestError(
                             f"{name!r} of the policy has no storage, and does not come with the weights",
                             hint="use strategy='tensordict', which sends buffers that are not persistent too",

@@ -1,4 +1,4 @@
-"""Defines `TransportWeightSyncScheme`: a weight sync scheme of TorchRL's collectors over a transport given by name."""
+"""`TransportWeightSyncScheme`: a weight sync scheme for TorchRL's collectors over a transport picked by name."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ __all__ = ["TransportWeightSyncScheme", "checked_settings"]
 
 
 class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torchrl has no types
-    """Keeps the workers of a collector at the trainer's weights, over a transport picked by name.
+    """Keeps a collector's workers up to date with the trainer's weights, over a transport picked by name.
 
     One scheme carries one model: ``weight_sync_schemes={"policy": TransportWeightSyncScheme("delta")}``.
 
     Args:
-        transport: one of `torchrl_ext.transports`.
-        strategy: how weights are taken from a module, ``"tensordict"`` or ``"state_dict"``.
+        transport: a name in `torchrl_ext.transports`.
+        strategy: how weights are extracted from a module, ``"tensordict"`` or ``"state_dict"``.
         timeout_s: deadline of every wait during an update, in seconds.
-        start_timeout_s: deadline for all workers to start and to connect, in seconds.
-        host: address at which workers reach this process; for workers on other machines, one that they can reach.
-        verify: workers compare a digest of each tensor with the trainer's before an update counts.
-        settings: of the transport; None stands for its own default. A transport that needs a directory gets a temporary
-            one where ``root`` is not given, for workers on this machine.
+        start_timeout_s: deadline for all workers to start and connect, in seconds.
+        host: address of this process, which every worker must be able to reach.
+        verify: whether workers compare a digest of each tensor with the trainer's before an update counts.
+        settings: the transport's settings; None selects the transport's default. Without ``root``, a transport that
+            needs a directory gets a temporary one, which only workers on this machine can use.
 
     Raises:
-        ConfigError: no such transport, or a setting that it does not have.
+        ConfigError: there is no such transport or setting, or a timeout is not positive.
 
     Example:
         >>> scheme = tx.TransportWeightSyncScheme("delta", root=root)
@@ -72,7 +72,7 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         self._scratch: str | None = None
 
     def create_transport(self, **settings: Any) -> Transport:
-        """Make a new transport of the trainer to the workers; ``settings`` come on top of the scheme's own."""
+        """Make a transport from the trainer to the workers; ``settings`` override the scheme's own."""
         known = inspect.signature(transports.load(self.transport)).parameters
         settings = {**self.settings, **settings, "timeout_s": self.timeout_s}
         if "master_address" in known:
@@ -98,7 +98,7 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         device_map_fn: Callable[[int, Any], Any] | None = None,
         num_workers: int | None = None,
         remote_collectors: list[Any] | None = None,
-        ctx: Any = None,  # of TorchRL's pipes; our workers dial in by TCP, however they were started
+        ctx: Any = None,  # for TorchRL's pipes; our workers connect over TCP
     ) -> None:
         model_id = model_id or "policy"
         single = next((one for one in (weights, model, context) if one is not None), None)
@@ -123,9 +123,9 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         self._address = self.shared_transport.address
 
     def prepare_weights(self, weights: Any, model_id: str, strategy: Any, context: Any = None) -> Any | None:
-        """Return the weights to send, maybe one set per worker (``{0: ..., 1: ...}``).
+        """Return the weights to send, or one set per worker (``{0: ..., 1: ...}``); None if there are none.
 
-        They are the ones given here, or to `init_on_sender`, or the collector's; None without any.
+        They come from ``weights``, or else from `init_on_sender`, or else from the collector.
         """
         if weights is None:
             weights = source_of(context, model_id) if self._weights is None else self._weights
@@ -149,25 +149,26 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
 
         Args:
             weights: module, TensorDict, mapping of tensors, or one of these per worker (``{0: ..., 1: ...}``); None
-                for those of the registered model.
-            worker_ids: the workers that get them; None for all.
+                sends the registered model's weights.
+            worker_ids: the workers to update; None for all.
 
         Raises:
-            NotConnectedError: before `init_on_sender` and `connect`, or after `shutdown`.
-            EngineUnreachableError: a worker ended earlier; nothing was sent.
-            UpdateError: some worker does not hold them; names worker, model and, where one is at fault, the key.
-            ConfigError: there is no worker of this index.
+            NotConnectedError: the call came before `init_on_sender` and `connect`, or after `shutdown`.
+            ConcurrentUpdateError: another thread is sending.
+            EngineUnreachableError: a worker had already ended; nothing was sent.
+            UpdateError: a worker does not hold the weights; names the worker, the model and any key at fault.
+            ConfigError: there is no worker with this index, or there are no weights.
         """
         self._require_ready("sender")
         prepared = self.prepare_weights(weights, self.model_id, self.strategy, self.context)
-        self.shared_transport.send_weights(prepared, worker_ids)  # one update for all workers that are asked for
+        self.shared_transport.send_weights(prepared, worker_ids)  # one update for all requested workers
 
     # worker end
 
     def _init_on_receiver_impl(
         self, model_id: str, context: Any = None, *, model: Any = None, worker_idx: int | None = None, **_: Any
     ) -> None:
-        self.model_id, self.context, self.model = model_id, context, model  # without a model, the base looks it up
+        self.model_id, self.context, self.model = model_id, context, model  # the base class looks up a missing model
         found = getattr(context, "worker_idx", None)
         self.worker_idx = worker_idx if found is None else found
         transport = WorkerTransport(self._address, model_id, lambda: self.model, self.start_timeout_s)
@@ -181,9 +182,9 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         self.receiver_transport.serve(self._landed)
 
     def _landed(self) -> None:
-        """Pass weights that landed on to the collectors below, or bump the policy version of one that has none.
+        """Pass landed weights on to the collectors below, or bump the policy version of a leaf collector.
 
-        Not by `update_policy_weights_` of a leaf, which would copy its policy onto itself and knows no other model.
+        A leaf's `update_policy_weights_` would copy its policy onto itself, and it cannot update other models.
         """
         context = self.context
         if is_leaf(context):
@@ -193,16 +194,16 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
             update(model_id=self.model_id, policy_or_weights=self.strategy.extract_weights(self.model))
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
-        """Wait for newer weights than the last call returned; a thread of the worker lands them.
+        """Wait for weights newer than the last call returned; a background thread lands them.
 
         Args:
-            timeout: seconds to wait; None waits for as long as the trainer is there.
+            timeout: seconds to wait; None waits as long as the trainer is connected.
 
         Returns:
-            The weights that the model holds now, or None when nothing new came.
+            The weights that the model holds now; None if nothing new came.
 
         Raises:
-            NotConnectedError: before `init_on_receiver` and `connect`, or after `shutdown`.
+            NotConnectedError: the call came before `init_on_receiver` and `connect`, or after `shutdown`.
         """
         self._require_ready("receiver")
         return self.receiver_transport.receive_weights(timeout, model=self.model, strategy=self.strategy)
@@ -218,7 +219,7 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
                 )
 
     def shutdown(self) -> None:
-        """Leave the other end and release everything. Workers keep their weights. May be called twice."""
+        """Disconnect and release everything; workers keep their weights. May be called twice."""
         transport, self._shared_transport, self._receiver_transport = self.receiver_transport, None, None
         self.synchronized_on_sender = self.synchronized_on_receiver = False
         if transport is not None:
@@ -235,10 +236,10 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
 
 
 def checked_settings(transport: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are not None, all of which the transport takes; nothing is opened.
+    """Return the settings that are not None, after checking that the transport takes them; opens nothing.
 
     Raises:
-        ConfigError: no such transport, or a setting that it does not have.
+        ConfigError: there is no such transport, or it has no such setting.
     """
     known = inspect.signature(transports.load(transport)).parameters
     given = {name: value for name, value in settings.items() if value is not None}
@@ -251,6 +252,6 @@ def checked_settings(transport: str, settings: Mapping[str, Any]) -> dict[str, A
 
 
 def _remove(path: str, owner: int) -> None:
-    """Remove a scheme's own directory, except in a fork of the process that made it."""
+    """Remove a scheme's own directory, unless this process is a fork of the owner."""
     if owner == os.getpid():
         shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""What this package reads of TorchRL 0.14.1 for which it has no public name; no other file of ours does so.
+"""All reads of TorchRL's private names in this package, as of TorchRL 0.14.1.
 
-`TransportWeightSyncScheme` and `TransportWeightUpdater` also fill in the underscored hooks of the base classes, as each
-subclass in TorchRL does.
+`TransportWeightSyncScheme` and `TransportWeightUpdater` also override underscored hooks of their base classes, as
+TorchRL's own subclasses do.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["backend_of", "ended_workers", "is_leaf", "model_of", "shared_policy"
 
 
 def backend_of(name: str) -> type[WeightSyncScheme] | None:
-    """Return the class behind a name of `WeightSyncScheme.from_backend`; None where the name is free."""
+    """Return the class registered under a name of `WeightSyncScheme.from_backend`; None if the name is free."""
     name = weight_sync_schemes._WEIGHT_SYNC_BACKEND_ALIASES.get(name, name)
     taken = WeightSyncScheme if name in get_args(weight_sync_schemes.WeightSyncBackend) else None
     return weight_sync_schemes._WEIGHT_SYNC_SCHEMES.get(name, taken)
 
 
 def model_of(context: Any, model_id: str) -> Any | None:
-    """Return a collector's model of this id, such as ``"policy.module[2]"``; None where only its workers have one."""
+    """Return a collector's model by id, such as ``"policy.module[2]"``; None if only its workers have it."""
     try:
         model = _resolve_attr(context, model_id)
     except (AttributeError, IndexError, KeyError, TypeError):
@@ -33,14 +33,13 @@ def model_of(context: Any, model_id: str) -> Any | None:
 
 
 def source_of(context: Any, model_id: str) -> Any | None:
-    """Return the model to send: of a collector of this process the policy that it was given, not the copy that it runs;
-    else `model_of`."""
+    """Return the model to send: the policy that a `Collector` was given, not the copy that it runs; else `model_of`."""
     given = getattr(context, "_orig_policy", None) if isinstance(context, Collector) and model_id == "policy" else None
     return model_of(context, model_id) if given is None else given
 
 
 def shared_policy(context: Any) -> nn.Module | None:
-    """Return a policy from the factory that all workers of a collector share; None where they share none."""
+    """Return a policy made by the factory that all of a collector's workers share; None if they share none."""
     factories = getattr(context, "policy_factory", None) or [None]
     if factories[0] is None or any(one is not factories[0] for one in factories):
         return None
@@ -55,5 +54,5 @@ def ended_workers(context: Any) -> list[int]:
 
 
 def is_leaf(context: Any) -> bool:
-    """Return whether a collector runs its policy by itself, and has no collectors below it."""
+    """Return whether a collector runs its policy itself and has no collectors below it."""
     return isinstance(context, Collector) and not context._weight_sync_schemes and context.weight_updater is None

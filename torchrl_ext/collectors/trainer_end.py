@@ -1,4 +1,4 @@
-"""Defines `CollectorTransport`, the trainer end of a scheme: it knows the workers, and owns the sender to them."""
+"""`CollectorTransport`, the trainer end of a scheme: it tracks the workers and owns the sender."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ __all__ = ["CollectorTransport", "is_per_worker"]
 log = logging.getLogger("torchrl_ext")
 
 _GRACE_S = 5.0
-"""Seconds that the trainer waits longer than a transport does, so that the transport's own error arrives."""
+"""Seconds that the trainer waits beyond a transport's deadline, so that the transport's own error arrives."""
 
 
 class CollectorTransport:
-    """Carries a model's weights to the workers of a collector, by the transport that the scheme makes.
+    """Sends a model's weights to a collector's workers over the transport that the scheme makes.
 
-    It is the scheme's shared transport, TorchRL's `TransportBackend`; in the workers, `WorkerTransport` is. It has no
-    ``wait_ack``, as `send_weights` returns with every worker's acknowledgement.
+    It is the trainer's `TransportBackend` in TorchRL's terms; the workers' is `WorkerTransport`. It has no
+    ``wait_ack``: `send_weights` waits for every worker's acknowledgement.
 
     Args:
-        scheme: whose transport this is; held weakly.
-        workers: how many worker processes there are; None for a collector that runs in this process.
-        devices: where each worker's policy lives, or all of them; None for where the weights are.
+        scheme: held weakly.
+        workers: number of worker processes; None for a collector that runs in this process.
+        devices: device of the workers' policies, or one per worker; None for the device of the weights.
 
     Attributes:
-        address: host, port and token that workers dial; None without workers.
-        report: of the last update; None before the first.
+        address: host, port and token that workers need to connect; None without workers.
+        report: report of the last update; None before the first.
     """
 
     def __init__(self, scheme: TransportWeightSyncScheme, workers: int | None, devices: Any = None) -> None:
@@ -72,15 +72,15 @@ class CollectorTransport:
         self.address = self._hub.address
 
     def setup_connection_and_weights_on_sender(self, weights: Any = None) -> None:
-        """Wait for the workers, and send them their first weights; with None they keep what they have.
+        """Wait for the workers and send them their first weights; with None they keep their own.
 
         Raises:
             DeadlineError: some workers did not connect.
-            UpdateError: some do not take the weights.
+            UpdateError: some workers did not take the weights.
         """
         try:
             ended = [] if self._hub is None else self._hub.wait(self._scheme.start_timeout_s, self._ended)
-            if ended:  # the collector has the worker's own error, and raises it next
+            if ended:  # the collector raises the worker's own error next
                 log.warning("worker %s of model %r ended before it connected", ended[0], self._model_id)
                 self.shutdown()
             elif weights is not None:
@@ -93,17 +93,11 @@ class CollectorTransport:
             raise
 
     def send_weights(self, weights: Any, worker_ids: int | Collection[int] | None = None) -> None:
-        """Update the workers, all at once or those in ``worker_ids``, and return when each holds the weights.
+        """Update workers, and return when each holds the weights; errors are as in `TransportWeightSyncScheme.send`.
 
         Args:
-            weights: what `torchrl_ext.as_source` takes, or one of these per worker (``{0: ..., 1: ...}``).
-            worker_ids: indices of workers; None for all that ``weights`` are for.
-
-        Raises:
-            ConcurrentUpdateError: another thread is sending.
-            ConfigError: there are no weights, or there is no worker of an index.
-            EngineUnreachableError: a worker ended earlier; nothing was sent.
-            UpdateError: some worker does not hold them.
+            weights: anything that `torchrl_ext.as_source` takes, or one such value per worker (``{0: ..., 1: ...}``).
+            worker_ids: indices of the workers to update; None for every worker that ``weights`` cover.
         """
         running = f"send was called while another send of model {self._model_id!r} runs"
         with one_at_a_time(self._busy, ConcurrentUpdateError(running, hint="send from one thread")):
@@ -116,7 +110,7 @@ class CollectorTransport:
                 self._deliver(own[idx], [engines[idx]])
 
     def shutdown(self) -> None:
-        """Leave the workers, which keep their weights. May be called twice."""
+        """Disconnect from the workers, which keep their weights. May be called twice."""
         self._leave()
         if self._hub is not None:
             self._hub.close()
@@ -144,12 +138,7 @@ class CollectorTransport:
                 left[1].shutdown()
 
     def _living(self, ids: Collection[int]) -> dict[int, Engine]:
-        """Return the engines of workers; one that was replaced has another link, and is another engine.
-
-        Raises:
-            ConfigError: there is no worker of an index.
-            EngineUnreachableError: a worker ended.
-        """
+        """Return the workers' engines by index; a replaced worker has a new link, and therefore a new engine."""
         links: Mapping[int, Link | None] = {0: None} if self._hub is None else {**self._hub.links}
         unknown = sorted({*ids} - links.keys())
         if unknown:
@@ -179,5 +168,5 @@ class CollectorTransport:
 
 
 def is_per_worker(weights: Any) -> bool:
-    """Return whether ``weights`` are one set per worker, by the workers' indices."""
+    """Return whether ``weights`` map worker indices to one set of weights each."""
     return isinstance(weights, dict) and bool(weights) and all(isinstance(key, int) for key in weights)

@@ -1,4 +1,4 @@
-"""Defines `TransportWeightUpdater`: a weight updater of TorchRL's collectors over a transport given by name."""
+"""`TransportWeightUpdater`: a weight updater for TorchRL's collectors over a transport picked by name."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ __all__ = ["TransportWeightUpdater"]
 class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchrl has no types
     """Pushes a policy's weights to engines, for ``LLMCollector(weight_updater=...)``.
 
-    TorchRL calls updaters deprecated, and warns when this class is imported and when a collector is given one, but its
-    `LLMCollector` takes nothing else (0.14.1). Give other collectors a `TransportWeightSyncScheme`, and code that needs
-    no updater ``WeightSender.register_collector(collector)``.
+    TorchRL 0.14.1 deprecates updaters, and warns when this class is imported and when a collector is given one, but
+    its `LLMCollector` takes nothing else. Give other collectors a `TransportWeightSyncScheme`; code that needs no
+    updater calls ``WeightSender.register_collector(collector)``.
 
-    ``collector.update_policy_weights_()`` bumps the collector's policy version after an accepted update; after a
-    `push_weights` of your own, ``updater.increment_version()`` does so for all registered collectors. Both return when
-    every engine serves the weights, and raise `UpdateError` where one does not, as `WeightSender.update_weights`.
+    ``collector.update_policy_weights_()`` bumps the collector's policy version after an accepted update. After your own
+    call of `push_weights`, ``updater.increment_version()`` bumps it for all registered collectors. Both updates return
+    when every engine serves the weights, and raise `UpdateError` if one does not, like `WeightSender.update_weights`.
 
     Args:
-        transport: a name of `torchrl_ext.transports`, or a transport.
+        transport: a name in `torchrl_ext.transports`, or a transport.
         engine: anything that `torchrl_ext.rpc.discovery.as_engine` takes; None for the ``vllm_engine`` of a
-            `VLLMCollectiveTransport`, or else for the data layer alone, whose workers call ``receive_weights``.
+            `VLLMCollectiveTransport`, and with other transports for workers that call ``receive_weights`` themselves.
         mapper: trainer name -> checkpoint name, as for `WeightSender`.
-        dtype: cast of floating-point tensors; a dtype or its name.
-        verify, rehearse, max_gap, probe: what an update has to prove, as for `WeightSender`.
-        finite: what becomes of a NaN or an infinity, as for `WeightSender`.
-        settings: of the transport, where it is given by name; None stands for its own default.
+        dtype: dtype, or its name, to which floating-point tensors are cast.
+        verify, rehearse, max_gap, probe: how an update is verified, as for `WeightSender`.
+        finite: how NaNs and infinities are handled, as for `WeightSender`.
+        settings: settings of a transport picked by name; None selects the transport's default.
 
     Attributes:
-        report: of the last update; None before the first.
+        report: report of the last update; None before the first.
 
     Raises:
-        ConfigError: no such transport, settings that it does not take or that are for one that exists already, or
-            addresses or a dtype that are none.
+        ConfigError: there is no such transport or setting, an address is invalid, or settings come with a
+            transport object.
+        ManifestError: torch has no dtype of this name.
 
     Example:
         >>> updater = tx.TransportWeightUpdater("disk", address, root=root)
@@ -91,10 +92,10 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
 
     @property
     def sender(self) -> WeightSender:
-        """The sender, which is made on first use, so that an updater can be pickled before.
+        """The sender, made on first use so that the updater can be pickled before.
 
         Raises:
-            EngineError: an engine that was given by its address does not answer.
+            EngineError: an engine given by its address does not answer.
         """
         if self._sender is None:
             transport, engine, settings = self._parts
@@ -105,21 +106,21 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         return self._sender
 
     def register_model(self, model: Any) -> None:
-        """Register what is sent when no weights are passed; it is kept alive."""
+        """Register the model to send when no weights are passed; the updater keeps it alive."""
         self._model = model
 
     def init(self, model_metadata: Mapping[str, tuple[torch.dtype, Any]] | None = None) -> None:
-        """Connect the engines before the first update, which does it otherwise, for ``collector.init_updater``.
+        """Connect the engines, for ``collector.init_updater``; without this call the first update connects them.
 
         Args:
-            model_metadata: ``{name: (dtype, shape)}``; that of the registered model if omitted.
+            model_metadata: ``{name: (dtype, shape)}``; the registered model's if omitted.
         """
         if model_metadata is None:
             self.sender.register_model(self._get_server_weights())
         self.sender.init_all_workers_group(model_metadata)
 
     def shutdown(self) -> None:
-        """Leave the engines; they keep serving what they have."""
+        """Disconnect from the engines, which keep serving their weights."""
         if self._sender is not None:
             self._sender.shutdown()
 
@@ -143,5 +144,5 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         return policy_or_weights  # the sender takes modules, TorchRL's wrappers, mappings and checkpoint directories
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what only this process has: the sender, and references to collectors."""
+        """Drop what only this process can use: the sender and the references to collectors."""
         return self.__dict__ | {"_sender": None, "_collector_wrs": None}

@@ -1,4 +1,4 @@
-"""Drives a worker of a collector as an engine: the trainer asks over a `Link`, a `WeightReceiver` there answers."""
+"""Drives a collector's worker as an engine: a `WeightReceiver` there answers the trainer's messages over a `Link`."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ log = logging.getLogger("torchrl_ext")
 
 
 class Keep(Message, frozen=True, kw_only=True):
-    """Tells a worker that waits for its first weights that none will come, and to keep what it has."""
+    """Tells a worker to stop waiting for its first weights and keep its own."""
 
 
 @final
 class LinkPort(Port):
-    """The receiver in one worker of a collector, which goes on collecting while weights land, as with TorchRL's own
-    schemes.
+    """Controls the receiver in one collector worker; the worker keeps collecting while weights land, as in TorchRL.
 
     Args:
-        link: to the worker.
+        link: connection to the worker.
         timeout_s: deadline of each answer, in seconds.
     """
 
@@ -62,10 +61,10 @@ class LinkPort(Port):
         return EngineState(paused=False)
 
     def hold(self, before: EngineState) -> None:
-        """Pause nothing: a worker collects on while weights land."""
+        """Do nothing: a worker keeps collecting while weights land."""
 
     def release(self) -> None:
-        """Do nothing, as `hold` does."""
+        """Do nothing, like `hold`."""
 
     def close(self, connection: str) -> None:
         if self.link.alive:
@@ -78,7 +77,7 @@ class LinkPort(Port):
         try:
             self.link.send({"number": number, "message": message.to_json()}, within)
             answer = self.link.read(within)
-            while answer is not None and answer.get("number") != number:  # an answer that came too late
+            while answer is not None and answer.get("number") != number:  # a late answer to an earlier message
                 answer = self.link.read(within)
         except TransportError as error:
             raise EngineUnreachableError(f"{why(error)}; {self.url} ended during {message.kind!r}") from error
@@ -92,37 +91,36 @@ class LinkPort(Port):
 
 
 class WorkerTransport:
-    """The worker end of a scheme: it answers the trainer, which asks a `WeightReceiver` for each step of an update.
+    """The worker end of a scheme: a `WeightReceiver` carries out each step of an update that the trainer requests.
 
-    It answers in the caller's thread until the first weights are in, and then in the thread that calls `serve`.
+    The caller's thread answers the trainer until the first weights have landed; then the thread in `serve` does.
 
     Args:
-        trainer: host, port and token of the trainer's hub; None where there is no trainer.
-        model_id: the model that the trainer sends.
-        model: returns the object that takes the weights.
-        timeout_s: deadline of the connection, of each message before the first weights are in, and of a trainer that
-            reads no answer, in seconds.
+        trainer: host, port and token of the trainer's hub; None if there is no trainer.
+        model: returns the object that receives the weights.
+        timeout_s: deadline for connecting, for each message until the first weights have landed, and for sending an
+            answer, in seconds.
     """
 
     def __init__(
         self, trainer: tuple[str, int, str] | None, model_id: str, model: Callable[[], Any], timeout_s: float
     ) -> None:
         self._trainer, self._model_id, self._model, self._timeout_s = trainer, model_id, model, timeout_s
-        self._link: Any = None  # before it is connected
+        self._link: Any = None  # None until connected
         self._receiver = WeightReceiver()
         self._news = threading.Condition()
         self._fresh = self._stopped = False
 
     def setup_connection_and_weights_on_receiver(self, *, worker_idx: int | None = None, **_: Any) -> None:
-        """Connect, and return when the first version is in place, or the trainer says that none will come.
+        """Connect, and return when the first weights have landed or the trainer says that none will come.
 
         Args:
             worker_idx: this worker's index; None for 0.
 
         Raises:
-            DeadlineError: the trainer does not answer, or sends nothing.
-            NotConnectedError: there is no trainer, it is gone, or it refuses this worker.
-            WeightSyncError: what came cannot land here.
+            DeadlineError: the trainer does not answer or sends nothing.
+            NotConnectedError: there is no trainer, it has ended, or it refuses this worker.
+            WeightSyncError: the weights cannot land here.
         """
         if self._trainer is None:
             raise NotConnectedError(
@@ -139,13 +137,13 @@ class WorkerTransport:
             self.shutdown()
             self._receiver.close()
             raise
-        self._fresh = False  # the first weights are no news
+        self._fresh = False  # `receive_weights` reports only later versions
 
     def serve(self, landed: Callable[[], None]) -> None:
-        """Answer the trainer for as long as it is there, or until `shutdown`.
+        """Answer the trainer until it disconnects or `shutdown` is called.
 
         Args:
-            landed: called when a version is in place, before it is acknowledged; the trainer gets what it raises.
+            landed: called when a version has landed, before it is acknowledged; its errors are sent to the trainer.
         """
         try:
             while not self._stopped:
@@ -162,14 +160,14 @@ class WorkerTransport:
     def receive_weights(
         self, timeout: float | None = None, *, model: Any = None, strategy: Any = None, **_: Any
     ) -> Any | None:
-        """Wait until `serve` has landed a version that is newer than at the last call.
+        """Wait until `serve` has landed a version since the last call.
 
         Args:
-            timeout: seconds to wait; None waits for as long as the trainer is there.
-            model, strategy: TorchRL's, which read the weights that are returned.
+            timeout: seconds to wait; None waits as long as the trainer is connected.
+            model, strategy: TorchRL's; the strategy extracts the returned weights from the model.
 
         Returns:
-            The weights that the model holds then; None when nothing new came.
+            The model's weights; None if nothing new came.
         """
         with self._news:
             self._news.wait_for(lambda: self._fresh or self._stopped, timeout)
@@ -177,19 +175,19 @@ class WorkerTransport:
         return strategy.extract_weights(model) if fresh else None
 
     def send_ack(self, message: str = "updated") -> None:
-        """Note that TorchRL's `apply_weights`, which calls this, put weights of its own in place."""
+        """Note that TorchRL's `apply_weights`, which calls this, has written its own weights."""
         if self._link is not None:
-            self._receiver.invalidate()  # the next version does not build on them
+            self._receiver.invalidate()  # the next version must not build on them
 
     def shutdown(self) -> None:
-        """Leave the trainer, which ends `serve`. May be called twice."""
+        """Disconnect from the trainer, which ends `serve`. May be called twice."""
         self._stopped = True
         self._receiver.abort()
         if self._link is not None:
             self._link.close()
 
     def _answer(self, within: Deadline | None, landed: Callable[[], None] = lambda: None) -> Message | Exception:
-        """Do what the trainer's next message says, answer it, and return it, or what went wrong."""
+        """Handle and answer the trainer's next message; return the message, or the error that it caused."""
         request = self._link.read(within)
         if request is None:
             raise DeadlineError(f"no weights came from {self._link.peer} within {self._timeout_s:g} s")
@@ -200,11 +198,11 @@ class WorkerTransport:
             answer = {"answer": {} if isinstance(done, Keep) else self._receiver.handle(done)}
             if isinstance(done, Finish):
                 landed()
-        except Exception as error:  # noqa: BLE001 - the trainer learns of it, whatever it is
+        except Exception as error:  # noqa: BLE001 - every error is sent to the trainer
             done, answer = error, {"error": str(error) if isinstance(error, WeightSyncError) else why(error)}
         self._link.send({"number": request.get("number"), **answer}, Deadline(self._timeout_s))
         if isinstance(done, Finish):
-            with self._news:  # now that it is answered: whoever waited may close the link
+            with self._news:  # after the answer: a woken caller may close the link
                 self._fresh = True
                 self._news.notify_all()
         return done

@@ -1,4 +1,4 @@
-"""The hosted model with its two sides: a scheduler that generates and a receiver that lands weights."""
+"""The hosted model, a scheduler that generates with it, and a receiver that lands weights in it."""
 
 from __future__ import annotations
 
@@ -26,26 +26,28 @@ from torchrl_ext.weights.scoring import score
 __all__ = ["Engine"]
 
 _NUMBER = re.compile("[0-9]{1,18}")
-_BUSY_S = 30.0  # that a control call waits for the one before it
+_BUSY_S = 30.0  # how long a control call waits for the previous one
 _SEND_AGAIN = "send the weights again; the next update that arrives whole resumes the engine"
 
 TAGS = frozenset({"weights", "kv_cache"})
-"""The names of what can sleep, as in vLLM."""
+"""vLLM's names for the memory that sleep releases."""
 
 
 class Engine:
-    """Hosts a model that generates and follows a trainer; the routes call its methods.
+    """Hosts a model that generates and follows a trainer; the server's routes call its methods.
 
-    A control call waits for the one before it, with a deadline; generation goes on beside calls that touch no weights.
+    Control calls run one at a time, and raise `DeadlineError` after 30 s of waiting for the previous one. Generation
+    continues during calls that do not touch weights.
 
     Args:
         model_dir: a Hugging Face checkpoint directory.
         dtype: ``"auto"`` (the checkpoint's) or a dtype's name.
-        device: where the model lives.
-        context: most tokens of a sequence; None takes the model's own limit.
+        device: torch device of the model.
+        context: most tokens of a sequence, prompt included; None for the model's own limit.
 
     Raises:
         ConfigError: no causal LM can be loaded from ``model_dir``, or there is no such device.
+        ManifestError: torch has no such dtype.
     """
 
     def __init__(self, model_dir: str, *, dtype: str = "auto", device: str = "cpu", context: int | None = None) -> None:
@@ -64,17 +66,17 @@ class Engine:
         self._dormant = Dormant(model)
         self._arrived: list[ParamMeta] = []
         self.asleep: frozenset[str] = frozenset()
-        """Those of `TAGS` whose memory was given up."""
+        """The `TAGS` whose memory was released."""
 
     def pause(self, mode: str, timeout_s: float) -> None:
-        """Make no more tokens; see `Scheduler.pause`."""
+        """Stop generating; see `Scheduler.pause`."""
         self.scheduler.pause(mode, timeout_s)
 
     def resume(self) -> None:
-        """Let the model generate again.
+        """Resume generation.
 
         Raises:
-            EngineRefusedError: an update is open, the weights are not whole, or the engine sleeps.
+            EngineRefusedError: an update is open, the weights are not one whole version, or the engine is asleep.
         """
         with self._alone():
             if self.asleep:
@@ -83,7 +85,7 @@ class Engine:
             self.scheduler.resume()
 
     def sleep(self, level: int, mode: str, timeout_s: float) -> None:
-        """Pause, and give memory back: none at level 0, keys and values at 1 (weights are on a host already), all at 2.
+        """Pause, and release memory: none at level 0, the keys and values at 1 (weights stay), all at 2.
 
         Raises:
             EngineRefusedError: an update is open.
@@ -102,7 +104,7 @@ class Engine:
             self.asleep = TAGS
 
     def release_kv_cache(self) -> None:
-        """Drop the keys and values of frozen requests.
+        """Drop the keys and values of paused requests.
 
         Raises:
             EngineRefusedError: the engine still generates.
@@ -114,11 +116,14 @@ class Engine:
             self.asleep |= {"kv_cache"}
 
     def wake_up(self, tags: Collection[str] | None) -> bool:
-        """Restore the memory of what sleeps, generate again once nothing does, and return whether that is so.
+        """Restore the memory of ``tags`` (None for all), and resume generation once nothing is asleep.
+
+        Returns:
+            Whether nothing is asleep.
 
         Raises:
             ConfigError: there is no such tag.
-            EngineRefusedError: there would be no weights to generate with.
+            EngineRefusedError: generation would resume while the engine holds no whole version of the weights.
         """
         wanted = TAGS if tags is None else frozenset(tags) - {"scheduling"}
         if not wanted <= TAGS:
@@ -134,7 +139,7 @@ class Engine:
             return not self.asleep
 
     def _refuse_torn(self, *, updating: bool = False) -> None:
-        """Raise where there are no weights, or not one version that arrived whole."""
+        """Raise `EngineRefusedError` unless the engine holds one whole version of the weights."""
         if updating:
             reason = "a weight update is open, and half of it must not be served"
         elif self._receiver.held.empty:
@@ -146,13 +151,14 @@ class Engine:
         raise EngineRefusedError(reason, state="paused", hint=_SEND_AGAIN)
 
     def handle(self, message: Message) -> Info:
-        """Do what a message says, and return the answer when it is done.
+        """Carry out a message and return the answer.
 
         Raises:
-            ConfigError: the transport that it names cannot reach this process.
-            EngineRefusedError: weights would change while the engine generates, or while they sleep.
-            NotConnectedError: no update was started.
-            WeightSyncError: what the step raises.
+            ConfigError: this engine cannot follow by the transport that the message names.
+            EngineRefusedError: weights would change while the engine generates or the weights are asleep, or another
+                sender has joined.
+            NotConnectedError: no update is open.
+            WeightSyncError: the step failed.
         """
         self._receiver.refuse_replaced(message)
         match message:
@@ -181,7 +187,7 @@ class Engine:
         return {}
 
     def _connect(self, message: Join) -> None:
-        """Join the trainer's transport; a trainer that connects anew ends a receive that is still waiting."""
+        """Join the trainer's transport, after ending any receive that still waits for an earlier connection."""
         if message.transport not in followed():
             raise ConfigError(
                 f"the embedded engine cannot follow by transport {message.transport!r}",
@@ -193,11 +199,11 @@ class Engine:
             self._receiver.connect(message)
 
     def reload(self, path: str, label: str | None) -> None:
-        """Load a checkpoint directory; ``label`` becomes the weight version.
+        """Load a checkpoint directory; ``label`` becomes the weight version, unless it is None.
 
         Raises:
-            ConfigError, ManifestError, IntegrityError: there is no checkpoint, or one that does not fit.
-            EngineRefusedError: the engine generates, or its weights sleep.
+            ConfigError, ManifestError, IntegrityError: there is no checkpoint, or it does not fit the model.
+            EngineRefusedError: the engine generates, or its weights are asleep.
         """
         source = CheckpointSource(path)
         with self._alone():
@@ -209,7 +215,7 @@ class Engine:
                 self.scheduler.changed(label)
 
     def _refuse_busy(self) -> None:
-        """Raise where weights cannot change now."""
+        """Raise `EngineRefusedError` if weights cannot change now."""
         if not self.scheduler.paused:
             reason, first = "weights cannot change while the engine generates", "POST /pause first"
         elif "weights" in self.asleep:
@@ -219,22 +225,26 @@ class Engine:
         raise EngineRefusedError(reason, expected=first, state="unchanged")
 
     def finish(self, label: str | None) -> None:
-        """End an update of which every parameter arrived; ``label`` becomes the weight version.
+        """End an update whose parameters have all arrived; ``label`` becomes the weight version, unless it is None.
 
-        Requests that are frozen keep their keys and values of the old weights, until `Scheduler.forget`.
+        Paused requests keep the keys and values of the old weights until `Scheduler.forget`.
+
+        Raises:
+            ManifestError: a parameter is missing, and its old value was released.
+            NotConnectedError: no update is open.
         """
         with self._in_update(last=True):
             if self._receiver.held.empty:
-                self._loader.check(self._arrived)  # what did not come has no older value to fall back on
+                self._loader.check(self._arrived)  # missing parameters have no older value to keep
             version = int(label) if label is not None and _NUMBER.fullmatch(label) else self._receiver.version
             self._receiver.finish(version)
             self.scheduler.changed(label)
 
     def digests(self) -> dict[str, str]:
-        """Return the digest of every parameter that the live model holds, by checkpoint name.
+        """Return the digest of every parameter in the live model, by checkpoint name.
 
         Raises:
-            EngineRefusedError: it holds none.
+            EngineRefusedError: the weights were released.
         """
         with self._alone(), self.scheduler.weights:
             if self._receiver.held.empty:
@@ -242,11 +252,11 @@ class Engine:
             return self._loader.digests()
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the natural-log probability of each token after the first, while paused or between two steps.
+        """Return the natural-log probability of each prompt's tokens after the first; waits for the running step.
 
         Raises:
-            ConfigError: a prompt is empty or too long, or has a token that the model does not know.
-            EngineRefusedError: the weights are half an update, or given up.
+            ConfigError: a prompt is empty, too long, or has a token that the model does not know.
+            EngineRefusedError: the engine holds half an update, or no weights.
         """
         for prompt in prompts:
             if not 1 <= len(prompt) <= self.context:
@@ -264,7 +274,7 @@ class Engine:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Hold the control lock, which a call that moves weights may keep for as long as it takes."""
+        """Hold the control lock; a call that moves weights may hold it for as long as it takes."""
         if not self._control.acquire(timeout=_BUSY_S):
             raise DeadlineError(
                 f"another control call has been under way for {_BUSY_S:g} s",
@@ -278,7 +288,7 @@ class Engine:
 
     @contextmanager
     def _in_update(self, *, last: bool = False) -> Iterator[None]:
-        """Take a step of an open update, which ends with the ``last`` one, and with one that fails."""
+        """Take a step of an open update; the ``last`` step or a failed one ends the update."""
         with self._alone():
             if not self._updating:
                 raise NotConnectedError("no weight update is open", hint="POST /start_weight_update first")
@@ -289,11 +299,7 @@ class Engine:
 
 
 def _load_model(model_dir: str, dtype: str) -> Any:
-    """Return the model of a Hugging Face checkpoint directory.
-
-    Raises:
-        ConfigError: there is none, or no causal LM.
-    """
+    """Return the causal LM of a Hugging Face checkpoint directory."""
     if not (Path(model_dir) / "config.json").is_file():
         raise ConfigError(f"{model_dir} holds no model", expected="a Hugging Face checkpoint directory")
     from transformers import AutoModelForCausalLM
@@ -301,7 +307,7 @@ def _load_model(model_dir: str, dtype: str) -> Any:
     wanted = "auto" if dtype == "auto" else dtype_from_name(dtype)
     allow_amx = getattr(torch.cpu, "_init_amx", None)
     if dtype == "bfloat16" and allow_amx is not None:
-        allow_amx()  # where the processor has AMX, the kernel wants a request before bfloat16 products may use it
+        allow_amx()  # on a processor with AMX, Linux requires a request before bfloat16 products use it
     try:
         return AutoModelForCausalLM.from_pretrained(model_dir, dtype=wanted, local_files_only=True)
     except (OSError, ValueError) as error:

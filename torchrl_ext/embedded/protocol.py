@@ -12,7 +12,7 @@ from torchrl_ext.types import Info, decoded
 
 __all__ = ["GenerateRequest", "Sampling", "Token"]
 
-_WITHOUT_EFFECT = {  # about text, which this engine never makes
+_WITHOUT_EFFECT = {  # this engine makes no text and has no prefix cache
     "detokenize",
     "include_stop_str_in_output",
     "output_kind",
@@ -28,19 +28,19 @@ _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class Sampling(Struct, frozen=True, kw_only=True):
-    """How tokens are picked: the part of vLLM's `SamplingParams` that this engine has, with its names and defaults.
+    """The fields of vLLM's `SamplingParams` that this engine supports, with vLLM's names and defaults.
 
     Attributes:
-        n: sequences per prompt, at most as many as vLLM's VLLM_MAX_N_SEQUENCES; sequence i uses ``seed + i``.
-        max_tokens: most new tokens per sequence; None means what the context allows.
-        min_tokens: no end of sequence before so many tokens.
-        temperature: 0 takes the most probable token; so does what is below 1e-5, as in vLLM.
+        n: sequences per prompt, bounded like vLLM's VLLM_MAX_N_SEQUENCES; sequence i uses ``seed + i``.
+        max_tokens: most new tokens per sequence; None for as many as the context allows.
+        min_tokens: number of new tokens before which no end-of-sequence or stop token is sampled.
+        temperature: 0, or anything below 1e-5 as in vLLM, picks the most probable token.
         top_p, top_k, min_p: restrict the candidates; 1.0, 0 (or -1) and 0.0 do not.
-        seed: of a generator of its own; None draws from the engine's.
-        logprobs: None for none; 0 for the sampled token's; k adds the k most probable tokens' (of the raw model
-            distribution, before temperature).
-        stop_token_ids: end after one of these.
-        ignore_eos: go on after the model's own end of sequence.
+        seed: seed of the sequence's own generator; None uses torch's default generator.
+        logprobs: None for none; 0 for the sampled token's; k for the sampled token's and those of the k - 1 most
+            probable others (of the raw model distribution, before temperature).
+        stop_token_ids: tokens after which a sequence ends.
+        ignore_eos: whether to continue after the model's end of sequence.
     """
 
     n: Annotated[int, Meta(ge=1, le=16_384)] = 1
@@ -66,7 +66,7 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, body: Any, default_id: str) -> GenerateRequest:
-        """Read a request from the JSON of its body.
+        """Read a request from its JSON body.
 
         Raises:
             ConfigError: a field is missing or out of range, or would change the output and is not supported.

@@ -1,4 +1,4 @@
-"""Picks the next token of a sequence, by its own settings and its own random numbers."""
+"""Samples the next token of a sequence, with the sequence's own settings and random numbers."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from torchrl_ext.types import Info
 __all__ = ["pick"]
 
 _GREEDY_BELOW = 1e-5
-"""vLLM's ``_SAMPLING_EPS``: a temperature below it divides logits into infinities."""
+"""vLLM's ``_SAMPLING_EPS``: dividing logits by a lower temperature gives infinities."""
 
 
 def pick(
     logits: Tensor, setting: Sampling, generator: torch.Generator | None = None, barred: Collection[int] = ()
 ) -> tuple[int, Info | None]:
-    """Choose one token.
+    """Sample one token.
 
     Args:
         logits: shape ``(vocabulary,)``, any floating-point dtype, on the CPU.
-        setting: how it is picked.
         generator: None draws from torch's default generator.
-        barred: token ids that must not be picked (end of sequence before ``min_tokens``).
+        barred: token ids that must not be sampled (stop tokens before ``min_tokens``).
 
     Returns:
-        The token id; and where ``setting.logprobs`` asks for it an entry of vLLM's ``logprobs.content``, whose
-        ``top_logprobs`` start with the sampled token.
+        The token id, and an entry of vLLM's ``logprobs.content`` whose ``top_logprobs`` start with the sampled token,
+        or None if ``setting.logprobs`` is None.
     """
     scores = logits = logits.float()
     if barred:
@@ -49,7 +48,7 @@ def pick(
 
 
 def _draw(logits: Tensor, setting: Sampling, generator: torch.Generator | None) -> int:
-    """Draw by inversion of the cumulative distribution, from one uniform number."""
+    """Draw by inverting the cumulative distribution at one uniform number."""
     scores = logits.double() / setting.temperature
     restrictions: tuple[tuple[bool, Any, float], ...] = (
         (setting.top_k > 0, TopKLogitsWarper, setting.top_k),
@@ -58,13 +57,13 @@ def _draw(logits: Tensor, setting: Sampling, generator: torch.Generator | None) 
     )
     for wanted, restriction, bound in restrictions:
         if wanted:
-            scores = restriction(bound)(None, scores)  # no history of tokens counts
+            scores = restriction(bound)(None, scores)  # these warpers ignore the token history
     cumulative = scores.softmax(-1).cumsum(-1)
     total = cumulative[:, -1:]
     uniform = torch.rand((1, 1), dtype=torch.float64, generator=generator)
     threshold = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    found = torch.searchsorted(cumulative, threshold, right=True)  # strictly above: never p = 0
-    return min(int(found), cumulative.shape[-1] - 1)  # a row of NaN finds none
+    found = torch.searchsorted(cumulative, threshold, right=True)  # strictly above, so never a token with p = 0
+    return min(int(found), cumulative.shape[-1] - 1)  # for NaN the search ends past the row
 
 
 def _candidate(token: int, logprob: float, rank: int) -> Info:

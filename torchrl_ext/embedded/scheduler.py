@@ -1,4 +1,4 @@
-"""One thread owns generation; pausing and weight updates happen between its tokens."""
+"""Generates in one thread; pauses and weight updates happen between its forward passes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ log = logging.getLogger("torchrl_ext")
 
 
 class Scheduler:
-    """Steps every running sequence token by token.
+    """Generates one token per round for every running sequence.
 
-    Two locks: ``_changed`` guards the queues and the state; ``weights`` is held during a round of forward passes and by
-    whoever changes weights, so that weights never change inside a forward pass.
+    Two locks: ``_changed`` guards the queues and the state; ``weights`` is held during each round of forward passes and
+    during each change of the weights, so weights never change inside a forward pass.
 
     Args:
         model: a causal LM of `transformers`, in evaluation mode.
-        end_ids: its end-of-sequence ids.
+        end_ids: the model's end-of-sequence ids.
         vocabulary: number of token ids that the model knows.
         context: most tokens of a sequence, prompt included.
-        max_rows: most sequences in one forward pass.
+        max_rows: most sequences that run at once.
 
     Attributes:
-        version: vLLM's label of the weights.
+        version: the label of the weights (vLLM's "weight version").
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class Scheduler:
         self._vocabulary, self._context = vocabulary, context
         self._changed = threading.Condition()
         self.weights = threading.Lock()
-        self._held: list[RunningSequence] = []  # came while the engine did not serve: they begin after the resume
+        self._held: list[RunningSequence] = []  # arrived while not serving; start after the resume
         self._waiting: list[RunningSequence] = []
-        self._batches = [Batch(model)]  # requests begin in the last one; those before it have keys of older weights
+        self._batches = [Batch(model)]  # new requests join the last; others hold older weights' keys
         self._state: Literal["serving", "draining", "paused", "stopped"] = "serving"
         self.version = "default"
         self._thread = threading.Thread(target=self._run, name="generate", daemon=True)
@@ -50,34 +50,34 @@ class Scheduler:
 
     @property
     def paused(self) -> bool:
-        """Whether no token is made."""
+        """Whether generation is paused or stopped."""
         return self._state in ("paused", "stopped")
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the generation thread runs."""
         return self._thread.is_alive()
 
     @property
     def running(self) -> int:
-        """The number of sequences that have begun and not ended."""
+        """Number of sequences that have started and not finished."""
         return len(self._sequences())
 
     def check(self, tokens: Sequence[int]) -> None:
-        """Refuse tokens that the model does not know.
+        """Check that the model knows all ``tokens``.
 
         Raises:
-            ConfigError: names one of them.
+            ConfigError: names a token that it does not know.
         """
         for token in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= token < self._vocabulary:
                 raise ConfigError(f"the model has no token {token}", expected=f"< {self._vocabulary}")
 
     def submit(self, request: GenerateRequest) -> Job:
-        """Queue a request; while paused it waits for the resume.
+        """Queue a request; if the engine is paused, the request waits for the resume.
 
         Raises:
-            ConfigError: the prompt does not fit the context, or there is a token that the model does not know.
+            ConfigError: the prompt does not fit the context, or the model does not know a token.
         """
         prompt = request.token_ids
         self.check((*prompt, *request.sampling.stop_token_ids))
@@ -92,15 +92,16 @@ class Scheduler:
         return job
 
     def pause(self, mode: str, timeout_s: float = 600.0) -> None:
-        """Make no more tokens, and return when none is being made.
+        """Stop generating, and return when no forward pass runs.
 
         Args:
-            mode: ``keep`` freezes what runs, ``wait`` lets it finish first, ``abort`` ends it with what there is.
-            timeout_s: deadline of ``wait``.
+            mode: ``keep`` freezes running requests, ``wait`` lets them finish first, ``abort`` ends them with the
+                tokens so far.
+            timeout_s: deadline of ``wait``, in seconds.
 
         Raises:
             ConfigError: there is no such mode.
-            DeadlineError: requests were still running; they are frozen.
+            DeadlineError: requests were still running; they are now frozen.
         """
         if mode not in ("abort", "wait", "keep"):
             raise ConfigError(f"there is no pause mode {mode!r}", expected="one of abort, wait, keep")
@@ -114,7 +115,7 @@ class Scheduler:
             frozen, self._state = self._state == "paused", "paused"
             self._changed.notify_all()
         if not frozen:
-            with self.weights:  # wait until the round that was under way is over
+            with self.weights:  # wait for the running round to end
                 pass
         if mode == "abort":
             self._abort()
@@ -126,7 +127,7 @@ class Scheduler:
             )
 
     def resume(self) -> None:
-        """Let sequences go on, and requests that wait begin."""
+        """Continue frozen sequences and start waiting requests."""
         with self._changed:
             if self._state != "stopped":
                 self._state = "serving"
@@ -142,15 +143,15 @@ class Scheduler:
         self._abort()
 
     def forget(self) -> None:
-        """Drop the keys and values of what runs: old weights made them. The next step computes them anew."""
+        """Drop running sequences' keys and values, which old weights computed; the next step recomputes them."""
         with self.weights:
             self._batches = [Batch(self._llm, self._sequences())]
 
     def changed(self, label: str | None) -> None:
-        """Take note that the weights are others now, called ``label`` if it is not None; the caller holds `weights`.
+        """Note that the weights have changed; ``label`` becomes their version unless None. The caller holds `weights`.
 
-        Keys and values stay, until `forget`: requests that begin from now on get a batch of their own, since rows that
-        join a batch have those of all its rows computed anew.
+        Keys and values stay until `forget`. New requests get a batch of their own, because adding rows to a batch
+        recomputes the keys and values of all its rows.
         """
         self.version = self.version if label is None else label
         if self._batches[-1].holds_keys:

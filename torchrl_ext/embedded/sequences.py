@@ -1,4 +1,4 @@
-"""Sequences that run, the requests that they belong to, and the batch whose forward passes they share."""
+"""Running sequences, their requests, and the batches that share forward passes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ __all__ = ["Batch", "Job", "RunningSequence", "cache_name"]
 
 
 class Job:
-    """One request, with its sequences and the future of their outputs.
+    """One request, its sequences, and the future of their outputs.
 
     Args:
-        request: the request.
-        end_ids: the model's own end-of-sequence ids.
-        room: tokens that the context leaves.
+        end_ids: the model's end-of-sequence ids.
+        room: number of new tokens that fit the context.
     """
 
     def __init__(self, request: GenerateRequest, *, end_ids: frozenset[int], room: int) -> None:
@@ -33,13 +32,13 @@ class Job:
         self.sequences = [RunningSequence(self, i, end_ids, room) for i in range(request.sampling.n)]
 
     def fail(self, error: BaseException) -> None:
-        """Give the request up: its future raises ``error``."""
+        """Abandon the request; its future raises ``error``."""
         self.cancelled = True
         if not self.future.done():
             self.future.set_exception(error)
 
     def to_json(self, model: str) -> Info:
-        """Return the body of the response, once every sequence is finished."""
+        """Return the response body, once every sequence has finished."""
         prompt, new = len(self.request.token_ids), sum(len(sequence.token_ids) for sequence in self.sequences)
         return {
             "request_id": self.request.request_id,
@@ -52,12 +51,12 @@ class Job:
 
 
 class RunningSequence:
-    """One continuation of a prompt, token by token.
+    """One continuation of a prompt.
 
     Attributes:
         token_ids: new tokens only.
-        finish_reason: ``"stop"``, ``"length"`` or ``"abort"``; None while it runs.
-        stop_reason: the stop token of the request that ended it; None for end of sequence, length and abort.
+        finish_reason: ``"stop"``, ``"length"`` or ``"abort"``; None while running.
+        stop_reason: the id in `stop_token_ids` that ended the sequence; None for other ends.
     """
 
     def __init__(self, job: Job, index: int, end_ids: frozenset[int], room: int) -> None:
@@ -76,11 +75,11 @@ class RunningSequence:
         self.stop_reason: int | None = None
 
     def tokens(self) -> tuple[int, ...]:
-        """Return the token ids of the prompt and of what followed so far."""
+        """Return the token ids of the prompt and the new tokens."""
         return (*self.job.request.token_ids, *self.token_ids)
 
     def extend(self, logits: torch.Tensor, version: str) -> None:
-        """Append the token that weights labelled ``version`` make of their logits, shape ``(vocabulary,)``."""
+        """Sample and append a token from ``logits``, shape ``(vocabulary,)``, of the weights labelled ``version``."""
         barred = self._ends | self._stops if len(self.token_ids) < self.sampling.min_tokens else ()
         token, logprob = pick(logits, self.sampling, self._generator, barred)
         if not self._spans or self._spans[-1]["version"] != version:
@@ -97,14 +96,14 @@ class RunningSequence:
             self.finish("length")
 
     def finish(self, reason: str, stop_token: int | None = None) -> None:
-        """End the sequence with the tokens that it has, and its job, where it was the last one to run."""
+        """End the sequence with its tokens so far, and end the job if this was its last running sequence."""
         self.finish_reason, self.stop_reason = reason, stop_token
         job = self.job
         if not job.future.done() and all(sequence.finish_reason for sequence in job.sequences):
             job.future.set_result(job.sequences)
 
     def spans(self) -> list[Info]:
-        """Return contiguous ``{version, start, end}`` over the new tokens."""
+        """Return contiguous ``{version, start, end}`` spans over the new tokens."""
         return self._spans
 
     def to_json(self) -> Info:
@@ -120,33 +119,33 @@ class RunningSequence:
 
 
 class Batch:
-    """Sequences that share forward passes and one key/value cache; shorter ones are padded on the left.
+    """Sequences that share forward passes and one key/value cache, padded on the left.
 
     Args:
         model: a causal LM of `transformers`.
-        sequences: to begin with.
+        sequences: the initial sequences.
     """
 
     def __init__(self, model: Any, sequences: Sequence[RunningSequence] = ()) -> None:
         self._model, self.sequences = model, list(sequences)
         self._cache_name = cache_name(model)
         self._cache: Any = None
-        self._widest = 0  # positions that the cache has, padding included
+        self._widest = 0  # positions in the cache, padding included
 
     @property
     def holds_keys(self) -> bool:
-        """Whether there are keys and values, for the next step to build upon."""
+        """Whether the batch holds keys and values that the next step builds on."""
         return self._cache is not None
 
     def add(self, sequences: Sequence[RunningSequence]) -> None:
-        """Add sequences; the next step computes keys and values of all rows anew."""
+        """Add sequences; the next step recomputes the keys and values of all rows."""
         if sequences:
             self.sequences += sequences
             self._cache = None
 
     @torch.inference_mode()
     def step(self, version: str) -> None:
-        """Run one forward pass, and add a token to every row; finished and cancelled rows leave."""
+        """Run one forward pass and append a token to every row; finished and cancelled rows leave the batch."""
         self._keep([i for i, sequence in enumerate(self.sequences) if not sequence.job.cancelled])
         if not self.sequences:
             return
@@ -181,5 +180,5 @@ class Batch:
 
 
 def cache_name(model: Any) -> str:
-    """Return the name by which a model of `transformers` takes and returns keys and values, in this release."""
+    """Return the name under which the installed `transformers` takes and returns keys and values."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

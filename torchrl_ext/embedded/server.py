@@ -1,7 +1,7 @@
-"""Serve vLLM's routes over an `Engine`: `/inference/v1/generate` and those of `vllm.entrypoints.rl.online`.
+"""Serves vLLM's routes over an `Engine`: `/inference/v1/generate` and those of `vllm.entrypoints.rl.online`.
 
-``GET /is_sleeping`` answers whatever a client asks before a pause: besides vLLM's ``is_sleeping`` it has ``tags`` that
-sleep, ``is_paused``, ``empty`` (the weights were given up) and ``whole`` (no update is open, and none landed half).
+``GET /is_sleeping`` answers everything that a client checks before a pause: besides vLLM's ``is_sleeping``, the
+sleeping ``tags``, ``is_paused``, ``empty`` (weights were released) and ``whole`` (no update is open or half landed).
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ log = logging.getLogger("torchrl_ext")
 
 _STATUS = {ConfigError: 400, ManifestError: 400, EngineRefusedError: 409, DeadlineError: 504}
 DRAIN_TIMEOUT_S = 600.0  # of ``pause?mode=wait``
-_MAX_BODY_BYTES = 64 << 20  # a hundred thousand parameters with long names fit many times
-_OPEN_ROUTE = "/health"  # probes of a cluster have no key, and learn only that the process lives
+_MAX_BODY_BYTES = 64 << 20  # far more than a hundred thousand parameters with long names need
+_OPEN_ROUTE = "/health"  # cluster probes have no key; they learn only that the process lives
 
 
 def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """Return the server's application; whatever blocks runs in threads, so that health is answered at any time.
+    """Return the server's application; blocking calls run in threads, so ``/health`` is answered at any time.
 
     Args:
-        engine: what the routes call.
-        api_key: wanted by every route but ``/health``, as a bearer token; None lets everybody in.
-        routes: further ones, such as those of `torchrl_ext.compat.slime.embedded`.
+        api_key: bearer token that every route but ``/health`` requires; None requires none.
+        routes: additional routes, such as those of `torchrl_ext.compat.slime.embedded`.
     """
     scheduler = engine.scheduler
 
@@ -64,8 +63,8 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
             either: set[asyncio.Future[Any]] = {outputs, gone}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not outputs.done():
-                return Response(status_code=499)  # nobody is left to read it
-            outputs.result()  # raises what ended the generation
+                return Response(status_code=499)  # the client has disconnected
+            outputs.result()  # raises the error that ended generation
             return JSONResponse(job.to_json(engine.model_dir))
         finally:
             job.cancelled = True
@@ -119,10 +118,10 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
 
 
 def _guarded(app: ASGIApp, api_key: str | None) -> ASGIApp:
-    """Return an app that refuses requests without the key, those of web pages, and bodies that are not called JSON.
+    """Return an app that refuses requests without the key, requests from web pages, and bodies not declared as JSON.
 
-    A page of any site can have its reader's browser post to a loopback address. The browser then names the page's
-    ``Origin``, and asks the server first before it sends JSON.
+    A page of any site can make its reader's browser post to a loopback address. The browser then sends the page's
+    ``Origin``, and asks the server's permission before it sends JSON.
     """
     keys = [api_key] if api_key else []
 
@@ -144,10 +143,10 @@ def _guarded(app: ASGIApp, api_key: str | None) -> ASGIApp:
 
 
 async def read_json(request: Request) -> Any:
-    """Return the JSON of a request's body; an empty object where there is none.
+    """Return the JSON of a request's body; an empty object if there is no body.
 
     Raises:
-        ConfigError: it is no JSON, or too large, which is known before all of it is in memory.
+        ConfigError: the body is not JSON, or is too large; reading stops at the limit.
     """
     body = bytearray()
     async for chunk in request.stream():
@@ -161,7 +160,7 @@ async def read_json(request: Request) -> Any:
 
 
 def _run(step: Callable[[QueryParams, Info], Info | None], **fields: Any) -> Callable[[Request], Any]:
-    """Return a handler that runs ``step`` in a thread, and responds with ``fields`` and with what ``step`` returned."""
+    """Return a handler that runs ``step`` in a thread and responds with ``fields`` and the result of ``step``."""
 
     async def handler(request: Request) -> Response:
         body = decoded(await read_json(request), Info, "the body")
@@ -206,11 +205,7 @@ def _state(engine: Engine) -> Info:
 
 
 def _field(body: Info, name: str, kind: Any) -> Any:
-    """Return a field of a body; None where it is missing and ``kind`` allows that.
-
-    Raises:
-        ConfigError: it is of another kind.
-    """
+    """Return a field of a body, of type ``kind``; None if it is missing and ``kind`` allows None."""
     return decoded(body.get(name), kind, name)
 
 
@@ -232,13 +227,13 @@ def _wake_up(engine: Engine, tags: list[str] | None) -> Info:
 
 
 def _message(engine: Engine, body: Info, name: str) -> Info:
-    """Handle the message that a body has under ``name``."""
+    """Handle the message in field ``name`` of a body."""
     answer = engine.handle(read(_field(body, name, Info)))
     return {"answer": answer} if answer else {}
 
 
 def _reset(engine: Engine, query: QueryParams) -> None:
-    """Drop the keys and values of running requests, if asked to: requests share no other cache."""
+    """Drop the keys and values of running requests if the query says so; there is no other cache."""
     if query.get("reset_running_requests", "").lower() in ("true", "1"):
         engine.scheduler.forget()
 
@@ -249,7 +244,7 @@ async def _disconnect(request: Request) -> None:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """Answer with an error; of one that is not ours the caller learns only that the log has it."""
+    """Answer with an error; only the log shows the text of errors that are not ours."""
     status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
     known = isinstance(error, WeightSyncError)
     log.error("%s %s: %s", request.method, request.url.path, error, exc_info=None if known else error)
@@ -258,5 +253,5 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 
 def _error(status: int, words: str, kind: str = "Refused") -> JSONResponse:
-    """Return an error in vLLM's form."""
+    """Return an error response in vLLM's form."""
     return JSONResponse({"error": {"message": words, "type": kind, "param": None, "code": status}}, status_code=status)

@@ -1,4 +1,4 @@
-"""Suites of tests of what transports promise, to be run over a new one, fake engines to drive, and tiny models.
+"""Test suites for new transports, fake engines for tests of clients, and tiny models.
 
     from torchrl_ext.testing import TransportContract  # or StandaloneContract, without a control layer
     from torchrl_ext.testing import FakeEngine  # an HTTP server with the routes of one make
@@ -52,5 +52,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _OF_ENGINES:
         return getattr(importlib.import_module(f"{__name__}.engines"), name)
-    importlib.import_module("pytest").register_assert_rewrite(f"{__name__}.transports")  # its assertions say why
+    importlib.import_module("pytest").register_assert_rewrite(f"{__name__}.transports")  # asserts show values
     return getattr(importlib.import_module(f"{__name__}.transports"), name)

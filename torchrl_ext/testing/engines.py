@@ -1,8 +1,8 @@
-"""`FakeEngine`: an HTTP server with the routes of one make of engine, for tests of what drives engines.
+"""`FakeEngine`: an HTTP server with the routes of one make of engine, for tests of clients that drive engines.
 
-It holds real tensors, and a real `WeightReceiver` lands updates in them. Everything around them is imitated: pauses,
-sleep, labels, caches, and generation, of which it only notes whether the weights could have been served. Routes and
-bodies are those of vLLM 0.32 and SGLang 0.5.23; a request that these would not accept is refused.
+A real `WeightReceiver` lands updates in real tensors. Pauses, sleep, labels, caches and generation are imitated;
+generation only checks whether the weights may be served. Routes and bodies follow vLLM 0.32 and SGLang 0.5.23; a
+request that these engines would refuse is refused.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from torchrl_ext.weights.checkpoint import CheckpointSource
 __all__ = ["FAULTS", "MAKES", "Call", "FakeEngine", "Fault"]
 
 MAKES = ("vllm", "sglang", "embedded", "stock-vllm", "stock-sglang")
-"""The makes that a `FakeEngine` imitates; a stock one runs nothing of ours."""
+"""The makes that a `FakeEngine` imitates; stock makes run without our plugin."""
 
 FAULTS = ("fail", "cut", "hang", "lose", "junk", "twice", "pass")
-"""The ways of `Fault`."""
+"""The values of `Fault.how`."""
 
 Reply = tuple[int, Any]
 
 _LATE_S: Final = 60.0
 _TAGS: Final = {"weights", "kv_cache"}
 _MODES: Final = {"vllm": ("abort", "wait", "keep"), "sglang": ("abort", "retract", "in_place")}
-_SLEEPS: Final = ("awake", "weights_offloaded", "discard_all")  # vLLM's words, by level
+_SLEEPS: Final = ("awake", "weights_offloaded", "discard_all")  # vLLM's names, by level
 _ABSENT: Final = (404, {"detail": "Not Found"})
 _EXECUTORS = (
     "Call to collective_rpc method failed: Worker failed with error '{}', please check the stack trace above for the "
@@ -54,13 +54,13 @@ _EXECUTORS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A request as it came.
+    """A received request.
 
     Attributes:
-        route: ``"POST /pause"``.
-        query: a value per name; a list where a name came more than once.
-        body: the JSON; None where there was none.
-        headers: by names in lower case.
+        route: method and path, such as ``"POST /pause"``.
+        query: one value per name; a list if the name came more than once.
+        body: the JSON body; None if there was none.
+        headers: headers by lower-case name.
     """
 
     route: str
@@ -71,16 +71,16 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that goes wrong with one request.
+    """A fault of one request.
 
     Attributes:
-        how: ``"fail"``: it is refused with status 500, and nothing is done. ``"cut"``: nothing is done, and the
-            connection breaks. Of the others it is done: ``"lose"``: the connection breaks before the answer.
-            ``"hang"``: no answer comes. ``"junk"``: the answer is ``junk``. ``"twice"``: it is done twice, and the
-            second answer counts. ``"pass"``: nothing goes wrong.
-        route: the request's, as in `Call`; "" for any.
-        after: how many of these requests pass before it.
-        first: called before the request is looked at, for what another client does in between.
+        how: ``"fail"`` answers with status 500 and ``"cut"`` breaks the connection; neither carries the request out.
+            The others carry it out: ``"lose"`` breaks the connection before the answer, ``"hang"`` does not answer,
+            ``"junk"`` answers with ``junk``, ``"twice"`` carries it out twice and sends the second answer, ``"pass"``
+            does nothing wrong.
+        route: the request's route, as in `Call`; "" for any.
+        after: number of matching requests that pass before the fault.
+        first: called before the request is handled, for example to act as another client.
     """
 
     how: str = "fail"
@@ -95,25 +95,25 @@ class Fault:
 
 
 class Faults:
-    """What goes wrong with the requests of an engine, and when."""
+    """A queue of faults for an engine's requests."""
 
     def __init__(self) -> None:
-        self._waiting: list[list[Any]] = []  # each with the number of requests that pass before it
+        self._waiting: list[list[Any]] = []  # [fault, number of requests that pass before it]
         self._noting = threading.Lock()
 
     def inject(self, how: str = "fail", route: str = "", **more: Any) -> None:
-        """Let something go wrong once; see `Fault` for the arguments. Faults are taken in the order of these calls."""
+        """Queue a fault that happens once; see `Fault` for the arguments. Faults happen in the order queued."""
         fault = Fault(how=how, route=route, **more)
         with self._noting:
             self._waiting.append([fault, fault.after])
 
     def heal(self) -> None:
-        """Forget faults that did not happen yet."""
+        """Drop the faults that have not happened yet."""
         with self._noting:
             self._waiting.clear()
 
     def next_fault(self, route: str) -> Fault:
-        """Return what goes wrong with this request."""
+        """Return the fault of this request."""
         with self._noting:
             for row in self._waiting:
                 fault, left = row
@@ -127,24 +127,24 @@ class Faults:
 
 @final
 class FakeEngine(Faults):
-    """Serves the routes of one make of engine on a free port of 127.0.0.1, in threads, until it is closed.
+    """Serves the routes of one make of engine on a free port of 127.0.0.1, in threads, until closed.
 
     Args:
         make: one of `MAKES`.
-        tensors: the weights that it starts with, by name; updates are written into them. None for two small ones.
+        tensors: the initial weights by name, which updates overwrite in place; None for two small tensors.
 
     Attributes:
-        url: its address.
-        kind: the name of its make in `torchrl_ext.make_engine`.
-        stock: whether it runs nothing of ours.
-        tensors, versions: the weights, and for each of them the number of the update that changed it last; 0 at first.
-        calls: every request but those that look for a router, in order.
-        answers: a reply per route, or a callable that takes the query and the body and returns one, in place of the
-            engine's own; a reply is a status and JSON, or bytes.
-        label: what the engine calls its weights.
-        paused, asleep: whether it generates nothing, and the parts of it that gave their memory up.
-        unrehearsed: whether it asks for a rehearsal.
-        wrongs: what no engine may be made to do, in words: serve a part of an update, or weights that it gave up.
+        url: the server's address.
+        kind: the make's name in `torchrl_ext.make_engine`.
+        stock: whether the engine runs without our plugin.
+        tensors, versions: the weights, and the number of the update that last changed each; 0 at first.
+        calls: all requests in order, except those that check for a router.
+        answers: replies by route that replace the engine's own. A reply is a body (JSON or bytes), ``(status, body)``,
+            or a callable that takes one dict of the request's query and body and returns such a reply.
+        label: the version label that the engine reports.
+        paused, asleep: whether generation is paused, and the tags whose memory was released.
+        unrehearsed: whether the engine asks for a rehearsal.
+        wrongs: what clients wrongly made the engine do, in words, such as serve part of an update or released weights.
 
     Example:
         >>> with FakeEngine("vllm") as fake:
@@ -178,21 +178,21 @@ class FakeEngine(Faults):
 
     @property
     def counts(self) -> Counter[str]:
-        """How many requests of each route came."""
+        """Number of requests by route."""
         return Counter(call.route for call in self.calls)
 
     @property
     def serving(self) -> bool:
-        """Whether it generates."""
+        """Whether the engine generates."""
         return not self.paused and not self.asleep
 
     @property
     def whole(self) -> bool:
-        """Whether its weights are one version that arrived whole."""
+        """Whether the weights are one whole version."""
         return self._receiver.whole and not self._open and not self._given_up
 
     def close(self) -> None:
-        """End the server; requests that hang are dropped."""
+        """Stop the server, dropping requests that hang."""
         if not self._closed.is_set():
             self._closed.set()
             self._server.shutdown()
@@ -208,8 +208,8 @@ class FakeEngine(Faults):
     # requests
 
     def _respond(self, call: Call) -> Reply | None:
-        """Answer a request; None cuts its connection."""
-        if call.route in ("GET /workers", "GET /list_workers"):  # how clients see that this is no router
+        """Answer a request; None cuts the connection."""
+        if call.route in ("GET /workers", "GET /list_workers"):  # clients recognise routers by these routes
             return _ABSENT
         self.calls.append(call)
         fault = self.next_fault(call.route)
@@ -233,7 +233,7 @@ class FakeEngine(Faults):
         with self._alone:
             try:
                 found = route(asked) if callable(route) else route
-            except (KeyError, AssertionError) as error:  # pydantic's checks in the engines themselves
+            except (KeyError, AssertionError) as error:  # real engines check with pydantic
                 return 422, {"detail": f"{call.route} does not accept {asked}: {error!r}"}
             except WeightSyncError as error:
                 return self._refusal(f"{type(error).__name__}: {error}")
@@ -252,10 +252,10 @@ class FakeEngine(Faults):
         if not self.whole:
             self.wrongs.append(f"it serves {'weights that it gave up' if self._given_up else 'a part of an update'}")
 
-    # what all makes have in common
+    # common to all makes
 
     def _tell(self, message: Message) -> Info:
-        """Do what a message says in the only worker."""
+        """Carry out a message in the only worker."""
         match message:
             case messages.Inspect():
                 return {"worker": 0, **inspect(message), "transports": followed()}
@@ -270,7 +270,7 @@ class FakeEngine(Faults):
         try:
             answer = self._receiver.handle(message)
         except WeightSyncError:
-            self._open = False  # what landed so far stays, and is not whole
+            self._open = False  # the landed part stays; the weights are not whole
             raise
         finally:
             if isinstance(message, messages.Load):
@@ -301,7 +301,7 @@ class FakeEngine(Faults):
         self.versions = dict.fromkeys(self.tensors, version)
 
     def _reload(self, path: str, version: int) -> None:
-        """Load a checkpoint as an engine does by itself."""
+        """Load a checkpoint without our plugin."""
         self._refuse_busy()
         self._receiver.apply_weights(CheckpointSource(path))
         self._finished(version)
@@ -453,7 +453,7 @@ class FakeEngine(Faults):
         if not self._open:
             raise EngineRefusedError("no weight update is open")
         self._open = False
-        if "weight_version" in asked:  # else it ends one that failed
+        if "weight_version" in asked:  # without a version, the call ends a failed update
             self.label = asked["weight_version"]
             if not self.stock:
                 self._tell(messages.Finish(connection=self._receiver.connection, version=int(self.label)))
@@ -577,7 +577,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         status, answer = reply
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        with suppress(OSError):  # nobody may be left to read it
+        with suppress(OSError):  # the client may have disconnected
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
             self.end_headers()
@@ -586,4 +586,4 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_OPTIONS = do_GET
 
     def log_message(self, *args: object) -> None:
-        """Requests are in `FakeEngine.calls`."""
+        """Log nothing: `FakeEngine.calls` has the requests."""

@@ -1,4 +1,4 @@
-"""Make a causal LM small enough for demonstrations and tests, without a download."""
+"""Makes a causal LM small enough for demonstrations and tests, without a download."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ _LINES = (
 
 
 def make_tiny_lm(directory: str | Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> Path:
-    """Write a checkpoint of a random Qwen3 with a tokenizer, loadable by `transformers`, vLLM and SGLang.
+    """Write a random Qwen3 checkpoint with a tokenizer, which `transformers`, vLLM and SGLang can load.
 
     Args:
-        directory: created if need be.
-        seed: of the random weights; the same seed gives the same bytes.
-        dtype: of the weights.
-        config: fields of `transformers.Qwen3Config` in place of the defaults (0.5 M parameters, 2 layers of 128,
+        directory: where to write; created if it does not exist.
+        seed: seed of the random weights; the same seed gives the same bytes.
+        config: `transformers.Qwen3Config` fields that override the defaults (0.5 M parameters, 2 layers of 128,
             vocabulary of 512, untied). Tied embeddings are stored once.
 
     Returns:
@@ -54,8 +53,8 @@ def make_tiny_lm(directory: str | Path, *, seed: int = 0, dtype: torch.dtype = t
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(Qwen3Config(**{**settings, **config}))
-        model.to(dtype)  # type: ignore[arg-type]  # transformers wraps it, and loses whose method it is
-    tensors = model.named_parameters()  # a tied lm_head is no parameter of its own; there are no persistent buffers
+        model.to(dtype)  # type: ignore[arg-type]  # transformers' wrapper hides `self`
+    tensors = model.named_parameters()  # a tied lm_head is not listed; there are no persistent buffers
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), path / "model.safetensors", metadata={"format": "pt"})
@@ -80,6 +79,6 @@ def make_tokenizer() -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_LINES, trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers leaves it without types
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # transformers does not type it
         tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|end|>"
     )

@@ -1,4 +1,4 @@
-"""Tests of what a transport promises: subclass a suite, say how to make the transport, and run it by pytest::
+"""Test suites for transports: subclass a suite, define how to make the transport, and run it with pytest::
 
     class TestPigeon(TransportContract):
         name = "pigeon"
@@ -6,8 +6,8 @@
         def make_trainer(self, tmp_path):
             return PigeonTransport(tmp_path)
 
-`TransportContract` sends by a `WeightSender` into engines of this process. `StandaloneContract` is for a transport that
-works without a control layer too, and takes two ends that meet::
+`TransportContract` sends with a `WeightSender` into engines of this process. `StandaloneContract` is for transports
+that also work without a control layer, and takes two ends that connect to each other::
 
     class TestPigeon(StandaloneContract):
         ...
@@ -15,8 +15,8 @@ works without a control layer too, and takes two ends that meet::
         def make_ends(self, tmp_path):
             return Ends(PigeonTransport(tmp_path), PigeonTransport(tmp_path))
 
-Both ends run in threads of one process here, each call with a deadline; what a transport does between processes is
-tested beside it.
+Both ends run in threads of one process, and every call has a deadline. Test separately what a transport does between
+processes.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ __all__ = [
 ]
 
 WAIT_S = 60
-"""Seconds that any wait of a test may take."""
+"""Longest wait in a test, in seconds."""
 
 SMALL_BYTES = 4096
-"""Bucket or shard size of the ends under test, where a transport has buckets or shards: most cases take several."""
+"""Bucket or shard size of the ends under test, if they have any; most cases need several."""
 
 DTYPES = [
     getattr(torch, name)
@@ -86,16 +86,16 @@ DTYPES = [
         "float8_e4m3fn", "float8_e5m2",
     }
 ]  # fmt: skip
-"""Every dtype in which weights are kept, as far as this release of torch has it."""
+"""The dtypes of weights that the installed torch has."""
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Return whether dtype, shape and bytes are equal: NaN payloads and the sign of zero count."""
+    """Return whether dtype, shape and bytes are equal, NaN payloads and the sign of zero included."""
     return left.dtype == right.dtype and left.shape == right.shape and torch.equal(byte_view(left), byte_view(right))
 
 
 def any_bits(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    """Make a tensor of random bytes: every payload, NaNs and subnormals included."""
+    """Make a tensor of random bytes, NaNs and subnormals included."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8).bool()
@@ -107,9 +107,7 @@ class Ends:
     """A trainer end and a worker end.
 
     Args:
-        trainer: sends.
-        worker: receives.
-        in_group: they have to form a group first, by `init_all_workers_group`; others connect as they send and receive.
+        in_group: whether the ends must first form a group with `init_all_workers_group`; others connect on first use.
     """
 
     def __init__(self, trainer: StandaloneTransport, worker: StandaloneTransport, *, in_group: bool = False) -> None:
@@ -125,7 +123,7 @@ class Ends:
         self._connected = True
 
     def exchange(self, *sent: Any, **receive: Any) -> Any:
-        """Call `send_weights(*sent)` beside `receive_weights(**receive)`; return what came."""
+        """Call `send_weights(*sent)` while a thread calls `receive_weights(**receive)`; return the received weights."""
         if self.in_group and not self._connected:
             self.connect(sent[-1])
         with ThreadPoolExecutor(1) as pool:
@@ -133,7 +131,7 @@ class Ends:
             failure = None
             try:
                 self.trainer.send_weights(*sent)
-            except WeightSyncError as error:  # the worker's own error is the cause, and more telling
+            except WeightSyncError as error:  # the worker's own error is the cause and says more
                 failure = error
             except BaseException:
                 self.worker.abort()  # nothing will come: let the worker's thread end
@@ -146,7 +144,7 @@ class Ends:
 
 
 def assert_arrived(received: Any, weights: Any) -> None:
-    """Assert that ``received`` is a TensorDict with flat keys and, bit for bit, the tensors of ``weights``."""
+    """Assert that ``received`` is a flat TensorDict with exactly the tensors of ``weights``, bit for bit."""
     expected = dict(as_source(weights))
     assert isinstance(received, TensorDict)
     assert set(received.keys()) == set(expected)
@@ -168,14 +166,14 @@ def _train(policy: nn.Module) -> None:
 
 
 def _causes(error: BaseException | None) -> Iterator[str]:
-    """Yield the words of an error and of its causes: where one end breaks, the other one may be heard first."""
+    """Yield the texts of an error and its causes: the end that did not break may report first."""
     while error is not None:
         yield str(error)
         error = error.__cause__
 
 
 class _Breaking(MappingSource):
-    """Breaks after its first tensor, as a source may at any point of an update."""
+    """A source that fails after its first tensor."""
 
     def __init__(self, policy: nn.Module, met: list[str]) -> None:
         super().__init__({name: tensor.clone() for name, tensor in as_source(policy)})
@@ -194,7 +192,7 @@ class _Breaking(MappingSource):
 
 
 def _break(trainer: Transport, step: str, patch: pytest.MonkeyPatch, met: list[str]) -> None:
-    """Let a step of either end fail when it has done its work, the worst moment, and note it in ``met``."""
+    """Make a step of either end fail after its work, the worst moment; ``met`` records each failure."""
 
     def broken() -> TransportError:
         met.append(step)
@@ -238,7 +236,7 @@ def _break(trainer: Transport, step: str, patch: pytest.MonkeyPatch, met: list[s
 
 
 class _Remote(ModulePort):
-    """A module of this process that gets every message as JSON, as an engine of another process does."""
+    """A module of this process that gets messages as JSON, like an engine in another process."""
 
     def tell(self, message: Message) -> list[Info]:
         return super().tell(read(json.loads(json.dumps(message.to_json()))))
@@ -280,25 +278,25 @@ _WEIGHTS: dict[str, Callable[[], Iterable[tuple[str, Tensor]]]] = {
 
 
 class TransportContract(ABC):
-    """The tests that every transport passes: derive a class that is named ``Test...``, with a name and `make_trainer`.
+    """Tests that every transport must pass; name the subclass ``Test...`` and define `name` and `make_trainer`.
 
     Attributes:
-        name: under which the transport is registered.
+        name: the transport's registered name.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def make_trainer(self, tmp_path: Path) -> Transport:
-        """Make a trainer's end for one in-process engine worker; buckets or shards, if any, hold `SMALL_BYTES`.
+        """Make a trainer end for one in-process engine worker; buckets or shards, if any, hold `SMALL_BYTES`.
 
         Args:
-            tmp_path: an empty directory for it.
+            tmp_path: an empty directory for the end.
         """
 
     @pytest.fixture
     def trainers(self, tmp_path: Path) -> Iterator[Callable[[], Transport]]:
-        """Yield what makes trainer ends, each in a directory of its own, and shut them down afterwards."""
+        """Yield a factory of trainer ends, each with its own directory; shut them all down afterwards."""
         made: list[Transport] = []
 
         def make() -> Transport:
@@ -313,7 +311,6 @@ class TransportContract(ABC):
 
     @pytest.fixture
     def trainer(self, trainers: Callable[[], Transport]) -> Transport:
-        """Return one trainer end."""
         return trainers()
 
     def test_it_is_the_class_behind_its_registered_name(self, trainer: Transport) -> None:
@@ -366,7 +363,7 @@ class TransportContract(ABC):
         engine = _remote(served)
         sender = tx.WeightSender(trainer, engine)
         sender.register_model(policy)
-        met: list[str] = []  # the steps that broke; a worker may receive one version, and stage the next
+        met: list[str] = []  # broken steps; a worker may receive one version and stage the next
         for _ in range(2):
             before, known, failed = {name: tensor.clone() for name, tensor in as_source(served)}, len(met), False
             with monkeypatch.context() as patch:
@@ -451,19 +448,19 @@ class TransportContract(ABC):
 
 
 class StandaloneContract(TransportContract):
-    """The tests of a transport that works without a control layer; it takes `make_ends`, too."""
+    """Tests for transports that also work without a control layer; define `make_ends` as well."""
 
     @abstractmethod
     def make_ends(self, tmp_path: Path) -> Ends:
-        """Make fresh, unconnected ends that meet; their buckets or shards, if there are any, hold `SMALL_BYTES`.
+        """Make two unconnected ends that can find each other; buckets or shards, if any, hold `SMALL_BYTES`.
 
         Args:
-            tmp_path: an empty directory for them, of this test alone.
+            tmp_path: an empty directory for both ends, which no other test uses.
         """
 
     @pytest.fixture
     def make(self, tmp_path: Path) -> Iterator[Callable[[str], Ends]]:
-        """Yield what makes a pair of ends by name, in a directory of its own; shut all pairs down afterwards."""
+        """Yield a factory of pairs of ends by name, each with its own directory; shut them all down afterwards."""
         made: list[Ends] = []
 
         def make(name: str) -> Ends:
@@ -478,7 +475,6 @@ class StandaloneContract(TransportContract):
 
     @pytest.fixture
     def ends(self, make: Callable[[str], Ends]) -> Ends:
-        """Return one pair of ends."""
         return make("ends")
 
     @pytest.mark.parametrize("case", _WEIGHTS)
