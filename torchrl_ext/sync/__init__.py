@@ -1,1 +1,1 @@
-"""Senders and receivers, where the data layer (transports) and the control layer (engines) meet."""
+"""Senders and receivers, which connect the data layer (transports) with the control layer (engines)."""

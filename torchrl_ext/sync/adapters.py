@@ -1,4 +1,4 @@
-"""`AdapterSender` sends LoRA adapters, a few megabytes each, to engines whose base weights stay as they are."""
+"""`AdapterSender` sends LoRA adapters to engines without changing their base weights."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ __all__ = ["AdapterSender"]
 
 @final
 class AdapterSender:
-    """Keeps engines at the newest version of one or more LoRA adapters, by name.
+    """Keeps engines at the newest version of one or more named LoRA adapters.
 
-    Each name is a `WeightSender` over a `DiskTransport` of its own: versions appear as a whole in
-    ``root/NAME/weight_v000007/``, in PEFT's format, are loaded while the engines serve, and then take over the name.
-    Each request ends with the version that it began with.
+    Each name has its own `WeightSender` and `DiskTransport`, which publishes versions atomically in PEFT's format in
+    ``root/NAME/weight_v000007/``. Engines load a version while they serve, and then use it for new requests to the
+    name; each request ends with the version that it began with.
 
     Args:
-        root: directory that the trainer and every engine reach under the same path. It stays as long as engines serve
-            adapters from it: they read files again when they ran out of room for an adapter.
+        root: directory that the trainer and every engine can access under the same path. Keep it as long as engines
+            serve adapters from it, because they read the files of an evicted adapter again.
         engine: client of one engine or of a fleet (`torchrl_ext.connect`).
         keep_files: never remove old versions.
-        dtype: cast the adapter's tensors to this dtype on the way out.
+        dtype: cast the adapter's tensors to this dtype before sending.
         timeout_s: deadline of every wait of the data layer, in seconds.
-        rank: as in `WeightSender`. Only rank 0 talks to engines and writes files; others call `load` too.
+        rank: as in `WeightSender`. Only rank 0 talks to engines and writes files; the other ranks also call `load`.
 
     Example:
         >>> from peft import LoraConfig, get_peft_model
@@ -65,30 +65,30 @@ class AdapterSender:
         """Publish the adapter's weights as the next version of ``name``, and put it in service.
 
         Args:
-            name: what requests call it: ``model`` of vLLM's routes, ``lora_path`` of SGLang's.
+            name: the adapter's name in requests: ``model`` in vLLM's routes, ``lora_path`` in SGLang's.
             model: a ``PeftModel``, a module (TorchRL wrapper, DDP) around one, or a directory that PEFT has written.
             adapter: which adapter of the module; None for the active one.
 
         Returns:
-            What was done; ``version`` is the adapter's, and each engine's row has the version that it serves.
+            The report; ``version`` is the adapter's version, and each row has the version that its engine serves.
 
         Raises:
-            ConfigError: no adapter that can be sent, a name that cannot be one, or engines that serve no adapters.
-            UpdateError: not every engine serves the new version; the rows say which serve what.
+            ConfigError: the adapter cannot be sent, the name is invalid, or the engines do not serve adapters.
+            UpdateError: at least one engine does not serve the new version; the rows say what each engine serves.
         """
         if name not in self._senders:
-            engine = self._engine.adapter(name)  # refuses a name that cannot be one
+            engine = self._engine.adapter(name)  # raises for an invalid name
             self._senders[name] = self._sender(self._transport(self._root / name), engine)
         return self._senders[name].update_weights(as_adapter(model, adapter))
 
     def unload(self, name: str) -> None:
-        """Take ``name`` out of service on every engine: requests by it are refused from now on.
+        """Unload the adapter from every engine; from then on, engines refuse requests to ``name``.
 
         Running requests end with the version that they began with. Files of the last version stay in the root.
 
         Raises:
-            EngineRefusedError: an engine serves no adapter of that name.
-            EngineError: engines failed; the others have unloaded it.
+            EngineRefusedError: an engine does not serve an adapter of that name.
+            EngineError: some engines failed; the others have unloaded the adapter.
         """
         sender = self._senders.pop(name, None)
         if sender is not None:
@@ -97,10 +97,10 @@ class AdapterSender:
             self._engine.adapter(name).unload()
 
     def version(self, name: str) -> int:
-        """Return the version of ``name`` that this sender put in service last.
+        """Return the version of ``name`` that this sender last put in service.
 
         Raises:
-            ConfigError: it has loaded none of that name.
+            ConfigError: this sender has not loaded an adapter of that name.
         """
         if name not in self._senders:
             loaded = ", ".join(self._senders)
@@ -108,7 +108,7 @@ class AdapterSender:
         return self._senders[name].version
 
     def shutdown(self) -> None:
-        """Release the root for other trainers; engines keep serving what they have. May be called twice."""
+        """Release the root for other trainers; engines keep serving their adapters. Calling it twice is allowed."""
         for sender in self._senders.values():
             sender.shutdown()
         self._senders.clear()

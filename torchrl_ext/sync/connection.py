@@ -1,4 +1,4 @@
-"""`Connection` joins engines to a transport, and they follow its sender from then on."""
+"""`Connection` has engines join a sender's transport."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ __all__ = ["Connection", "Spans", "update_error"]
 
 log = logging.getLogger("torchrl_ext")
 
-# a client speaks for the sender that joined last through it, so one sender at a time updates by it
+# a client belongs to the sender that last joined its engine, and only one sender at a time may update through it
 _turns: weakref.WeakKeyDictionary[EngineClient, threading.Lock] = weakref.WeakKeyDictionary()
 _speaks_for: weakref.WeakKeyDictionary[EngineClient, weakref.ref[Connection]] = weakref.WeakKeyDictionary()
 
 
 @final
 class Spans(dict[str, float]):
-    """A dictionary of the seconds that each phase of an update took."""
+    """Seconds that each phase of an update took."""
 
     @contextmanager
     def of(self, phase: str) -> Iterator[None]:
-        """Add the time that the block takes to ``phase``."""
+        """Add the duration of the block to ``phase``."""
         began = time.perf_counter()
         try:
             yield
@@ -45,22 +45,22 @@ class Spans(dict[str, float]):
 
 @final
 class Connection:
-    """Lets engines join a transport, and remembers which of them have joined, for which parameters.
+    """Has engines join a transport, and remembers which engines joined for which parameters.
 
-    Each time they join, the connection gets a new id, which every step of an update bears: an engine that another
-    sender joined meanwhile refuses the step before it touches anything, and has to be joined again.
+    Each join gives the connection a new id, which every step of an update carries. If another sender has joined an
+    engine meanwhile, the engine refuses the step before it changes anything, and has to join again.
 
     Args:
-        engine: a client, or a fleet.
-        invite: takes the number of workers, the parameters and a deadline; returns the handoff by which they join.
-        transport: its name.
+        engine: client of one engine or of a fleet.
+        invite: takes the number of workers, the parameters and a deadline; returns the handoff for joining.
+        transport: name of the transport.
         timeout_s: deadline of every wait of the transport, in seconds.
         compares: whether engines will be asked to compare digests.
         rehearse: as in `WeightSender`.
 
     Attributes:
-        newest: the greatest version that an engine said it serves when it joined.
-        delivered: the version that all of them hold, which a part can build on; None where this is not known.
+        newest: highest version that an engine reported when it joined.
+        delivered: version that all engines hold, on which a partial update can build; None if unknown.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Connection:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Hold the clients of the engines for one update.
+        """Reserve the engines' clients during the block.
 
         Raises:
-            ConcurrentUpdateError: another sender of this process is in an update by one of them.
+            ConcurrentUpdateError: another sender of this process is updating one of the engines.
         """
         with ExitStack() as held:
             for engine in dict.fromkeys((self.engine, *self.engine.each())):
@@ -98,17 +98,17 @@ class Connection:
             yield
 
     def ensure(self, params: tuple[ParamMeta, ...], spans: Spans) -> bool:
-        """Let every engine join, unless exactly the present members have joined for these parameters.
-
-        Returns:
-            Whether they had joined before, and another sender in the place of this one since.
+        """Have all engines join, unless exactly the current members have joined for these parameters.
 
         Args:
-            params: what will be sent.
-            spans: takes the seconds of the phases ``connect`` and ``rehearse``.
+            params: parameters to be sent.
+            spans: receives the durations of ``connect`` and ``rehearse``.
+
+        Returns:
+            Whether another sender had replaced this one, so that the engines joined again.
 
         Raises:
-            WeightSyncError: an engine did not join, and no engine left the fleet meanwhile.
+            WeightSyncError: an engine did not join, and the fleet did not shrink meanwhile.
         """
         members = self.engine.members()
         replaced = self.engine.replaced(self._id) if self._joined == (params, members) else ""
@@ -127,11 +127,11 @@ class Connection:
         return bool(replaced)
 
     def drop(self) -> None:
-        """Forget which engines joined, so that all join anew before the next version: a group may be left half-made."""
+        """Forget the join, so that all engines join again before the next version; a group may be incomplete."""
         self._joined = self.delivered = None
 
     def close(self) -> None:
-        """Leave the engines, but for those that another sender has joined through the same client since."""
+        """Leave the engines, except the ones that another sender has since joined through the same client."""
         self.drop()
         engines = self.engine.each()
         own = [one for one in engines if _speaks_for.get(one, lambda: None)() in (None, self)]
@@ -139,19 +139,19 @@ class Connection:
             client.close()
 
     def shrank(self) -> bool:
-        """Return whether engines have left the fleet since they joined."""
+        """Return whether the fleet has fewer members than when they joined."""
         return self._joined is not None and len(self.engine.members()) < len(self._joined[1])
 
     def in_service(self) -> set[int | None]:
-        """Return the versions that the engines serve which take part now: None where one serves nothing."""
+        """Return the versions that the current members serve; None stands for an engine that is not serving."""
         rows = [row for engine in self.engine.each() for row in engine.rows()]
         return {(row.version or 0) if row.state == "serving" else None for row in rows}
 
     def _join(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
         engine = self.engine.info()
-        if self._joined is not None:  # with other members, or for other parameters
+        if self._joined is not None:  # the members or the parameters have changed
             self.delivered = None
-        # a pool is described by its oldest version; a number that any of its engines has is used up
+        # a pool reports its oldest version, but no version number that any of its engines has may be used again
         infos = self.engine.infos() if isinstance(self.engine, Pool) else [engine]
         labels = [info.weight_version for info in infos]
         self.newest = max([self.newest, *(int(label) for label in labels if label.isdecimal())])
@@ -181,11 +181,11 @@ class Connection:
 def update_error(
     error: Exception, version: str, rows: Sequence[EngineRow], report: SyncReport | None = None
 ) -> UpdateError:
-    """Return the error of an update to ``version`` that failed with ``error``; ``rows`` have the state."""
+    """Return the UpdateError for an update to ``version`` that failed with ``error``; its state comes from ``rows``."""
     known = error if isinstance(error, WeightSyncError) else WeightSyncError("")
     state = known.state if len(rows) < 2 else "the rows say which engines serve which version"
-    if len(rows) == 1 and rows[0].engine not in (state or ""):  # else its client says more
-        serves = rows[0].state == "serving" and rows[0].version is not None  # else it may hold a part of another one
+    if len(rows) == 1 and rows[0].engine not in (state or ""):  # a state that names the engine is more precise
+        serves = rows[0].state == "serving" and rows[0].version is not None  # else it may hold part of another version
         state = f"the engine is {rows[0].state}{f', at version {rows[0].version}' if serves else ''}"
     return UpdateError(
         f"{why(error)}; {version} did not reach every engine",

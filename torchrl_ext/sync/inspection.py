@@ -1,23 +1,22 @@
-"""`inspect` answers the questions of `torchrl-ext doctor` about an engine worker's surroundings; no part of any update.
+"""`inspect` reports an engine worker's environment to `torchrl-ext doctor`.
 
-The question is an `Inspect` message, and the answer one JSON object:
+It takes an `Inspect` message and returns one JSON object:
 
 =================  ==========================================================================================
 (always)           ``torchrl_ext``, ``python``, ``torch`` (versions), ``host``, ``pid``, ``time`` (seconds since
-                   1970), ``transports`` (names that this environment knows, and can import), ``devices``
-                   (accelerators)
-``root``           of a question with one: ``{"seen", "why", "free_bytes", "probe"}``; ``probe`` names a file that
-                   was written for `doctor` to find, or is null
-``dial``           of a question with one: ``{"reached", "why"}``; whether the listener there sends its ``token``, 32
+                   1970), ``transports`` (names that this environment can import), ``devices`` (number of
+                   accelerators)
+``root``           if the message has one: ``{"seen", "why", "free_bytes", "probe"}``; ``probe`` names a file that
+                   the worker wrote for `doctor` to find, or is null
+``dial``           if the message has one: ``{"reached", "why"}``; whether the listener there sends its ``token``, 32
                    hexadecimal digits
 =================  ==========================================================================================
 
-It runs in the thread that generates. Only where something is wrong does it take longer than a moment, at most a few
-seconds.
+It runs in the thread that generates. If something is wrong, it takes at most a few seconds.
 
-Whoever can reach the engine's port can ask. So an answer says nothing of files that are no probes, of roots that the
-engine may not open (`torchrl_ext.stores.opening.admit`), or of ports that do not belong to `doctor`: these look alike,
-whether somebody listens there or not, and take equally long.
+Anyone who can reach the engine's port can send the message. So an answer reveals nothing about files other than probes,
+roots that the engine may not open (`torchrl_ext.stores.opening.admit`), or ports other than `doctor`'s: open and closed
+ports give the same answer after the same time.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ __all__ = ["followed", "inspect"]
 _DIAL_S = 2.0
 _TOKEN = re.compile("[0-9a-f]{32}")
 _written: dict[str, SharedRoot] = {}
-"""The probes that this process has written and not removed, by their names."""
+"""Probes that this process has written and not yet removed, by name."""
 
 
 def followed() -> list[str]:
-    """Return the names of the transports that an engine here can follow: all that can be imported but ``memory``."""
+    """Return the names of the transports that an engine here supports: all that can be imported except ``memory``."""
     found = []
     for name in registry.transports.names():
         with suppress(ConfigError):
@@ -62,7 +61,7 @@ def followed() -> list[str]:
 
 
 def inspect(question: Inspect) -> Info:
-    """Answer ``question``; failures stand in the answer, and are not raised."""
+    """Answer ``question``; failures are reported in the answer, not raised."""
     answer: Info = {
         "torchrl_ext": torchrl_ext.__version__,
         "python": platform.python_version(),
@@ -84,7 +83,7 @@ def inspect(question: Inspect) -> Info:
 
 
 def _look(invitation: Info) -> Info:
-    """Look for the probe of `doctor`, and write one that it can look for."""
+    """Look for the probe of `doctor`, and write one for `doctor` to find."""
     found: Info = {"seen": False, "why": "", "free_bytes": None, "probe": None}
     try:
         admit(invitation.get("root"))
@@ -94,7 +93,7 @@ def _look(invitation: Info) -> Info:
         if "://" not in store.url:
             status = os.statvfs(store.url)
             found["free_bytes"] = status.f_bavail * status.f_frsize
-        shared = SharedRoot(store, invitation["run_id"])  # readers need not be able to write
+        shared = SharedRoot(store, invitation["run_id"])  # last, because readers need no write permission
         found["probe"] = shared.invite()["probe"]
         _written[found["probe"]] = shared
     except (WeightSyncError, OSError) as error:
@@ -103,7 +102,7 @@ def _look(invitation: Info) -> Info:
 
 
 def _dial(address: list[Any], token: str | None) -> Info:
-    """Return whether `doctor` can be reached; of a port that is not its own, the answer says nothing."""
+    """Return whether `doctor` can be reached; the answer reveals nothing about other listeners."""
     within = Deadline(_DIAL_S)
     if token is None or not _TOKEN.fullmatch(token):
         return {"reached": False, "why": "the question has no token"}

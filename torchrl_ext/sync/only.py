@@ -1,4 +1,4 @@
-"""Which tensors of a model an update sends: the ways to say ``only=``."""
+"""The ``only=`` argument, which selects the tensors that an update sends."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from torchrl_ext.weights.source import WeightSource, named_tensors
 __all__ = ["Only", "chosen", "trainable"]
 
 Only = str | re.Pattern[str] | Callable[[str], bool] | Mapping[str, bool] | Sequence[Any] | frozenset[str]
-"""Which tensors of a model: a name; the path of a module, which stands for all tensors in it; a pattern with ``*``,
-``?`` or ``[``; a compiled expression, which has to match a whole name; a function of a name; a mask, name -> whether;
-``"trainable"``, for the parameters of the registered module that require a gradient; or several of these."""
+"""A selection of a model's tensors: a name; a module's path, which selects all tensors in it; a pattern with ``*``,
+``?`` or ``[``; a compiled regular expression, which has to match the whole name; a predicate on names; a mapping of
+name to bool; ``"trainable"``, for the registered module's parameters that require a gradient; or several of these."""
 
 _HINT = "give names as they are sent, or a module's path, a pattern such as 'model.layers.3.*', or a function of names"
 
 
 def chosen(only: Only, source: WeightSource, trained: Callable[[], frozenset[str]] | None = None) -> frozenset[str]:
-    """Return the names of a source's tensors that ``only`` means.
+    """Return the names of a source's tensors that ``only`` selects.
 
     Args:
-        only: which; see `Only`.
-        source: what is sent; names of tied tensors stand for those under which these are sent.
-        trained: returns the names that ``"trainable"`` stands for; None where there is no module.
+        only: the selection; see `Only`.
+        source: the source that is sent; a tied tensor's name selects the tensor that is sent for it.
+        trained: returns the names that ``"trainable"`` selects; None without a module.
 
     Raises:
-        ManifestError: all of it, or one of several, means nothing; or a name is none that is sent.
-        ConfigError: ``only`` says nothing about names.
+        ManifestError: ``only``, or one of its elements, selects no tensor; or it names a tensor that is not sent.
+        ConfigError: ``only`` has an unsupported type, or is ``"trainable"`` without a module.
     """
     sent = {**source.tied(), **{meta.name: meta.name for meta in source.params()}}
     return frozenset(_chosen(only, sent, trained))
 
 
 def _chosen(only: Any, sent: Mapping[str, str], trained: Callable[[], frozenset[str]] | None) -> set[str]:
-    """Return the names under which tensors are sent; ``sent`` also has the names of tied tensors."""
+    """Return the selected names; ``sent`` maps all names, including those of tied tensors, to names that are sent."""
     names: Iterable[str]
     found: set[str] = set()
     match only:
@@ -90,10 +90,10 @@ def _chosen(only: Any, sent: Mapping[str, str], trained: Callable[[], frozenset[
 
 
 def trainable(module: nn.Module) -> frozenset[str]:
-    """Return the checkpoint names of the parameters of a module that require a gradient.
+    """Return the checkpoint names of a module's parameters that require a gradient.
 
     Raises:
-        ConfigError: it has adapters, whose parameters are merged into other tensors.
+        ConfigError: the module has adapters, whose parameters are merged into other tensors.
     """
     if is_peft(module):
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Put versions in service that another process published: from outside of the engines, and from inside of one.
+"""Loading of versions that another process published.
 
-A `PublishedFollower` drives engines through a root by their clients. `DiskLoads` is an engine's own end: it answers
-``/update_weights_from_disk``. `torchrl_ext.transports.published` reads the versions for both.
+A `PublishedFollower` drives engines through their clients. `DiskLoads` runs in an engine and implements
+``/update_weights_from_disk``. Both read versions with `torchrl_ext.transports.published`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ __all__ = ["DiskLoads", "PublishedFollower", "ReloadableEngine"]
 log = logging.getLogger("torchrl_ext")
 
 _FORMATS = (None, "auto", "safetensors", "delta")
-_BUSY_S = 600.0  # that a call waits for the one before it
+_BUSY_S = 600.0  # how long a call waits for the previous one
 
 
 @final
 class PublishedFollower:
-    """Drives engines through versions that another process publishes under a root.
+    """Updates engines to versions that another process publishes under a root.
 
-    A `WeightSender` would write them a second time, under version numbers of its own.
+    A `WeightSender` would publish them again, with its own version numbers.
 
     Args:
-        root: reads the versions; the engines reach them under the same path.
-        engine: a client, or a fleet.
+        root: reads the versions; the engines have to see them under the same path.
+        engine: client of one engine or of a fleet.
     """
 
     def __init__(self, root: PublishedRoot, engine: EngineClient) -> None:
@@ -50,14 +50,14 @@ class PublishedFollower:
         self._connection = Connection(engine, lambda *_: Handoff(info=root.invite()), transport=root.transport)
 
     def take(self, info: Info) -> None:
-        """Put one published version in service.
+        """Put a published version in service.
 
         Args:
-            info: from `PublishedRoot.newest`. With a ``path``, engines compare digests of all tensors there with their
-                own.
+            info: from `PublishedRoot.newest`. If it has a ``path``, engines compare their digests with those of all
+                tensors there.
 
         Raises:
-            UpdateError: an engine does not serve it; the same version can be taken again.
+            UpdateError: an engine does not serve the version; the call can be repeated.
         """
         version = info["version"]
         try:
@@ -71,77 +71,83 @@ class PublishedFollower:
                     self._engine.load(info)
                     self._engine.verify(digests)
         except Exception as error:
-            self._connection.drop()  # a half-made update is not built upon
+            self._connection.drop()  # the next update must not build on an incomplete one
             raise update_error(error, f"weights version {version} of {self._root.root}", self._engine.rows()) from error
 
     def close(self) -> None:
-        """Close the engine's client; the engine keeps serving what it has."""
+        """Close the engine's client; the engine keeps serving its weights."""
         self._connection.close()
 
 
 class ReloadableEngine(Protocol):
-    """The engine that `DiskLoads` drives. Each call returns when it is done, and none waits without a deadline."""
+    """The engine that `DiskLoads` drives. Each call returns when it is done; every wait has a deadline."""
 
     @property
     def model(self) -> str:
-        """The checkpoint that it was started with."""
+        """The checkpoint that the engine was started with."""
 
     def paused(self) -> bool:
-        """Return whether it makes no tokens."""
+        """Return whether the engine has stopped generating."""
 
     def pause(self) -> None:
-        """Freeze what runs. May be called while it is paused."""
+        """Freeze running requests; a paused engine stays paused."""
 
     def resume(self) -> None:
-        """Let it serve."""
+        """Resume generation."""
 
     def label(self) -> str | None:
-        """Return what the weights in service are called."""
+        """Return the label of the weights in service."""
 
     def handle(self, message: Message) -> Any:
-        """Do what a message says."""
+        """Handle a message."""
 
     def finish(self, message: Finish, label: str | None) -> None:
-        """End an update that arrived, drop what was cached of older weights, and label it, if there is a label."""
+        """End a complete update, drop everything cached with older weights, and set the label, if there is one."""
 
     def reload(self, path: str, label: str | None) -> None:
-        """Load a checkpoint directory; the rest as for `finish`."""
+        """Load a checkpoint directory; then drop caches and set the label, as `finish` does."""
 
     def undo(self, landing: bool) -> bool:
-        """End an update that failed, and return whether the weights are what they were.
+        """End a failed update, and return whether the engine still has its old weights.
 
         Args:
-            landing: weights had begun to land, or a checkpoint to load.
+            landing: whether weights or a checkpoint had begun to load.
         """
 
 
 @final
 class DiskLoads:
-    """Answers an engine's ``/update_weights_from_disk``, one call at a time; no caller's pause ends here.
+    """Handles an engine's ``/update_weights_from_disk``, one call at a time, and never ends a caller's pause.
+
+    If a failed load left the engine paused, the next successful one resumes it. Until then the engine accepts only full
+    versions, because between parts of one it could not tell its own pause from the caller's.
 
     Args:
-        engine: the engine that loads.
-
-    An engine that a failed load left paused resumes with the next good one. Until then it takes no part of a version:
-    with more to come, nobody could tell that pause from one of the caller's own.
+        engine: the engine that loads the weights.
     """
 
     def __init__(self, engine: ReloadableEngine) -> None:
         self._engine = engine
         self._one_at_a_time = threading.Lock()
         self._joined: tuple[str, Any, str] | None = None  # the root, its parameters, and the connection
-        self._labels: set[str | None] = set()  # the one of the weights, while a pause of ours lasts
+        self._labels: set[str | None] = set()  # label of the weights while a pause of our own lasts, otherwise empty
 
     def load(self, path: Any, load_format: Any, label: str | None, files: Any) -> str:
-        """Load a checkpoint directory, or with load format ``"delta"`` land a version, or the part that ``files`` name.
+        """Load a checkpoint directory, or with load format ``"delta"`` a published version.
+
+        Args:
+            path: the checkpoint directory; for a published version, as in `PublishedRoot.of_path`.
+            load_format: None, ``"auto"``, ``"safetensors"`` or ``"delta"``.
+            label: label for the new weights, or None.
+            files: names of the version's files to load; None for all of them.
 
         Returns:
-            A sentence that names what is in service now.
+            A sentence that says which weights are in service.
 
         Raises:
-            ConfigError: a field that cannot be, or a path that the engine may not open.
-            DeadlineError: another call goes on.
-            WeightSyncError: it was not loaded; the message says whether the engine serves.
+            ConfigError: a field is invalid, or the engine may not open the path.
+            DeadlineError: another call is still running.
+            WeightSyncError: the weights were not loaded; the message says whether the engine serves.
         """
         if not isinstance(path, str) or load_format not in _FORMATS:
             raise ConfigError(
@@ -153,7 +159,7 @@ class DiskLoads:
         try:
             serves = not self._engine.paused()
             if self._labels and (serves or self._engine.label() not in self._labels):
-                self._labels = set()  # somebody let it serve, or loaded other weights
+                self._labels = set()  # another caller resumed the engine or loaded other weights
             if load_format == "delta":
                 return f"{self._land(path, label, files, serves)} is in service"
             admit(path)
@@ -183,15 +189,15 @@ class DiskLoads:
         return name
 
     def _stage(self, root: PublishedRoot, params: list[Any], prefetch: Prefetch, in_parts: bool) -> str:
-        """Have the workers stage a version, and return the connection by which they joined its root, now or before."""
+        """Have the workers stage a version, after joining its root if they have not yet, and return the connection."""
         joined, self._joined = self._joined, None
         if joined is not None and joined[:2] == (root.root, params):
             try:
                 self._engine.handle(structs.replace(prefetch, connection=joined[2]))
                 return joined[2]
-            except Exception:  # they may have joined another trainer
+            except Exception:  # the workers may have joined another trainer
                 if in_parts and prefetch.files is not None:
-                    raise  # workers that join anew would not know of the parts that came before
+                    raise  # after another join, workers would not have the earlier parts
                 log.debug("the workers join anew", exc_info=True)
         with closing(root):
             info = root.invite(params)
@@ -202,11 +208,7 @@ class DiskLoads:
     def _replace(
         self, what: str, serves: bool, land: Callable[[], None], begin: Callable[[], Any] = lambda: None
     ) -> None:
-        """Replace the weights in a pause, and let an engine serve that served before, or that a load left paused.
-
-        Raises:
-            StoreError: a step failed; the state says whether the engine serves.
-        """
+        """Replace the weights in a pause; resume the engine if it served before or an earlier load left it paused."""
         if serves:
             self._labels = {self._engine.label()}
         landing = False
@@ -217,14 +219,14 @@ class DiskLoads:
             land()
         except Exception as error:
             if self._labels:
-                with suppress(Exception):  # it no longer answers
+                with suppress(Exception):  # the engine may not answer
                     self._labels = {self._engine.label()}
             state, hint = "the engine is paused, and holds what it held before", None
             if not self._engine.undo(landing):
                 state = "the engine is paused, and holds part of an update, or what was cached of older weights"
                 hint = "send it again, as a full version: a good one resumes an engine that served"
             elif serves:
-                with suppress(Exception):  # it stays paused
+                with suppress(Exception):  # then it stays paused
                     self._engine.resume()
                     self._labels, state = set(), "the engine serves what it served"
             raise StoreError(

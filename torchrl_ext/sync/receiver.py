@@ -1,4 +1,4 @@
-"""`WeightReceiver` joins the transport that the trainer names, and lands the weights that it sends."""
+"""`WeightReceiver` joins a trainer's transport and loads the weights that it sends into a model."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ from torchrl_ext.weights.source import as_source
 
 __all__ = ["Held", "WeightReceiver"]
 
-_TIMEOUT_S = 60.0  # of a transport whose trainer names no deadline
+_TIMEOUT_S = 60.0  # if the trainer sends no timeout
 _AGAIN = "send again: the next update is sent whole"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """The weights that a model holds.
+    """The state of a model's weights.
 
     Attributes:
-        base: the version on which a part may build: 0 for the weights that the engine was started with; None where no
-            part may, since they are another sender's, or of another origin.
-        intact: they are one version, of which the digests are known: the next version may come as changes.
-        landing: the version of which a part landed, and the rest did not come, or was not proved; None where every
-            tensor is of one origin.
-        empty: their memory was given up, and no update has filled it since.
+        base: the version on which a partial update may build; 0 is the weights that the engine was started with. None
+            if no partial update may, because the weights are another sender's or have another origin.
+        intact: the weights are one version with known digests, so the next version may arrive as changes.
+        landing: the version of an incomplete or unproved update; None if all tensors have the same origin.
+        empty: the weights' memory was released, and no update has filled it since.
     """
 
     base: int | None = None
@@ -56,17 +55,17 @@ class Held:
 
 
 class WeightReceiver:
-    """Lands weights in one model. Inside an engine the control layer drives it; alone, `poll_and_apply` does.
+    """Loads weights into a model, driven by messages in an engine or by `poll_and_apply` without one.
 
     Args:
-        target: module, TensorDict, mapping or `WeightLoader` that takes the weights.
-        transport: a worker's transport, to use without a control layer; an engine joins the one that `Join` names.
-        rank: this worker's rank within its engine, 0 .. world size of the engine - 1.
+        target: module, TensorDict, mapping or `WeightLoader` that receives the weights.
+        transport: the worker's transport, for use without an engine; in an engine, `Join` names the transport.
+        rank: this worker's rank within its engine, from 0 to the engine's world size - 1.
 
     Attributes:
-        target: as it was given.
-        connection: the one that `Join` named last.
-        held: the weights that the model holds.
+        target: the ``target`` argument, or the model registered last.
+        connection: connection id of the last `Join`.
+        held: state of the model's weights.
         version: the version in service; 0 before the first.
 
     Example:
@@ -86,26 +85,26 @@ class WeightReceiver:
         self.connection = self._sender = ""
         self.held = Held(base=0, intact=True)
         self._staged: Changes | None = None
-        self._part: Part | None = None  # of the version that comes, where it brings only some tensors
+        self._part: Part | None = None  # set while a partial update is under way
         self._sealed = False
         self._rows: tuple[list[Any], tuple[ParamMeta, ...]] = [], ()
         self.version = 0
 
     @property
     def whole(self) -> bool:
-        """Whether the model holds one version that arrived whole, and layers in the form that is computed with."""
+        """Whether no update is incomplete and all layers are in the form that the model computes with."""
         return self.held.landing is None and (self._loader is None or self._loader.idle)
 
     # driven by an engine
 
     def handle(self, message: Message) -> Info:
-        """Do what a message says, and return when it is done.
+        """Handle a message, and return when it is done.
 
         Returns:
-            The answer, JSON-safe; empty where there is nothing to say.
+            The answer, JSON-safe and possibly empty.
 
         Raises:
-            ConfigError: a receiver does not know such a message.
+            ConfigError: the receiver does not support this message.
             EngineRefusedError: another sender has joined since; see `refuse_replaced`.
             WeightSyncError: the step failed.
         """
@@ -138,30 +137,30 @@ class WeightReceiver:
             case messages.Leave():
                 if message.connection in ("", self.connection):
                     self.close()
-            case messages.Poll():  # whatever was begun was done when it was answered
+            case messages.Poll():  # every message is handled before it is answered
                 pass
             case _:
                 raise ConfigError(f"a message of kind {message.kind!r} means nothing here", state="unchanged")
         return {}
 
     def refuse_replaced(self, message: Message) -> None:
-        """Refuse a step of a sender in whose place another one has joined, or none since a start; nothing is touched.
+        """Refuse a message if its sender is not the one that joined last.
 
         Raises:
-            EngineRefusedError: names the sender that has joined since.
+            EngineRefusedError: another sender has joined, which the message names, or none has since the start.
         """
         if not isinstance(message, messages.Connected) or isinstance(message, (messages.Join, messages.Leave)):
             return
-        if message.connection in ("", self.connection):  # one that bears none is of whoever had the worker join
+        if message.connection in ("", self.connection):  # without an id, it counts as the last sender's
             return
         raise replaced(f"{self._sender or 'another one'} has joined" if self.connection else NOBODY)
 
     def check(self, message: messages.Join) -> None:
-        """Refuse what can be known to fail before a transport is joined, or a weight touched.
+        """Check the paths and the parameters of a join before it connects anything.
 
         Raises:
-            ManifestError: the trainer's parameters cannot land here.
-            ConfigError: the offer names what this engine may not open.
+            ManifestError: the trainer's parameters do not fit the model.
+            ConfigError: the offer names a path that this engine may not open.
         """
         for name in ("root", "base", "local_dir"):
             if message.offer.get(name) is not None:
@@ -172,8 +171,8 @@ class WeightReceiver:
         """Join the transport that ``message`` names.
 
         Raises:
-            ManifestError: the trainer's parameters cannot land here; nothing was joined.
-            ConfigError: no transport has this name, or the message names what this engine may not open.
+            ManifestError, ConfigError: as `check`; or there is no transport of this name.
+            EngineRefusedError: a rehearsal showed that updates would go wrong.
         """
         loader = self._require_loader()
         self.check(message)
@@ -193,36 +192,39 @@ class WeightReceiver:
             copies=lambda name: not loader.patchable(name),
         )
         self._end = kind.join(message.offer, here, self._deadline())
-        if self.held.base:  # of a version of another sender, or of this one before
+        if self.held.base:  # that number belongs to the previous sender or connection
             self.held = replace(self.held, base=None)
         self._staged = None
         self._expect(None)
 
     def rehearse(self, message: messages.Rehearse) -> Info:
-        """Show that an update's route leads to the same state as a cold start (`torchrl_ext.proof.rehearsal`).
+        """Check that an update leads to the same state as a cold start (`torchrl_ext.proof.rehearsal`).
 
         Returns:
-            ``needed`` (to an ``ask``: it would be done), ``proof`` (`WeightLoader.proof`) and what it showed.
+            ``needed`` (for an ``ask``: whether a rehearsal would run), ``proof`` (`WeightLoader.proof`) and the
+            rehearsal's findings.
 
         Raises:
-            EngineRefusedError, IntegrityError: the route does not lead there.
+            EngineRefusedError, IntegrityError: an update leads to another state.
         """
         loader = self._require_loader()
         needed = message.how != "never" and loader.unrehearsed(again=message.how == "always")
         if needed and not message.ask:
-            with self._comparing(landing=self.version):  # it raises where it could not put the weights back
+            with self._comparing(landing=self.version):  # IntegrityError: it could not restore the weights
                 loader.rehearse()
             needed = False
         return {"needed": needed, "proof": loader.proof(), **loader.rehearsal()}
 
     def prefetch(self, message: messages.Prefetch) -> None:
-        """Fetch, check, decode and stage a version, as far as that can be done while the engine serves.
+        """Fetch, check, decode and stage a version as far as possible while the engine serves.
+
+        After an error the engine keeps serving its weights.
 
         Raises:
             StaleBaseError: the model does not hold the version that the part builds on, or the engine loaded other
                 weights meanwhile.
-            ManifestError: some tensors of the part land only together with others.
-            WeightSyncError: the version cannot be had. In all cases the engine goes on with what it serves.
+            ManifestError: some tensors of the part can be loaded only together with others.
+            WeightSyncError: the version could not be fetched or staged.
         """
         version, part, before = message.version, message.part, self.held
         end, loader, self._staged = self._require_end(), self._require_loader(), None
@@ -236,12 +238,12 @@ class WeightReceiver:
             )
         self._expect(part)
         held = loader.position_digests if before.intact else None
-        label = message.label if before.intact else None  # weights that the engine loaded by itself have labels too
+        label = message.label if before.intact else None  # weights that the engine loaded itself also have labels
         changes = end.stage(version, held, self._deadline(), files=message.files, label=label)
         if changes is not None:
             with self._comparing():
                 loader.stage(changes)
-        if before.intact and not self.held.intact:  # in another thread: the engine serves while this goes on
+        if before.intact and not self.held.intact:  # the engine's thread changed it meanwhile
             self._expect(None)
             raise StaleBaseError(
                 f"the engine loaded other weights while version {version} was staged",
@@ -252,23 +254,23 @@ class WeightReceiver:
         self._staged = changes
 
     def _expect(self, part: Part | None) -> None:
-        """Take note of what comes next, also in the loader; with None, everything."""
+        """Note which part comes next, also in the loader; None means all tensors."""
         self._part = None
         self._require_loader().part(None if part is None else part.names)
         self._part = part
 
     def confirm(self) -> None:
-        """Check what was staged together with the engine's other workers; called in the thread that generates.
+        """Check the staged changes together with the engine's other workers; call it in the thread that generates.
 
         Raises:
-            IntegrityError: together they would not hold what the trainer has.
+            IntegrityError: the workers together would not hold the trainer's weights.
         """
         if self._staged is not None:
             with self._comparing():
                 self._require_loader().confirm()
 
     def start(self) -> None:
-        """Make ready to load; the engine is idle, and what torch keeps of the device's memory is there for the load."""
+        """Prepare for loading in the idle engine; without staged changes, also free torch's cached device memory."""
         self._require_end()
         self._sealed = False
         if self._staged is None:
@@ -280,7 +282,12 @@ class WeightReceiver:
         self._require_loader().start()
 
     def load(self, message: messages.Load) -> None:
-        """Land one handoff, or the staged changes where they are of its version."""
+        """Load one handoff, or commit the staged changes if they are for its version.
+
+        Raises:
+            IntegrityError: the handoff is not for the part that `prefetch` announced.
+            WeightSyncError: receiving or loading failed.
+        """
         loader, end = self._require_loader(), self._require_end()
         staged, self._staged = self._staged, None
         if staged is not None and staged.reached[1] == message.version:
@@ -295,27 +302,28 @@ class WeightReceiver:
                 expected="what the prefetch before it said",
                 hint=_AGAIN,
             )
-        if self.held.intact:  # what was staged is another version
+        if self.held.intact:  # `start` left this out because of staged changes, which are for another version
             self._begin()
-        self._spoil(landing=message.version)  # a transport may fill the model's own memory
+        self._spoil(landing=message.version)  # before receiving, because a transport may write into the model's memory
         arrival = Arrival(version=message.version, params=self._params(message.handoff), info=message.handoff)
         with closing(_passed_on(end.receive(arrival, loader.targets(), self._deadline()))) as pairs:
             loader.load(pairs)
 
     def _params(self, handoff: Info) -> tuple[ParamMeta, ...]:
-        """Return the parameters of a handoff; most are those of the handoff before."""
+        """Return the parameters of a handoff, cached because most handoffs have the same ones."""
         rows = handoff.get("params", [])
         if rows != self._rows[0]:
             self._rows = rows, tuple(map(ParamMeta.from_json, rows))
         return self._rows[1]
 
     def verify(self, expected: Mapping[str, str]) -> None:
-        """End the load, and compare ``expected`` with the digests that the loader vouches for (`WeightLoader.digests`).
+        """End the load, because until then some layers may hold older weights, and check the model's digests.
 
-        The load is ended first, since until then some layers may hold older weights.
+        Args:
+            expected: the trainer's digests by name, to compare with `WeightLoader.digests`.
 
         Raises:
-            IntegrityError: names the first parameter that is not what the trainer sent.
+            IntegrityError: a parameter differs from what the trainer sent; the message names the first one.
         """
         self.seal()
         found = self._require_loader().digests()
@@ -329,25 +337,25 @@ class WeightReceiver:
                 )
 
     def seal(self) -> None:
-        """End the load, so that nothing is left for `finish` that could fail, and give back what it took meanwhile."""
+        """End the load and free its memory, so that `finish` does no work that can fail."""
         if not self._sealed:
             self._require_loader().finish()
             free_cached()
             self._sealed = True
 
     def finish(self, version: int) -> None:
-        """Note that the model holds ``version``, of which everything arrived; end the load if `seal` did not."""
+        """Note that the model holds all of ``version``; end the load first if `seal` did not."""
         self.seal()
         landed = version if self.held.landing is None else self.held.landing
         self.held, self._sealed, self.version = Held(base=landed, intact=True), False, version
         self._expect(None)
 
     def invalidate(self, *, empty: bool = False, torn: bool = False) -> None:
-        """Note that the model holds something else than what landed here: the next version does not build on it.
+        """Note that the model no longer holds what this receiver loaded, so the next version does not build on it.
 
         Args:
-            empty: it holds nothing, until an update fills it.
-            torn: the engine loads a checkpoint by itself, which is not whole before a `Reset` says so.
+            empty: the model has no weights until an update fills it.
+            torn: the engine is loading a checkpoint itself, which is incomplete until a `Reset`.
         """
         landing = self.version if torn else self.held.landing
         self.held = Held(landing=landing, empty=empty)  # first, as a version may be staged in another thread
@@ -356,21 +364,21 @@ class WeightReceiver:
         self._require_loader().invalidate()
 
     def abort(self) -> None:
-        """End a wait in another thread."""
+        """End a wait that is in progress in another thread."""
         self._within.stop.set()
 
     def close(self) -> None:
-        """Leave the transport. May be called twice."""
+        """Leave the transport. Calling it twice is allowed."""
         end, self._end = self._end, None
         if end is not None:
             end.close()
         if self._alone is not None:
             self._alone.shutdown()
 
-    # used alone: methods with TorchRL's names
+    # for use without an engine, with TorchRL's method names
 
     def register_model(self, model: Any) -> None:
-        """Set where weights land; in place of another model, a trainer that joined for that one has to join again."""
+        """Set the model that receives weights; if it replaces another one, the trainer has to join again."""
         loader, first = as_loader(model), self._loader is None
         if self._end is not None:
             self.close()
@@ -383,14 +391,18 @@ class WeightReceiver:
         self._require_alone().init_all_workers_group(model_metadata)
 
     def poll_and_apply(self, timeout: float | None = 0.0) -> bool:
-        """Apply the newest version if one came within ``timeout`` seconds; return whether one did."""
+        """Apply the newest version if one arrives within ``timeout`` seconds; return whether one did."""
         received = self._require_alone().receive_weights(timeout, model=self._loader)
         if received is not None:
             self.version = self._require_alone().received_version
         return received is not None
 
     def apply_weights(self, weights: Any) -> None:
-        """Land ``weights`` (TensorDict or mapping) directly."""
+        """Load ``weights`` (TensorDict or mapping) directly.
+
+        Raises:
+            ManifestError: they do not fit the model.
+        """
         source, loader = as_source(weights), self._require_loader()
         loader.check(source.params())
         self.invalidate(empty=self.held.empty, torn=True)
@@ -404,12 +416,12 @@ class WeightReceiver:
         return {"empty": True, **torn} if self.held.empty else torn
 
     def _spoil(self, landing: int | None = None) -> None:
-        """Note that the model's tensors are of several origins from here on; with ``landing``, some are of that."""
+        """Note that the model's tensors now have several origins; ``landing`` is the version of some of them."""
         self.held = Held(landing=self.held.landing if landing is None else landing, empty=self.held.empty)
 
     @contextmanager
     def _comparing(self, landing: int | None = None) -> Iterator[None]:
-        """Let nothing build on the weights, where an IntegrityError in the block shows that they are not as thought."""
+        """If the block raises IntegrityError, note that no version may build on the weights."""
         try:
             yield
         except IntegrityError:
@@ -438,5 +450,5 @@ class WeightReceiver:
 
 
 def _passed_on(pairs: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor], None, None]:
-    """Yield the same pairs; closing this drops the transport's iterator, which an error's traceback could keep open."""
+    """Yield the same pairs; closing this drops the transport's iterator, which a traceback could keep open."""
     yield from pairs

@@ -1,4 +1,4 @@
-"""`WeightSender` sends a policy's weights to engines: a transport moves them, and an engine client says when."""
+"""`WeightSender` sends a policy's weights to engines: a transport moves the data, an engine client controls engines."""
 
 from __future__ import annotations
 
@@ -47,40 +47,40 @@ class WeightSender:
     """Keeps engines at the policy's newest weights.
 
     Args:
-        transport: moves the bytes.
-        engine: tells engines what to do and when (a client or a fleet), or the address of an engine, which rank 0
-            connects to; None for the data layer alone.
+        transport: moves the weights.
+        engine: client of one engine or of a fleet, or the address of an engine, to which rank 0 connects; None uses the
+            data layer without engines.
         mapper: trainer name -> checkpoint name; a callable or a table of regular expressions.
-        dtype: cast floating-point tensors to this dtype on the way out.
-        verify: every engine compares a digest of each tensor with the trainer's before a version is in service; engines
-            that cannot (`EngineClient.verifies`) are not asked, and the report says so. ``"outputs"``: besides that,
-            every engine that serves the version computes log-probabilities of a probe, which are compared with the
-            trainer's; one that is further off than ``max_gap`` is paused, and the update fails. Some requests
-            in between were answered by such an engine.
-        rehearse: when an engine that processes its weights shows that an update leads to the same state as a
-            cold start (`torchrl_ext.proof.rehearsal`): ``"once"`` per start of the engine, before its first update;
-            ``"never"``, and then `SyncReport.proof` is no more than ``"sent"`` there; ``"always"``, with every
-            connection before which nothing was loaded.
-        finite: a NaN or an infinity in floating-point weights: ``"warn"`` logs one warning per update, ``"refuse"``
-            lets the update fail, before any engine is paused where this process holds the tensor or the transport
-            reads all of them before the pause, and ``"send"`` does not look. A transport of deltas looks where tensors
-            changed. On a trainer that sends from every rank, each looks at its own blocks.
-        rank: this trainer process's rank; None takes that of torch, or 0. Only rank 0 talks to engines
-            and moves bytes; other ranks call `update_weights` too, replay the same gathers, and learn from rank 0 which
+        dtype: cast floating-point tensors to this dtype before sending.
+        verify: every engine compares its digest of each tensor with the trainer's before it serves a version. Engines
+            that cannot (`EngineClient.verifies`) are skipped, and the report says so. With ``"outputs"``, every engine
+            that serves the version also computes log-probabilities of a probe; if they differ from the trainer's by
+            more than ``max_gap``, the engine is paused and the update fails, but it may have answered some requests
+            with the version by then.
+        rehearse: when an engine that processes its weights has to show that an update leads to the same state as a cold
+            start (`torchrl_ext.proof.rehearsal`): ``"once"`` per start of the engine, before its first update;
+            ``"always"``, with every connection before which nothing was loaded; ``"never"``, which leaves
+            `SyncReport.proof` at ``"sent"`` for that engine.
+        finite: what to do about NaN or infinity in floating-point weights: ``"warn"`` logs one warning per update;
+            ``"refuse"`` makes the update fail, before the pause if this process holds the tensor or the transport reads
+            all tensors before the pause; ``"send"`` does not check. A delta transport checks only changed tensors. If
+            every trainer rank sends, each rank checks its own blocks.
+        rank: this trainer process's rank; None takes torch's rank, or 0. Only rank 0 talks to engines and moves
+            weights; the other ranks also call `update_weights`, take part in gathers, and learn from rank 0 which
             version is in service.
-        max_gap: of ``verify="outputs"``: the largest accepted difference of a log-probability, in nats; ``"dtype"``
-            takes `torchrl_ext.proof.outputs.bound_of` what travels (1e-3 in float32, 1.0 in bfloat16), and None reports
-            and refuses nothing.
-        probe: of ``verify="outputs"``: a function of token ids that returns the trainer's own log-probabilities, on
-            every trainer rank, or a `torchrl_ext.proof.outputs.Probe`; None runs the registered model, a causal LM of
-            `transformers`, on random tokens.
+        max_gap: for ``verify="outputs"``, the largest accepted difference of a log-probability, in nats; ``"dtype"``
+            takes it from the dtypes sent (`torchrl_ext.proof.outputs.bound_of`: 1e-3 for float32, 1.0 for bfloat16);
+            None only reports the difference.
+        probe: for ``verify="outputs"``, a function on every trainer rank that takes token ids and returns the trainer's
+            log-probabilities, or a `torchrl_ext.proof.outputs.Probe`; None runs the registered model, which must be a
+            causal LM of `transformers`, on random tokens.
 
     Attributes:
-        engine: the client of the engines; for the data layer alone, a client that drives none.
+        engine: client of the engines; a client without engines if ``engine`` is None.
         version: the version in service; 0 before the first.
 
     Raises:
-        ConfigError: settings that cannot work.
+        ConfigError: the settings are invalid.
         EngineError, DeadlineError: no engine answers at the address.
 
     Example:
@@ -108,7 +108,7 @@ class WeightSender:
     ) -> None:
         if rehearse not in ("once", "never", "always"):
             raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once', 'never' or 'always'")
-        FiniteCheck(finite)  # raises here, and not in the first update
+        FiniteCheck(finite)  # raises now instead of in the first update
         self._verify, self._rehearse, self._finite = bool(verify), rehearse, finite
         engine = _client_of(transport, engine, rank)
         self._transport = transport
@@ -119,28 +119,28 @@ class WeightSender:
         self._collectors: list[weakref.ref[Any]] = []
         self._spans, self._stats = Spans(), TransferStats()
         self._attempted = 0
-        self._refused: frozenset[str] | None  # the names of a part that these engines did not take
+        self._refused: frozenset[str] | None  # names of a partial update that these engines refused
         self._rows: tuple[tuple[ParamMeta, ...], list[Any]] = (), []
         self._connect_to(engine)
         self.version = 0
 
-    # methods with TorchRL's names
+    # TorchRL's method names
 
     def register_model(self, model: Any) -> None:
-        """Remember what to send: a module, TensorDict, mapping, checkpoint directory or WeightSource; held weakly.
+        """Set the model to send: a module, TensorDict, mapping, checkpoint directory or WeightSource; held weakly.
 
-        TorchRL's LLM wrappers stand for the model inside, whose names engines know.
+        For a TorchRL LLM wrapper, the sender takes the model inside, whose parameter names engines know.
         """
         model = inner_model(model)
         try:
             self._model = weakref.ref(model)
-        except TypeError:  # plain dicts and strings take no weak reference
+        except TypeError:  # plain dicts and strings do not support weak references
             self._model = lambda: model
 
     def register_collector(self, collector: Any) -> None:
-        """Bump this collector's policy version after each accepted update, on every trainer rank; held weakly.
+        """Increment this collector's policy version after each accepted update, on every trainer rank; held weakly.
 
-        One that raises is logged: the engines have the weights then.
+        An error of the collector is logged, not raised, because the engines already serve the weights.
         """
         self._collectors.append(weakref.ref(collector))
 
@@ -149,14 +149,14 @@ class WeightSender:
         model_metadata: Mapping[str, tuple[torch.dtype, Any]] | None = None,
         vllm_engine: EngineClient | None = None,
     ) -> None:
-        """Connect the engines' workers to the transport. `update_weights` does it where it was not done.
+        """Connect the engines' workers to the transport; without this call, `update_weights` does it.
 
         Args:
             model_metadata: ``{name: (dtype, shape)}`` in checkpoint coordinates; derived from the model if omitted.
-            vllm_engine: an engine client, in place of the one given at construction.
+            vllm_engine: an engine client that replaces the one given at construction.
 
         Raises:
-            ConcurrentUpdateError: an update runs, and goes on.
+            ConcurrentUpdateError: an update is running; it continues.
         """
         with exclusive(self._transport, "init_all_workers_group"):
             if vllm_engine is not None:
@@ -183,19 +183,19 @@ class WeightSender:
         """Send the registered model's weights, or ``weights``, as the next version.
 
         Args:
-            weights: the whole model, in place of the registered one.
-            only: which tensors may differ from what was sent last (`torchrl_ext.sync.only.Only`); the same on every
-                trainer rank. These alone are sent, where all engines serve what was sent last; else everything is,
-                after a failure or with a new engine for example, and `SyncReport.part` says so. Where engines refuse
-                them alone, and serve what they served, everything is sent at once by a trainer of one rank.
+            weights: the whole model, instead of the registered one.
+            only: the tensors that may differ from the last update (`torchrl_ext.sync.only.Only`), the same on every
+                trainer rank. If all engines serve the last update, only these are sent; otherwise (after a failure or
+                with a new engine, for example) all are, and `SyncReport.part` is False. If engines refuse a partial
+                update and still serve the previous version, a trainer with one rank sends all tensors at once.
 
         Returns:
-            What was done, with a row per engine.
+            The report, with one row per engine.
 
         Raises:
-            ManifestError, ConfigError: ``only`` means none of the tensors, or names one that is not sent; or there is a
-                NaN or an infinity in a tensor that this process holds, with ``finite="refuse"``.
-            WeightSyncError: the update failed; the message says which engines serve what.
+            ManifestError, ConfigError: ``only`` selects no tensor or names one that is not sent; or, with
+                ``finite="refuse"``, a tensor that this process holds has a NaN or an infinity.
+            WeightSyncError: the update failed; the message says what each engine serves.
         """
         with exclusive(self._transport, "update_weights"), self._connection.turn():
             report, accepted = self._lead(weights, only) if self._ranks.drives else self._follow(weights, only)
@@ -208,22 +208,18 @@ class WeightSender:
         return self._transport.check_connection()
 
     def shutdown(self) -> None:
-        """Leave the engines and release the transport; engines keep serving what they have."""
+        """Leave the engines and release the transport; engines keep serving their weights."""
         try:
             self._connection.close()
         finally:
             self._transport.shutdown()
 
     def holds(self, version: int) -> None:
-        """Note that the engines hold ``version`` when they join for the first time, so that a part can build on it.
-
-        Args:
-            version: 0: the weights that they were started with, which the caller knows.
-        """
+        """Note that the engines already hold ``version`` (0: their start weights), so the first may be partial."""
         self._connection.delivered = version
 
     def _lead(self, weights: Any, only: Only | None) -> tuple[SyncReport, int]:
-        """Drive an update on rank 0, and return its report, and that one more was accepted."""
+        """Drive an update on rank 0; return its report and the number of accepted updates, which is 1."""
         started = time.perf_counter()
         with self._ranks.leading() as session:
             source = self._source(weights, only)
@@ -238,11 +234,7 @@ class WeightSender:
         return report, 1
 
     def _follow(self, weights: Any, only: Only | None) -> tuple[SyncReport, int]:
-        """Do what rank 0 orders, on another rank, and wait for what becomes of the update.
-
-        Returns:
-            A report, and how many updates were accepted since this rank last heard of one.
-        """
+        """Follow rank 0's orders on another rank; return a report and the number of updates accepted since the last."""
         looked: list[FiniteCheck] = []
 
         def own_steps() -> Steps:
@@ -278,11 +270,11 @@ class WeightSender:
                 with compared:
                     self._deliver(source)
             except BaseException:
-                self._connection.drop()  # what is left of a group or a half-made update is not built upon
+                self._connection.drop()  # the next update must not build on a broken group or an incomplete update
                 raise
         except Exception as error:
             report = self._report(source, started, failed=True)
-            # whatever it is, the caller learns which engine serves what
+            # for any error, tell the caller what each engine serves
             raise update_error(error, f"weights version {source.version}", report.engines, report) from error
         self.version = self._connection.delivered = source.version
         return self._report(source, started)
@@ -290,9 +282,9 @@ class WeightSender:
     def _deliver(self, source: UpdateSource) -> None:
         """Send one version to every engine that answers.
 
-        Everything is sent once more where engines refuse a part, or do not hold what a version builds on, or where
-        another sender joined them since. A broadcast in which an engine is lost fails for its whole group: the others
-        get the version in another one, before the caller hears of the loss.
+        Send all tensors again if engines refuse a partial update, do not hold its base, or were joined by another
+        sender. If a broadcast loses an engine, it fails for the whole group: send the version to the remaining engines
+        in a new group, and then raise the error of the lost one.
         """
         lost: WeightSyncError | None = None
         anew = False
@@ -323,7 +315,7 @@ class WeightSender:
             return
 
     def _builds_on_what_is_not_there(self, source: UpdateSource, error: WeightSyncError) -> bool:
-        """Return whether engines refused what the version builds on, and changed nothing, so that all of it can go."""
+        """Return whether engines refused the version's base and changed nothing, so that all tensors can be sent."""
         words = str(error)
         if REPLACED in words or isinstance(error, StaleBaseError) or StaleBaseError.__name__ in words:
             return True
@@ -331,27 +323,25 @@ class WeightSender:
             return False
         if self._connection.in_service() != {self.version}:
             return False
-        self._refused = source.part.names  # engines without our plugin, for example, or tensors of one fused layer
+        self._refused = source.part.names  # by engines without our plugin, or for some tensors of a fused layer
         return True
 
     # one update, phase by phase
 
     def _update(self, source: UpdateSource, anew: bool) -> None:
         update = Update(source=source, version=source.version, anew=anew)
-        self._attempted = update.version  # from here on somebody may have seen it: it stands for no other weights
+        self._attempted = update.version  # never reused: from here on a worker may have seen it
         within = Deadline(self._transport.timeout_s, f"the workers of {self.engine.url}")
         with passing(self._transport, source):
             with self._spans.of("prepare"):
                 handoff = self._transport.prepare(update, within)
             with self._spans.of("prefetch"), beside(self._prefetch(update), within):
-                handoff.ahead(within)  # engines still generate: they fetch, check, decode, stage
-            with self._spans.of("pause"), self.engine.updating(update.version):  # paused only from here
+                handoff.ahead(within)  # engines fetch, check, decode and stage while they generate
+            with self._spans.of("pause"), self.engine.updating(update.version):  # engines are paused only in here
                 with beside(self._load(update, handoff), within):
-                    handoff.transfer(within)  # a collective runs beside the call; disk has nothing left to do
+                    handoff.transfer(within)  # a collective needs both sides at once; disk does nothing here
                 self.engine.verify(source.digests)
         self._served(update, handoff)
-
-    # its helpers
 
     def _prefetch(self, update: Update) -> Callable[[Callable[[], None]], None]:
         return lambda early: self.engine.prefetch(update.version, self._onto(update))
@@ -366,7 +356,7 @@ class WeightSender:
         return lambda early: self.engine.load(info, early)
 
     def _onto(self, update: Update) -> Part | None:
-        """Return the part of which workers hear: of versions whose changes a transport finds itself, they need not."""
+        """Return the part to announce to workers; None if the transport itself finds what changed."""
         return update.source.part if self._transport.parts else None
 
     def _served(self, update: Update, handoff: Handoff) -> None:
@@ -377,7 +367,7 @@ class WeightSender:
             log.error("weights version %d is in service, but its transport raised then", update.version, exc_info=True)
 
     def _trained(self, weights: Any) -> Callable[[], frozenset[str]] | None:
-        """Return what tells the names of trainable parameters, as they are sent; None where no module does."""
+        """Return a function that returns the sent names of the trainable parameters; None without a module."""
         module = self._model() if weights is None else inner_model(weights)
         if not isinstance(module, nn.Module) or is_tensordict_module(module):
             return None
@@ -392,7 +382,7 @@ class WeightSender:
             )
         source = as_source(registered if weights is None else weights)
         if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
-            source = converted(source, registered)  # a module's own names become those of its checkpoint
+            source = converted(source, registered)  # converts the module's parameter names to checkpoint names
         narrow = self._transport.parts
         finite = FiniteCheck(self._finite, left=not narrow)
         sent = UpdateSource(source, mapper=self._mapper, dtype=self._dtype, finite=finite, narrow=narrow)
@@ -400,11 +390,11 @@ class WeightSender:
         return sent
 
     def _next_version(self) -> int:
-        """Return the next version number, which neither a failed attempt nor another sender has used."""
+        """Return the next version number that neither a failed attempt nor another sender has used."""
         return max(self._attempted, self._connection.newest, self._transport.latest_version()) + 1
 
     def _connect_to(self, engine: EngineClient) -> None:
-        """Drive ``engine`` from now on; its workers join before the next version."""
+        """Switch to ``engine``; its workers join before the next version."""
         self.engine, self._refused = engine, None
         self._connection = Connection(
             engine,
@@ -448,15 +438,7 @@ class WeightSender:
 
 
 def _client_of(transport: Transport, engine: EngineClient | str | None, rank: int | None) -> EngineClient:
-    """Return the client that a sender drives.
-
-    Args:
-        transport, engine, rank: as for `WeightSender`.
-
-    Raises:
-        ConfigError: they are something else, or workers of ``transport`` need an engine.
-        EngineError, DeadlineError: no engine answers at the address.
-    """
+    """Return the client for a sender's arguments; raises as `WeightSender`."""
     if not isinstance(transport, Transport) or not isinstance(engine, EngineClient | str | None):
         raise ConfigError(
             f"transport is a {type(transport).__name__}, and engine is a {type(engine).__name__}",

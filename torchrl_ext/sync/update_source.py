@@ -1,4 +1,4 @@
-"""`UpdateSource` is one update's pass over a source; `bump` tells collectors of its end."""
+"""`UpdateSource` wraps the source of one update; `bump` increments the policy version of collectors after it."""
 
 from __future__ import annotations
 
@@ -26,28 +26,29 @@ log = logging.getLogger("torchrl_ext")
 
 
 class UpdateSource(WeightSource):
-    """One update's pass over a source, which renames and casts tensors and takes their digests as they pass.
+    """The source of one update, which renames, casts, checks and hashes tensors during iteration.
 
     Args:
-        source: what is sent.
+        source: the weights to send.
         mapper: trainer name -> checkpoint name.
-        dtype: cast of floating-point tensors.
-        finite: looks for NaN and infinity in tensors as they pass, or lets the transport look; None for nobody.
-        narrow: a limited pass yields some tensors only; else all, and `part` says which may differ from its base.
+        dtype: cast floating-point tensors to this dtype.
+        finite: checks tensors for NaN and infinity during iteration, or lets the transport check; None for no check.
+        narrow: whether a partial update yields only its tensors; if False, it yields all tensors, and `part` says which
+            of them may differ from its base.
 
     Attributes:
-        only: the names of the tensors that may differ from what was sent last; None for all.
-        version: the version as which it is sent.
-        digesting: whether to take the digest of each tensor as it passes.
-        digests: digest of each tensor that passed in the last iteration, by name; empty unless `digesting`.
-        count, bytes: number and bytes of the tensors that passed in the last iteration, of it or of its `shards`, where
-            a tensor passes on every rank and counts as a whole.
-        model_bytes: bytes of all tensors, whether they are sent or not.
-        whole: the source of all tensors, also while only some are sent.
+        only: names of the tensors that may differ from the last update; None for all.
+        version: the version number of the update.
+        digesting: whether iteration computes a digest of each tensor.
+        digests: digests from the last iteration, by name; empty unless `digesting`.
+        count, bytes: number and bytes of the tensors in the last iteration, over this source or its `shards`; a sharded
+            tensor counts as a whole on every rank.
+        model_bytes: bytes of all tensors, including those that are not sent.
+        whole: the source of all tensors, including those that are not sent.
 
     Raises:
-        ManifestError: a tensor is on the meta device: offloaded, or never loaded. A pass, of a NaN or an infinity that
-            is refused.
+        ManifestError: a tensor is on the meta device (offloaded, or never loaded). Iteration raises it for a NaN or an
+            infinity if ``finite`` refuses these.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class UpdateSource(WeightSource):
         self.whole = source if dtype is None else CastSource(source, dtype)
         self.only: frozenset[str] | None = None
         self._narrow = narrow
-        self._names: frozenset[str] | None = None  # of the tensors that a pass yields; None for all
+        self._names: frozenset[str] | None = None  # names of the tensors that iteration yields; None for all
         self._params = self.whole.params()
         self.digesting = False
         self.version, self.digests = 0, dict[str, str]()
@@ -84,7 +85,7 @@ class UpdateSource(WeightSource):
             )
 
     def limit(self, base: int | None) -> None:
-        """Send what `only` names from the next pass on, as changes of version ``base``; with None, all tensors."""
+        """From the next iteration on, send only the tensors in `only`, on top of version ``base``, or all for None."""
         self.part = None if base is None or self.only is None else Part(base=base, names=self.only)
         self._stream, self._names = None, self.only if self.part is not None and self._narrow else None
         self._params = tuple(meta for meta in self.whole.params() if self._sends(meta.name))
@@ -105,7 +106,7 @@ class UpdateSource(WeightSource):
         return self.whole.tied()
 
     def pairs(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield as `WeightSource.pairs`, and count; all tensors without ``names``."""
+        """Yield as `WeightSource.pairs`, and update `count`, `bytes` and `digests`; None yields all tensors to send."""
         names = self._names if names is None else names
         stream = self._stream = iter(self.whole) if names is None else self.whole.pairs(names)
         self.digests, self.count, self.bytes = {}, 0, 0
@@ -120,21 +121,14 @@ class UpdateSource(WeightSource):
     __iter__ = pairs
 
     def shards(self) -> Iterator[Shard]:
-        """Yield the blocks that this rank holds, once they are found to be sound, and count their parameters.
-
-        Raises:
-            ManifestError: as `checked_shards`.
-        """
+        """Yield this rank's blocks, and update `count` and `bytes`; raises ManifestError as `checked_shards` does."""
         self.digests, self.count, self.bytes = {}, 0, 0
         for meta, held in checked_shards(self._sent(), self._params):
-            self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes  # other ranks have the rest of it
+            self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes  # other ranks have the other blocks
             yield from held
 
     def _sent(self) -> Iterator[Shard]:
-        """Yield the shards of the tensors that are sent.
-
-        Ranks gather in order, so a shard that gathers first takes and drops the ones before it that are left out.
-        """
+        """Yield the shards to send; a shard that gathers first gathers the skipped ones before it, as all ranks do."""
         left_out: list[Shard] = []
         for shard in self.whole.shards():
             if self._sends(shard.meta.name):
@@ -159,9 +153,9 @@ class UpdateSource(WeightSource):
             pass
 
     def drain(self) -> None:
-        """Finish a pass, or make one that never began, where other ranks wait in its gathers.
+        """Finish the current iteration, or run a whole one, because other ranks may wait in its gathers.
 
-        One that cannot be finished is logged, not raised: the caller has an error of its own to raise.
+        An error is logged, not raised, because the caller is already handling one.
         """
         if not self._gathers or torch_group().size == 1:
             return
@@ -175,15 +169,15 @@ class UpdateSource(WeightSource):
 def bump(collectors: Iterable[Callable[[], Any]]) -> None:
     """Increment the policy version of each collector once.
 
-    Args:
-        collectors: references that return a collector, or None where it is gone.
+    An error of a collector is logged, not raised, because the engines already serve the weights.
 
-    The engines have the weights by then, so a collector that raises is logged, and the others are bumped all the same.
+    Args:
+        collectors: references that return a collector, or None if it no longer exists.
     """
     seen: set[int] = set()
     for known in collectors:
         collector = known()
-        if collector is None or id(collector) in seen:  # not its truth: endless ones have no length
+        if collector is None or id(collector) in seen:  # no truth test: it takes len(), which endless collectors lack
             continue
         seen.add(id(collector))
         try:

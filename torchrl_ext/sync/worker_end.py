@@ -1,8 +1,8 @@
-"""`WorkerEnd` is one worker of an engine, driven by messages that all workers of the engine get at the same point.
+"""`WorkerEnd` handles messages in one worker of an engine; all workers get each message at the same point.
 
-What waits for others (joining a transport, staging a version) runs in a thread of its own, so that the engine goes on
-generating, and a trainer that never comes blocks nobody; `Poll` says whether it is over. Workers agree after each step:
-where any of them failed, all raise, in the words of all. A pull changes files alone, and goes on beside all of that.
+Joining a transport and staging a version wait for other processes, so they run in a thread: the engine keeps
+generating, and a missing trainer blocks nothing. `Poll` reports whether the thread is done. Workers agree after each
+step: if any of them failed, all raise the errors of all. A pull changes only files, and runs independently.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ log = logging.getLogger("torchrl_ext")
 _SETTLE_TIMEOUT_S = 120.0
 
 
-_WORKING = "working"  # what a worker says to the others while it is at work
-_OVER: Future[None] = Future()  # stands for a job that came to a good end on every worker
+_WORKING = "working"  # what a worker reports to the others while its job runs
+_OVER: Future[None] = Future()  # stands for a job that succeeded on every worker
 _OVER.set_result(None)
 
 
@@ -44,11 +44,11 @@ class WorkerEnd:
     """A `WeightReceiver` for one worker's model, in step with the other workers of its engine.
 
     Args:
-        loader: lands weights in this worker's model.
-        rank: this worker's rank among all workers of the engine that receive weights.
-        workers: how many these are.
-        agree: takes this worker's words; returns those of all workers that get the same messages, in order of rank.
-        mode: makes the context that is entered around what runs in a thread of its own.
+        loader: loads weights into this worker's model.
+        rank: this worker's rank among the engine's workers that receive weights.
+        workers: number of these workers.
+        agree: takes this worker's text; returns the texts of all workers that get the same messages, in order of rank.
+        mode: returns the context manager to enter in background threads.
         base: the checkpoint directory that the engine was started with.
     """
 
@@ -64,19 +64,19 @@ class WorkerEnd:
     ) -> None:
         self._base, self._rank, self._workers, self._agree, self._mode = base, rank, workers, agree, mode
         self.receiver = WeightReceiver(loader, rank=rank)
-        self._staging: Future[None] | None = None  # which may also be joining
+        self._staging: Future[None] | None = None  # or joining
         self._pulling: Future[None] | None = None
         self._pulled: Pull | None = None
 
     def handle(self, message: Message) -> Info:
-        """Do what a message says, or begin it.
+        """Handle a message; for `Join`, `Prefetch` and `Pull`, only begin the work.
 
         Returns:
-            The answer, JSON-safe; empty where there is nothing to say.
+            The answer, JSON-safe and possibly empty.
 
         Raises:
-            EngineError: it failed on a worker; in the words of all, on every one of them.
-            EngineRefusedError: another sender has joined since; every worker knows that by itself.
+            EngineError: a worker failed; every worker raises it, with the errors of all.
+            EngineRefusedError: another sender has joined since; workers check this without `agree`.
         """
         self.receiver.refuse_replaced(message)
         match message:
@@ -86,7 +86,7 @@ class WorkerEnd:
                 return self.receiver.handle(message)
             case Join():
                 self.together(self._stop, lambda: self._check(message))
-                self.receiver.connection = message.connection  # at once: joining goes on in a thread
+                self.receiver.connection = message.connection  # set now, because the thread joins later
                 self._staging = self._begin(lambda: self.receiver.connect(message))
             case Prefetch():
                 self.settle()
@@ -104,10 +104,10 @@ class WorkerEnd:
         return {}
 
     def together(self, *steps: Callable[[], Any], on_failure: Callable[[], None] = lambda: None) -> None:
-        """Run ``steps``, one after the other, on every worker of this engine.
+        """Run ``steps`` in order on every worker of this engine; call ``on_failure`` on a worker where one fails.
 
         Raises:
-            EngineError: on every worker, when it failed on any.
+            EngineError: on every worker, if any worker failed.
         """
         words = ""
         try:
@@ -122,11 +122,11 @@ class WorkerEnd:
             raise EngineError(joined(failures))
 
     def settle(self) -> None:
-        """End what was begun, but for a pull, on every worker: no thread of ours touches the model any more."""
+        """Stop joining or staging on every worker; then no background thread touches the model. A pull goes on."""
         self.together(self._stop)
 
     def close(self) -> None:
-        """Leave the transport; a wait in it ends."""
+        """Leave the transport, and end any wait in it."""
         self.receiver.abort()
         try:
             self._stop()
@@ -134,7 +134,7 @@ class WorkerEnd:
             self.receiver.close()
 
     def _check(self, message: Join) -> None:
-        """Check everything that can be known before a transport is joined, or a weight touched."""
+        """Check the ranks and the parameters before the receiver joins a transport or changes a weight."""
         first, size = message.rank_offset, message.world_size
         if size is not None and not 1 <= first <= size - self._workers:
             raise ConfigError(
@@ -145,7 +145,7 @@ class WorkerEnd:
         self.receiver.check(message)
 
     def _rehearse(self, message: Rehearse) -> Info:
-        """Rehearse an update on this worker's part of the model; return an answer that holds for all workers."""
+        """Rehearse an update on this worker's part of the model; return the answer merged over all workers."""
         found: Info = {}
         self.settle()
         self.together(lambda: found.update(self.receiver.rehearse(message)))
@@ -153,11 +153,7 @@ class WorkerEnd:
         return {"worker": self._rank, **found, **merged([*map(json.loads, self._agree(shared))])}
 
     def _pull(self, message: Pull) -> None:
-        """Begin a pull; whoever asks for the same one while it goes on hears of that one.
-
-        Raises:
-            EngineError: another one goes on, here or on another worker.
-        """
+        """Begin a pull, unless the same one is already running; raise EngineError if another one is, on any worker."""
         going = self._pulling is not None and not self._pulling.done()
         if not any(self._agree(_WORKING if going else "")):
             self._pulling = self._begin(lambda: pull(message, self._base))
@@ -171,11 +167,11 @@ class WorkerEnd:
             )
 
     def _begin(self, work: Callable[[], None]) -> Future[None]:
-        """Start ``work`` in a thread of its own."""
+        """Start ``work`` in a background thread."""
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
         def aside() -> None:
-            if device is not None:  # a new thread begins with the first device
+            if device is not None:  # a new thread starts on device 0
                 torch.accelerator.set_device_index(device)
             with self._mode():
                 work()
@@ -183,14 +179,10 @@ class WorkerEnd:
         return in_thread(aside, "torchrl_ext")
 
     def _is_working(self, *, pull: bool) -> bool:
-        """Return whether any worker is still at what was begun last: a pull, or staging (or joining).
-
-        Raises:
-            EngineError: it failed on a worker.
-        """
+        """Return whether any worker's pull or staging (or joining) still runs; raise EngineError if one failed."""
         job = self._pulling if pull else self._staging
         if job is _OVER:
-            return False  # another replica of a data-parallel server is still at it, and all are asked
+            return False  # polled again only because another replica of a data-parallel server is still working
         words, error = _WORKING, None
         if job is None:
             words = words_of(NotConnectedError("nothing was begun", hint="connect or prefetch first"))
@@ -201,7 +193,7 @@ class WorkerEnd:
         failures = ["" if said == _WORKING else said for said in told]
         if any(failures):
             if not pull:
-                self.receiver.abort()  # others may wait for those that failed
+                self.receiver.abort()  # this worker may wait for the failed ones
             if error is not None:
                 log.error("what was begun failed on worker %d", self._rank, exc_info=error)
             raise EngineError(joined(failures))
@@ -227,26 +219,26 @@ class WorkerEnd:
 
 
 def pull(message: Pull, base: str | None) -> None:
-    """Bring a checkpoint on this host to a version, after the engine's own hook, where its environment names one.
+    """Update a checkpoint on this host to a published version, after running the environment's pre-read hook, if any.
 
     Args:
-        message: which version of what, and where to.
+        message: the source, the version and the checkpoint directory.
         base: the checkpoint directory that the engine was started with.
 
     Raises:
-        WeightSyncError: as `LocalCheckpoint.pull`; or there is no such hook.
+        WeightSyncError: as `LocalCheckpoint.pull`; or the hook cannot be imported.
     """
     before = read_hook(os.environ.get(PRE_READ_HOOK))
     LocalCheckpoint(message.directory, base).pull(message.source, message.version, before=before)
 
 
 def words_of(error: BaseException) -> str:
-    """Return the words in which a worker reports an error."""
+    """Return the text in which a worker reports an error to the others."""
     return str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
 
 
 def joined(failures: list[str]) -> str:
-    """Join the failures of workers into one line; workers that failed in the same words are named together."""
+    """Join the workers' errors into one line, grouping workers with the same error."""
     if len(failures) == 1:
         return failures[0]
     ranks: dict[str, list[str]] = {}

@@ -1,1 +1,1 @@
-"""Engines that need no HTTP client: in this process, as Ray actors, and TorchRL's own."""
+"""Engines without an HTTP client: in this process, in Ray actors, and TorchRL's own."""

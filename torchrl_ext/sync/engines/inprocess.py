@@ -1,7 +1,4 @@
-"""`InProcessEngine` drives an engine of the trainer's own process by direct calls, and switches its weights online.
-
-Online: between requests the engine takes other weights, or keeps its own where they do not land.
-"""
+"""`InProcessEngine` drives an engine in the trainer's process by direct calls, and switches its weights online."""
 
 from __future__ import annotations
 
@@ -35,27 +32,24 @@ _EMBEDDED = {"torchrl_ext.embedded.engine.Engine"}
 
 
 class InProcessEngine(Engine):
-    """Drives an object of this process, and switches its weights between requests.
+    """Drives an engine object of this process, and switches its weights between requests.
 
     Args:
         engine: vLLM's `AsyncLLM` or `LLM`, TorchRL's `LocalLLMWrapper` of one, the embedded engine's object, a
-            `WeightReceiver`, or what one can wrap: a module, a TensorDict, a mapping of tensors.
+            `WeightReceiver`, or a module, TensorDict or mapping of tensors to wrap in one.
         url: name for reports.
-        pause_mode: what becomes of running requests of vLLM and the embedded engine: ``"keep"`` freezes them,
-            ``"wait"`` lets them end, ``"abort"`` ends them.
-        free_cache: give up the memory of keys and values for the time of a load, where the engine can; frozen requests
-            are then computed again from their tokens. vLLM gives the memory back in sleep mode alone, and else only
-            forgets what it cached.
-        keep_cache: leave keys and values of the old weights where they are: frozen requests go on with them, and later
-            requests to vLLM with the same prefix begin with them. Each token still has the version that sampled it.
+        pause_mode: what happens to running requests of vLLM and the embedded engine: ``"keep"`` freezes them,
+            ``"wait"`` lets them finish, ``"abort"`` aborts them.
+        free_cache: release the KV cache's memory during a load, if the engine can; it then recomputes frozen requests
+            from their tokens. vLLM releases memory only with sleep mode enabled, and otherwise just clears the cache.
+        keep_cache: keep the KV cache of the old weights: frozen requests continue with it, and later requests to vLLM
+            with the same prefix reuse it. Each token still has the version that sampled it.
         loop: event loop of an `AsyncLLM`; None finds it.
-        transport: name of the transport of `update_model_weights`; None picks by the kind of ``engine``.
+        transport: name of the transport for `update_model_weights`; None chooses it by the kind of ``engine``.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
-        ConfigError: settings that cannot work.
-
-    `serving` is cleared while a module is paused: a loop that generates with it waits on it between tokens.
+        ConfigError: the settings are invalid.
     """
 
     def __init__(
@@ -91,15 +85,15 @@ class InProcessEngine(Engine):
         super().__init__(self._object, free_cache=free_cache)
         self._transport = transport or self._object.transport
         self._turn = threading.Lock()
-        self._good: WeightSource | None = None  # what it was switched to last
-        self._joined = ""  # the connection by which that was sent
+        self._good: WeightSource | None = None  # the last weights that it was switched to
+        self._joined = ""  # the connection that sent them
 
     @property
     def serving(self) -> threading.Event:
-        """The event that is set while a module serves.
+        """Event that is cleared while a module is paused; a generation loop has to wait on it between tokens.
 
         Raises:
-            AttributeError: the engine is no module; it keeps its own requests back.
+            AttributeError: the engine is not a module, and holds requests back itself.
         """
         if not isinstance(self._object, ModulePort):
             raise AttributeError("only a module has such an event")
@@ -110,19 +104,16 @@ class InProcessEngine(Engine):
     async def update_model_weights(
         self, model_weights_path: str | os.PathLike[str], *, only: Only | None = None
     ) -> SyncReport:
-        """Serve the weights of a checkpoint directory, without a restart; concurrent updates run one by one.
+        """Serve the weights of a checkpoint directory, and return the `SyncReport`; concurrent updates run one by one.
 
         Args:
             model_weights_path: the directory.
-            only: which of its tensors (`torchrl_ext.sync.only.Only`); all others stay as they are, and only these are
-                moved. None for all.
-
-        Returns:
-            The `SyncReport`.
+            only: which of its tensors to load (`torchrl_ext.sync.only.Only`), leaving all others unchanged; None for
+                all.
 
         Raises:
-            ManifestError: ``only`` means none of its tensors, or the engine's model has none of such a name and shape.
-            UpdateError: they did not land; the engine serves what it served, unless the message says otherwise.
+            ManifestError: ``only`` selects no tensor, or the engine's model has no tensor of such a name and shape.
+            UpdateError: the update failed; the engine serves its old weights unless the message says otherwise.
         """
 
         def switch() -> SyncReport:
@@ -136,14 +127,11 @@ class InProcessEngine(Engine):
     async def update_model_weights_from_state_dict(
         self, state_dict: Mapping[str, Tensor], *, mapper: Callable[[str], str] | Mapping[str, str] | None = None
     ) -> SyncReport:
-        """Serve these tensors, and move nothing else; parameters that are left out stay as they are.
+        """Serve these tensors, leave all other parameters unchanged, and return the `SyncReport`.
 
         Args:
             state_dict: tensors by name, full shapes, on any device.
             mapper: name in ``state_dict`` -> checkpoint name; a callable or a table of regular expressions.
-
-        Returns:
-            The `SyncReport`.
 
         Raises:
             ManifestError: no parameter has a tensor's name and shape, or a tensor has no data.
@@ -152,7 +140,7 @@ class InProcessEngine(Engine):
         return await self._beside(partial(self._merge, state_dict, mapper))
 
     async def _beside(self, switch: Callable[[], SyncReport]) -> SyncReport:
-        """Run ``switch`` in a thread, after switches that were asked for before, and return its report."""
+        """Run ``switch`` in a thread, after earlier switches have ended."""
         if isinstance(self._object, VLLMObjectPort):
             self._object.at_home(asyncio.get_running_loop())
 
@@ -169,7 +157,7 @@ class InProcessEngine(Engine):
         return sender
 
     def _held(self) -> WeightSource | None:
-        """Return the weights that it holds, to fall back on; None where they are of others, and cannot be read."""
+        """Return the engine's weights, to fall back on; None if they are another sender's and cannot be read."""
         since = replaced_by(self._object.tell, self._joined or "none")
         others = bool(since) and not since.startswith(NOBODY)
         if others and not isinstance(self._object, ModulePort):
@@ -181,7 +169,7 @@ class InProcessEngine(Engine):
     def _merge(
         self, tensors: Mapping[str, Tensor], mapper: Callable[[str], str] | Mapping[str, str] | None = None
     ) -> SyncReport:
-        """Serve these tensors, cast to the dtypes of those held, and for every other parameter what is held."""
+        """Serve these tensors, cast to the current dtypes, and the current values of all other parameters."""
         given, good = UpdateSource(as_source(tensors), mapper=mapper), self._held()
         if good is None:
             raise UpdateError(
@@ -195,7 +183,7 @@ class InProcessEngine(Engine):
         return self._switch(Layered(good, copies), frozenset(copies))
 
     def _switch(self, source: WeightSource, names: frozenset[str] | None = None) -> SyncReport:
-        """Serve ``source``, of which only ``names`` differ from what is held, or put back what was held."""
+        """Serve ``source``, in which only ``names`` differ from the current weights; on failure restore those."""
         self._object.check()
         good = self._held()
         try:

@@ -36,7 +36,7 @@ __all__ = ["EmbeddedObjectPort", "LocalPort", "ModulePort", "VLLMObjectPort"]
 
 _PLUGIN: Final = "install this package beside vLLM, and let VLLM_PLUGINS, where it is set, name torchrl_ext"
 _COPYING_S: Final = 10.0
-_LOOK_S: Final = 1.0  # how often a wait looks whether the engine's loop still runs
+_LOOK_S: Final = 1.0  # how often a wait checks that the engine's loop still runs
 
 
 class LocalPort(Port):
@@ -44,8 +44,8 @@ class LocalPort(Port):
 
     Attributes:
         driven: the object.
-        transport: name of the transport by which weights reach it from this process.
-        handle: does what a message says, and returns the answer when it is done; raises the errors of that step.
+        transport: name of the transport from this process to the object.
+        handle: handles a message and returns the answer when it is done.
     """
 
     kind: ClassVar[str] = "inprocess"
@@ -68,14 +68,14 @@ class LocalPort(Port):
 
     @abstractmethod
     def paused(self) -> bool | None:
-        """Return whether it generates nothing; None where it does not say."""
+        """Return whether the engine is paused; None if unknown."""
 
     def asleep(self) -> frozenset[str]:
         """Return the tags whose memory was released."""
         return frozenset()
 
     def check(self) -> None:
-        """Raise EngineError where the engine could not take an update: it is dead, or asleep."""
+        """Raise EngineError if the engine cannot be updated because it is dead or asleep."""
         if self.asleep():
             raise EngineError(f"{self.url} is asleep", expected="an engine that is awake", hint="wake it up first")
 
@@ -84,20 +84,20 @@ class LocalPort(Port):
         """Return the weights that the engine holds before the first update, to fall back on."""
 
     def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
-        """Give up the memory of keys and values, where there is any."""
+        """Release the KV cache's memory, if there is any."""
 
     def wake(self, tags: frozenset[str], state: EngineState) -> None:
-        """Take that memory back."""
+        """Restore the KV cache's memory."""
 
     def close(self, connection: str) -> None:
-        """See `Port.close`. An `AsyncLLM` cannot be asked on its own event loop, nor once that has ended."""
         if connection:
-            with suppress(ConfigError, EngineError, DeadlineError):  # it may be gone
+            # it may be gone; and an `AsyncLLM` cannot be called from its own event loop, or after that has ended
+            with suppress(ConfigError, EngineError, DeadlineError):
                 self.handle(Leave(connection=connection))
 
 
 class _Module:
-    """A module's receiver and its pause, which all ports of the module share as clients of one server do."""
+    """A module's receiver and pause state, shared by all ports of the module."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -106,7 +106,7 @@ class _Module:
         self.serving.set()
 
 
-_modules: WeakValueDictionary[int, _Module] = WeakValueDictionary()  # by the id of a target, which they keep alive
+_modules: WeakValueDictionary[int, _Module] = WeakValueDictionary()  # by id of the target, which a value keeps alive
 
 
 class ModulePort(LocalPort):
@@ -120,7 +120,7 @@ class ModulePort(LocalPort):
 
     @property
     def serving(self) -> threading.Event:
-        """The event that is cleared while the module is paused."""
+        """Event that is cleared while the module is paused."""
         return self._module.serving
 
     def tell(self, message: Message) -> list[Info]:
@@ -187,20 +187,18 @@ class EmbeddedObjectPort(LocalPort):
 
 
 class VLLMObjectPort(LocalPort):
-    """vLLM's `AsyncLLM` or `LLM`; no code of vLLM is replaced.
+    """vLLM's `AsyncLLM` or `LLM`, without changes to vLLM's code.
 
-    The workers take weights through our weight-transfer backend, by collective RPC. An engine that was made with
-    another backend, or with none, gets ours before the first message. `LLM` generates only while its caller waits, and
-    is not safe to use from two threads: do not update it while another thread generates.
+    Workers receive weights through our weight-transfer backend, by collective RPC. If the engine was made with another
+    backend or none, the port installs ours before the first message. `LLM` generates only while its caller waits, so it
+    needs no pause; it is not thread-safe, so do not update it while another thread generates.
 
     Args:
-        llm: made in an environment that has this package, whose plugin vLLM loads.
-        pause_mode: ``"keep"`` freezes running requests, ``"wait"`` lets them end, ``"abort"`` ends them.
-        keep_cache: leave cached keys and values of older weights, and embeddings of images, where they are.
-        loop: the event loop that `AsyncLLM` runs on; None finds it.
+        llm: the engine, made in an environment with this package, whose plugin vLLM loads.
+        pause_mode, keep_cache, loop: as for `InProcessEngine`; ``keep_cache`` also keeps cached image embeddings.
 
     Raises:
-        ConfigError: ``keep_cache``, and the engine has a KV connector.
+        ConfigError: ``keep_cache`` is set, and the engine has a KV connector.
     """
 
     transport = "ipc"
@@ -218,7 +216,7 @@ class VLLMObjectPort(LocalPort):
                 "this vLLM has a KV connector, which would hand keys and values of old weights on for ever",
                 expected="keep_cache=False, or an engine without a connector",
             )
-        self._ours = False  # whether the workers are known to have our backend
+        self._ours = False  # whether the workers have our backend
 
     def handle(self, message: Message) -> Info:
         if not self._ours:
@@ -247,7 +245,7 @@ class VLLMObjectPort(LocalPort):
         return {}
 
     def _ask(self, message: Message) -> Info:
-        """Return the workers' answer, which vLLM can pass back only as an error's message; without one it is empty."""
+        """Return the workers' answer, which vLLM can return only as an error message; {} without an error."""
         try:
             self._workers("init_weight_transfer_engine", init_info=message.to_json())
         except EngineRefusedError as error:
@@ -257,7 +255,7 @@ class VLLMObjectPort(LocalPort):
         return {}
 
     def describe(self) -> EngineInfo:
-        if self._loop is not None and not self._loop.is_running():  # so that a fleet goes on without it
+        if self._loop is not None and not self._loop.is_running():  # then a fleet continues without this engine
             raise _ended()
         parallel = self._config.parallel_config
         return EngineInfo(
@@ -283,11 +281,11 @@ class VLLMObjectPort(LocalPort):
             self._do(self._llm.resume_generation)
 
     def abandon(self) -> None:
-        with suppress(EngineRefusedError):  # where it failed, workers have none to end any more
+        with suppress(EngineRefusedError):  # after a failure, workers have no open update
             self._workers("finish_weight_update")
 
     def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
-        """Give up the memory of keys and values in vLLM's sleep mode; else only forget what is cached."""
+        """Release the KV cache's memory if vLLM's sleep mode is enabled; otherwise only clear the cache."""
         if self._asynchronous and self._config.model_config.enable_sleep_mode:
             self._do(self._llm.release_kv_cache_memory)
         else:
@@ -307,14 +305,13 @@ class VLLMObjectPort(LocalPort):
         return CheckpointSource(self._config.model_config.model)
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `EngineClient.logprobs`; a request needs classes of vLLM's, which the scorer in our plugin imports."""
         if not prompts:
             return []
-        scorer = importlib.import_module("torchrl_ext.plugins.vllm.scorer")  # by name: it needs vLLM
+        scorer = importlib.import_module("torchrl_ext.plugins.vllm.scorer")  # here, because it imports vLLM
         return self._done(scorer.VLLMScorer(self._llm, self._asynchronous).ask(prompts))
 
     def _workers(self, method: str, **arguments: Any) -> None:
-        """Call a method of every worker; raises as `_do`, in the words of a worker."""
+        """Call a method on every worker; raises as `_do`, with a worker's message."""
         self._do(self._llm.collective_rpc, method, kwargs=arguments)
 
     def _name(self, version: str) -> None:
@@ -323,14 +320,14 @@ class VLLMObjectPort(LocalPort):
         self._do(inner.update_weight_version if self._asynchronous else inner.set_weight_version, version)
 
     def drop_cached(self) -> None:
-        """Drop cached keys and values, a connector's and running requests' too, and cached embeddings of images.
+        """Clear the KV cache, including a connector's and that of running requests, and cached image embeddings.
 
         Raises:
-            EngineRefusedError: it could not be dropped.
+            EngineRefusedError: vLLM could not clear the KV cache.
         """
         if self._keep_cache:
             return
-        Deadline(min(self.timeout_s, _COPYING_S)).poll(  # a connector holds them for a moment while it copies them
+        Deadline(min(self.timeout_s, _COPYING_S)).poll(  # a connector holds blocks for a moment while it copies them
             lambda: self._do(self._llm.reset_prefix_cache, self._asynchronous, reset_connector=True),
             late=lambda: EngineRefusedError("vLLM could not drop cached keys and values of the old weights"),
         )
@@ -338,12 +335,7 @@ class VLLMObjectPort(LocalPort):
             self._do(self._inner.reset_encoder_cache)
 
     def _do(self, call: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-        """Call a method of vLLM's, and return its answer.
-
-        Raises:
-            EngineRefusedError: what vLLM raised, in its own words.
-            DeadlineError: no answer in time.
-        """
+        """Call a method of vLLM, and return its answer; vLLM's errors become EngineRefusedError."""
         try:
             return self._done(call(*args, **settings))
         except WeightSyncError:
@@ -358,19 +350,13 @@ class VLLMObjectPort(LocalPort):
             raise EngineRefusedError(f"{what}; vLLM refused {name}", **more) from error
 
     def _done(self, value: Any) -> Any:
-        """Return the value, or what the engine's loop returns for it.
-
-        Raises:
-            ConfigError: as `_home`.
-            EngineUnreachableError: the loop has ended.
-            DeadlineError: no answer in time.
-        """
+        """Return ``value``; run a coroutine on the engine's loop, and return its result."""
         if not inspect.iscoroutine(value):
             return value
         try:
             home = self._home()
         except WeightSyncError:
-            value.close()  # it never runs, of which Python would warn
+            value.close()  # otherwise Python warns that it was never awaited
             raise
         future = asyncio.run_coroutine_threadsafe(value, home)
         within = Deadline(self.timeout_s, "vLLM")
@@ -382,16 +368,11 @@ class VLLMObjectPort(LocalPort):
                 raise within.error()
         try:
             return future.result()
-        except CancelledError:  # as the loop does with all that it still has when it ends
+        except CancelledError:  # the loop has ended, and cancelled its tasks
             raise _ended() from None
 
     def _home(self) -> asyncio.AbstractEventLoop:
-        """Return the loop that `AsyncLLM` runs on.
-
-        Raises:
-            ConfigError: nobody knows it, or it is the one of this thread, which the call would block.
-            EngineUnreachableError: it has ended.
-        """
+        """Return the loop that `AsyncLLM` runs on; raise if it is unknown, has ended, or runs in this thread."""
         if self._loop is None:
             handler = self._llm.output_handler
             if handler is None:
@@ -410,13 +391,13 @@ class VLLMObjectPort(LocalPort):
         return self._loop
 
     def at_home(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take ``loop`` for the one that `AsyncLLM` runs on, unless that is known already."""
+        """Use ``loop`` as the loop that `AsyncLLM` runs on, unless it is known already."""
         if self._loop is None and self._asynchronous and self._llm.output_handler is None:
             self._loop = loop
 
 
 def _running_here() -> asyncio.AbstractEventLoop | None:
-    """Return the event loop that runs in this thread, where there is one."""
+    """Return the event loop that runs in this thread, if any."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -1,6 +1,6 @@
-"""Engines in Ray actors: an `EngineActor` hosts any engine and its port, and `RayPort` asks that port from outside.
+"""Engines in Ray actors: an `EngineActor` hosts an engine and its port, and a `RayPort` calls that port remotely.
 
-Ray moves the calls; weights go by the transport, from the trainer to the actor's process or to the engine behind it.
+Ray carries only calls; the transport moves weights directly to the actor's process or to the engine behind it.
 """
 
 from __future__ import annotations
@@ -38,17 +38,13 @@ __all__ = ["EngineActor", "RayPort", "Served", "connect_actors", "ray_engine"]
 
 _POLL_S = 0.05
 _LIMITS = {"timeout_s", "load_timeout_s", "start_timeout_s"}
-_SHORT = {"describe", "state", "release", "close"}  # calls that wait for no weights
+_SHORT = {"describe", "state", "release", "close"}  # calls that do not wait for weights
 
-_hosted: dict[str, EngineActor] = {}  # in an actor of another class: by client
+_hosted: dict[str, EngineActor] = {}  # by client, in an actor of another class
 
 
 def _the_ray() -> Any:
-    """Return the module `ray`.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Import `ray`, or raise ConfigError if it is not installed."""
     try:
         import ray
     except ImportError as error:
@@ -58,12 +54,12 @@ def _the_ray() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A recipe of an engine server that an `EngineActor` starts on its node, with the client that drives it there.
+    """Settings of an engine server that an `EngineActor` starts on its node, and of the client that drives it there.
 
     Attributes:
         kind: ``"embedded"``, ``"vllm"``, ``"sglang"``.
-        launch: fields of the make's server spec (`torchrl_ext.serving.server.ServerSpec`): ``model``, ``dtype``, ...
-        client: settings of its client (`torchrl_ext.rpc`).
+        launch: fields of the engine's server spec (`torchrl_ext.serving.server.ServerSpec`): ``model``, ``dtype``, ...
+        client: settings of the client (`torchrl_ext.rpc`).
     """
 
     kind: str
@@ -71,19 +67,19 @@ class Served:
     client: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self) -> tuple[EngineClient, Any]:
-        """Start the server; return its client, and the server."""
+        """Start the server; return its client and the server."""
         server = engines.part(self.kind, "server")(**self.launch).start()
         return engines.make(self.kind, url=server.url, **self.client), server
 
 
 class EngineActor:
-    """The class that runs in a Ray actor, with an engine of the actor's process or a server on its node.
-
-    Args:
-        make: called in the actor; returns what takes the weights (a module, a TensorDict, a `WeightReceiver` or an
-            `EngineClient`). `Served` makes a server.
+    """Actor class that hosts an engine in the actor's process, or drives a server on the actor's node.
 
     ``EngineActor.as_remote({"resources": {"engine": 1}}).remote(make)`` places one; `ray_engine` drives it.
+
+    Args:
+        make: called in the actor; returns the engine or model (a module, a TensorDict, a `WeightReceiver` or an
+            `EngineClient`). `Served` starts a server.
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
@@ -96,7 +92,7 @@ class EngineActor:
 
     @classmethod
     def as_remote(cls, remote_config: Mapping[str, Any] | None = None) -> Any:
-        """Return this class as a Ray actor class with room for two calls: one waits for weights, one asks or closes.
+        """Return this class as a Ray actor class with two concurrent calls, so that one of them can wait for weights.
 
         Args:
             remote_config: options of `ray.remote` (``num_cpus``, ``resources``, ``max_concurrency``, ...).
@@ -109,8 +105,8 @@ class EngineActor:
     def call(self, name: str, *args: Any, **settings: Any) -> Any:
         """Call a method of the engine's `Port`, and return its answer.
 
-        Of `Port.suited` that is ``pauses``, ``proves`` and ``drops_first`` of the port, which stays here and is called
-        from then on.
+        The port that `Port.suited` returns stays here and handles later calls; the answer is its ``pauses``, ``proves``
+        and ``drops_first``.
         """
         if name != "suited":
             return getattr(self._port, name)(*args, **settings)
@@ -120,11 +116,11 @@ class EngineActor:
         return self._port.pauses, self._port.proves, self._port.drops_first
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return ``function(target, *args)``, where the target is what ``make`` returned."""
+        """Return ``function(target, *args)``, where ``target`` is the object that ``make`` returned."""
         return function(self.target, *args)
 
     def stop(self) -> None:
-        """End the server, where there is one. It also ends with the actor's process."""
+        """Stop the server, if there is one. It also stops with the actor's process."""
         if self._server is not None:
             self._server.stop()
 
@@ -132,23 +128,23 @@ class EngineActor:
 def begin(
     held: Any, pick: Callable[[Any], Any], client: str, job: str, name: str, args: tuple[Any, ...], settings: Info
 ) -> tuple[Any] | None:
-    """Do what `EngineActor.call` does, over what ``pick`` finds in ``held``; to be run in the actor of ``held``.
+    """Run `EngineActor.call` in an actor of another class, on the engine that ``pick`` returns.
 
-    Ray starts no other call of the actor before this one returns. An actor with coroutines goes on meanwhile, so a
-    thread does the job there. Any other actor does one thing at a time, and this is it.
+    Ray starts no other call of the actor before this one returns. In an actor with coroutines, which run meanwhile, a
+    thread does the call; any other actor does it directly.
 
-    One sender at a time drives an engine: the one that joins has the clients before it forgotten, except those whose
-    jobs run. One that lives joins anew.
+    Only one sender at a time drives an engine, so a client that joins removes the engine's earlier clients, unless they
+    have running jobs; a removed client has to join again.
 
     Args:
         held: the actor's object.
-        pick: takes it; returns what takes the weights, as ``make`` of `EngineActor` does.
-        client: names the client, which has an `EngineActor` of its own.
-        job: names this call, for `answer`.
-        name, args, settings: of `EngineActor.call`.
+        pick: takes it; returns the engine or model, as ``make`` of `EngineActor` does.
+        client: id of the client, which has its own `EngineActor`.
+        job: id of this call, for `answer`.
+        name, args, settings: as for `EngineActor.call`.
 
     Returns:
-        The answer, in a tuple; or None where the job has begun.
+        The answer in a tuple, or None if a thread has begun the call.
     """
     if client not in _hosted:
         _hosted[client] = EngineActor(partial(pick, held))
@@ -165,10 +161,10 @@ def begin(
 
 
 def answer(held: Any, client: str, job: str) -> tuple[Any] | None:
-    """Return the answer of a client's job, in a tuple, or None while it runs; raise what it raised.
+    """Return the answer of a client's job in a tuple, or None while it runs; raise the job's error.
 
     Raises:
-        NotConnectedError: another client joined before it asked.
+        NotConnectedError: another client has joined and removed this one.
     """
     del held
     if client not in _hosted:
@@ -180,7 +176,7 @@ def answer(held: Any, client: str, job: str) -> tuple[Any] | None:
 
 
 def _asked(name: str) -> Any:
-    """Return a method that asks the port in the actor."""
+    """Return a method that calls the port in the actor."""
 
     def ask(self: RayPort, *args: Any, **settings: Any) -> Any:
         return self._ask(name, *args, **settings)
@@ -190,7 +186,7 @@ def _asked(name: str) -> Any:
 
 @final
 class RayPort(Port):
-    """The engine of a Ray actor, whose own port answers there.
+    """Calls the port of an engine in a Ray actor.
 
     Args:
         actor, pick, timeout_s, load_timeout_s, start_timeout_s: as for `ray_engine`.
@@ -220,11 +216,11 @@ class RayPort(Port):
         self.timeout_s, self._timeout_s, self._first_timeout_s = load_timeout_s, timeout_s, start_timeout_s
 
     def describe(self) -> EngineInfo:
-        """See `Port.describe`; ``url`` is the actor's, and `address` has the engine's own."""
+        """See `Port.describe`; ``url`` is the actor's, and `address` returns the engine's."""
         return replace(self._ask("describe"), url=self.url, kind=self.kind)
 
     def address(self) -> str:
-        """Return the URL at which the engine answers requests, when it is a server."""
+        """Return the engine's URL, if it is a server."""
         return str(self._ask("describe").url)
 
     def suited(self, info: Info) -> Port:
@@ -249,17 +245,11 @@ class RayPort(Port):
     logprobs = _asked("logprobs")
 
     def close(self, connection: str) -> None:
-        with suppress(EngineUnreachableError, EngineRefusedError):  # it is gone, or another sender's
+        with suppress(EngineUnreachableError, EngineRefusedError):  # the engine is gone, or has another sender
             self._ask("close", connection)
 
     def _ask(self, name: str, *args: Any, **settings: Any) -> Any:
-        """Call a method of the port in the actor, and wait for its answer.
-
-        Raises:
-            EngineUnreachableError: the actor is dead.
-            DeadlineError: no answer in time.
-            WeightSyncError: what the actor raised, in its own class where it is one of ours.
-        """
+        """Call a method of the port in the actor, and wait for its answer; our own errors keep their class."""
         errors = _the_ray().exceptions
         limit_s = max(self._timeout_s if name in _SHORT else self.timeout_s, self._first_timeout_s)
         try:
@@ -282,7 +272,7 @@ class RayPort(Port):
         return found
 
     def _answer(self, timeout_s: float, name: str, args: tuple[Any, ...], settings: Info) -> Any:
-        """Return the actor's answer; errors of Ray, and errors that Ray carries, come through."""
+        """Return the actor's answer; raises Ray's errors unchanged."""
         ray, actor, within = _the_ray(), self._actor, Deadline(timeout_s)
         if self._pick is None:
             return ray.get(actor.call.remote(name, *args, **settings), timeout=timeout_s)
@@ -311,10 +301,10 @@ def ray_engine(actor: Any, **settings: Any) -> Engine:
     """Return the client of the engine in an actor.
 
     Args:
-        actor: its handle, or the name that it was given.
-        pick: None for an `EngineActor`. For an actor of any other class: called in the actor with its object, returns
-            what takes the weights, as ``make`` of `EngineActor` does. It is sent by its name or its code, and the
-            actor's environment needs this package.
+        actor: the actor's handle or name.
+        pick: None for an `EngineActor`. For an actor of any other class, a function that is called in the actor with
+            its object and returns the engine or model, as ``make`` of `EngineActor` does. Ray pickles it by
+            reference or by value, and the actor's environment needs this package.
         timeout_s: deadline of each short call, in seconds.
         load_timeout_s: deadline of joining a transport and of receiving weights, in seconds.
         start_timeout_s: deadline of the first call, which waits for the actor and its engine to start, in seconds.
@@ -326,20 +316,20 @@ def ray_engine(actor: Any, **settings: Any) -> Engine:
 
 
 def connect_actors(engine: Any, **settings: Any) -> EngineClient:
-    """Return the client for engines that Ray runs, or that TorchRL made; `make_engine("ray", ...)` calls it.
+    """Return the client of engines in Ray actors or of TorchRL's engines; `make_engine("ray", ...)` calls it.
 
-    Of TorchRL's engines we drive the vLLM inside, whose workers take the weights themselves.
+    The client drives the vLLM inside TorchRL's engines, whose workers receive the weights directly.
 
     Args:
         engine: handle or name of an `EngineActor`, TorchRL's `AsyncVLLM`, `RayLLMWorker` or `LocalLLMWrapper`, or a
             sequence of these.
-        settings: as for `ray_engine`, without ``pick`` for TorchRL's engines; these take ``pause_mode`` and
-            ``keep_cache`` too, as `InProcessEngine` does.
+        settings: as for `ray_engine`; for TorchRL's engines without ``pick``, but with ``pause_mode`` and
+            ``keep_cache`` as for `InProcessEngine`.
 
     Raises:
-        ConfigError: ray is not installed, or there is no such actor; a setting that the engine does not take; an
-            `AsyncVLLM` without replicas; or another implementation of TorchRL's interface, which cannot say whether an
-            update reached it whole.
+        ConfigError: ray is not installed; there is no such actor; the engine does not take a setting; an `AsyncVLLM`
+            has no replicas; or the engine is another implementation of TorchRL's interface, which cannot report whether
+            an update is complete.
     """
     if isinstance(engine, Sequence) and not isinstance(engine, str):
         return Pool([connect_actors(one, **settings) for one in engine])
@@ -373,7 +363,7 @@ def connect_actors(engine: Any, **settings: Any) -> EngineClient:
 
 
 def _async_llm(replica: Any, **settings: Any) -> InProcessEngine:
-    """Return the client of the `AsyncLLM` in a replica of `AsyncVLLM`; it is called in the replica's actor."""
+    """Return the client of the `AsyncLLM` in a replica of `AsyncVLLM`; runs in the replica's actor."""
     return InProcessEngine(replica.engine, **settings)
 
 
