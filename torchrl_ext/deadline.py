@@ -1,4 +1,4 @@
-"""`Deadline`: how long a wait may last, what ends it early, whom its error names; and calls that run beside others."""
+"""`Deadline` bounds every wait of a step; helpers run a call in a thread next to its caller."""
 
 from __future__ import annotations
 
@@ -21,18 +21,15 @@ _SHORTEST_S, _LONGEST_S, _GROWTH = 0.02, 1.0, 1.5
 
 @final
 class Deadline:
-    """The moment until which a wait may last, a flag that ends it early, and the party that is waited for.
-
-    A value is passed down to every wait of one step, so that the step has one deadline however many waits it takes, and
-    one flag (``stop``) that another thread sets to end them all.
+    """A deadline and a stop flag, shared by all waits of one step; another thread can set the flag to end them early.
 
     Args:
         timeout_s: seconds from now.
-        who: the party that is waited for, as a message names it: ``"worker 3 (pid 17 on host)"``.
-        stop: ends every wait under this deadline when it is set; by default one of its own.
+        who: the peer, as errors name it: ``"worker 3 (pid 17 on host)"``.
+        stop: event that ends every wait under this deadline when it is set; None makes a new one.
 
     Attributes:
-        until: monotonic moment.
+        until: the deadline, in seconds of `time.monotonic`.
     """
 
     def __init__(self, timeout_s: float, who: str = "the other end", stop: threading.Event | None = None) -> None:
@@ -41,21 +38,21 @@ class Deadline:
         self.stop = threading.Event() if stop is None else stop
 
     def again(self, who: str | None = None) -> Deadline:
-        """Return a deadline of as many seconds that begins now, under the same flag: for the next wait of a step."""
+        """Return a new deadline of the same length that begins now and shares the stop flag."""
         return Deadline(self.timeout_s, self.who if who is None else who, self.stop)
 
     def within(self, timeout_s: float) -> Deadline:
-        """Return a deadline of ``timeout_s`` seconds from now that is no later than this one, under the same flag."""
+        """Return a deadline ``timeout_s`` seconds from now, but not after this one, that shares the stop flag."""
         return Deadline(min(timeout_s, self.left_s), self.who, self.stop)
 
     @property
     def left_s(self) -> float:
-        """The seconds that are left; 0 from the moment on."""
+        """Seconds left; 0 after the deadline."""
         return max(0.0, self.until - time.monotonic())
 
     @property
     def over(self) -> bool:
-        """Whether the moment has come, or another thread ended the wait."""
+        """Whether the deadline has passed or the stop flag is set."""
         return self.stop.is_set() or time.monotonic() >= self.until
 
     def error(self, what: str = "", **parts: str | None) -> WeightSyncError:
@@ -63,10 +60,10 @@ class Deadline:
 
         Args:
             what: what did not happen, such as ``"rank 2 did not arrive"``; by default, that `who` did not answer.
-            parts: ``expected``, ``state``, ``hint`` of the error.
+            parts: the error's ``expected``, ``state`` and ``hint``.
 
         Returns:
-            DeadlineError at the moment; TransportError where another thread ended the wait before.
+            A TransportError if the stop flag is set, otherwise a DeadlineError.
         """
         what = what or f"{self.who} did not answer"
         if self.stop.is_set():
@@ -74,19 +71,19 @@ class Deadline:
         return DeadlineError(f"{what} within {self.timeout_s:g} s", **parts)
 
     def check(self, what: str = "", **parts: str | None) -> None:
-        """Raise the `error` of a wait that is `over`; do nothing before."""
+        """Raise the `error` if the wait is `over`."""
         if self.over:
             raise self.error(what, **parts)
 
     def pauses(self, *, shortest_s: float = _SHORTEST_S, longest_s: float = _LONGEST_S) -> Iterator[float]:
-        """Yield the turns of a loop that polls something, each as the seconds that are left.
+        """Yield the seconds left at each turn of a polling loop, and sleep between turns.
 
-        There is a first turn in any case, and a last one at the deadline, unless another thread ends the wait. The
-        pauses between turns grow by half.
+        There is always a first turn, and one at the deadline unless the stop flag is set. Each sleep is half as long
+        again as the one before.
 
         Args:
-            shortest_s: the first pause, in seconds.
-            longest_s: no pause is longer, in seconds.
+            shortest_s: the first sleep, in seconds.
+            longest_s: the longest sleep, in seconds.
         """
         pause_s = shortest_s
         while True:
@@ -106,17 +103,16 @@ class Deadline:
         longest_s: float = _LONGEST_S,
         **parts: str | None,
     ) -> Found:
-        """Call ``ask`` until it returns something true, and return that.
+        """Call ``ask`` until it returns a true value, and return that value.
 
         Args:
-            ask: the question; any error that it raises ends the wait.
-            what: what did not happen, as in `error`.
-            late: makes the error in place of `error`, where it takes a last look to describe.
+            ask: the function to call; an error that it raises ends the wait.
+            what, parts: as in `error`.
+            late: returns the error to raise at the deadline instead of `error`.
             shortest_s, longest_s: as in `pauses`.
-            parts: as in `error`.
 
         Raises:
-            DeadlineError, TransportError: the `error` with ``what`` and ``parts``, or the one that ``late`` makes.
+            DeadlineError, TransportError: the `error` for ``what`` and ``parts``, unless ``late`` returns another one.
         """
         for _ in self.pauses(shortest_s=shortest_s, longest_s=longest_s):
             found = ask()
@@ -127,7 +123,7 @@ class Deadline:
 
 @contextmanager
 def one_at_a_time(lock: threading.Lock, error: Exception) -> Iterator[None]:
-    """Hold ``lock`` during the block; raise ``error`` at once where another thread holds it."""
+    """Hold ``lock`` during the block; raise ``error`` at once if it is taken."""
     if not lock.acquire(blocking=False):
         raise error
     try:
@@ -137,21 +133,20 @@ def one_at_a_time(lock: threading.Lock, error: Exception) -> Iterator[None]:
 
 
 def in_thread(call: Callable[[], Found], name: str) -> Future[Found]:
-    """Run ``call``, which may never return, in a thread that nobody has to wait for, not even the end of the process.
+    """Run ``call``, which may never return, in a daemon thread, and return its future.
 
-    Returns:
-        The future of what it returns or raises; its ``result(timeout)`` is a wait with a deadline.
+    The future cannot be cancelled; ``result(timeout)`` waits with a timeout.
     """
     job: Future[Found] = Future()
-    job.set_running_or_notify_cancel()  # a caller that stops waiting cannot cancel it
+    job.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
             job.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - carried over to the thread that waits
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
             job.set_exception(error)
 
-    if sys.is_finalizing():  # a thread that is started now never runs; an object that is dropped last may ask for one
+    if sys.is_finalizing():  # a thread started now would never run; a finalizer may still call this
         work()
     else:
         threading.Thread(target=work, name=name, daemon=True).start()
@@ -159,7 +154,7 @@ def in_thread(call: Callable[[], Found], name: str) -> Future[Found]:
 
 
 def _append(error: BaseException, cause: BaseException) -> None:
-    """Let the chain of causes of ``error`` end with ``cause``."""
+    """Append ``cause`` to the ``__cause__`` chain of ``error``."""
     while error is not cause and error.__cause__ is not None:
         error = error.__cause__
     if error is not cause:
@@ -168,15 +163,15 @@ def _append(error: BaseException, cause: BaseException) -> None:
 
 @contextmanager
 def beside(call: Callable[[Callable[[], None]], None], within: Deadline) -> Iterator[None]:
-    """Run ``call`` in a thread beside the block, whose waits are under the same deadline.
+    """Run ``call`` in a thread while the block runs; then wait for it, and raise its error.
 
-    Whichever side fails first sets ``within.stop``, so that neither waits for a party that has given up. The first
-    cause is raised, the other one chained to it: an error of the block that is none of a wait is a cause in any case.
-    ``call`` must have a deadline of its own.
+    The side that fails first sets ``within.stop``, so that the block does not wait for a peer that has given up. If
+    both fail, the first error is raised with the other one chained; an error of the block that does not come from a
+    wait always counts as the first. ``call`` must have its own deadline.
 
     Args:
-        call: takes a callable for failures that it sees early.
-        within: of the block's waits.
+        call: takes a function that it calls to report an early failure.
+        within: deadline of the block's waits.
     """
     foreseen = threading.Event()
 

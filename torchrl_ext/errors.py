@@ -1,4 +1,4 @@
-"""The tree of errors; every message says what happened, what was expected, what the state is now, what to do next."""
+"""Exception classes; each message says what happened, what was expected, the current state, and what to do next."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = [
 
 
 class WeightSyncError(RuntimeError):
-    """The root of the tree of errors, which makes one message of up to four parts.
+    """The base of all errors of this package; its message has up to four parts.
 
     Args:
-        what: what happened, with the names of the parties.
-        expected: what should have been there instead.
-        state: what holds now (which weights are served, who is paused).
+        what: what happened, and to which process or engine.
+        expected: what was expected instead.
+        state: the state after the error (which weights are served, which engines are paused).
         hint: what to do next.
 
     Example:
@@ -38,23 +38,23 @@ class WeightSyncError(RuntimeError):
 
 
 class ConfigError(WeightSyncError, ValueError):
-    """A setting or a name cannot work; raised before any I/O."""
+    """A setting or a name is invalid; raised before any I/O."""
 
 
 class ManifestError(WeightSyncError):
-    """Names, shapes or dtypes do not agree between two parties."""
+    """Names, shapes or dtypes differ between sender and receiver."""
 
 
 class IntegrityError(WeightSyncError):
-    """Bytes are not what their manifest promises."""
+    """Data does not match its manifest."""
 
 
 class StaleBaseError(IntegrityError):
-    """A version builds on one that its receiver does not hold; everything has to be sent."""
+    """An update builds on a version that the receiver does not hold; the sender has to send a full version."""
 
 
 class DeadlineError(WeightSyncError, TimeoutError):
-    """A wait reached its deadline; the message names the peer."""
+    """A wait timed out; the message names the peer."""
 
 
 class TransportError(WeightSyncError):
@@ -66,18 +66,18 @@ class NotConnectedError(TransportError):
 
 
 class ConcurrentUpdateError(TransportError):
-    """A second send was started while one was running."""
+    """A send was started while another one was running."""
 
 
 class StoreError(TransportError):
-    """A directory or an object store could not be written or read: no space, no permission, not visible."""
+    """A directory or an object store could not be read or written (no space, no permission, not visible)."""
 
 
 class EngineError(WeightSyncError):
     """The control layer failed.
 
     Args:
-        rows: one `EngineRow` per engine that took part.
+        rows: one `EngineRow` per engine involved.
     """
 
     def __init__(self, what: str, *, rows: tuple[Any, ...] = (), **more: str | None) -> None:
@@ -86,15 +86,15 @@ class EngineError(WeightSyncError):
 
 
 class EngineUnreachableError(EngineError):
-    """Nothing answers at the engine's address."""
+    """The engine does not answer at its address."""
 
 
 class EngineRefusedError(EngineError):
-    """The engine answered, and the answer is no.
+    """The engine rejected a request.
 
     Args:
-        status: the HTTP status, where there is one.
-        reason: the engine's own words, where ``what`` also says by which call they came.
+        status: the HTTP status, if any.
+        reason: the engine's own error text; ``what`` may add which call failed.
     """
 
     def __init__(self, what: str, *, status: int | None = None, reason: str = "", **more: Any) -> None:
@@ -103,14 +103,14 @@ class EngineRefusedError(EngineError):
 
 
 class RouteAbsent(EngineRefusedError):
-    """The server has no such route, or none that takes this method (HTTP 404, 405, 501)."""
+    """The server does not have the route, or not for this method (HTTP 404, 405, 501)."""
 
 
 class UpdateError(EngineError):
-    """Not every engine accepted an update.
+    """At least one engine did not accept an update.
 
     Args:
-        report: the `SyncReport` of the attempt, with a row per engine.
+        report: the `SyncReport` of the attempt, with one row per engine.
     """
 
     def __init__(self, what: str, *, report: Any = None, **more: Any) -> None:
@@ -119,7 +119,7 @@ class UpdateError(EngineError):
 
 
 def parsed(text: str) -> tuple[str, dict[str, str]]:
-    """Return the first part of the message of a `WeightSyncError` of another process, and the others by name."""
+    """Split the message of a `WeightSyncError` from another process into ``what`` and a dict of the other parts."""
     rest: dict[str, str] = {}
     for name, mark in (("hint", " Next: "), ("state", " State: "), ("expected", " Expected: ")):
         text, found, part = text.partition(mark)
@@ -129,5 +129,5 @@ def parsed(text: str) -> tuple[str, dict[str, str]]:
 
 
 def why(error: BaseException) -> str:
-    """Return the words of ``error`` that fit into another error's message."""
+    """Return a description of ``error`` to embed in another error's message."""
     return error.what.rstrip(".") if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"

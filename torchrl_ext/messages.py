@@ -1,14 +1,13 @@
-"""Messages from a trainer's control layer to the workers of an engine: one frozen struct per step.
+"""Messages from a trainer's control layer to an engine's workers: one frozen struct per step of an update.
 
-A message is one JSON object: ``{"format": 3, "release": "0.1.0", "kind": "prefetch", "version": 7}``. The format counts
-the changes of this protocol, and the release is the one of the sender, for error messages; the other fields are those
-of the message. An engine's client (`torchrl_ext.rpc`) and plugin choose the route that brings it. Workers handle it in
-`torchrl_ext.sync.worker_end.WorkerEnd.handle`, or, where weights land in this process, in
-`torchrl_ext.sync.receiver.WeightReceiver.handle`. An answer is a JSON object too, and empty where there is nothing to
-say.
+A message is one JSON object: ``{"format": 3, "release": "0.1.0", "kind": "prefetch", "version": 7}``. ``format`` is the
+protocol version, ``release`` is the sender's release (for error messages), and the other fields belong to the message.
+The engine's client (`torchrl_ext.rpc`) and plugin choose the route. Workers handle messages in
+`torchrl_ext.sync.worker_end.WorkerEnd.handle`, or, for weights in this process, in
+`torchrl_ext.sync.receiver.WeightReceiver.handle`. The answer is also a JSON object, and may be empty.
 
-Whoever reaches an engine's port can send a message, so every field is checked as it is decoded. The trainer end of a
-transport writes to its worker ends inside (`Join.offer`, `Load.handoff`): a `Wire` of that transport's own.
+Anyone who can reach an engine's port can send a message, so decoding checks every field. `Join.offer` and
+`Load.handoff` carry the transport's own `Wire` from its trainer end to its worker ends.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ __all__ = [
 ]  # fmt: skip
 
 FORMAT = 3
-"""The number of this protocol; `docs/formats.md` says what changed with each."""
+"""Protocol version; `docs/formats.md` lists the changes."""
 
 REPLACED = "torchrl_ext: this sender has to join again"
-"""What a worker's refusal begins with where it has joined another sender since, or none."""
+"""Prefix of a worker's refusal when the sender of a step is not the one that it joined last."""
 
 NOBODY = "no sender has joined"
-"""What such a refusal says, of an engine that no sender has joined since it was started."""
+"""Reason in such a refusal when no sender has joined since the engine was started."""
 
 WorldSize = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Digests = dict[str, str]
@@ -51,28 +50,27 @@ WeightsLost = Annotated[str, msgspec.Meta(pattern=r"^(gone|reloaded)\Z")]
 
 
 def _kind_of(name: str) -> str:
-    """Return the kind of a message in JSON by the name of its class: ``"check_adapter"`` for ``"CheckAdapter"``."""
+    """Return a message class's ``kind`` in JSON: ``"check_adapter"`` for ``"CheckAdapter"``."""
     return re.sub("(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 class Message(Wire, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=_kind_of):
-    """A message to the workers of an engine: one step of an update, or a question."""
+    """A message to an engine's workers: one step of an update, or a query."""
 
     @property
     def kind(self) -> str:
-        """The name of the message in JSON."""
+        """The message's ``kind`` in JSON."""
         return str(self.__struct_config__.tag)
 
     def to_json(self) -> Info:
-        """Return the message as a JSON object."""
         return {"format": FORMAT, "release": torchrl_ext.__version__, **super().to_json()}
 
     @classmethod
     def from_json(cls, info: Any, what: str = "") -> Self:
-        """Decode a message of this class, from its JSON object or the fields in it.
+        """Decode a message of this class; ``format`` and ``release`` may be missing, and are not checked.
 
         Raises:
-            ConfigError: a field is missing, unknown, of another type or out of bounds; it is named.
+            ConfigError: a field is missing, unknown, of the wrong type or out of bounds; the message names it.
         """
         if isinstance(info, Mapping):
             info = {name: value for name, value in info.items() if name not in ("format", "release")}
@@ -80,27 +78,28 @@ class Message(Wire, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_f
 
 
 class Connected(Message, frozen=True, kw_only=True):
-    """The part of a message that names the connection of its sender.
+    """Base class of messages that carry their sender's connection id.
 
     Attributes:
-        connection: the id that its `Join` brought; empty for a caller that made none, whose steps count as steps of the
-            sender that joined last.
+        connection: the id from the sender's `Join`. If it is empty, workers treat the message as one from the sender
+            that joined last.
     """
 
     connection: Text = ""
 
 
 def stamped(message: Message, connection: str) -> Message:
-    """Return the message with the id of a sender's connection, where it is to bear one and has none."""
+    """Return the message with this connection id, if it is `Connected` and has no id yet."""
     bears = isinstance(message, Connected) and not message.connection
     return msgspec.structs.replace(message, connection=connection) if bears else message
 
 
 def read(info: Any) -> Message:
-    """Return the message that a JSON object stands for.
+    """Decode a message of any class.
 
     Raises:
-        ConfigError: it is no message, or one of another release, or has an invalid field, which is named.
+        ConfigError: ``info`` is not a message, has another protocol version, or has an invalid field, which the error
+            names.
     """
     if not isinstance(info, Mapping):
         raise ConfigError(f"a message is {reprlib.repr(info)}", expected="an object", state="unchanged")
@@ -126,13 +125,13 @@ def read(info: Any) -> Message:
 
 
 class Inspect(Message, frozen=True, kw_only=True):
-    """A question about an engine's surroundings (`torchrl_ext.sync.inspection`); no part of any update.
+    """Queries an engine worker's environment (`torchrl_ext.sync.inspection`), independently of any update.
 
     Attributes:
-        root: what `SharedRoot.invite` gave, to be looked for.
-        clear: the same, with the probe that an earlier answer named, to be removed.
-        dial: host and port of the asker, to be reached.
-        token: what the asker's listener sends.
+        root: an invitation from `SharedRoot.invite` to look for.
+        clear: the same invitation with the probe that an earlier answer named, which the worker removes.
+        dial: host and port at which the worker tries to reach the asker.
+        token: the token that the asker's listener sends.
     """
 
     root: Info | None = None
@@ -142,19 +141,19 @@ class Inspect(Message, frozen=True, kw_only=True):
 
 
 class Join(Connected, frozen=True, kw_only=True):
-    """Tells workers to check the parameters, then to join a trainer's transport; `Poll` says when that is over.
+    """Tells workers to check the parameters and to join a trainer's transport; `Poll` reports when they have joined.
 
-    From then on workers refuse every step of an update that bears another `Connected.connection`.
+    From then on workers refuse every step of an update that has another `Connected.connection`.
 
     Attributes:
-        sender: names the trainer's process, for the sender that this one replaces.
-        transport: the registered name.
-        params: every parameter of the update, in order.
-        rank_offset: the rank of the engine's first worker, where the trainer is 0.
-        world_size: the trainer and all workers of all engines; None where the transport counts none.
-        compares: whether digests will be asked for (`Verify`).
-        unproved: whether the trainer gave up any proof, so that nothing was rehearsed.
-        offer: the `Wire` of the transport's trainer end to its worker ends.
+        sender: a description of the trainer's process, for errors that the replaced sender gets.
+        transport: the registered name of the transport.
+        params: all parameters of the update, in order.
+        rank_offset: rank of the engine's first worker; the trainer is rank 0.
+        world_size: 1 (the trainer) + the workers of all engines; None if the transport does not need it.
+        compares: whether `Verify` will ask for digests.
+        unproved: whether the trainer skips the rehearsal, and so accepts updates without proof.
+        offer: the `Wire` from the transport's trainer end to its worker ends.
     """
 
     sender: Text = ""
@@ -168,23 +167,23 @@ class Join(Connected, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Join:
-        """Make the message from what `Transport.open` gives, once ``params`` were added to it.
+        """Make the message from the info of `Transport.open`, with ``params`` added.
 
         Raises:
-            ConfigError: a field is malformed; it is named.
+            ConfigError: a field is malformed; the message names it.
         """
         own = {name: value for name, value in info.items() if name in cls.__struct_fields__}
         return cls.from_json({**own, "offer": {name: value for name, value in info.items() if name not in own}})
 
 
 class Rehearse(Connected, frozen=True, kw_only=True):
-    """Tells workers to show that an update leads to the same state as a cold start (`torchrl_ext.proof.rehearsal`).
+    """Tells workers to check that an update leads to the same state as a cold start (`torchrl_ext.proof.rehearsal`).
+
+    The answer has ``needed`` (for an ``ask``: whether a rehearsal would run), ``proof`` and the rehearsal's findings.
 
     Attributes:
         how: ``"once"`` per start of the engine, ``"never"`` or ``"always"``.
-        ask: nothing is done, and the engine need not be paused.
-
-    The answer has ``needed`` (to an ``ask``: it would be done), ``proof`` and what was shown.
+        ask: only ask whether a rehearsal is needed; the engine need not be paused.
     """
 
     how: RehearsePolicy = "once"
@@ -192,14 +191,13 @@ class Rehearse(Connected, frozen=True, kw_only=True):
 
 
 class Prefetch(Connected, frozen=True, kw_only=True):
-    """Tells workers to stage a version while the engine serves; `Poll` says when that is over.
+    """Tells workers to stage a version while the engine serves; `Poll` reports when they have staged it.
 
     Attributes:
-        version: that version.
-        part: of a partial update: which tensors it brings, and the version that has the others; None for all tensors.
-        files: the names of its files that were announced now, where those of one version are announced one by one; None
-            for all of it.
-        label: what the weights in service are called, which names the version that such files build on.
+        version: the version to stage.
+        part: for a partial update, the tensors that it sends and the version that it builds on; None for all tensors.
+        files: names of the version's files to stage now, if they are announced one by one; None for all files.
+        label: label of the weights in service, which names the version that ``files`` build on.
     """
 
     version: Count
@@ -213,14 +211,14 @@ class Prefetch(Connected, frozen=True, kw_only=True):
 
 
 class Pull(Message, frozen=True, kw_only=True):
-    """Tells workers to bring a checkpoint on their host to a published version, while the engine serves; see `Poll`.
+    """Tells workers to update a checkpoint on their host to a published version, while the engine serves; see `Poll`.
 
-    Nothing of it is loaded (`torchrl_ext.versions.local_checkpoint`).
+    The workers do not load it (`torchrl_ext.versions.local_checkpoint`).
 
     Attributes:
-        source: where the versions lie.
-        directory: the checkpoint, on the host of each worker.
-        version: its number; 0 is the checkpoint that the engine was started with.
+        source: directory of the published versions.
+        directory: the checkpoint directory on each worker's host.
+        version: the version number; 0 is the checkpoint that the engine was started with.
     """
 
     source: Text
@@ -232,7 +230,7 @@ class Pull(Message, frozen=True, kw_only=True):
         """Make the message from the body of ``POST /pull_weights``, as slime's trainers send it.
 
         Raises:
-            ConfigError: a field is missing, or of another type; it is named.
+            ConfigError: a field is missing or has the wrong type; the message names it.
         """
         names = {"source": "source_dir", "directory": "local_checkpoint_dir", "version": "target_version"}
         body = body if isinstance(body, Mapping) else {}
@@ -240,20 +238,20 @@ class Pull(Message, frozen=True, kw_only=True):
 
 
 class Poll(Connected, frozen=True, kw_only=True):
-    """Asks whether what `Join` or `Prefetch` began is over; ``working: true`` while a worker works.
+    """Asks whether a `Join` or `Prefetch` has ended; the answer has ``working: true`` until every worker is done.
 
     Attributes:
-        pull: the question is about what `Pull` began, which goes on beside those.
+        pull: ask about the last `Pull` instead, which runs independently of those.
     """
 
     pull: bool = False
 
 
 class Start(Connected, frozen=True, kw_only=True):
-    """Tells workers that the engine is paused, and to make ready to load.
+    """Tells workers that the engine is paused, and to prepare for loading.
 
     Attributes:
-        bracketed: SGLang's own bracket around a load is open (``/begin_weight_update``).
+        bracketed: whether SGLang's own ``/begin_weight_update`` was called before.
     """
 
     bracketed: bool = False
@@ -263,9 +261,9 @@ class Load(Connected, frozen=True, kw_only=True):
     """Tells workers to receive one handoff.
 
     Attributes:
-        version: the one that the handoff belongs to.
-        handoff: the `Wire` of the transport's trainer end to its worker ends; the number ``onto`` where the handoff
-            brings a part of a model that otherwise stays at this version, as `Prefetch` said.
+        version: the version that the handoff belongs to.
+        handoff: the `Wire` from the transport's trainer end to its worker ends. In a partial update it also has
+            ``onto``: the version that the `Prefetch` named as the part's base.
     """
 
     version: Count
@@ -273,48 +271,48 @@ class Load(Connected, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Load:
-        """Make the message from the info of a handoff; its version is checked, and other fields by the transport.
+        """Make the message from a handoff's info; the transport checks all fields except ``version``.
 
         Raises:
-            ConfigError: it has no version.
+            ConfigError: ``version`` is missing or invalid.
         """
         handoff = {name: value for name, value in info.items() if name != "version"}
         return cls.from_json({"version": info.get("version"), "handoff": handoff})
 
 
 class Verify(Connected, frozen=True, kw_only=True):
-    """Tells workers that every handoff came, to end the load, and to compare the model with digests by name."""
+    """Tells workers to end the load, because every handoff was sent, and to compare the model with these digests."""
 
     digests: Digests
 
 
 class Seal(Connected, frozen=True, kw_only=True):
-    """Tells workers that every handoff came, and to end the load, so that `Finish` has nothing left that could fail."""
+    """Tells workers to end the load, because every handoff was sent; after this `Finish` does no work that can fail."""
 
 
 class Finish(Connected, frozen=True, kw_only=True):
-    """Tells workers that the loaded version is now the one in service; a load that was not sealed is ended first."""
+    """Tells workers that the loaded version is in service; they first end a load that was not sealed."""
 
     version: Count
 
 
 class Reset(Message, frozen=True, kw_only=True):
-    """Tells workers that the engine's weights are not those of an update: the next version does not build on them.
+    """Tells workers that the engine no longer has the last update's weights, so the next version cannot build on them.
 
     Attributes:
-        weights: ``"gone"``: their memory is about to be given up, and only a whole update brings them back;
-            ``"reloaded"``: the engine loaded others by itself.
+        weights: ``"gone"``: the engine is about to release their memory, and only a full update restores them;
+            ``"reloaded"``: the engine loaded other weights itself.
     """
 
     weights: WeightsLost
 
 
 class State(Connected, frozen=True, kw_only=True):
-    """Asks how the engine is; with a connection, only whether another one has replaced it, which is refused then.
+    """Asks for the engine's state; with a connection id, only checks that no other sender has replaced this one.
 
-    The answer has ``whole``, false where a part of an update landed and the rest did not, with the ``landing`` version;
-    and ``empty: true`` where the weights were given up, and no update came since. What else an engine's plugin knows of
-    its pause and its sleep comes with it.
+    Workers refuse the message if one has. Otherwise the answer to a message without an id has ``whole``, which is false
+    after an update that landed only in part (``landing`` is its version), and ``empty: true`` if the weights' memory
+    was released and no update has arrived since. The engine's plugin may add what it knows about pause and sleep.
     """
 
 
@@ -327,7 +325,7 @@ class CheckAdapter(Message, frozen=True, kw_only=True):
 
     Attributes:
         params: the adapter's tensors.
-        root: where its versions will lie, as `SharedRoot.invite` gives it; None where that was looked at already.
+        root: the invitation from `SharedRoot.invite` to the root of its versions; None if it was checked before.
     """
 
     params: Params
@@ -335,20 +333,20 @@ class CheckAdapter(Message, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, info: Info) -> CheckAdapter:
-        """Make the message from what `Transport.open` gives, once ``params`` were added to it.
+        """Make the message from the info of `Transport.open`, with ``params`` added.
 
         Raises:
-            ConfigError: ``params`` are missing, or do not describe parameters.
+            ConfigError: ``params`` are missing or malformed.
         """
         return cls.from_json({"params": info.get("params"), "root": {k: v for k, v in info.items() if k != "params"}})
 
 
 class StageAdapter(Message, frozen=True, kw_only=True):
-    """Tells the engine to load a version of a LoRA adapter, with which no request is served yet.
+    """Tells the engine to load a version of a LoRA adapter, without using it for requests yet.
 
     Attributes:
-        name: what requests call the adapter.
-        version: of the adapter.
+        name: the adapter's name in requests.
+        version: the adapter's version.
         path: the directory of its files.
     """
 
@@ -358,9 +356,9 @@ class StageAdapter(Message, frozen=True, kw_only=True):
 
 
 class ServeAdapter(Message, frozen=True, kw_only=True):
-    """Tells the engine that an adapter's name stands for a staged version from now on.
+    """Tells the engine to use a staged version for new requests to this adapter.
 
-    The answer may have ``in_use``: the versions that requests are still at work with.
+    The answer may have ``in_use``: the versions that running requests still use.
     """
 
     name: Text
@@ -368,13 +366,13 @@ class ServeAdapter(Message, frozen=True, kw_only=True):
 
 
 class UnloadAdapter(Message, frozen=True, kw_only=True):
-    """Tells the engine to refuse requests by an adapter's name from now on."""
+    """Tells the engine to refuse new requests to this adapter."""
 
     name: Text
 
 
 def replaced_by(ask: Callable[[Message], Any], connection: str) -> str:
-    """Ask workers who has replaced the sender that joined as ``connection``; "" where nobody has, or none answers."""
+    """Ask workers which sender replaced the one that joined as ``connection``; "" if none did or no worker answers."""
     try:
         ask(State(connection=connection))
     except (EngineError, DeadlineError) as error:
@@ -384,7 +382,7 @@ def replaced_by(ask: Callable[[Message], Any], connection: str) -> str:
 
 
 def replaced(since: str) -> EngineRefusedError:
-    """Return the error for a step of a sender that has to join again; ``since`` says who joined, if anyone."""
+    """Return the error for a step of a sender that has to join again; ``since`` says which sender joined, if any."""
     return EngineRefusedError(
         f"{REPLACED}: {since} this engine since",
         expected="steps of the sender that joined last",
@@ -394,7 +392,7 @@ def replaced(since: str) -> EngineRefusedError:
 
 
 def partial_version(engine: str) -> EngineRefusedError:
-    """Return the error for an engine that is to generate, and holds a part of a version."""
+    """Return the error for resuming an engine that holds only part of a version."""
     return EngineRefusedError(
         f"{engine} holds a part of a version, which must not be served",
         expected="a version that arrived whole",

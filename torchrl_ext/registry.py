@@ -1,7 +1,7 @@
-"""Tables of classes by name, imported on first use, so that picking `disk` never imports what `collective` needs.
+"""Tables of classes by name, imported on first use: choosing `disk` never imports what `collective` needs.
 
-Transports of other packages come by the entry-point group ``torchrl_ext.transports``: a package names its class there,
-and every process in whose environment it is installed knows it, a trainer as well as an engine::
+Other packages add transports through the entry-point group ``torchrl_ext.transports``. Every process whose environment
+has the package, trainer or engine, then knows the transport::
 
     [project.entry-points."torchrl_ext.transports"]
     pigeon = "my_package.pigeon:PigeonTransport"
@@ -30,10 +30,10 @@ class Registry:
     """A growing table of named implementations of one contract.
 
     Args:
-        kind: the word used in messages, for example ``"transport"``.
-        entries: our own classes: name -> path below this package (``"module:Class"``), and one line on its use.
-        group: entry-point group by which other packages add names; None for a table that they cannot add to.
-        aliases: words of other projects -> the registered names that they stand for; `names` does not list them.
+        kind: the noun in messages, for example ``"transport"``.
+        entries: our own classes: name -> (path below this package as ``"module:Class"``, one-line summary).
+        group: entry-point group through which other packages add names; None for a closed table.
+        aliases: other projects' names -> registered names; `names` does not list them.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class Registry:
         """Add ``name`` for the class at ``path`` (``"package.module:Class"``).
 
         Raises:
-            ConfigError: the name stands for another class already.
+            ConfigError: the name is taken by another class.
         """
         taken, _ = self._entries.setdefault(name, (path, summary))
         if taken != path:
             raise ConfigError(f"{self._kind} name {name!r} is taken by {taken}", hint="pick another name")
 
     def names(self) -> MappingProxyType[str, str]:
-        """Return a read-only mapping of the names to one line each."""
+        """Return a read-only mapping of each name to its one-line summary."""
         self._load_entry_points()
         return MappingProxyType({name: summary for name, (_, summary) in self._entries.items()})
 
@@ -67,17 +67,17 @@ class Registry:
         """Import and return the class behind ``name``.
 
         Raises:
-            ConfigError: nobody registered the name, its imports fail, or its module has no such class.
+            ConfigError: the name is not registered, its import fails, or its module lacks the class.
         """
         self._load_entry_points()
-        if name not in self._entries:  # a package may have brought a class by the name of an alias
+        if name not in self._entries:  # a package's class may have the name of an alias
             name = self._aliases.get(name, name)
         if name not in self._entries:
             raise self._unknown(name, self._entries)
         return self._imported(name, self._entries[name][0])
 
     def _unknown(self, name: str, known: Iterable[str]) -> ConfigError:
-        """Return the error for a name that nobody registered, with those that could be meant."""
+        """Return the error for an unregistered name, with a suggestion."""
         names = sorted(known)
         close = difflib.get_close_matches(str(name), names, n=1)
         return ConfigError(
@@ -90,8 +90,8 @@ class Registry:
         """Build the class behind ``name`` with ``settings``.
 
         Raises:
-            ConfigError: unknown name, failing import, or settings that the class does not take. What a constructor
-                raises by itself is raised as it is.
+            ConfigError: the name is unknown, its import fails, or the class does not take these settings. The
+                constructor's own errors pass through.
         """
         return self._built(name, self.load(name), settings)
 
@@ -110,20 +110,17 @@ class Registry:
         module, _, attribute = path.partition(":")
         try:
             return getattr(importlib.import_module(module), attribute)
-        except Exception as error:  # whatever another package's module raises while it is imported
+        except Exception as error:  # another package's module may raise anything
             hint = f"{path} is what its package names: install a release of it that has this class"
             if isinstance(error, ImportError):
                 hint = "install the package that the message names"
             raise ConfigError(f"{self._kind} {name!r} cannot be imported: {error}", hint=hint) from error
 
     def _load_entry_points(self) -> None:
-        """Add what installed packages have in the entry-point group, once; a name that is taken keeps its class.
-
-        A package with damaged files is left out. Where the system refuses a file, the next call looks again.
-        """
+        """Add the entry points of intact packages, once, or again after an OSError; a taken name keeps its class."""
         if self._group is None:
             return
-        from importlib.metadata import distributions  # imported late: its call scans all installed packages
+        from importlib.metadata import distributions  # imported late: only this method needs it
 
         with self._loading:
             group, refused = self._group, False
@@ -134,7 +131,7 @@ class Registry:
                         if path != point.value:
                             words = "%s %r of package %s is left out: the name is taken by %s"
                             log.warning(words, self._kind, point.name, package.name, path)
-                except Exception as error:  # noqa: BLE001 - whatever damaged files raise
+                except Exception as error:  # noqa: BLE001 - damaged files may raise anything
                     refused |= isinstance(error, OSError)
                     log.warning("%ss of one package are left out: %s", self._kind, error)
             self._group = group if refused else None
@@ -161,26 +158,26 @@ transports = Registry(
         "memory": ("transports.memory:MemoryTransport", "within one process"),
     },
     group="torchrl_ext.transports",
-    aliases={"nccl": "collective", "broadcast": "collective", "cuda_ipc": "ipc"},  # SkyRL's words
+    aliases={"nccl": "collective", "broadcast": "collective", "cuda_ipc": "ipc"},  # SkyRL's names
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Make:
-    """A make of engine, by its parts: objects, or import paths (``"package.module:name"``) that are followed on use.
+    """The parts of one kind of engine: objects, or import paths (``"package.module:name"``) that are resolved on use.
 
-    A package names its record in the entry-point group ``torchrl_ext.engines``::
+    A package adds its `Make` through the entry-point group ``torchrl_ext.engines``::
 
         [project.entry-points."torchrl_ext.engines"]
         dove = "my_package.dove:MAKE"
 
     Attributes:
-        client: makes the `torchrl_ext.EngineClient` of an engine, from ``url=`` and further settings.
-        describe: takes the `torchrl_ext.rpc.http.HTTPSession` of an address, and returns its `EngineInfo`; None where
-            an engine of another make, or none, answers there. None for a make that no address leads to.
-        dialect: the `torchrl_ext.rollout.dialects.Dialect` of its requests for tokens.
-        server: the `torchrl_ext.serving.server.EngineSpec` of a server that this library starts.
-        router: the `torchrl_ext.serving.router.RouterSpec` of the router that goes with it.
+        client: callable that makes an engine's `torchrl_ext.EngineClient` from ``url=`` and further settings.
+        describe: callable that takes the `torchrl_ext.rpc.http.HTTPSession` of an address and returns the engine's
+            `EngineInfo`, or None if no engine of this kind answers there. None for engines without an address.
+        dialect: the `torchrl_ext.rollout.dialects.Dialect` of its token requests.
+        server: the `torchrl_ext.serving.server.EngineSpec` of servers that this library starts.
+        router: the `torchrl_ext.serving.router.RouterSpec` of the vendor's router.
     """
 
     client: Any
@@ -191,17 +188,17 @@ class Make:
 
 
 class Makes(Registry):
-    """The table of makes of engines."""
+    """The table of the kinds of engines."""
 
     def make(self, name: str, **settings: Any) -> Any:
-        """Build the client of an engine of the make called ``name``; see `Registry.make`."""
+        """Build the client of an engine of kind ``name``; see `Registry.make`."""
         return self._built(name, self.part(name, "client"), settings)
 
     def part(self, name: str, role: str) -> Any:
-        """Return a part of the make called ``name``, a field of `Make`.
+        """Return the part of kind ``name`` in the field ``role`` of its `Make`.
 
         Raises:
-            ConfigError: there is no such make, its imports fail, or it has no such part.
+            ConfigError: there is no such kind, its import fails, or it has no such part.
         """
         if name not in self.names():
             raise self._unknown(name, self.having(role))
@@ -211,7 +208,7 @@ class Makes(Registry):
         return self._imported(name, found) if isinstance(found, str) else found
 
     def having(self, role: str) -> Iterator[str]:
-        """Yield the names of the makes that have a part, a field of `Make`; one that cannot be imported is left out."""
+        """Yield the kinds whose `Make` has the field ``role``; log and skip those that cannot be imported."""
         for name in self.names():
             try:
                 found = getattr(self.load(name), role)

@@ -1,6 +1,6 @@
-"""How messages and answers get through the routes of vLLM and SGLang, and who may call the routes that are ours.
+"""Encoding of messages and answers in the routes of vLLM and SGLang, and the check of API keys on our own routes.
 
-An engine's plugin and its client share the names and readers here, and the messages that only SGLang's takes.
+An engine's plugin and its client share these names and functions, and the messages that only SGLang's plugin handles.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ BACKEND = "torchrl_ext"
 """The name of our weight-transfer backend inside vLLM."""
 
 TAKE_OVER = "torchrl_ext_backend"
-"""The collective call that gives vLLM's workers our backend in place of the one that the engine was made with."""
+"""Collective RPC that replaces the weight-transfer backend of vLLM's workers with ours."""
 
 CHANNEL = "torchrl_ext:"
-"""What our messages to SGLang begin with; they travel as the ``action`` of its ``/weights_checker``."""
+"""Prefix of our messages to SGLang, which are sent as the ``action`` of its ``/weights_checker``."""
 
 ANSWERS = "torchrl_ext answers: "
-"""What vLLM's workers put before an answer in JSON; their route can hand nothing back but an error's words."""
+"""Prefix of a JSON answer from vLLM's workers, whose route can return only error messages."""
 
 OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
-"""What an engine's refusal to join says when ``/finish_weight_update`` has to end an abandoned update first."""
+"""Text of an engine's refusal to join when ``/finish_weight_update`` has to end an abandoned update first."""
 
 ADAPTERS_ROUTE = "/torchrl_ext/adapters"
-"""The route on which our plugin in vLLM lists LoRA adapters (GET), and takes the messages about them (POST)."""
+"""Route of our vLLM plugin that lists LoRA adapters (GET) and handles messages about them (POST)."""
 
 _IF_ANY, _IF_ALL = ("working", "needed", "empty", "paused"), ("flushed", "restored", "whole")
 
@@ -43,7 +43,7 @@ _GAUGE = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]
 
 
 class Flush(Message, frozen=True, kw_only=True):
-    """Tells SGLang to drop cached keys and values; the answer has ``flushed``, false while requests use them."""
+    """Tells SGLang to flush its KV cache; the answer has ``flushed``, which is false while requests use the cache."""
 
 
 class ListAdapters(Message, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class ListAdapters(Message, frozen=True, kw_only=True):
 
 
 def merged(answers: Sequence[Info]) -> Info:
-    """Merge the answers of workers or replicas: a flag holds for any or for all of them, and the proof is the least."""
+    """Merge answers of workers or replicas: flags by any or all, ``proof`` by the weakest, other fields by the last."""
     found = {name: value for answer in answers for name, value in answer.items()}
     found |= {name: any(answer.get(name) for answer in answers) for name in _IF_ANY if name in found}
     found |= {name: all(answer.get(name, True) for answer in answers) for name in _IF_ALL if name in found}
@@ -61,7 +61,7 @@ def merged(answers: Sequence[Info]) -> Info:
 
 
 def answers_in(content: Any) -> list[Info]:
-    """Return the answers of workers in a route's response, which has them as JSON or inside an error's message."""
+    """Return the workers' answers in a route's response, which has them as JSON or inside an error message."""
     answers = [found for text in _strings(content) for found in _objects(text)]
     if isinstance(content, dict) and isinstance(content.get("answer"), dict):
         answers.append(content["answer"])
@@ -69,12 +69,12 @@ def answers_in(content: Any) -> list[Info]:
 
 
 def asleep_by(metrics: str) -> Info:
-    """Return what vLLM's gauge says of a paused engine: ``paused``, ``asleep``, a set of tags, and ``dropped``.
+    """Return the sleep state of a paused vLLM engine: ``paused``, ``asleep`` (a set of tags), and ``dropped``.
 
-    Level 0 of its sleep and a cache that sleeps alone look the same there.
+    The gauge does not distinguish sleep level 0 from an engine in which only the cache sleeps.
 
     Args:
-        metrics: as vLLM's server answers to ``GET /metrics``.
+        metrics: the response to ``GET /metrics`` of vLLM's server.
     """
     rows = _GAUGE.findall(metrics)
     found = {state for state, value in rows if float(value) > 0}
@@ -87,16 +87,15 @@ def asleep_by(metrics: str) -> Info:
 
 
 def escaped(words: str) -> str:
-    """Return a worker's words in a form in which vLLM's server finds no path.
+    """Escape the slashes in a worker's message, because vLLM's server replaces every path in an error with ``<path>``.
 
-    It puts ``<path>`` in place of every path in an error (0.32, `sanitize_message`), also of one that the trainer named
-    itself. ``\\/`` is ``/`` in JSON, so that an answer in JSON stays one. `unescaped` is the inverse.
+    See `sanitize_message` in vLLM 0.32. ``\\/`` is ``/`` in JSON, so JSON stays valid. `unescaped` reverses it.
     """
     return words.replace("/", "\\/")
 
 
 def unescaped(words: str) -> str:
-    """Return what was given to `escaped`; words that nobody escaped stay as they are."""
+    """Reverse `escaped`; text that was not escaped stays as it is."""
     return words.replace("\\/", "/")
 
 
@@ -112,7 +111,7 @@ def _strings(content: Any) -> Iterator[str]:
 
 
 def _objects(text: str) -> Iterator[Info]:
-    """Yield the JSON objects that follow `ANSWERS`, or, as SGLang's data-parallel ranks answer, lie between bars."""
+    """Yield the JSON objects after each `ANSWERS`, or between bars, as in answers of SGLang's data-parallel ranks."""
     pieces = text.split(ANSWERS)[1:] or text.split(" | ")
     for piece in pieces:
         try:
@@ -124,9 +123,9 @@ def _objects(text: str) -> Iterator[Info]:
 
 
 def bears_key(authorization: str | None, keys: Collection[str]) -> bool:
-    """Return whether a request may pass: there are no keys, or its ``Authorization`` header is ``Bearer`` and a key.
+    """Return whether ``keys`` is empty or the ``Authorization`` header is ``Bearer`` and one of them.
 
-    Keys are compared in constant time.
+    The comparison takes constant time.
     """
     scheme, _, credentials = (authorization or "").partition(" ")
     given = credentials.strip().encode()
@@ -135,6 +134,6 @@ def bears_key(authorization: str | None, keys: Collection[str]) -> bool:
 
 
 def refusal() -> dict[str, Any]:
-    """Return the body of a 401 response, in the shape of vLLM's errors."""
+    """Return the body of a 401 response, in the format of vLLM's errors."""
     row = {"message": "this route wants the engine's API key", "type": "Unauthorized", "param": None, "code": 401}
     return {"error": row}

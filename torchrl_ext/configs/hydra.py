@@ -1,11 +1,11 @@
-"""Hydra groups by transport name, in the ConfigStore beside TorchRL's own. Importing `torchrl_ext.configs` adds them::
+"""Hydra config groups by transport name, beside TorchRL's own. Importing `torchrl_ext.configs` registers them::
 
     import torchrl_ext.configs  # in the script that has @hydra.main
 
     trainer.py weight_sync_scheme=delta weight_sync_scheme.root=/shared/updates
     trainer.py weight_updater=transport weight_updater.transport=disk weight_updater.engine=[host1:8000]
 
-TorchRL adds its groups the same way; ours come with them.
+The import registers TorchRL's own groups too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = ["TransportSettings", "TransportWeightSyncSchemeConfig", "TransportWei
 
 @dataclass(kw_only=True)
 class TransportSettings(ConfigBase):  # type: ignore[misc]  # torchrl has no types
-    """The settings of every transport, as their constructors explain them; null stands for a transport's own default.
+    """The settings of all transports, documented by their constructors; null keeps a transport's own default.
 
-    A setting that the chosen transport does not have is refused when the object is made.
+    Instantiation refuses settings that the chosen transport does not have.
     """
 
     _convert_: str = "all"
@@ -65,12 +65,12 @@ class TransportSettings(ConfigBase):  # type: ignore[misc]  # torchrl has no typ
     secret: str | None = None
 
     def __post_init__(self) -> None:
-        """Check nothing: the object that is made does."""
+        """Check nothing: the instantiated object checks its settings."""
 
 
 @dataclass(kw_only=True)
 class TransportWeightSyncSchemeConfig(TransportSettings):
-    """Configuration of `torchrl_ext.TransportWeightSyncScheme`; the group has one per transport, by its name."""
+    """Configuration of `torchrl_ext.TransportWeightSyncScheme`; its group has one entry per transport."""
 
     _target_: str = "torchrl_ext.TransportWeightSyncScheme"
     _partial_: bool = False
@@ -84,7 +84,7 @@ class TransportWeightSyncSchemeConfig(TransportSettings):
 
 @dataclass(kw_only=True)
 class TransportWeightUpdaterConfig(TransportSettings):
-    """Configuration of `torchrl_ext.TransportWeightUpdater`: what TorchRL's collectors call to make one."""
+    """Configuration of `torchrl_ext.TransportWeightUpdater`; gives the factory that TorchRL's collectors call."""
 
     _target_: str = "torchrl_ext.TransportWeightUpdater"
     _partial_: bool = True
@@ -104,9 +104,9 @@ class TransportWeightUpdaterConfig(TransportSettings):
 
 
 def register() -> None:
-    """Add the groups to hydra's ConfigStore. Call it again after another transport was registered.
+    """Add the groups to hydra's ConfigStore. Call it again after registering another transport.
 
-    For settings that no transport of ours has, store a subclass of `TransportWeightSyncSchemeConfig`.
+    For settings that none of our transports has, store a subclass of `TransportWeightSyncSchemeConfig`.
     """
     store = ConfigStore.instance()
     for name in transports.names():

@@ -1,1 +1,1 @@
-"""What an update will cost, and which route it should take."""
+"""Predict the cost of weight updates and recommend a route."""

@@ -1,7 +1,7 @@
-"""Predicts what an update costs by each route: every phase is an amount divided by a speed.
+"""Predict the cost of an update by each route: every phase is an amount divided by a speed.
 
-Speeds of links, stores and devices are facts about the deployment. What facts cannot tell stands in `MEASURED` and
-`ENCODINGS`, as ``torchrl-ext bench`` printed it on two shared x86-64 cores with torch's CPU build.
+`Facts` gives the speeds of links, stores and devices. `MEASURED` and `ENCODINGS` hold everything else, as
+``torchrl-ext bench`` and ``tests.bench`` printed it on two shared x86-64 cores with torch's CPU build.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torchrl_ext.planning.facts import Facts
 __all__ = ["ENCODINGS", "MEASURED", "UNCERTAINTY", "Encoding", "Measured", "Route", "routes"]
 
 _KEYFRAME_EVERY = 25  # the delta transport's default
-_LINE_BYTES = 64  # memory is read and written in lines of this size
-_CHANGE_BYTES = 25  # coding one changed element takes as long as comparing this many bytes, whatever the encoding
+_LINE_BYTES = 64  # size of a memory line, the unit of reads and writes
+_CHANGE_BYTES = 25  # coding one changed element takes as long as comparing this many bytes, in every encoding
 
 UNCERTAINTY = 2.0
-"""A phase that was measured, and not given as a fact, takes from a half to twice as long as predicted."""
+"""A phase whose speed was measured rather than given as a fact takes from half to twice the predicted time."""
 
 _UNCERTAIN = ("encode", "stage", "pause")  # phases to which a measured speed contributes
 
 
 class Measured(NamedTuple):
-    """One number that a benchmark gave: a value, its unit (such as ``"bytes/s"``) and the command that measures it."""
+    """A benchmark's value, its unit (such as ``"bytes/s"``) and the command that measures it."""
 
     value: float
     unit: str
@@ -48,18 +48,18 @@ MEASURED: Mapping[str, Measured] = MappingProxyType(
         "commit": Measured(1.4e10, "bytes/s", _LANDING),
     }
 )
-"""``control``: the calls around a pause. ``tensor``: one more tensor in a broadcast. ``broadcast``: gloo between two
-processes. ``publish``: checksummed and written. ``copy``: into a staging buffer. ``load``: from memory into parameters.
-``reload``: from files into parameters. ``stage`` and ``commit``: a delta's memory lines, decoded and written."""
+"""``control``: the calls around a pause. ``tensor``: each further tensor in a broadcast. ``broadcast``: gloo, two
+processes. ``publish``: checksum and write files. ``copy``: copy into a staging buffer. ``load``: from memory into
+parameters. ``reload``: from files into parameters. ``stage``, ``commit``: decode and write a delta's memory lines."""
 
 
 class Encoding(NamedTuple):
-    """The size and the effort of one encoding of deltas, as measured.
+    """The measured size and effort of one delta encoding.
 
     Attributes:
-        place: bits for the place of a changed element, as a multiple of the least possible (entropy, H(p) / p).
+        place: bits for the place of a changed element, as a multiple of the minimum (entropy, H(p) / p).
         step: further bits per changed element.
-        effort: time to find and code changes, as a multiple of the quickest encoding's.
+        effort: time to find and code changes, as a multiple of the fastest encoding's.
     """
 
     place: float
@@ -73,8 +73,8 @@ ENCODINGS: Mapping[str, Encoding] = MappingProxyType(
         "context": Encoding(0.77, 1.05, 1.75),
         "xor": Encoding(2.03, 6.1, 1.5),
         "overwrite": Encoding(0.94, 27.7, 1.7),
-        "indices": Encoding(0.0, 48.0, 1.7),  # 32 bit for a place, 16 for a value
-        "deltas": Encoding(0.0, 32.0, 1.7),  # 16 bit for the gap to the last place, 16 for a value
+        "indices": Encoding(0.0, 48.0, 1.7),  # 32 bits for a place, 16 for a value
+        "deltas": Encoding(0.0, 32.0, 1.7),  # 16 bits for the gap to the last place, 16 for a value
     }
 )
 
@@ -85,12 +85,12 @@ class Route:
 
     Attributes:
         transport: name of the transport.
-        encoding: of deltas; None for full updates.
+        encoding: the encoding of deltas; None for full updates.
         carrier: ``"disk"`` or ``"collective"`` for deltas, else None.
-        bytes: published or sent, once, whatever the fan-out.
+        bytes: bytes published or sent, counted once for all receivers.
         spans: seconds by phase, in order: ``encode``, ``publish``, ``keyframe``, ``cross`` (between regions),
-            ``fetch``, ``send``, ``stage``, ``pause``. Engines generate in all but ``pause``.
-        obstacle: why the facts rule it out; None where they do not.
+            ``fetch``, ``send``, ``stage``, ``pause``. Engines generate in all phases except ``pause``.
+        obstacle: why the facts rule the route out; None if they do not.
     """
 
     transport: str
@@ -107,22 +107,22 @@ class Route:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the call to the engines' new weights in service."""
+        """Seconds from the call until the engines serve the new weights."""
         return sum(self.spans.values())
 
     @property
     def pause_s(self) -> float:
-        """Seconds in which the engines do not generate."""
+        """Seconds during which the engines do not generate."""
         return self.spans["pause"]
 
     @property
     def low_s(self) -> float:
-        """`seconds` when every phase is as short as it may be."""
+        """`seconds` with ``encode``, ``stage`` and ``pause`` divided by `UNCERTAINTY`."""
         return self._within(1 / UNCERTAINTY)
 
     @property
     def high_s(self) -> float:
-        """`seconds` when every phase is as long as it may be."""
+        """`seconds` with ``encode``, ``stage`` and ``pause`` multiplied by `UNCERTAINTY`."""
         return self._within(UNCERTAINTY)
 
     def _within(self, factor: float) -> float:
@@ -135,12 +135,12 @@ class Route:
 
 
 def routes(facts: Facts) -> list[Route]:
-    """Return every route, the ones that the facts rule out among them, in the order of their simplicity.
+    """Return every route, including those that the facts rule out, simplest first.
 
-    ``ipc``: weights are copied into a staging buffer and then into parameters, on one device. ``collective``: they are
-    broadcast in the pause. ``sharded``: every trainer rank sends its own shards, and every worker gets its own slices;
-    each rank and each worker is taken to have the network of one host. ``disk``: files are written, read while engines
-    generate, and loaded from the page cache. ``delta``: see `_delta`.
+    ``ipc`` copies weights into a staging buffer and then into parameters, on one device. ``collective`` broadcasts them
+    during the pause. ``sharded`` sends every trainer rank's shards as slices to the workers that need them, assuming
+    one host's network per rank and per worker. ``disk`` writes files, reads them while engines generate, and loads them
+    from the page cache. ``delta`` codes, sends and stages changes while engines generate, then writes them in place.
     """
     full, workers, on_host = facts.model_bytes, facts.workers_per_engine, facts.on_host
     control_s = _speed("control")
@@ -165,14 +165,13 @@ def routes(facts: Facts) -> list[Route]:
     every = [Route(transport=name, bytes=round(full), spans=spans, obstacle=why) for name, spans, why in rows]
     for carrier in ("disk", "collective"):
         deltas = {encoding: _delta(facts, encoding, carrier) for encoding in ENCODINGS}
-        # auto takes the one that lands soonest, tensor by tensor
+        # auto picks the faster encoding, tensor by tensor
         soonest = min(deltas["ulp"], deltas["context"], key=lambda route: route.seconds)
         every += [replace(soonest, encoding="auto"), *deltas.values()]
     return every
 
 
 def _delta(facts: Facts, encoding: str, carrier: str) -> Route:
-    """Changes are coded, sent and staged while engines generate, then written in place."""
     coded, full = ENCODINGS[encoding], facts.model_bytes
     changed = max(1.0, facts.density * facts.parameters)
     bits = coded.place * _place_bits(facts.density) + coded.step
@@ -201,7 +200,7 @@ def _delta(facts: Facts, encoding: str, carrier: str) -> Route:
 
 
 def _place_bits(density: float) -> float:
-    """Return the least bits per changed element for its place: a Bernoulli process's entropy, H(p) / p."""
+    """Return the minimum bits for the place of a changed element: a Bernoulli process's entropy, H(p) / p."""
     if density >= 1:
         return 0.0
     return -(math.log2(density) + (1 - density) / density * math.log2(1 - density))
@@ -211,22 +210,19 @@ def _place_bits(density: float) -> float:
 
 
 def _published(facts: Facts, size: float) -> float:
-    """Return the seconds in which one host publishes; a CPU's host is no faster than was measured."""
+    """Return the seconds to publish from one host; a CPU host is at most as fast as the measured one."""
     return size / min(facts.disk_bytes_s, _speed("publish") if facts.on_host else math.inf)
 
 
 def _fetched(facts: Facts, size: float) -> dict[str, float]:
-    """Return the phases of reading: once into every other region, then by every engine of a region from its store."""
+    """Return the phases of reading: once into every other region, then by every engine from its region's store."""
     readers = math.ceil(facts.engines / facts.regions)
     fetch = {"fetch": max(size * readers / facts.disk_bytes_s, size / facts.network_bytes_s)}
     return {"cross": size / facts.wan_bytes_s, **fetch} if facts.regions > 1 else fetch
 
 
 def _broadcast(facts: Facts, size: float) -> float:
-    """Return the seconds of a broadcast.
-
-    NCCL forwards while it still receives, so that the number of receivers hardly counts; gloo sends down a tree.
-    """
+    """Return the seconds of a broadcast: NCCL's hardly depend on the number of receivers; gloo sends down a tree."""
     if not facts.on_host:
         return size / facts.network_bytes_s
     levels = max(1, math.ceil(math.log2(1 + facts.engines * facts.workers_per_engine)))
@@ -234,7 +230,7 @@ def _broadcast(facts: Facts, size: float) -> float:
 
 
 def _to_host(facts: Facts) -> float:
-    """Return the seconds to copy the trainer's weights to where they can be compared or written."""
+    """Return the seconds to copy the trainer's weights to host memory."""
     return 0.0 if facts.on_host else facts.model_bytes / facts.host_link_bytes_s
 
 

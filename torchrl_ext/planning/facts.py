@@ -1,4 +1,4 @@
-"""The facts about a deployment that the planner predicts from."""
+"""The facts about a deployment from which the planner predicts costs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def _fact(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """A deployment, as far as weight updates are concerned; what each field means stands in its ``metadata["help"]``.
+    """What weight updates depend on in a deployment; each field's ``metadata["help"]`` explains it.
 
-    Speeds end in ``_bytes_s`` and are bytes a second. Those of a device's own memory and of its link to the host count
-    with device ``"cuda"`` alone.
+    Fields that end in ``_bytes_s`` are speeds in bytes per second. ``device_bytes_s`` and ``host_link_bytes_s`` are
+    used only with device ``"cuda"``.
 
     Raises:
-        ConfigError: a value, or a combination of values, that is impossible.
+        ConfigError: a value or a combination of values is impossible.
     """
 
     parameters: int = _fact(8_000_000_000, "elements of the model")
@@ -79,20 +79,20 @@ class Facts:
 
     @property
     def job_owns(self) -> bool:
-        """Whether the job starts the engines: `owned`, or whether it needs a topology."""
+        """Whether the job starts the engines: `owned`, or by default `topology`."""
         return self.topology if self.owned is None else self.owned
 
     @property
     def tensor_count(self) -> int:
-        """The number of tensors: `tensors`, or an estimate from the parameters."""
+        """The number of tensors: `tensors`, or an estimate from `parameters`."""
         return self.tensors or max(1, min(self.parameters, max(100, self.parameters // _PER_TENSOR)))
 
     @property
     def model_bytes(self) -> float:
-        """Bytes of one full version."""
+        """Bytes of one full version of the weights."""
         return self.parameters * self.bytes_per_parameter
 
     @property
     def on_host(self) -> bool:
-        """Whether weights live in the hosts' own memory."""
+        """Whether weights live in host memory."""
         return self.device == "cpu"

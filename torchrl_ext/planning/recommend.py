@@ -1,6 +1,6 @@
-"""Recommends an entry point and a transport from facts about a deployment, with the predicted cost of an update.
+"""Recommend an entry point and a transport for a deployment, with the predicted cost of an update.
 
-The goals are those of the external-engine guides of slime and vime; `torchrl_ext.planning.costs` predicts the costs.
+The goals come from the external-engine guides of slime and vime; `torchrl_ext.planning.costs` predicts the costs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torchrl_ext.planning.facts import Facts
 __all__ = ["DECISIONS", "Decision", "Recommendation", "recommend"]
 
 _HEAVY = 0.1
-"""A full update is too heavy when it takes more than this share of the time from one update to the next."""
+"""A full update is too heavy if it takes more than this share of the interval between updates."""
 
 
 class Decision(NamedTuple):
-    """One row of the table of goals: what somebody wants or has, and options of `WeightUpdateConfig` to start from."""
+    """One row of the table of goals: a goal or a condition, and options of `WeightUpdateConfig` to start from."""
 
     goal: str
     entry_point: str
@@ -55,7 +55,7 @@ DECISIONS: Mapping[str, Decision] = MappingProxyType(
         ),
     }
 )
-"""The rows of the table by short names, in the order of the guides; ``shards`` is ours."""
+"""The table's rows by short name, in the guides' order; ``shards`` is our addition."""
 
 _ROWS = {
     ("collective", None): "group",
@@ -68,14 +68,7 @@ _ROWS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recommendation:
-    """The route and the options to start from, with reasons and predictions.
-
-    Attributes:
-        facts: what it was made from.
-        chosen: the route to take.
-        reason: why this one.
-        routes: all routes with their predicted costs.
-    """
+    """The route that was chosen from the facts, the reason, and all routes with their predicted costs."""
 
     facts: Facts
     chosen: Route
@@ -84,7 +77,7 @@ class Recommendation:
 
     @property
     def answers(self) -> dict[str, Decision]:
-        """The rows of `DECISIONS` that apply, by their short names."""
+        """The rows of `DECISIONS` that apply, by short name."""
         facts = self.facts
         applies = {
             _ROWS.get((self.chosen.transport, self.chosen.carrier)): True,
@@ -96,7 +89,7 @@ class Recommendation:
 
     @property
     def rejected(self) -> dict[str, str]:
-        """Every other route's label, and why not that one."""
+        """Why each other route was not chosen, by its label."""
         return {route.label: _why_not(route, self.chosen) for route in self.routes if route is not self.chosen}
 
     @property
@@ -110,7 +103,7 @@ class Recommendation:
             settings["carrier"] = route.carrier
         if route.encoding is not None:
             settings["encoding"] = route.encoding
-        if route.encoding == "auto":  # which chooses by the speed at which a delta travels, publishing included
+        if route.encoding == "auto":  # auto chooses by the speed at which a delta travels, publishing included
             seconds = sum(route.spans.get(phase, 0.0) for phase in ("publish", "cross", "fetch", "send"))
             settings["settings"] = {"link_bytes_s": float(max(1, round(route.bytes / seconds)))}
         return settings
@@ -131,7 +124,7 @@ class Recommendation:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the figures leave out."""
+        """What the predictions assume or leave out."""
         facts = self.facts
         notes = {
             "what the facts do not tell was measured by torchrl-ext bench on two shared CPU cores": True,
@@ -149,7 +142,7 @@ class Recommendation:
         return tuple(note for note, applies in notes.items() if applies)
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-safe dictionary of everything."""
+        """Return the recommendation, with `MEASURED` and `ENCODINGS`, as a JSON-safe dictionary."""
         rejected = self.rejected
         return {
             "facts": asdict(self.facts),
@@ -169,13 +162,14 @@ class Recommendation:
 
 
 def recommend(facts: Facts | None = None, **given: Any) -> Recommendation:
-    """Recommend the route that weights should take.
+    """Recommend a route for weight updates.
 
     Args:
-        facts, given: about the deployment, as a `Facts` or by the names of its fields.
+        facts: facts about the deployment; None makes them from ``given``.
+        given: fields of `Facts`, instead of ``facts``.
 
     Raises:
-        ConfigError: the facts are impossible, or rule out every route.
+        ConfigError: the facts are impossible or rule out every route, or both arguments are given.
     """
     names = [one.name for one in fields(Facts)]
     if unknown := sorted(given.keys() - set(names)):
@@ -189,11 +183,7 @@ def recommend(facts: Facts | None = None, **given: Any) -> Recommendation:
 
 
 def _choose(facts: Facts, every: list[Route]) -> tuple[Route, str]:
-    """Return the simplest route that costs little of the time between two updates, else the quickest; and the reason.
-
-    Raises:
-        ConfigError: the facts rule out every route.
-    """
+    """Return the simplest full route that is not too heavy, else the fastest route, and the reason."""
     possible = [route for route in every if route.obstacle is None and route.encoding in (None, "auto")]
     if facts.validate_delta:
         plainest = ("collective", "indices", None)
