@@ -1,1 +1,1 @@
-"""What speaks the words of other systems: their options, names and routes. The core imports none of it."""
+"""Adapters to the options, names and routes of other systems; the core imports none of them."""

@@ -1,1 +1,1 @@
-"""Requests to engines, for generations with the weight versions that sampled them, and routers in front of engines."""
+"""Requests to engines: generations, with the weight versions that sampled each token."""
