@@ -11,10 +11,10 @@ from torch import nn
 import torchrl_ext as tx
 from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.landing.placement import record
-from torchrl_ext.landing.runtime import reachable
 from torchrl_ext.landing.sliced import Sliced, part_of
 from torchrl_ext.plugins.loader import PluginLoader
 from torchrl_ext.plugins.slices import apart, merged
+from torchrl_ext.proof.runtime import reachable
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.transports.base import WorkerEnd
 from torchrl_ext.weights.digests import tensor_digest

@@ -7,8 +7,8 @@ from torch import nn
 import torchrl_ext as tx
 from tests.sync.processed import PROBE, ProcessedLoader, Sabotage, checkpoint, outputs
 from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.landing.runtime import reachable
 from torchrl_ext.proof.known_weights import changed, places
+from torchrl_ext.proof.runtime import reachable
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 

@@ -5,8 +5,8 @@ from torch import nn
 
 from torchrl_ext.landing.patcher import Patcher, compare, holds, read
 from torchrl_ext.landing.placement import record
-from torchrl_ext.landing.runtime import reachable
 from torchrl_ext.proof.engine_loader import EngineLoader
+from torchrl_ext.proof.runtime import reachable
 from torchrl_ext.weights.digests import position_digest, tensor_digest
 from torchrl_ext.weights.source import as_source
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from torchrl_ext.errors import EngineRefusedError, IntegrityError
 from torchrl_ext.landing.loader import WeightLoader
 from torchrl_ext.landing.placement import Landing
-from torchrl_ext.landing.runtime import Reading
 from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.proof.rehearsal import IN_PLACE, Rehearsal, rehearse
+from torchrl_ext.proof.runtime import Reading
 from torchrl_ext.types import Info
 
 __all__ = ["EngineLoader"]

@@ -5,7 +5,7 @@ behind is not specified: a packed copy stays as it was, a shuffled one is overwr
 the first update, while the engine is paused and holds the weights that it was started with, the very route of an update
 is tried with weights that are known:
 
-1. a digest of every tensor that can be reached (`torchrl_ext.landing.runtime`) is noted: the cold start;
+1. a digest of every tensor that can be reached (`torchrl_ext.proof.runtime`) is noted: the cold start;
 2. the start checkpoint is loaded with something changed in each tensor: every place where one lands must differ;
 3. the changes are taken back as a delta would take them: all must be as in the cold start, bit for bit;
 4. the start checkpoint itself is loaded whole: the same again.
@@ -29,8 +29,8 @@ from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.landing.placement import Landing
-from torchrl_ext.landing.runtime import Reading
 from torchrl_ext.proof.known_weights import changed, content, places, taken_back
+from torchrl_ext.proof.runtime import Reading
 from torchrl_ext.types import Info
 from torchrl_ext.weights.digests import PositionDigest, position_digest, tensor_digest
 

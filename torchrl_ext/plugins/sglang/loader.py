@@ -17,9 +17,9 @@ from torch import Tensor, distributed, nn
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.landing.patcher import read
 from torchrl_ext.landing.placement import Placement, record
-from torchrl_ext.landing.runtime import Reading, reachable
 from torchrl_ext.plugins.loader import PluginLoader
 from torchrl_ext.plugins.refusals import UNCHANGED
+from torchrl_ext.proof.runtime import Reading, reachable
 from torchrl_ext.types import Info, ParamMeta
 
 __all__ = ["SGLangLoader"]

@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchrl_ext.landing.placement import Landing, Placement, record
-from torchrl_ext.landing.runtime import Reading
 from torchrl_ext.plugins.loader import PluginLoader
 from torchrl_ext.plugins.refusals import guest, rebalanced
 from torchrl_ext.plugins.vllm import names as vllm
 from torchrl_ext.plugins.vllm.runtime import REPAIRS, also_packed, made_up, readings
+from torchrl_ext.proof.runtime import Reading
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import revised
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_ext.landing.placement import Placement
-from torchrl_ext.landing.runtime import Reading, reachable
 from torchrl_ext.plugins.vllm import names as vllm
+from torchrl_ext.proof.runtime import Reading, reachable
 
 __all__ = ["REPAIRS", "also_packed", "made_up", "readings"]
 
