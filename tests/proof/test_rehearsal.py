@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import torchrl_ext as tx
-from tests.sync.processed import PROBE, ProcessedLoader, Sabotage, checkpoint, outputs
+from tests.sync.processed import PROBE, Absorbed, ProcessedLoader, Sabotage, checkpoint, outputs
 from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.proof.known_weights import changed, places
+from torchrl_ext.kernels.base import flat_bits
+from torchrl_ext.proof import runtime
+from torchrl_ext.proof.known_weights import changed, chosen_positions
 from torchrl_ext.proof.runtime import reachable
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
@@ -145,28 +149,106 @@ def test_no_saboteur_ends_verified(tmp_path):
 
 
 class Slotted:
-    __slots__ = ("packed",)
+    __slots__ = ("__packed",)
 
-    def __init__(self):
-        self.packed = torch.ones(4)
+    def __init__(self, packed):
+        self.__packed = packed
+
+    def get(self):
+        return self.__packed
 
 
-def test_what_is_not_followed_below_a_module_is_named():
-    model, cuts = nn.Linear(2, 2), set()
-    model.kernel, model.many, deep = Slotted(), [torch.ones(1) for _ in range(4097)], {}
-    model.deep = deep
+def deep(tensor):
     for _ in range(6):
-        deep["in"] = {}
-        deep = deep["in"]
-    deep["w"] = torch.ones(8)
-    found = {reading.name for reading in reachable(model, cuts)}
-    assert {"weight", "bias", "many.4095"} <= found
-    assert cuts == {"kernel", "many", "deep" + 5 * ".in"}
+        tensor = [tensor]
+    return tensor
+
+
+def dig(found):
+    while not isinstance(found, torch.Tensor):
+        found = found.get() if isinstance(found, Slotted) else found[-1]
+    return found
+
+
+HOLDERS = {
+    "slots": ("kernel", Slotted, None),
+    "a name with config in it": ("quant_config", lambda tensor: [tensor], None),
+    "a name with parent in it": ("parent", lambda tensor: [tensor], None),
+    "too deep": ("kernel", deep, "kernel" + 5 * ".0"),
+    "too late in a list": ("kernel", lambda tensor: [None] * 4096 + [tensor], "kernel"),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_an_engine_that_hides_a_stale_tensor_is_refused_or_says_that_it_is_unproven(holder, monkeypatch):
+    name, hold, unseen = HOLDERS[holder]
+    monkeypatch.setattr(Absorbed, "process", lambda layer: setattr(layer, name, hold(0.25 * layer.weight.data.T)))
+    monkeypatch.setattr(Absorbed, "forward", lambda layer, x: x @ dig(getattr(layer, name)))
+    sender, engine = sending(ProcessedLoader(checkpoint(0)))
+    if unseen is None:  # it is seen, and made anew
+        assert sender.update_weights(checkpoint(1)).proof == "rehearsed"
+    loader = ProcessedLoader(checkpoint(0), lacks=["Absorbed"])
+    sender, engine = sending(loader)
+    if unseen is None:
+        with pytest.raises(WeightSyncError, match=r"blocks.0.Absorbed.*no load changes it"):
+            sender.update_weights(checkpoint(1))
+        return
+    report = sender.update_weights(checkpoint(1))
+    assert (report.verified, report.proof) == (False, "sent") and not holds(loader, 1)
+    assert engine.rehearsed[0]["unseen"] == [f"blocks.{i}.Absorbed.{unseen}" for i in (0, 1)]
+    assert verdicts(engine)["Absorbed"] == "unproven" and verdicts(engine)["Packed"] == "by reload"
+
+
+def test_limits_of_the_walk_are_named_only_where_weights_may_lie():
+    model, applied = nn.Linear(2, 2), set()
+    model.table, model.flags, model.few = deep(torch.ones(64)), [torch.ones(3)] * 5000, deep(torch.arange(64))
+    model.rotary, model.again, model.plain = deep(torch.rand(64)), deep(model.weight), list(range(10_000))
+    model.cycle = deep(torch.zeros(0))
+    model.cycle.append(model.cycle)
+    model.many = [torch.rand(64) for _ in range(4097)]
+    model.kv_cache, model.kv_cache_scale = torch.rand(64), torch.rand(64)
+    found = {reading.name for reading in reachable(model, applied)}
+    assert {"weight", "bias", "many.4095", "kv_cache_scale"} <= found and not {"many.4096", "kv_cache"} & found
+    assert applied == {("long", "", "many"), ("requests", "", "kv_cache")}
+
+
+def test_a_walk_into_more_objects_than_it_may_search_is_named(monkeypatch):
+    monkeypatch.setattr(runtime, "SEARCHED", 10)
+    model, applied = nn.Linear(2, 2), set()
+    model.kernel = deep([[i] for i in range(20)])
+    assert {reading.name for reading in reachable(model, applied)} == {"weight", "bias"}
+    assert applied == {("deep", "", "kernel" + 5 * ".0")}
+
+
+def test_a_report_names_the_rules_that_decided_something():
+    sender, engine = sending(ProcessedLoader(checkpoint(0)))
+    sender.update_weights(checkpoint(1))
+    assert engine.rehearsed[0]["unseen"] == []
+    (row,) = engine.rehearsed[0]["rules"]
+    assert (row["rule"], row["tensors"], row["first"]) == ("table", 1, "cos_sin_cache") and "cache" in row["says"]
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_a_complex_tensor_is_changed_and_taken_back(dtype):
-    tensor = torch.randn(30, 30).to(dtype)
-    _, after = changed("w", tensor)
-    where = places("w", tensor)
-    assert where.numel() and (after.reshape(-1)[where] != tensor.reshape(-1)[where]).all()
+def test_a_complex_parameter_is_rehearsed(dtype, tmp_path):
+    def complex_norm(seed):
+        return checkpoint(seed) | {"norm": torch.polar(torch.ones(8), checkpoint(seed)["norm"]).to(dtype)}
+
+    loader = ProcessedLoader(complex_norm(0))
+    sender, engine = sending(loader)
+    assert sender.update_weights(complex_norm(1)).proof == "rehearsed"
+    assert torch.equal(loader.model(PROBE), outputs(complex_norm(1))) and verdicts(engine)["Model"] == "by reload"
+
+
+@given(
+    dtype=st.sampled_from(
+        [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.complex128, torch.int8, torch.int64]
+    ),
+    count=st.integers(1, 40_000),
+    zero=st.booleans(),
+)
+@settings(max_examples=50, deadline=None)
+def test_known_weights_differ_at_the_chosen_positions_and_nowhere_else(dtype, count, zero):
+    tensor = (torch.zeros(count) if zero else torch.rand(count) + 1).to(dtype)
+    where, after = chosen_positions("w", tensor), changed("w", tensor)[1]
+    assert torch.equal((flat_bits(after) != flat_bits(tensor)).reshape(count, -1).any(1).nonzero().reshape(-1), where)
+    assert where.numel() or (count < 32 and dtype in (torch.int8, torch.int64))

@@ -112,10 +112,10 @@ KINDS = (Fused, Shuffled, Packed, Absorbed)
 class Model(nn.Module):
     """Two blocks of one layer of each kind, a norm, and a table that nothing loads."""
 
-    def __init__(self):
+    def __init__(self, norm=torch.float32):
         super().__init__()
         self.blocks = nn.ModuleList(nn.ModuleDict({kind.__name__: kind() for kind in KINDS}) for _ in range(2))
-        self.norm = nn.Parameter(torch.empty(SIZE), requires_grad=False)
+        self.norm = nn.Parameter(torch.empty(SIZE, dtype=norm), requires_grad=False)
         self.register_buffer("cos_sin_cache", torch.randn(16, SIZE), persistent=False)
 
     def forward(self, x):
@@ -161,7 +161,7 @@ class ProcessedLoader(EngineLoader):
     def __init__(self, weights, sabotage=None, lacks=(), knows=(), careless=False):
         self.lacks, self._knows, self._careless = frozenset(lacks), tuple(knows), careless
         super().__init__()
-        self.model, self._start, self.sabotage = Model(), weights, None
+        self.model, self._start, self.sabotage = Model(weights["norm"].dtype), weights, None
         self._params, self._placement, self._whole = (), None, []
         self._pieces, self._patcher, self._whole_model, self._done = {}, Patcher({}), False, {}
         self._digests, self._loading = {}, False
@@ -186,7 +186,7 @@ class ProcessedLoader(EngineLoader):
             return {name: getattr(layer, name).data for name in layer.raw()}
 
         params = {path: raw(layer) for path, layer in self.model.layers()}
-        norm = torch.empty(SIZE, device="meta") if stand_ins else self.model.norm.data
+        norm = torch.empty_like(self.model.norm, device="meta") if stand_ins else self.model.norm.data
         places = {"norm": norm}
         for path, layer in self.model.layers():
             places |= {f"{path}.{name}": place for name, place in layer.places(params[path]).items()}
@@ -223,7 +223,7 @@ class ProcessedLoader(EngineLoader):
         found = {}
         for meta in params:
             landings = self._placement.landings[meta.name]
-            derived = ".kv" in meta.name and not self._careless
+            derived = meta.dtype.is_complex or (".kv" in meta.name and not self._careless)
             if all(live[one.param].shape == targets[one.param].shape for one in landings) and not derived:
                 found[meta.name] = [one.piece(live[one.param]) for one in landings]
         agreed = {name for name in found if holds(found[name], self._start[name])} if not self.touched else set()
@@ -293,7 +293,7 @@ class ProcessedLoader(EngineLoader):
         self.check(as_source(self._start).params())
 
     def runtime(self):
-        return reachable(self.model)
+        return reachable(self.model, self.applied)
 
     def landings(self, name):
         return self._placement.landings[name]

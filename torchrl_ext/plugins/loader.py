@@ -23,7 +23,7 @@ from torchrl_ext.plugins import refusals
 from torchrl_ext.plugins.slices import Slices, apart, land
 from torchrl_ext.plugins.workers import combine
 from torchrl_ext.proof.engine_loader import EngineLoader
-from torchrl_ext.proof.known_weights import announced
+from torchrl_ext.proof.known_weights import start_tensors
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import PositionDigest, position_digest, tensor_digest
@@ -158,7 +158,7 @@ class PluginLoader(EngineLoader):
     def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
         if self._dummy:
             return self._made_up()
-        return announced(CheckpointSource(self._checkpoint), self._params, self._dtype) if self._shapes else None
+        return start_tensors(CheckpointSource(self._checkpoint), self._params, self._dtype) if self._shapes else None
 
     def landings(self, name: str) -> Iterable[Landing]:
         return self._placement.landings.get(name, ()) if self._placement is not None else ()

@@ -12,7 +12,8 @@ from torchrl_ext.errors import EngineRefusedError, IntegrityError
 from torchrl_ext.landing.loader import WeightLoader
 from torchrl_ext.landing.placement import Landing
 from torchrl_ext.landing.sliced import Sliced
-from torchrl_ext.proof.rehearsal import IN_PLACE, Rehearsal, rehearse
+from torchrl_ext.proof.rehearsal import IN_PLACE, REFUSED, UNPROVEN, Rehearsal, rehearse
+from torchrl_ext.proof.rules import Applied
 from torchrl_ext.proof.runtime import Reading
 from torchrl_ext.types import Info
 
@@ -29,14 +30,14 @@ class EngineLoader(WeightLoader):
         repairs: steps that `finish` and `commit` take after the engine's own processing, by name.
         vouches: digests of what is loaded will be asked for.
         takes_slices: the transport brings slices of tensors (`torchrl_ext.landing.sliced`).
-        cuts: paths below which `runtime` did not look, though tensors may lie there.
+        applied: receives the rules (`torchrl_ext.proof.rules`) by which `runtime` left tensors out.
     """
 
     def __init__(self) -> None:
         self.touched, self.vouches = False, True
         self.repairs: frozenset[str] = frozenset(self.known_repairs())
         self.takes_slices = False
-        self.cuts: set[str] = set()
+        self.applied: set[Applied] = set()
         self._rehearsals: dict[bool, Rehearsal] = {}  # by whether slices came
         self._rehearsing = False
 
@@ -95,7 +96,7 @@ class EngineLoader(WeightLoader):
 
     @property
     def _rehearsed(self) -> Rehearsal | None:
-        """What was shown of the road that updates take now, or that the engine was not brought back from another."""
+        """The rehearsal of the current route, or the one after which the engine could not be restored."""
         lost = next((found for found in self._rehearsals.values() if not found.restored), None)
         return lost or self._rehearsals.get(self.takes_slices)
 
@@ -103,10 +104,13 @@ class EngineLoader(WeightLoader):
         self.vouches = wanted
 
     def proof(self) -> str:
-        """Return ``"in place"`` or ``"rehearsed"`` once that was shown; ``"sent"`` before."""
-        if self._rehearsed is None or self._rehearsed.refused:
+        """Return ``"in place"`` or ``"rehearsed"`` if a rehearsal showed that of every layer, else ``"sent"``."""
+        if self._rehearsed is None:
             return "sent"
-        return "rehearsed" if any(layer.verdict != IN_PLACE for layer in self._rehearsed.layers) else "in place"
+        verdicts = {layer.verdict for layer in self._rehearsed.layers}
+        if verdicts & {UNPROVEN, REFUSED}:
+            return "sent"
+        return "in place" if verdicts <= {IN_PLACE} else "rehearsed"
 
     def unrehearsed(self, *, again: bool = False) -> bool:
         return (self._rehearsed is None or again) and not self.touched and self.start_weights() is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,17 +15,17 @@ from torchrl_ext.landing.placement import keeps_values
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest
 
-__all__ = ["announced", "changed", "content", "places", "taken_back"]
+__all__ = ["changed", "chosen_positions", "content", "reverting_changes", "start_tensors"]
 
 _AT_ONCE = 1 << 22  # elements
 
 _PERIOD, _EVERY, _SMALL = 257, 32, 1 << 14
 
 
-def announced(
+def start_tensors(
     start: Iterable[tuple[str, Tensor]], params: Iterable[ParamMeta], own: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield those tensors of a start checkpoint that an update names, in its dtypes where that loses nothing.
+    """Yield the tensors of a start checkpoint that an update has, too; in the update's dtypes if that loses nothing.
 
     Args:
         start: a pass over the checkpoint.
@@ -40,14 +39,15 @@ def announced(
             yield name, tensor.to(dtypes[name]) if exact else tensor
 
 
-def places(name: str, tensor: Tensor) -> Tensor:
+def chosen_positions(name: str, tensor: Tensor) -> Tensor:
     """Return which elements of a checkpoint tensor a rehearsal changes: int64, shape (k,), increasing.
 
     All of a small one; of a large one about one in 32, with a prime period that no layout of a kernel shares, so that a
-    delta's staging stays small. None of an integer tensor that holds indices or sizes: a loader may use those.
+    delta's staging stays small. None where the rule ``indices`` applies: a loader may use the values.
     """
     count = tensor.numel()
-    if not tensor.is_floating_point() and (count < _EVERY or tensor.dtype is torch.bool or name.endswith("g_idx")):
+    values = tensor.is_floating_point() or tensor.is_complex()
+    if not values and (count < _EVERY or tensor.dtype is torch.bool or name.endswith("g_idx")):
         return torch.empty(0, dtype=torch.int64)
     if count <= _SMALL:
         return torch.arange(count)
@@ -57,23 +57,23 @@ def places(name: str, tensor: Tensor) -> Tensor:
 
 
 def changed(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """Return the name, and a copy of a checkpoint tensor that is changed at its `places`.
+    """Return the name, and a copy of a checkpoint tensor that is changed at its `chosen_positions`.
 
-    Floats come nearer to zero by a factor that differs from place to place (no value overflows, no scale turns
+    Floats come nearer to zero by a factor that differs between neighbours (no value overflows, no scale turns
     negative), zeros become small; integers lose or gain their lowest bit.
     """
-    where = places(name, tensor)
+    where = chosen_positions(name, tensor)
     flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-    if where.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+    if tensor.is_floating_point() or tensor.is_complex():
         factor = 0.5 + 0.25 * ((where * 7919) % _PERIOD) / _PERIOD
         old = flat[where].to(torch.complex128 if tensor.is_complex() else torch.float64)
         flat[where] = torch.where(old == 0, 0.01 * factor, old * factor).to(tensor.dtype)
-    elif where.numel():
+    elif where.numel():  # bool has no last bit
         flat[where] = flat[where] ^ 1
     return name, flat.reshape(tensor.shape)
 
 
-def taken_back(
+def reverting_changes(
     start: Callable[[], Iterable[tuple[str, Tensor]]], digests: Mapping[str, str], sparse: Callable[[str], bool]
 ) -> Changes:
     """Return the changes that lead from the changed checkpoint back to the start checkpoint.
@@ -81,17 +81,15 @@ def taken_back(
     Args:
         start: makes a pass over the start checkpoint.
         digests: position digest of each of its tensors, 32 hex digits.
-        sparse: whether changes of a tensor are written element by element; of others it is enough that they changed.
+        sparse: whether changes of a tensor are written element by element. Of other tensors, and of complex ones, which
+            a delta brings whole, the changes only say that something changed.
     """
 
     def patches(wanted: Callable[[str], bool]) -> Iterator[Patch]:
         for name, tensor in start():
             meta = ParamMeta.of(name, tensor)
-            where = places(name, tensor).numpy()
-            where = where if sparse(name) else where[:1]
-            parts = unit_of(meta.dtype).parts
-            if parts > 1:
-                where = (where[:, None] * parts + np.arange(parts)).reshape(-1)
+            where = chosen_positions(name, tensor).numpy()
+            where = where if sparse(name) and not meta.dtype.is_complex else where[:1]
             if where.size and wanted(name):
                 indices = where.astype(index_dtype(unit_of(meta.dtype).count(meta)))
                 yield SparsePatch(meta, indices, units(tensor)[where])

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +29,8 @@ from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.landing.placement import Landing
-from torchrl_ext.proof.known_weights import changed, content, places, taken_back
+from torchrl_ext.proof import rules
+from torchrl_ext.proof.known_weights import changed, chosen_positions, content, reverting_changes
 from torchrl_ext.proof.runtime import Reading
 from torchrl_ext.types import Info
 from torchrl_ext.weights.digests import PositionDigest, position_digest, tensor_digest
@@ -37,11 +38,11 @@ from torchrl_ext.weights.digests import PositionDigest, position_digest, tensor_
 if TYPE_CHECKING:
     from torchrl_ext.proof.engine_loader import EngineLoader
 
-__all__ = ["IN_PLACE", "Layer", "Rehearsal", "rehearse"]
+__all__ = ["IN_PLACE", "REFUSED", "UNPROVEN", "Layer", "Rehearsal", "rehearse"]
 
 log = logging.getLogger("torchrl_ext")
 
-IN_PLACE, BY_RELOAD, REPAIRED, REFUSED = "in place", "by reload", "repaired", "refused"
+IN_PLACE, BY_RELOAD, REPAIRED, UNPROVEN, REFUSED = "in place", "by reload", "repaired", "unproven", "refused"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,8 @@ class Layer:
         name: path of the module.
         kernel: what computes in it.
         verdict: ``"in place"`` (every element is written where the placement says), ``"by reload"`` (the engine's own
-            processing restores it), ``"repaired"`` (that, and a further step) or ``"refused"``.
+            processing restores it), ``"repaired"`` (that, and a further step), ``"unproven"`` (it keeps tensors where
+            the rehearsal does not look) or ``"refused"``.
         why: the step, or what is wrong.
     """
 
@@ -73,7 +75,7 @@ class Rehearsal:
         restored: the engine holds what it was started with.
         seconds: its duration.
         loads: loads of the whole model.
-        unseen: paths in the model below which nothing was looked at, though tensors may lie there.
+        applied: the `torchrl_ext.proof.rules` that decided something, and where, sorted.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -82,7 +84,7 @@ class Rehearsal:
     restored: bool = True
     seconds: float = 0.0
     loads: int = 0
-    unseen: tuple[str, ...] = ()
+    applied: tuple[rules.Applied, ...] = ()
 
     @property
     def refused(self) -> tuple[Layer, ...]:
@@ -90,7 +92,12 @@ class Rehearsal:
         return tuple(layer for layer in self.layers if layer.verdict == REFUSED)
 
     def to_json(self, most: int = 10) -> Info:
-        """Return a JSON-safe summary: layers counted by verdict, kernel and reason, in at most ``most`` rows."""
+        """Return a JSON-safe summary.
+
+        Args:
+            most: rows in ``layers``, which count layers by verdict, kernel and reason, and paths in ``unseen``, behind
+                which tensors were not compared. ``rules`` counts what each applied rule decided, and names the first.
+        """
         groups: dict[tuple[str, str, str], list[str]] = {}
         for layer in self.layers:
             groups.setdefault((layer.verdict, layer.kernel, layer.why[:100]), []).append(layer.name)
@@ -98,9 +105,22 @@ class Rehearsal:
             {"verdict": verdict, "kernel": kernel, "why": why, "layers": len(names), "first": names[0]}
             for (verdict, kernel, why), names in groups.items()
         ]
-        rest = asdict(self) | {"layers": rows[:most]}
-        few = {"repairs": list(self.repairs), "unseen": list(self.unseen[:most])}
-        return {**rest, **few, "seconds": round(self.seconds, 3)}
+        by_rule: dict[str, list[str]] = {}
+        for one in self.applied:
+            by_rule.setdefault(one.rule, []).append(one.path)
+        return {
+            "layers": rows[:most],
+            "repairs": list(self.repairs),
+            "changes": self.changes,
+            "restored": self.restored,
+            "seconds": round(self.seconds, 3),
+            "loads": self.loads,
+            "unseen": [one.path for one in self.applied if one.rule in rules.UNSEEN][:most],
+            "rules": [
+                {"rule": rule, "says": rules.RULES[rule], "tensors": len(paths), "first": paths[0]}
+                for rule, paths in by_rule.items()
+            ],
+        }
 
 
 def rehearse(loader: EngineLoader) -> Rehearsal:
@@ -110,18 +130,24 @@ def rehearse(loader: EngineLoader) -> Rehearsal:
         loader: of a model that holds the weights that it was started with.
     """
     began = time.perf_counter()
+    loader.applied.clear()
     cold = _Snapshot(loader, contents=True)
     start = _Start(loader, cold)
     known = tuple(loader.known_repairs())
-    loads, attempt = 0, _Attempt()
-    for repairs in _ways(loader, known):
-        loader.repairs = frozenset(repairs)
-        attempt = _attempt(loader, start, cold)
+    attempt = _attempt(loader, start, cold, known)
+    loads = attempt.loads
+    if attempt.wrong and loader.takes_slices:
+        loader.land_whole()
+        attempt = _attempt(loader, start, cold, known)
         loads += attempt.loads
-        if not attempt.wrong:
-            break
-    else:
+    if attempt.wrong and known:
+        attempt = _attempt(loader, start, cold, ())
+        loads += attempt.loads
+    if attempt.wrong:
         loader.repairs = frozenset(known)
+    for one in loader.applied:
+        if one.rule in rules.UNSEEN:
+            log.warning("a rehearsal did not compare the tensors at %s: %s", one.path, rules.RULES[one.rule])
     return Rehearsal(
         layers=tuple(_verdicts(loader, start, attempt)),
         repairs=tuple(sorted(set(attempt.repaired.values()))),
@@ -129,18 +155,8 @@ def rehearse(loader: EngineLoader) -> Rehearsal:
         restored=attempt.restored,
         seconds=time.perf_counter() - began,
         loads=loads,
-        unseen=tuple(sorted(loader.cuts)),
+        applied=tuple(sorted(loader.applied)),
     )
-
-
-def _ways(loader: EngineLoader, known: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield the repairs to try with; where slices land past the model's loader, first so and then by it alone."""
-    yield known
-    if loader.takes_slices:
-        loader.land_whole()
-        yield known
-    if known:
-        yield ()
 
 
 @dataclass
@@ -152,8 +168,9 @@ class _Attempt:
     loads: int = 0
 
 
-def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot) -> _Attempt:
+def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot, repairs: tuple[str, ...]) -> _Attempt:
     found = _Attempt()
+    loader.repairs = frozenset(repairs)
     try:
         _load(loader, start.changed())
         found.loads += 1
@@ -186,7 +203,7 @@ def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot) -> _Attempt:
 def _take_back(loader: EngineLoader, start: _Start, cold: _Snapshot) -> bool:
     """Undo what was changed, as a delta lands; return whether all is as in the cold start."""
     try:
-        loader.stage(taken_back(lambda: iter(start), start.digests, loader.patchable))
+        loader.stage(reverting_changes(lambda: iter(start), start.digests, loader.patchable))
         loader.commit()
     except IntegrityError as error:
         log.warning("changes cannot be written in place: %s", error)
@@ -219,7 +236,9 @@ class _Start:
         self.layers: dict[str, list[str]] = {}
         for name, before in self:
             self.digests[name] = position_digest(before).hex()
-            after = changed(name, before)[1] if places(name, before).numel() else None
+            after = changed(name, before)[1] if chosen_positions(name, before).numel() else None
+            if after is None and before.numel():
+                loader.applied.add(rules.Applied("indices", "", name))
             for landing in loader.landings(name):
                 self.layers.setdefault(_parent(landing.param), []).append(name)
                 if after is not None:
@@ -303,22 +322,30 @@ def _unreached(loader: EngineLoader, start: _Start, cold: _Snapshot, moved: _Sna
             if moved.contents[key] != what.after + padding:
                 found[layer] = f"not all of {', '.join(names)} reaches it when it is loaded again"
         elif key in cold.answers and key in moved.answers:
+            loader.applied.add(rules.Applied("answer", layer, own))
             for name, landing in what.blocks:
                 if not _answers_differ(cold.answers[key], moved.answers[key], landing):
                     found[layer] = f"{name} does not reach all of it when it is loaded again"
-    still = {
-        key: reading
-        for key, reading in moved.tensors.items()
-        if key not in start.arriving and cold.readings.get(key) == moved.readings[key] and _varied(reading.tensor)
-    }
-    for key, reading in still.items():
-        if any(word in key.lower() for word in _TABLES):
+    still = []
+    for key, reading in moved.tensors.items():
+        if key in start.arriving or cold.readings.get(key) != moved.readings[key]:
             continue
-        if reading.derived and reading.tensor.dim() > 1:
+        if not rules.is_varied(reading.tensor):
+            rule = "uniform"
+        elif rules.is_table(key):
+            rule = "table"
+        elif reading.derived and reading.tensor.dim() > 1:
             found[reading.layer] = f"{reading.name} is computed with, and no load changes it"
+            continue
         elif not start.arriving and not reading.derived:
             found[reading.layer] = f"{reading.name} stays what it was when everything is loaded again"
-    near = [reading for reading in still.values() if reading.layer not in found]
+            continue
+        else:
+            rule = "vector" if reading.derived else "unloaded"
+        if rule != "uniform":
+            still.append(reading)
+        loader.applied.add(rules.Applied(rule, reading.layer, reading.name))
+    near = [reading for reading in still if reading.layer not in found]
     for name, tensor in start if near else ():
         parents = {_parent(_parent(landing.param)) for landing in loader.landings(name)}
         for reading in near:
@@ -342,33 +369,16 @@ def _answers_differ(before: Tensor, after: Tensor, landing: Landing) -> bool:
     first = landing.offset // max(1, width)
     rows = slice(first, first + landing.shape[0]) if len(landing.shape) > 1 else slice(None)
     differ = (before[:, rows] != after[:, rows]).any(0)
-    return bool(differ.float().mean() > 0.9) if differ.numel() else True
-
-
-_TABLES = (
-    *("cos", "sin", "rope", "rotary", "freq", "alibi", "mask"),
-    *("workspace", "buffer", "cache", "lora", "embeds", "input_", "state"),
-)
-"""Words in names of tensors that kernels compute by themselves, or keep for requests, and that no load brings."""
-
-_SAMPLE, _DISTINCT = 512, 16
-
-
-def _varied(tensor: Tensor) -> bool:
-    """Return whether a tensor could be made of weights: floating-point, and not one value all over."""
-    return tensor.is_floating_point() and tensor.numel() >= _DISTINCT and _sample(tensor).numel() >= _DISTINCT
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLE)].float().unique()
+    return bool(differ.float().mean() > rules.DIFFERING) if differ.numel() else True
 
 
 def _is_copy(tensor: Tensor, of: Tensor) -> bool:
-    """Return whether nearly all values of ``tensor``, in any order, are values of another one."""
-    sample = _sample(tensor)
+    """Return whether the sampled values of ``tensor``, in any order, are values of another one, or its padding."""
+    if of.is_complex():
+        return False
+    sample = rules.sample(tensor)
     every = of.detach().to(tensor.device, tensor.dtype).float().reshape(-1)
-    return bool(torch.isin(sample, every).float().mean() > 0.95)
+    return bool((torch.isin(sample, every) | (sample == 0)).all())
 
 
 def _parent(name: str) -> str:
@@ -376,11 +386,14 @@ def _parent(name: str) -> str:
 
 
 def _verdicts(loader: EngineLoader, start: _Start, attempt: _Attempt) -> Iterator[Layer]:
-    for layer in dict.fromkeys((*start.layers, *attempt.wrong)) or ("",):
+    unseen: dict[str, str] = {one.layer: one.name for one in loader.applied if one.rule in rules.UNSEEN}
+    for layer in dict.fromkeys((*start.layers, *attempt.wrong, *unseen)) or ("",):
         verdict, why = BY_RELOAD, ""
         names = start.layers.get(layer, ())  # where none is known to land, none is written in place
         if layer in attempt.wrong:
             verdict, why = REFUSED, attempt.wrong[layer]
+        elif layer in unseen:
+            verdict, why = UNPROVEN, f"it may compute with tensors behind {unseen[layer]}, which were not compared"
         elif layer in attempt.repaired:
             verdict, why = REPAIRED, attempt.repaired[layer]
         elif attempt.changes == IN_PLACE and names and all(map(loader.patchable, names)):

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchrl_ext.proof.rules import DEPTH, ENTRIES, REQUESTS, SEARCHED, Applied, could_be_weights
+
 __all__ = ["Reading", "reachable"]
 
-_DEPTH = 5
-_ENTRIES = 4096  # of one container
 _OWN = frozenset(vars(nn.Module()))
 _FOREIGN = ("torch", "numpy", "builtins", "collections", "logging", "threading", "transformers")
-_NOT_WEIGHTS = ("kv_cache", "config", "weight_loader", "handler_tensor", "forward_context", "parent")
-"""Parts of names under which modules keep what no load writes: requests' keys and values, settings, addresses."""
+_CONTAINERS = (list, tuple, set, frozenset, deque)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,77 +52,143 @@ class Reading:
         return f"{self.layer}.{self.name}" if self.layer else self.name
 
 
-def reachable(model: nn.Module, cuts: set[str] | None = None) -> Iterator[Reading]:
+def reachable(model: nn.Module, applied: set[Applied] | None = None) -> Iterator[Reading]:
     """Yield every tensor that can be reached from the modules of a model.
 
-    Parameters and buffers come under each of their names; what is none of these, and lies below attributes, kernels,
-    containers and closures, comes once. Left out are keys and values of requests, settings, and tensors without data
-    (the meta device, no elements).
+    Parameters and buffers come under each of their names. Other tensors come once: below attributes, kernels,
+    containers and closures, at most `DEPTH` steps from a module and among the first `ENTRIES` entries of a container.
+    Tensors without data (on the meta device, or empty) are left out.
 
     Args:
         model: the model.
-        cuts: takes the paths below which tensors may lie that are not followed: deeper than 5 steps, after the first
-            4,096 entries of a container, or in an object without a ``__dict__``.
+        applied: receives the rules that left a tensor out. Behind a limit of the walk, only a place is named where a
+            search of `SEARCHED` objects finds a tensor that could be made of weights, or does not come to an end.
     """
-    cuts = set() if cuts is None else cuts
-    seen: set[Any] = set()
+    applied = set() if applied is None else applied
+    walk = _Walk(applied)
     modules = list(model.named_modules())
     for layer, module in modules:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and "kv_cache" not in name and _holds_data(tensor):
-                _is_new(tensor, seen)
-                yield Reading(layer=layer, name=name, tensor=tensor)
-    seen.update(id(module) for _, module in modules)
+            if tensor is None or not _holds_data(tensor):
+                continue
+            if name in REQUESTS:
+                applied.add(Applied("requests", layer, name))
+                continue
+            walk.is_new(tensor)
+            yield Reading(layer=layer, name=name, tensor=tensor)
+    walk.seen.update(id(module) for _, module in modules)
     for layer, module in modules:
         for name, value in list(vars(module).items()):
             if name not in _OWN:
-                for path, tensor in _below(name, value, seen, _DEPTH, (layer, cuts)):
+                for path, tensor in walk.below(layer, name, value, DEPTH):
                     yield Reading(layer=layer, name=path, tensor=tensor, derived=True)
+    walk.search()
 
 
-def _below(
-    path: str, value: Any, seen: set[Any], depth: int, cut: tuple[str, set[str]]
-) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        if _is_new(value, seen):
-            yield path, value
-        return
-    if id(value) in seen or any(part in path.rpartition(".")[2] for part in _NOT_WEIGHTS):
-        return
-    parts = _parts(value)
-    slotted = not parts and not _foreign(value) and bool(getattr(type(value), "__slots__", ()))
-    longer = isinstance(value, (list, tuple, dict)) and len(value) > _ENTRIES
-    if slotted or longer or (depth == 0 and parts):
-        cut[1].add(f"{cut[0]}.{path}" if cut[0] else path)
-    for name, part in parts if depth else ():
-        seen.add(id(value))
-        yield from _below(f"{path}.{name}", part, seen, depth - 1, cut)
+class _Walk:
+    """One pass over the objects that modules keep.
+
+    Args:
+        applied: as for `reachable`.
+
+    Attributes:
+        seen: identities of objects, and places of tensors, that need no second visit.
+    """
+
+    def __init__(self, applied: set[Applied]) -> None:
+        self.seen: set[Any] = set()
+        self._applied = applied
+        self._left: list[tuple[Applied, list[tuple[str, Any]]]] = []  # what the limits left out, by name
+
+    def below(self, layer: str, path: str, value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield path and tensor of what ``value`` consists of, at most ``depth`` steps further."""
+        if path.rpartition(".")[2] in REQUESTS:
+            if value is not None:
+                self._applied.add(Applied("requests", layer, path))
+            return
+        if isinstance(value, Tensor):
+            if self.is_new(value):
+                yield path, value
+            return
+        if id(value) in self.seen:
+            return
+        parts = _parts(value)
+        if depth == 0:
+            if found := [(f"{path}.{name}", part) for name, part in parts]:
+                self._left.append((Applied("deep", layer, path), found))
+            return
+        first = list(islice(parts, ENTRIES))
+        if rest := [(f"{path}.{name}", part) for name, part in parts]:
+            self._left.append((Applied("long", layer, path), rest))
+        for name, part in first:
+            self.seen.add(id(value))
+            yield from self.below(layer, f"{path}.{name}", part, depth - 1)
+
+    def search(self) -> None:
+        """Apply ``deep`` and ``long`` where tensors lie, or may lie, that the pass left out."""
+        for rule, ahead in self._left:
+            objects = deque(ahead)
+            for _ in range(SEARCHED):
+                if not objects:
+                    break
+                path, value = objects.popleft()
+                if isinstance(value, Tensor):
+                    if self.is_new(value) and could_be_weights(path, value):
+                        self._applied.add(rule)
+                        break
+                elif id(value) not in self.seen and path.rpartition(".")[2] not in REQUESTS:
+                    parts = [(f"{path}.{name}", part) for name, part in _parts(value)]
+                    if parts:
+                        self.seen.add(id(value))
+                    objects.extend(parts)
+            else:
+                self._applied.add(rule)
+
+    def is_new(self, tensor: Tensor) -> bool:
+        """Return whether a tensor holds data that was not met before."""
+        if not _holds_data(tensor):
+            return False
+        try:
+            place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        except RuntimeError:  # a tensor subclass without memory of its own
+            return False
+        if tensor.dtype is torch.int64 and tensor.numel() == 1:  # an address or a counter
+            return False
+        known = place in self.seen
+        self.seen.add(place)
+        return not known
 
 
-def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """Return what ``value`` is made of, by name, where tensors may be among it."""
-    if isinstance(value, (list, tuple)):
-        return list(enumerate(value[:_ENTRIES]))
-    if isinstance(value, dict):
-        return [(key, part) for key, part in list(value.items())[:_ENTRIES] if isinstance(key, (str, int))]
-    if isinstance(value, functools.partial):
-        return [*enumerate(value.args), *value.keywords.items(), ("func", value.func)]
-    if isinstance(value, types.MethodType):
-        return [("self", value.__self__)]
-    if isinstance(value, types.FunctionType):
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the objects that ``value`` consists of, by name, if there can be tensors among them."""
+    if isinstance(value, _CONTAINERS):
+        yield from enumerate(list(value))
+    elif isinstance(value, dict):
+        yield from ((key, part) for key, part in list(value.items()) if isinstance(key, (str, int)))
+    elif isinstance(value, functools.partial):
+        yield from (*enumerate(value.args), *value.keywords.items(), ("func", value.func))
+    elif isinstance(value, types.MethodType):
+        yield "self", value.__self__
+    elif isinstance(value, types.FunctionType):
         cells = value.__closure__ or ()
-        names = value.__code__.co_freevars
-        return [
-            *((name, _content(cell)) for name, cell in zip(names, cells, strict=True)),
-            *enumerate(value.__defaults__ or ()),
-            *(value.__kwdefaults__ or {}).items(),
-        ]
-    if isinstance(value, nn.Module):  # one that no other module has registered
-        own = [(name, part) for name, part in vars(value).items() if name not in _OWN]
-        return [*value._parameters.items(), *value._buffers.items(), *value._modules.items(), *own]
-    if _foreign(value):
-        return []
-    return [(name, part) for name, part in getattr(value, "__dict__", {}).items() if name not in _OWN]
+        yield from ((name, _content(cell)) for name, cell in zip(value.__code__.co_freevars, cells, strict=True))
+        yield from (*enumerate(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items(), *vars(value).items())
+    elif isinstance(value, nn.Module):  # one that no other module has registered
+        yield from (*value._parameters.items(), *value._buffers.items(), *value._modules.items())
+        yield from ((name, part) for name, part in list(vars(value).items()) if name not in _OWN)
+    elif not _foreign(value):
+        yield from list(getattr(value, "__dict__", {}).items())
+        yield from _slots(value)
+
+
+def _slots(value: Any) -> Iterator[tuple[str, Any]]:
+    for kind in type(value).__mro__:
+        for name, slot in vars(kind).items():
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    yield name, slot.__get__(value)
+                except AttributeError:  # not filled yet
+                    continue
 
 
 def _foreign(value: Any) -> bool:
@@ -137,18 +204,3 @@ def _content(cell: Any) -> Any:
 
 def _holds_data(tensor: Tensor) -> bool:
     return tensor.device.type != "meta" and tensor.numel() > 0
-
-
-def _is_new(tensor: Tensor, seen: set[Any]) -> bool:
-    """Return whether a tensor holds data that was not met before."""
-    if not _holds_data(tensor):
-        return False
-    try:
-        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-    except RuntimeError:  # a tensor subclass without memory of its own
-        return False
-    if tensor.dtype is torch.int64 and tensor.dim() == 0:  # an address or a counter
-        return False
-    known = place in seen
-    seen.add(place)
-    return not known

@@ -1,0 +1,96 @@
+"""Rules by which a rehearsal judges where no engine promises anything: all of them, with their constants.
+
+Each may be wrong for an engine that nobody has tried. A report therefore names the rules that were applied, and where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["DEPTH", "DIFFERING", "ENTRIES", "REQUESTS", "RULES", "SEARCHED", "UNSEEN", "Applied"]
+__all__ += ["could_be_weights", "is_table", "is_varied", "sample"]
+
+DEPTH = 5
+"""Steps from a module to a tensor that is compared."""
+
+ENTRIES = 4096
+"""Entries of one container that are followed."""
+
+SEARCHED = 100_000
+"""Objects behind one limit of the walk that are searched for a tensor."""
+
+REQUESTS = frozenset({"kv_cache", "kv_caches", "forward_context", "static_forward_context"})
+"""Attributes, by their full names, in which engines keep the state of requests, or the layers of other models."""
+
+TABLES = (
+    *("cos", "sin", "rope", "rotary", "freq", "alibi", "mask"),
+    *("workspace", "buffer", "cache", "lora", "embeds", "input_", "state"),
+)
+"""Words in names of tensors that kernels compute by themselves, or keep for requests, and that no load brings."""
+
+SAMPLE, DISTINCT = 512, 16
+
+DIFFERING = 0.9
+"""Share of a layer's outputs that a new weight changes; a few may be equal by chance."""
+
+RULES: Mapping[str, str] = MappingProxyType(
+    {
+        "deep": f"tensors more than {DEPTH} steps below a module are not compared",
+        "long": f"entries of a container after the first {ENTRIES} are not compared",
+        "requests": f"no load writes to what is called {', '.join(sorted(REQUESTS))}",
+        "table": f"no load writes to a tensor with one of these words in its name: {', '.join(TABLES)}",
+        "vector": "a derived tensor of one dimension may stay as it was",
+        "unloaded": "a parameter or buffer in which no checkpoint tensor lands may stay as it was",
+        "uniform": f"a tensor of integers, or with fewer than {DISTINCT} values among {SAMPLE}, may stay as it was",
+        "answer": f"a weight has arrived if it changes {DIFFERING:.0%} of the layer's outputs for a fixed input",
+        "indices": "small integer tensors, bool and g_idx hold indices or sizes, and stay as they are",
+    }
+)
+"""What each rule says, by name."""
+
+UNSEEN = frozenset({"deep", "long"})
+"""Rules that leave a layer unproven."""
+
+
+class Applied(NamedTuple):
+    """The application of one of the `RULES`.
+
+    Attributes:
+        rule: its name.
+        layer: path of the module; "" is the model itself.
+        name: of the tensor, or of the object that keeps it, below that module.
+    """
+
+    rule: str
+    layer: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        """The name within the model."""
+        return f"{self.layer}.{self.name}" if self.layer else self.name
+
+
+def could_be_weights(path: str, tensor: Tensor) -> bool:
+    """Return whether a tensor could be made of weights: neither ``table`` nor ``uniform`` applies to it."""
+    return not is_table(path) and is_varied(tensor)
+
+
+def is_table(path: str) -> bool:
+    """Return whether the rule ``table`` applies to a name."""
+    return any(word in path.lower() for word in TABLES)
+
+
+def is_varied(tensor: Tensor) -> bool:
+    """Return whether the rule ``uniform`` does not apply to a tensor."""
+    return tensor.is_floating_point() and tensor.numel() >= DISTINCT and sample(tensor).numel() >= DISTINCT
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Return some of a tensor's values in float32, each once, sorted."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)].float().unique()
