@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.processes import python
-from tests.rpc.sockets import Listening6, drip, serving, talking
+from tests.rpc.sockets import Listening, Listening6, drip, serving, talking
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
 from torchrl_ext.rpc.connections import run
 from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
@@ -97,7 +97,7 @@ SHAPES = ("{}", '{{"error": {}}}', '{{"detail": {}}}', '{{"message": {}}}', '{{"
 @given(st.integers(400, 599), st.sampled_from(SHAPES), st.text("abc", min_size=1))
 def test_an_error_has_the_engines_own_words_and_says_whether_the_route_is_absent(status, shape, words):
     with pytest.raises(EngineRefusedError) as caught:
-        Answer(where="GET http://host/x", status=status, text=shape.format(f'"{words}"')).wanted()
+        Answer(where="GET http://host/x", status=status, text=shape.format(f'"{words}"')).checked_json()
     assert caught.value.what == f"GET http://host/x answered {status}: {words}" and caught.value.status == status
     assert isinstance(caught.value, RouteAbsent) == (status in (404, 405, 501))
 
@@ -267,6 +267,33 @@ def test_a_coroutine_may_make_a_call_and_keeps_its_loop_also_on_the_loop_that_ca
     assert asyncio.run(call()) and run(call())
     with pytest.raises(ConfigError, match="wait for itself"):
         run(wait())
+
+
+class Counting(Listening):
+    accepted = 0
+
+    def get_request(self):
+        self.accepted += 1
+        return super().get_request()
+
+
+def test_only_the_shared_loop_keeps_connections_and_no_loop_of_a_caller():
+    with serving(answer, cls=Counting) as server:
+        session = HTTPSession(server.url, timeout_s=10, keep_s=60)
+
+        async def twice():
+            for _ in range(2):
+                await session.exchange("GET", "/echo")
+
+        session.get("/echo")
+        run(twice())
+        assert server.accepted == 1  # kept over three calls
+        for calls in (2, 4):
+            asyncio.run(twice())
+            assert server.accepted == 1 + calls
+        session.get("/echo")
+        assert server.accepted == 5  # and still there after the callers' loops ended
+        session.close()
 
 
 LAST = """

@@ -216,7 +216,7 @@ class Requests:
         headers = None if session_id in (None, "") else dict.fromkeys(_SESSION_HEADERS, str(session_id))
         left_s = until - time.monotonic()
         answer = await self._sessions[url].exchange("POST", route, body, headers=headers, timeout_s=left_s)
-        return answer.wanted()
+        return answer.checked_json()
 
     async def _of_any(self, call: Callable[[str], Awaitable[_T]], until: float) -> _T:
         """Return the result of ``call`` for the first target where it succeeds."""

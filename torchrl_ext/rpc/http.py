@@ -143,7 +143,7 @@ class Answer:
             f"{self.where} answered {self.status}: {words}", status=self.status, reason=words if says_why else ""
         )
 
-    def wanted(self) -> Any:
+    def checked_json(self) -> Any:
         """Return the JSON body if the status is 2xx.
 
         Raises:
@@ -212,13 +212,13 @@ class HTTPSession:
 
         Raises:
             EngineUnreachableError, EngineRefusedError, DeadlineError, ConfigError: as for `exchange`, and for
-                `Answer.wanted`.
+                `Answer.checked_json`.
         """
-        return self.call("GET", route, **how).wanted()
+        return self.call("GET", route, **how).checked_json()
 
     def post(self, route: str, body: Any = None, **how: Any) -> Any:
         """Call ``POST route`` with ``body`` as JSON; return and raise as `get` does."""
-        return self.call("POST", route, body, **how).wanted()
+        return self.call("POST", route, body, **how).checked_json()
 
     def call(
         self,

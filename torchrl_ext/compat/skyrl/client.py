@@ -316,7 +316,7 @@ class RemoteInferenceClient(EngineControl):
         for http in self._sessions.values():
             try:
                 answer = await http.exchange("POST", route, body, timeout_s=until - time.monotonic())
-                return answer.wanted()
+                return answer.checked_json()
             except EngineError as other:  # the server is down, or is an encoder without a tokenizer
                 why = other
         raise why
