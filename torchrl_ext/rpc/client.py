@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.rpc.port import no_adapters, no_logprobs, no_unload
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
 
 __all__ = ["EngineClient", "NullEngine"]
@@ -164,10 +165,7 @@ class EngineClient(ABC):
             ConfigError: this kind of engine computes no log-probabilities.
             EngineUnreachableError, EngineRefusedError, DeadlineError: the engine gives no answer, or an incomplete one.
         """
-        raise ConfigError(
-            f"{self.url}: this kind of engine ({self.kind}) computes no log-probabilities",
-            hint="leave verify='outputs' away; of a fleet ask the engines one by one: fleet.each()",
-        )
+        raise no_logprobs(self.url, self.kind)
 
     def adapter(self, name: str) -> EngineClient:
         """Return a client that updates the LoRA adapter ``name`` on this engine and leaves the base weights alone.
@@ -175,11 +173,7 @@ class EngineClient(ABC):
         Raises:
             ConfigError: this kind of engine serves no adapters.
         """
-        raise ConfigError(
-            f"{self.kind} engines serve no LoRA adapters",
-            expected="a vLLM or an SGLang server",
-            hint="send the merged weights: WeightSender does so with a PEFT model",
-        )
+        raise no_adapters(self.kind)
 
     def unload(self) -> None:
         """Take this client's LoRA adapter out of service.
@@ -187,7 +181,7 @@ class EngineClient(ABC):
         Raises:
             ConfigError: this client does not drive an adapter.
         """
-        raise ConfigError(f"{self.url} cannot serve without weights", hint="unload adapters only")
+        raise no_unload(self.url)
 
     @abstractmethod
     def pause(self) -> bool:

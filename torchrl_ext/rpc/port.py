@@ -130,22 +130,15 @@ class Port(ABC):
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return log-probabilities as `torchrl_ext.EngineClient.logprobs` does."""
-        raise ConfigError(
-            f"{self.url}: this kind of engine ({self.kind}) computes no log-probabilities",
-            hint="leave verify='outputs' away; of a fleet ask the engines one by one: fleet.each()",
-        )
+        raise no_logprobs(self.url, self.kind)
 
     def adapter(self, name: str) -> Port:
         """Return the port of the LoRA adapter called ``name``."""
-        raise ConfigError(
-            f"{self.kind} engines serve no LoRA adapters",
-            expected="a vLLM or an SGLang server",
-            hint="send the merged weights: WeightSender does so with a PEFT model",
-        )
+        raise no_adapters(self.kind)
 
     def unload(self) -> None:
         """Take the adapter out of service; `ConfigError` if this port is not an adapter's."""
-        raise ConfigError(f"{self.url} cannot serve without weights", hint="unload adapters only")
+        raise no_unload(self.url)
 
     def oldest(self, version: int) -> int:
         """Return the oldest version that the engine may still read while ``version`` is in service."""
@@ -157,6 +150,28 @@ class Port(ABC):
 
     def close(self, connection: str) -> None:  # noqa: B027 - most keep nothing
         """Leave the transport that the sender joined as ``connection`` ("" if it joined none)."""
+
+
+def no_logprobs(url: str, kind: str) -> ConfigError:
+    """Return the error of an engine that computes no log-probabilities."""
+    return ConfigError(
+        f"{url}: this kind of engine ({kind}) computes no log-probabilities",
+        hint="leave verify='outputs' away; of a fleet ask the engines one by one: fleet.each()",
+    )
+
+
+def no_adapters(kind: str) -> ConfigError:
+    """Return the error of an engine that serves no adapters."""
+    return ConfigError(
+        f"{kind} engines serve no LoRA adapters",
+        expected="a vLLM or an SGLang server",
+        hint="send the merged weights: WeightSender does so with a PEFT model",
+    )
+
+
+def no_unload(url: str) -> ConfigError:
+    """Return the error of an engine that is no adapter, and so cannot be unloaded."""
+    return ConfigError(f"{url} cannot serve without weights", hint="unload adapters only")
 
 
 def check_sleep(level: int, tags: Collection[str] | None) -> frozenset[str]:
