@@ -21,6 +21,7 @@ from torchrl_ext.plugins.sglang import register, routes
 from torchrl_ext.plugins.sglang.adapters import CheckLoaded
 from torchrl_ext.plugins.sglang.routes import Land
 from torchrl_ext.routes import CHANNEL, Flush, ListAdapters
+from torchrl_ext.sync import inspection
 from torchrl_ext.sync.worker_end import WorkerEnd
 from torchrl_ext.types import ParamMeta, Part
 
@@ -126,7 +127,8 @@ def test_a_load_from_disk_with_any_manifest_gets_an_answer(scheduler, load_forma
         assert scheduler.calls[-2:] == [Land(), call]
 
 
-def test_a_check_of_weights_with_any_action_gets_an_answer_that_can_be_sent(scheduler):
+def test_a_check_of_weights_with_any_action_gets_an_answer_that_can_be_sent(scheduler, monkeypatch):
+    monkeypatch.setattr(inspection, "_DIAL_S", 0.02)  # a dial that fails takes this long, whatever the reason
     for told in damaged(1, 10):
         request = SimpleNamespace(action=CHANNEL + json.dumps(told))
         answer = register.check_weights(lambda *_: "theirs", scheduler, request)
@@ -143,6 +145,8 @@ from tests.hostile import HOSTILE
 from tests.plugins.test_damaged_calls import damaged
 from torchrl_ext.errors import EngineError
 from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine
+from torchrl_ext.sync import inspection
+inspection._DIAL_S = 0.02
 text = Some(get_text_config=lambda: Some(tie_word_embeddings=False))
 config = Some(
     model_config=Some(model="/m", dtype=torch.float32, hf_config=text, revision=None),
