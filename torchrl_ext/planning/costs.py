@@ -21,9 +21,9 @@ _LINE_BYTES = 64  # size of a memory line, the unit of reads and writes
 _CHANGE_BYTES = 25  # coding one changed element takes as long as comparing this many bytes, in every encoding
 
 UNCERTAINTY = 2.0
-"""A phase whose speed was measured rather than given as a fact takes from half to twice the predicted time."""
+"""The phases ``encode``, ``stage`` and ``pause`` take from half to twice the predicted time; others count as exact."""
 
-_UNCERTAIN = ("encode", "stage", "pause")  # phases to which a measured speed contributes
+_UNCERTAIN = ("encode", "stage", "pause")  # mostly work of this library, at speeds measured on another machine
 
 
 class Measured(NamedTuple):

@@ -68,7 +68,8 @@ class TransferStats:
         spans: seconds by phase (``encode``, ``publish``, ``transfer``).
         rank_bytes: bytes that each trainer rank sent, in order of rank; empty where they were not counted.
         worker_bytes: bytes that each worker received, in order of rank; empty where they were not counted.
-        whole: tensors that went the full route although both sides are sharded -> the reason.
+        whole: tensors that a sharded transport did not move as slices -> why a worker needs all of the tensor, or why
+            the trainer gathers it.
     """
 
     bytes: int | None = None
