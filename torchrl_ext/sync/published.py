@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -21,7 +21,7 @@ from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.sync.connection import Connection, Spans, update_error
 from torchrl_ext.transports.base import Handoff
-from torchrl_ext.transports.published import PublishedRoot
+from torchrl_ext.transports.published import Joined, PublishedRoot
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import tensor_digest
@@ -129,7 +129,7 @@ class DiskLoads:
     def __init__(self, engine: ReloadableEngine) -> None:
         self._engine = engine
         self._one_at_a_time = threading.Lock()
-        self._joined: tuple[str, Any, str] | None = None  # the root, its parameters, and the connection
+        self._joined: Joined | None = None
         self._labels: set[str | None] = set()  # label of the weights while a pause of our own lasts, otherwise empty
 
     def load(self, path: Any, load_format: Any, label: str | None, files: Any) -> str:
@@ -177,7 +177,17 @@ class DiskLoads:
         engine, in_parts = self._engine, not serves and not self._labels
         root, version = PublishedRoot.of_path(path, engine.model)
         params, own = root.contents(version, files, parts=in_parts)
-        connection = self._stage(root, params, Prefetch(version=version, files=own, label=engine.label()), in_parts)
+        prefetch = Prefetch(version=version, files=own, label=engine.label())
+        before, self._joined = self._joined, None
+        joined = root.joined(
+            before,
+            params,
+            join=lambda info: engine.handle(Join.of(info)),
+            go_on=lambda connection: engine.handle(structs.replace(prefetch, connection=connection)),
+            # after another join, workers would not have the earlier parts
+            lost=() if in_parts and own is not None else Exception,
+        )
+        connection = joined.connection
 
         def land() -> None:
             engine.handle(Load(connection=connection, version=version, handoff={"params": params}))
@@ -185,25 +195,8 @@ class DiskLoads:
 
         name = f"version {version} of {root.root}"
         self._replace(name, serves, land, lambda: engine.handle(Start(connection=connection)))
-        self._joined = root.root, params, connection
+        self._joined = joined
         return name
-
-    def _stage(self, root: PublishedRoot, params: list[Any], prefetch: Prefetch, in_parts: bool) -> str:
-        """Have the workers stage a version, after joining its root if they have not yet, and return the connection."""
-        joined, self._joined = self._joined, None
-        if joined is not None and joined[:2] == (root.root, params):
-            try:
-                self._engine.handle(structs.replace(prefetch, connection=joined[2]))
-                return joined[2]
-            except Exception:  # the workers may have joined another trainer
-                if in_parts and prefetch.files is not None:
-                    raise  # after another join, workers would not have the earlier parts
-                log.debug("the workers join anew", exc_info=True)
-        with closing(root):
-            info = root.invite(params)
-            self._engine.handle(Join.of(info))
-        self._engine.handle(structs.replace(prefetch, connection=info["connection"]))
-        return str(info["connection"])
 
     def _replace(
         self, what: str, serves: bool, land: Callable[[], None], begin: Callable[[], Any] = lambda: None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torchrl_ext.codecs.base import codec_from_json, needs_base
 from torchrl_ext.deadline import Deadline
@@ -21,10 +22,26 @@ from torchrl_ext.types import Info, decoded
 from torchrl_ext.versions.foreign import ForeignVersions, is_flush
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
-__all__ = ["PublishedRoot"]
+__all__ = ["Joined", "PublishedRoot"]
+
+log = logging.getLogger("torchrl_ext")
 
 _UNCHANGED = "nothing was loaded"
 _SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
+
+
+class Joined(NamedTuple):
+    """What workers joined.
+
+    Attributes:
+        root: of the versions.
+        params: of a version, as `PublishedRoot.contents` returns them.
+        connection: under which they joined.
+    """
+
+    root: str
+    params: Sequence[Any]
+    connection: str
 
 
 @final
@@ -132,6 +149,37 @@ class PublishedRoot:
                 state=_UNCHANGED,
             )
         return [meta.to_json() for meta in params], own
+
+    def joined(
+        self,
+        before: Joined | None,
+        params: Sequence[Any],
+        *,
+        join: Callable[[Info], Any],
+        go_on: Callable[[str], Any],
+        lost: type[Exception] | tuple[()] = Exception,
+        sender: str = "",
+    ) -> Joined:
+        """Go on under the connection of ``before`` if it is of this root and these parameters, else after a new join.
+
+        Args:
+            before: what the workers joined last, if they joined anything.
+            params, sender: as for `invite`.
+            join: has the workers join by the info of `invite`.
+            go_on: takes the next step under a connection.
+            lost: errors of ``go_on`` after which the workers join anew: they may have joined another trainer since.
+        """
+        if before is not None and before[:2] == (self.root, params):
+            try:
+                go_on(before.connection)
+                return before
+            except lost:
+                log.debug("the workers join %s anew", self.root, exc_info=True)
+        with closing(self):
+            info = self.invite(params, sender)
+            join(info)
+        go_on(info["connection"])
+        return Joined(self.root, params, info["connection"])
 
     def invite(self, params: Sequence[Any] = (), sender: str = "") -> Info:
         """Write a probe into the root, and return the info by which workers join under a connection of its own.

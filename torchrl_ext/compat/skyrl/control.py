@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar
 
-from torchrl_ext.compat.skyrl.published import Fetched, stage
+from torchrl_ext.compat.skyrl.published import stage
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
 from torchrl_ext.messages import Load, Seal
 from torchrl_ext.registry import engines
@@ -17,6 +17,7 @@ from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.rpc.http import HTTPSession, normalise_urls
 from torchrl_ext.rpc.makes.http import session
 from torchrl_ext.rpc.pool import Pool
+from torchrl_ext.transports.published import Joined
 from torchrl_ext.types import Info
 
 __all__ = ["EngineControl", "PauseMode", "transport_for"]
@@ -77,7 +78,7 @@ class EngineControl:
     _sessions: Mapping[str, HTTPSession] = field(default_factory=dict, init=False, repr=False, compare=False)
     _receivers: Mapping[str, str] | None = field(default=None, init=False, repr=False, compare=False)
     _base: str | None = field(default=None, init=False, repr=False, compare=False)  # checkpoint that deltas build on
-    _fetched: Fetched | None = field(default=None, init=False, repr=False, compare=False)
+    _fetched: tuple[int, Joined] | None = field(default=None, init=False, repr=False, compare=False)
     _loading: int | None = field(default=None, init=False, repr=False, compare=False)  # fetched version being loaded
 
     def __post_init__(self) -> None:
@@ -358,18 +359,20 @@ class EngineControl:
         def fetch(fleet: Pool) -> list[Info]:
             answers = fleet.everywhere(what, lambda engine: _post_if_there(engine, "/fetch_weights", body))
             if ours := [engine for engine, one in zip(fleet.engines, answers, strict=True) if one is None]:
-                self._fetched = stage(Pool(ours), target_version, root, self._base, self._fetched)
+                before = None if self._fetched is None else self._fetched[1]
+                joined = stage(Pool(ours), target_version, root, self._base, before)
+                self._fetched = None if joined is None else (target_version, joined)
             return [done if one is None else one for one in answers]
 
         return await self._driven(what, fetch)
 
     async def _load_fetched(self, version: int) -> dict[str, Info]:
         """Load the whole version that `fetch_weights` staged."""
-        fetched = self._fetched
-        if fetched is None or fetched.version != version:
-            staged = "no version" if fetched is None else f"version {fetched.version}"
+        staged, fetched = self._fetched or (None, None)
+        if fetched is None or staged != version:
+            words = "no version" if staged is None else f"version {staged}"
             raise ConfigError(
-                f"version {version} was not fetched: engines have staged {staged}",
+                f"version {version} was not fetched: engines have staged {words}",
                 hint="call fetch_weights first, with its sync_dir, before start_weight_update",
             )
         load = Load(connection=fetched.connection, version=version, handoff={"params": fetched.params})

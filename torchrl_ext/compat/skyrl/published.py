@@ -8,44 +8,24 @@ from __future__ import annotations
 
 import os
 import socket
-from contextlib import closing
-from dataclasses import dataclass, replace
-from typing import Any
 
 from torchrl_ext.errors import EngineError
 from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.transports.published import PublishedRoot
+from torchrl_ext.transports.published import Joined, PublishedRoot
 
-__all__ = ["Fetched", "stage"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fetched:
-    """A version that engines have staged.
-
-    Attributes:
-        version: its number.
-        root: the folder that the engines joined.
-        params: the version's parameters, as JSON.
-        connection: id of the connection for which they joined.
-    """
-
-    version: int
-    root: str
-    params: list[Any]
-    connection: str
+__all__ = ["stage"]
 
 
-def stage(fleet: Pool, version: int, root: str | None, base: str | None, before: Fetched | None) -> Fetched | None:
+def stage(fleet: Pool, version: int, root: str | None, base: str | None, before: Joined | None) -> Joined | None:
     """Make engines stage a version while they serve.
 
     Args:
         root: the folder of all versions; None for the folder that a trainer had the engines join.
         base: the initial checkpoint; None for the one with which the first engine started.
-        before: the version that the engines staged last.
+        before: what the engines joined for the version that they staged last.
 
     Returns:
-        The version staged now; None without ``root``.
+        What the engines have joined for this version; None without ``root``.
 
     Raises:
         StoreError: the version does not exist.
@@ -61,16 +41,16 @@ def stage(fleet: Pool, version: int, root: str | None, base: str | None, before:
         return None
     published = PublishedRoot(root, fleet.infos()[0].model if base is None else base)
     params, _ = published.contents(version)
-    if before is not None and (before.root, before.params) == (root, params):
-        try:
-            fleet.everywhere("go on", lambda engine: engine.speak_for(before.connection))
-            prefetch()
-            return replace(before, version=version)
-        except EngineError:  # another trainer had the engines join another folder, or an engine restarted
-            pass
-    sender = f"a client that fetches from {root}, process {os.getpid()} on {socket.gethostname()},"
-    with closing(published):
-        info = published.invite(params, sender)
-        fleet.everywhere("join the folder", lambda engine: engine.connect(info))
-    prefetch()
-    return Fetched(version=version, root=root, params=params, connection=info["connection"])
+
+    def go_on(connection: str) -> None:
+        fleet.everywhere("go on", lambda engine: engine.speak_for(connection))
+        prefetch()
+
+    return published.joined(
+        before,
+        params,
+        join=lambda info: fleet.everywhere("join the folder", lambda engine: engine.connect(info)),
+        go_on=go_on,
+        lost=EngineError,  # another trainer had the engines join another folder, or an engine restarted
+        sender=f"a client that fetches from {root}, process {os.getpid()} on {socket.gethostname()},",
+    )
