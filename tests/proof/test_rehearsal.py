@@ -1,5 +1,8 @@
 """A rehearsal shows, before the first update, whether a second load leads to where a cold start does."""
 
+import functools
+from collections import deque
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -197,6 +200,67 @@ def test_an_engine_that_hides_a_stale_tensor_is_refused_or_says_that_it_is_unpro
     assert (report.verified, report.proof) == (False, "sent") and not holds(loader, 1)
     assert engine.rehearsed[0]["unseen"] == [f"blocks.{i}.Absorbed.{unseen}" for i in (0, 1)]
     assert verdicts(engine)["Absorbed"] == "unproven" and verdicts(engine)["Packed"] == "by reload"
+
+
+def closed_over(tensor):
+    unfilled = lambda: late  # noqa: E731
+    if tensor is None:
+        late = tensor
+    return lambda: (unfilled, tensor)
+
+
+def with_attribute(tensor):
+    def multiply():
+        return multiply.packed
+
+    multiply.packed = tensor
+    return multiply
+
+
+def unregistered(tensor):
+    layer = nn.Linear(1, 1)
+    layer.buried = tensor
+    return [layer]
+
+
+FOLLOWED = {
+    "list": lambda tensor: [tensor],
+    "dict": lambda tensor: {"a": {1: tensor}, (1, 2): 3},
+    "deque": lambda tensor: deque([tensor]),
+    "set": lambda tensor: {tensor},
+    "partial": lambda tensor: functools.partial(torch.mul, tensor),
+    "partial by name": lambda tensor: functools.partial(torch.mul, other=tensor),
+    "bound method": lambda tensor: Slotted(tensor).get,
+    "unfilled slot": lambda tensor: [Slotted.__new__(Slotted), tensor],
+    "closure": closed_over,
+    "default": lambda tensor: lambda x=tensor: x,
+    "default by name": lambda tensor: lambda *, x=tensor: x,
+    "attribute of a function": with_attribute,
+    "unregistered module": unregistered,
+}
+
+
+@pytest.mark.parametrize("kind", FOLLOWED)
+def test_a_tensor_is_found_whatever_keeps_it(kind):
+    model, tensor = nn.Linear(2, 2), torch.rand(3)
+    model.kernel, model.empty, model.address = FOLLOWED[kind](tensor), torch.empty(0), [torch.tensor(7)]
+    found = [reading for reading in reachable(model) if reading.tensor is tensor]
+    assert len(found) == 1 and found[0].derived and found[0].key.startswith("kernel.")
+
+
+def test_what_no_load_changes_is_refused_as_a_copy_or_named_with_the_rule_that_lets_it_pass():
+    loader = ProcessedLoader(checkpoint(0))
+    loader.model.scale, loader.model.flags = torch.rand(32), torch.ones(32)
+    loader.model.register_buffer("offsets", torch.rand(32))
+    sender, engine = sending(loader)
+    assert sender.update_weights(checkpoint(1)).proof == "rehearsed"
+    rules = {row["rule"]: row["first"] for row in engine.rehearsed[0]["rules"]}
+    assert rules == {"table": "cos_sin_cache", "vector": "scale", "unloaded": "offsets", "uniform": "flags"}
+    loader = ProcessedLoader(checkpoint(0))
+    loader.model.blocks[0]["Fused"].q_cache = torch.cat([checkpoint(0)["blocks.0.Fused.q"].T, torch.zeros(1, 8)])
+    sender, _ = sending(loader)
+    with pytest.raises(WeightSyncError, match=r"q_cache is a copy of blocks.0.Fused.q"):
+        sender.update_weights(checkpoint(1))
 
 
 def test_limits_of_the_walk_are_named_only_where_weights_may_lie():
