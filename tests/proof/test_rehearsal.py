@@ -178,7 +178,7 @@ HOLDERS = {
     "a name with config in it": ("quant_config", lambda tensor: [tensor], None),
     "a name with parent in it": ("parent", lambda tensor: [tensor], None),
     "too deep": ("kernel", deep, "kernel" + 5 * ".0"),
-    "too late in a list": ("kernel", lambda tensor: [None] * 4096 + [tensor], "kernel"),
+    "too late in a list": ("kernel", lambda tensor: [()] * 4096 + [tensor], "kernel"),
 }
 
 
@@ -266,7 +266,7 @@ def test_what_no_load_changes_is_refused_as_a_copy_or_named_with_the_rule_that_l
 def test_limits_of_the_walk_are_named_only_where_weights_may_lie():
     model, applied = nn.Linear(2, 2), set()
     model.table, model.flags, model.few = deep(torch.ones(64)), [torch.ones(3)] * 5000, deep(torch.arange(64))
-    model.rotary, model.again, model.plain = deep(torch.rand(64)), deep(model.weight), list(range(10_000))
+    model.rotary, model.again, model.plain = deep(torch.rand(64)), deep(model.weight), list(range(200_000))
     model.cycle = deep(torch.zeros(0))
     model.cycle.append(model.cycle)
     model.many = [torch.rand(64) for _ in range(4097)]
@@ -279,7 +279,7 @@ def test_limits_of_the_walk_are_named_only_where_weights_may_lie():
 def test_a_walk_into_more_objects_than_it_may_search_is_named(monkeypatch):
     monkeypatch.setattr(runtime, "SEARCHED", 10)
     model, applied = nn.Linear(2, 2), set()
-    model.kernel = deep([[i] for i in range(20)])
+    model.kernel = deep([[[]] for _ in range(20)])
     assert {reading.name for reading in reachable(model, applied)} == {"weight", "bias"}
     assert applied == {("deep", "", "kernel" + 5 * ".0")}
 

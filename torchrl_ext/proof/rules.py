@@ -18,7 +18,7 @@ DEPTH = 5
 """Steps from a module to a tensor that is compared."""
 
 ENTRIES = 4096
-"""Entries of one container that are followed."""
+"""Objects in one container that are followed; numbers and strings do not count."""
 
 SEARCHED = 100_000
 """Objects behind one limit of the walk that are searched for a tensor."""
@@ -40,7 +40,7 @@ DIFFERING = 0.9
 RULES: Mapping[str, str] = MappingProxyType(
     {
         "deep": f"tensors more than {DEPTH} steps below a module are not compared",
-        "long": f"entries of a container after the first {ENTRIES} are not compared",
+        "long": f"objects in a container after the first {ENTRIES} are not compared",
         "requests": f"no load writes to what is called {', '.join(sorted(REQUESTS))}",
         "table": f"no load writes to a tensor with one of these words in its name: {', '.join(TABLES)}",
         "vector": "a derived tensor of one dimension may stay as it was",

@@ -26,6 +26,7 @@ __all__ = ["Reading", "reachable"]
 _OWN = frozenset(vars(nn.Module()))
 _FOREIGN = ("torch", "numpy", "builtins", "collections", "logging", "threading", "transformers")
 _CONTAINERS = (list, tuple, set, frozenset, deque)
+_PLAIN = (str, bytes, int, float, type(None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ def reachable(model: nn.Module, applied: set[Applied] | None = None) -> Iterator
     """Yield every tensor that can be reached from the modules of a model.
 
     Parameters and buffers come under each of their names. Other tensors come once: below attributes, kernels,
-    containers and closures, at most `DEPTH` steps from a module and among the first `ENTRIES` entries of a container.
+    containers and closures, at most `DEPTH` steps from a module and among the first `ENTRIES` objects in a container.
     Tensors without data (on the meta device, or empty) are left out.
 
     Args:
@@ -162,9 +163,10 @@ class _Walk:
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the objects that ``value`` consists of, by name, if there can be tensors among them."""
     if isinstance(value, _CONTAINERS):
-        yield from enumerate(list(value))
+        yield from ((i, part) for i, part in enumerate(list(value)) if not isinstance(part, _PLAIN))
     elif isinstance(value, dict):
-        yield from ((key, part) for key, part in list(value.items()) if isinstance(key, (str, int)))
+        named = ((key, part) for key, part in list(value.items()) if isinstance(key, (str, int)))
+        yield from ((key, part) for key, part in named if not isinstance(part, _PLAIN))
     elif isinstance(value, functools.partial):
         yield from (*enumerate(value.args), *value.keywords.items(), ("func", value.func))
     elif isinstance(value, types.MethodType):
