@@ -22,8 +22,8 @@ from torchrl_ext.versions.shards.own import OwnBlocks
 from torchrl_ext.versions.shards.parts import flat_positions, read_parts
 from torchrl_ext.weights.digests import PositionDigest, block_words, position_digest
 from torchrl_ext.weights.shards.blocks import Block, Shard
-from torchrl_ext.weights.shards.sharing import without
 from torchrl_ext.weights.source import WeightSource
+from torchrl_ext.weights.view import without
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128])

@@ -12,7 +12,7 @@ from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.shards.gather import gathered
-from torchrl_ext.weights.shards.sharing import shared_out, without
+from torchrl_ext.weights.shards.sharing import shared_out
 
 
 def meta(*shape):
@@ -68,12 +68,6 @@ def test_what_nobody_holds_is_named_and_so_is_a_block_that_reaches_out():
 
 def test_tensors_without_elements_are_nobodys():
     assert shared_out([meta(0, 4)], [[(0, rows(0, 0))], []]) == [{}, {}]
-
-
-def test_what_is_left_of_a_block_does_not_meet_what_was_taken():
-    left = without([rows(0, 6)], [Block((1, 1), (3, 2))])
-    assert sum(block.numel for block in left) == 22
-    assert all(block.meet(Block((1, 1), (3, 2))) is None for block in left)
 
 
 def test_blocks_that_overlap_here_and_leave_a_hole_there_are_not_gathered():

@@ -1,63 +1,19 @@
-"""`Block` is a box of elements of a full tensor, and `Shard` one that a trainer rank holds."""
+"""`Shard` is a block of a full tensor that a trainer rank holds."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import NamedTuple
 
 from torch import Tensor
 
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.view import Block, overlap
 
 __all__ = ["Block", "Shard", "checked_shards"]
-
-
-class Block(NamedTuple):
-    """A box of elements of a full tensor, in checkpoint coordinates: ``start <= index < stop`` in every dimension.
-
-    Attributes:
-        start, stop: one number per dimension; none of a tensor without dimensions, which has one element.
-    """
-
-    start: tuple[int, ...]
-    stop: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Block:
-        """Return the block of all elements of a tensor of this shape."""
-        return cls((0,) * len(shape), tuple(shape))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The sizes of the block."""
-        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
-
-    @property
-    def numel(self) -> int:
-        """The number of elements; 0 where the block is empty."""
-        return math.prod(max(0, size) for size in self.shape)
-
-    def within(self, other: Block) -> tuple[slice, ...]:
-        """Return the slices that cut this block out of a tensor that holds ``other``, which contains it."""
-        return tuple(
-            slice(start - first, stop - first)
-            for start, stop, first in zip(self.start, self.stop, other.start, strict=True)
-        )
-
-    def meet(self, other: Block) -> Block | None:
-        """Return the block of elements that are in both; None where there are none."""
-        start = tuple(map(max, self.start, other.start))
-        stop = tuple(map(min, self.stop, other.stop))
-        return Block(start, stop) if all(map(int.__lt__, start, stop)) else None
-
-    def contains(self, other: Block) -> bool:
-        """Return whether every element of ``other`` is in this block."""
-        return all(map(int.__le__, self.start, other.start)) and all(map(int.__ge__, self.stop, other.stop))
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,24 +76,17 @@ def checked_shards(
 
 def _require_apart(meta: ParamMeta, shards: Sequence[Shard]) -> None:
     whole = Block.whole(meta.shape)
-    before: list[Block] = []  # those that reach as far along the first dimension as the next one begins
-    for shard in sorted(shards, key=attrgetter("block")):
+    for shard in shards:
         block = shard.block
         if len(block.start) != len(whole.start) or len(block.stop) != len(whole.stop) or not whole.contains(block):
-            raise ManifestError(f"a shard of {meta} is {_words(block)}", expected=f"a block within {_words(whole)}")
+            raise ManifestError(f"a shard of {meta} is {block}", expected=f"a block within {whole}")
         if not shard.gathers and not all(map(int.__lt__, block.start, block.stop)):
-            raise ManifestError(f"a shard of {meta} is {_words(block)}, which is empty", hint="yield none in its place")
-        before = [other for other in before if not block.start or other.stop[0] > block.start[0]]
-        for other in before:
-            if other.meet(block) is not None:
-                raise ManifestError(
-                    f"two shards of {meta} on this rank share elements: {_words(other)} and {_words(block)}",
-                    expected="blocks that are apart",
-                    state="nothing was sent",
-                    hint="yield each element once; replicas are those of other ranks",
-                )
-        before.append(block)
-
-
-def _words(block: Block) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in zip(*block, strict=True)) + "]"
+            raise ManifestError(f"a shard of {meta} is {block}, which is empty", hint="yield none in its place")
+    pair = overlap(shard.block for shard in shards)
+    if pair is not None:
+        raise ManifestError(
+            f"two shards of {meta} on this rank share elements: {pair[0]} and {pair[1]}",
+            expected="blocks that are apart",
+            state="nothing was sent",
+            hint="yield each element once; replicas are those of other ranks",
+        )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrl_ext.errors import ManifestError, WeightSyncError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block, Shard
-from torchrl_ext.weights.shards.sharing import any_meet
+from torchrl_ext.weights.view import tiles
 
 __all__ = ["gathered"]
 
@@ -121,13 +121,14 @@ def _exchange(
 
 def _require_all(meta: ParamMeta, held: Held) -> None:
     """Refuse a parameter whose blocks leave a hole, or overlap; those that do not meet hold what they add up to."""
-    if any_meet(list(held)):
+    flaw = tiles([*held], meta.shape)
+    if len(flaw) == 2:
         raise ManifestError(
             f"ranks {sorted(set(held.values()))} hold blocks of {meta.name!r} that overlap",
             expected="the same parallel sizes on every rank, and ranks as Megatron numbers them",
         )
-    got = sum(block.numel for block in held)
-    if got < meta.numel:
+    if flaw:
+        got = sum(block.numel for block in held)
         raise ManifestError(
             f"{meta.numel - got} of {meta.numel} elements of {meta.name!r} are held by no rank",
             expected="ranks that hold all of it together; a process by itself has to hold everything",

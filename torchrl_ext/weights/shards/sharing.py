@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
-import numpy as np
-
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.weights.view import Block, overlap, tiles, without
 
-__all__ = ["any_meet", "disjoint", "shared_out", "without"]
+__all__ = ["disjoint", "shared_out"]
 
 _Owner = TypeVar("_Owner")
 
@@ -51,7 +49,7 @@ def shared_out(
     for index, (meta, own) in enumerate(zip(params, holders, strict=True)):
         found = disjoint(own)
         if sum(block.numel for block in found) < meta.numel:
-            hole = without([Block.whole(meta.shape)], found)[0]
+            (hole,) = tiles([*found], meta.shape)
             raise ManifestError(
                 f"no trainer rank holds elements {_named(hole)} of {meta.name!r}",
                 expected="every element on some rank",
@@ -69,30 +67,9 @@ def shared_out(
     return kept
 
 
-def without(blocks: Sequence[Block], taken: Sequence[Block] | Mapping[Block, object]) -> list[Block]:
-    """Return disjoint blocks of the elements of ``blocks``, which are disjoint, that are in none of ``taken``."""
-    left = list(blocks)
-    for other in taken:
-        rest: list[Block] = []
-        for block in left:
-            common = block.meet(other)
-            if common is None:
-                rest.append(block)
-                continue
-            start, stop = list(block.start), list(block.stop)
-            for axis, (first, last) in enumerate(zip(common.start, common.stop, strict=True)):
-                if start[axis] < first:
-                    rest.append(Block(tuple(start), (*stop[:axis], first, *stop[axis + 1 :])))
-                if last < stop[axis]:
-                    rest.append(Block((*start[:axis], last, *start[axis + 1 :]), tuple(stop)))
-                start[axis], stop[axis] = first, last
-        left = rest
-    return left
-
-
 def disjoint(own: Mapping[Block, list[_Owner]]) -> dict[Block, list[_Owner]]:
     """Return blocks that do not meet, which together have the elements of ``own``, each with all of its owners."""
-    if not any_meet(list(own)):
+    if overlap(own) is None:
         return dict(own)
     found: list[Block] = []
     for block in sorted(own, key=lambda one: (one.numel, one)):  # the smallest first: most ranks hold what is in them
@@ -101,18 +78,6 @@ def disjoint(own: Mapping[Block, list[_Owner]]) -> dict[Block, list[_Owner]]:
         piece: [holder for block, holders in own.items() if block.contains(piece) for holder in holders]
         for piece in found
     }
-
-
-def any_meet(blocks: Sequence[Block]) -> bool:
-    """Return whether two of these blocks share an element."""
-    if len(blocks) < 2:
-        return False
-    starts, stops = (np.array(column, np.int64).reshape(len(blocks), -1) for column in zip(*blocks, strict=True))
-    for number in range(len(blocks) - 1):
-        first = np.maximum(starts[number], starts[number + 1 :])
-        if (first < np.minimum(stops[number], stops[number + 1 :])).all(axis=1).any():
-            return True
-    return False
 
 
 def _named(block: Block) -> str:

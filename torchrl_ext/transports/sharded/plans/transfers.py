@@ -15,8 +15,8 @@ import numpy as np
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.blocks import Block
-from torchrl_ext.weights.shards.sharing import disjoint, without
+from torchrl_ext.weights.shards.sharing import disjoint
+from torchrl_ext.weights.view import Block, tiles
 
 __all__ = ["Pieces", "Transfers", "pieces_of"]
 
@@ -128,10 +128,9 @@ def pieces_of(
     needs = _by_block(index, meta, needed.items(), "worker")
     owned = disjoint(blocks)
     if sum(block.numel for block in owned) < meta.numel:
-        hole = without([Block.whole(meta.shape)], owned)[0]
-        where = ", ".join(f"{start}:{stop}" for start, stop in zip(hole.start, hole.stop, strict=True))
+        (hole,) = tiles([*owned], meta.shape)
         raise ManifestError(
-            f"nobody holds elements [{where}] of {meta}",
+            f"nobody holds elements {hole} of {meta}",
             expected="every element of every parameter at a trainer rank at least",
             state="nothing was sent",
             hint="look at what the source's shards() yields on each trainer rank",
