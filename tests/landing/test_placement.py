@@ -17,9 +17,9 @@ def replay(placement, tensors, targets):
     for name, landings in placement.landings.items():
         for landing in landings:
             assert landing.exact
-            source = tensors[name].as_strided(landing.shape, landing.source_strides, landing.source_offset)
+            source = landing.source.of(tensors[name])
             target = targets[landing.param]
-            target.as_strided(landing.shape, landing.strides, target.storage_offset() + landing.offset).copy_(source)
+            landing.target.of(target).copy_(source)
 
 
 class Fused:

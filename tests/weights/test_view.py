@@ -5,10 +5,16 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_ext.weights.view import Block, overlap, tiles, without
+from tests.landing.views import VIEWS, made
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.groups import Place
+from torchrl_ext.weights.shards.blocks import Shard
+from torchrl_ext.weights.view import Block, View, overlap, tiles, without
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
@@ -71,3 +77,152 @@ def test_overlaps_and_holes_of_the_same_size_are_both_seen():
 
 def test_a_block_reads_as_slices():
     assert f"{Block((1, 0), (3, 4))} {Block((), ())}" == "[1:3, 0:4] []"
+
+
+# views: a tensor of positions, seen through torch's own views, says what the view of them has to say
+
+LARGER = st.lists(st.integers(1, 6), max_size=4).map(tuple)
+
+
+def numbered(shape):
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+@st.composite
+def views_of(draw, tensor, boxes=False):
+    """A view of a tensor by a few steps; with ``boxes`` none that splits or merges dimensions, or repeats elements."""
+    kinds = ["narrow", "step", "select", "swap", "one"] + ["diagonal", "merge", "split", "expand"] * (not boxes)
+    for kind in draw(st.lists(st.sampled_from(kinds), max_size=5)):
+        if kind == "one" or not tensor.dim():
+            tensor = tensor.unsqueeze(draw(st.integers(0, tensor.dim())))
+            continue
+        dim = draw(st.integers(0, tensor.dim() - 1))
+        size = tensor.shape[dim]
+        if kind == "narrow":
+            start = draw(st.integers(0, size - 1))
+            tensor = tensor.narrow(dim, start, draw(st.integers(1, size - start)))
+        elif kind == "step":
+            cut = slice(draw(st.integers(0, size - 1)), None, draw(st.integers(1, 3)))
+            tensor = tensor[(slice(None),) * dim + (cut,)]
+        elif kind == "select":
+            tensor = tensor.select(dim, draw(st.integers(0, size - 1)))
+        elif kind == "swap":
+            tensor = tensor.transpose(dim, draw(st.integers(0, tensor.dim() - 1)))
+        elif kind == "diagonal" and tensor.dim() > 1:
+            tensor = tensor.diagonal(0, *draw(st.permutations(range(tensor.dim())))[:2])
+        elif kind == "split" and size % 2 == 0:
+            tensor = tensor.unflatten(dim, (size // 2, 2))
+        elif kind == "expand":
+            tensor = tensor.unsqueeze(dim).expand(*tensor.shape[:dim], 2, *tensor.shape[dim:])
+        elif kind == "merge" and dim and tensor.stride(dim - 1) == size * tensor.stride(dim):
+            tensor = tensor.flatten(dim - 1, dim)
+    return tensor
+
+
+@st.composite
+def windows(draw, full):
+    """Any strided view within a tensor's memory."""
+    left, sizes, strides = full.numel() - 1, [], []
+    for _ in range(draw(st.integers(0, 3))):
+        strides.append(draw(st.integers(0, max(1, left))))
+        most = left // strides[-1] + 1 if strides[-1] else 3
+        sizes.append(draw(st.integers(1, min(most, 6))))
+        left -= (sizes[-1] - 1) * strides[-1]
+    return full.as_strided(sizes, strides, draw(st.integers(0, left)))
+
+
+def hull_of(values, shape):
+    """The smallest block around some elements of a tensor."""
+    places = np.unravel_index(values.reshape(-1).numpy(), shape) if shape else ()
+    return Block(tuple(int(one.min()) for one in places), tuple(int(one.max()) + 1 for one in places))
+
+
+@given(st.data())
+def test_a_view_is_what_torch_has_of_its_elements(data):
+    full = numbered(data.draw(LARGER))
+    seen = data.draw(st.one_of(views_of(full), windows(full)))
+    view = View.seen(seen)
+    assert view.numel == seen.numel()
+    assert torch.equal(view.of(full), seen)
+    flat = torch.arange(seen.numel())
+    assert torch.equal(view.positions(flat), seen.reshape(-1))
+    assert np.array_equal(view.positions(flat.numpy()), seen.reshape(-1).numpy())
+    assert [view.positions(index) for index in flat.tolist()] == seen.reshape(-1).tolist()
+    hull = hull_of(seen, full.shape)
+    once = len(set(seen.reshape(-1).tolist())) == seen.numel() == hull.numel
+    assert view.box(full.shape) in ((hull, None) if once else (None,))
+    walk = view.walk(full.shape)
+    if walk is not None:
+        assert walk.block == hull
+        assert torch.equal(walk.of(full, Block.whole(full.shape)), seen)
+        inside = full[hull.within(Block.whole(full.shape))]
+        assert torch.equal(walk.of(inside.clone(), hull), seen)
+        assert torch.equal(walk.of(inside.mT.contiguous().mT if inside.dim() > 1 else inside, hull), seen)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_that_a_loader_takes_has_a_box_exactly_where_its_elements_are_one(name):
+    full = made((8, 6), torch.int64)
+    seen = VIEWS[name](full)
+    if seen.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
+        return
+    hull = hull_of(seen, (8, 6)) if seen.numel() else None
+    once = hull is not None and len(set(seen.reshape(-1).tolist())) == seen.numel() == hull.numel
+    assert View.seen(seen).box((8, 6)) == (hull if once else None)
+
+
+def test_sides_of_one_and_tensors_without_elements_have_boxes_too():
+    assert View((), ()).box(()) == View((1, 1), (1, 1)).box(()) == Block((), ())
+    assert View((2, 1), (1, 1), 2).box((4, 1)) == Block((2, 0), (4, 1))
+    assert View((4,), (1,)).box((1, 4)) == Block((0, 0), (1, 4))
+    assert View((3,), (1,), 3).box((2, 1, 3)) == Block((1, 0, 0), (2, 1, 3))
+    assert View((0, 4), (4, 1)).box((0, 4)) is None
+    assert View((2, 2, 3), (2, 2, 3)).box((3, 4)) is None  # as many elements as a box, but not its own
+    assert View((1,), (1,)).walk((0,)) is None and View((1,), (1,), 7).walk((3, 2)) is None
+
+
+@given(st.data())
+def test_shards_of_a_view_are_together_the_view(data):
+    shape = data.draw(LARGER)
+    full = numbered(shape).permute(data.draw(st.permutations(range(len(shape)))))  # of any strides
+    seen = data.draw(views_of(full, boxes=True))
+    walk = View.seen(seen).walk(full.shape, full.stride())
+    assert walk is not None and walk.straight
+    meta, found, whole = (
+        ParamMeta("part", seen.dtype, tuple(seen.shape)),
+        torch.full_like(seen, -1),
+        Block.whole(full.shape),
+    )
+    cuts = [sorted({0, size, data.draw(st.integers(0, size))}) for size in full.shape]
+    boxes = [
+        Block(*map(tuple, zip(*ends, strict=True)))
+        for ends in itertools.product(*map(itertools.pairwise, cuts))
+        if ends
+    ]
+    shards = [Shard(meta, box, lambda box=box: full[box.within(whole)]) for box in boxes or [whole]]
+    for one in Place(walk).shards(meta, shards):
+        where, taken = found[tuple(map(slice, *one.block))], one.take()
+        assert bool((where == -1).all()) and taken.shape == one.block.shape
+        assert taken.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
+        where.copy_(taken)
+    assert torch.equal(found, seen)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda tensor: tensor.view(12, 5), id="dimensions in one"),
+        pytest.param(lambda tensor: tensor.view(3, 2, 2, 5), id="a dimension in two"),
+        pytest.param(lambda tensor: tensor.diagonal(0, 0, 1), id="a diagonal"),
+        pytest.param(lambda tensor: tensor[:, :1].expand(3, 4, 5), id="one element often"),
+        pytest.param(lambda tensor: tensor.as_strided((2, 3), (5, 7)), id="steps across dimensions"),
+    ],
+)
+def test_views_that_are_no_boxes_have_no_straight_walk(view):
+    walk = View.seen(view(torch.arange(60).view(3, 4, 5))).walk((3, 4, 5))
+    assert walk is None or not walk.straight
+
+
+def test_tensors_whose_elements_share_memory_have_no_walks():
+    assert View((2,), (1,)).walk((2, 3), (0, 1)) is None
+    assert View((2,), (2,)).walk((2, 3), (2, 1)) is None

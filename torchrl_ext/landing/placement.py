@@ -9,7 +9,6 @@ this rank, tensor parallelism included, without code for any architecture.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.kernels.base import Piece
 from torchrl_ext.types import ParamMeta, dtype_name
+from torchrl_ext.weights.view import View
 
 __all__ = ["Landing", "Placement", "record"]
 
@@ -31,39 +31,32 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Landing:
-    """One copy from a checkpoint tensor into a runtime parameter. Offsets and strides count elements.
+    """One copy from a checkpoint tensor into a runtime parameter.
 
     Attributes:
         param: name of the runtime parameter.
         dtype: its dtype; the source has the checkpoint's.
-        shape: of the copied block, on both sides.
-        offset: of the block's first element in the parameter's storage, from the parameter's own first element.
-        strides: of the block in the parameter's storage.
-        source_offset: of the block's first element in the checkpoint tensor, which is contiguous.
-        source_strides: of the block in the checkpoint tensor.
+        target: the view of the parameter that is written.
+        source: the view of the checkpoint tensor, which is contiguous; where not ``exact``, it says nothing.
         exact: the source is a view of the checkpoint tensor that has no element twice; else something was computed on
-            the way (a sum, a stacking, an expansion), and the source fields say nothing.
+            the way (a sum, a stacking, an expansion).
     """
 
     param: str
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    strides: tuple[int, ...]
-    source_offset: int
-    source_strides: tuple[int, ...]
+    target: View
+    source: View
     exact: bool
 
     @property
     def numel(self) -> int:
         """The number of elements copied."""
-        return math.prod(self.shape)
+        return self.target.numel
 
     def piece(self, live: Tensor) -> Piece:
-        """Return the copy that was recorded, with the live parameter in the place of its stand-in."""
-        first = live.storage_offset() + self.offset
-        view = live.detach().as_strided(self.shape, self.strides, first)
-        return Piece(destination=view, offset=self.source_offset, strides=self.source_strides)
+        """Return the copy that was recorded, which is exact, with the live parameter in the place of its stand-in."""
+        destination = self.target.of(live.detach())
+        return Piece(destination=destination, offset=self.source.offset, strides=self.source.strides)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,11 +202,8 @@ class _Observer(TorchDispatchMode):
                 Landing(
                     param=param,
                     dtype=target.dtype,
-                    shape=tuple(target.shape),
-                    offset=int(target.storage_offset() - whole.storage_offset()),
-                    strides=tuple(target.stride()),
-                    source_offset=source.storage_offset() if exact else 0,
-                    source_strides=tuple(source.stride()) if exact else (),
+                    target=View.seen(target)._replace(offset=int(target.storage_offset() - whole.storage_offset())),
+                    source=View.seen(source) if exact else View((), ()),
                     exact=exact,
                 )
             )

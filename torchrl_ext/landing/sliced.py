@@ -7,7 +7,6 @@ in its blocks when something wants its values. What is not there is an error; no
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
@@ -16,9 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from torchrl_ext.errors import ConfigError, IntegrityError
-from torchrl_ext.landing.regions import Walk, walk_of, widths_of
 from torchrl_ext.types import ParamMeta, dtype_name
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.weights.view import Block, View
 
 __all__ = ["Sliced", "memory_of", "part_of"]
 
@@ -103,7 +101,7 @@ class Sliced(Tensor):
         for block in blocks:
             target = part_of(into, block)
             if target is None:
-                raise ConfigError(f"{_spelled(block)} of {name!r} lies in none of the blocks that may be filled")
+                raise ConfigError(f"{block} of {name!r} lies in none of the blocks that may be filled")
             target.copy_(tensor[block.within(Block.whole(tensor.shape))])
         return into
 
@@ -113,7 +111,8 @@ class Sliced(Tensor):
         Raises:
             ConfigError: it is.
         """
-        if self._offset() or self._region.shape != self.meta.shape or not self._region.is_contiguous():
+        region = self._region
+        if region.storage_offset() or region.shape != self.meta.shape or not region.is_contiguous():
             raise ConfigError(f"a view of {self.meta.name!r} stands where the full tensor was expected")
 
     def read(self) -> Tensor:
@@ -122,46 +121,42 @@ class Sliced(Tensor):
         Raises:
             IntegrityError: not all of them are there; names the tensor and the block.
         """
-        sizes, strides, offset = tuple(self._region.shape), self._region.stride(), self._offset()
-        if not math.prod(sizes):
-            return torch.empty(sizes, dtype=self.meta.dtype, device=self.device)
-        walk = walk_of(self.meta.shape, offset, sizes, strides)
-        data = None if walk is None else memory_of(walk.block, self.parts)
-        if walk is not None and data is not None:
-            return _walked(walk, data, sizes)
-        return self._looked_up(sizes, strides, offset)
+        view = View.seen(self._region)
+        if not view.numel:
+            return torch.empty(view.sizes, dtype=self.meta.dtype, device=self.device)
+        walk = view.walk(self.meta.shape)
+        for block, data in self.parts:
+            if walk is not None and block.contains(walk.block):
+                return walk.of(data, block)
+        return self._looked_up(view)
 
-    def _offset(self) -> int:
-        return int(self._region.storage_offset())
-
-    def _looked_up(self, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
-        """Return the elements one by one, from whichever part has them."""
-        shape, widths, device = self.meta.shape, widths_of(self.meta.shape), self.device
-        found = torch.empty(math.prod(sizes), dtype=self.meta.dtype, device=device)
-        for first in range(0, found.numel(), _AT_ONCE):
-            left = torch.arange(first, min(first + _AT_ONCE, found.numel()), device=device)
-            at = torch.full_like(left, offset)
-            for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-                at, left = at + (left % size) * stride, left // size
+    def _looked_up(self, view: View) -> Tensor:
+        """Return the elements of a view one by one, from whichever part has them."""
+        full = View.whole(self.meta.shape)
+        found = torch.empty(view.numel, dtype=self.meta.dtype, device=self.device)
+        for first, piece in zip(range(0, view.numel, _AT_ONCE), found.split(_AT_ONCE), strict=True):
+            at = view.positions(torch.arange(first, first + piece.numel(), device=self.device))
+            coordinates = [at // stride % size for size, stride in zip(full.sizes, full.strides, strict=True)]
             there = torch.zeros_like(at, dtype=torch.bool)
-            coordinates = [at // width % size for width, size in zip(widths, shape, strict=True)]
             for block, data in self.parts:
                 inside = torch.ones_like(there)
-                for own, start, stop in zip(coordinates, block.start, block.stop, strict=True):
+                for own, start, stop in zip(coordinates, *block, strict=True):
                     inside &= (own >= start) & (own < stop)
-                local = [(own - start)[inside] for own, start in zip(coordinates, block.start, strict=True)]
-                found[first : first + at.numel()][inside] = data[tuple(local)] if local else data.reshape(1)
+                piece[inside] = data[
+                    tuple((own - start)[inside] for own, start in zip(coordinates, block.start, strict=True))
+                ]
                 there |= inside
             if not there.all():
                 lost = [own[~there] for own in coordinates]
-                block = Block(tuple(int(one.min()) for one in lost), tuple(int(one.max()) + 1 for one in lost))
-                raise self._lost(block)
-        return found.reshape(sizes)
+                raise self._lost(
+                    Block(tuple(int(one.min()) for one in lost), tuple(int(one.max()) + 1 for one in lost))
+                )
+        return found.reshape(view.sizes)
 
     def _lost(self, block: Block) -> IntegrityError:
-        held = ", ".join(_spelled(own) for own, _ in self.parts) or "nothing"
+        held = ", ".join(str(own) for own, _ in self.parts) or "nothing"
         return IntegrityError(
-            f"{_spelled(block)} of tensor {self.meta.name!r} did not come to this worker, and its loader reads it",
+            f"{block} of tensor {self.meta.name!r} did not come to this worker, and its loader reads it",
             expected=f"reads within {held}, as when the loader was recorded",
             state="the model holds part of an update",
             hint="report the model and the engine's version; a transport that sends whole tensors has no such limit",
@@ -169,28 +164,19 @@ class Sliced(Tensor):
 
     def _apart(self, change: Callable[[Tensor], Tensor]) -> Tensor:
         """Return ``change`` of the region: of its values, or of those that are there where some are not."""
-        sizes, offset = tuple(self._region.shape), self._offset()
-        walk = walk_of(self.meta.shape, offset, sizes, self._region.stride()) if math.prod(sizes) else None
-        along = None if walk is None else walk.along()
-        if walk is None or along is None or len({step.view for step in walk.steps}) < len(walk.steps):
+        view = View.seen(self._region)
+        walk = view.walk(self.meta.shape)
+        if walk is None or not walk.straight or any(block.contains(walk.block) for block, _ in self.parts):
             return change(self.read())
-        if any(block.contains(walk.block) for block, _ in self.parts) or any(len(steps) > 1 for steps in along):
-            return change(self.read())
-        at = {steps[0].view: dim for dim, steps in enumerate(along) if steps}  # dimension here -> in the full tensor
         parts = []
         for block, data in self.parts:
-            own = block.meet(walk.block)
-            if own is not None:
-                first = [own.start[at[dim]] - walk.start[at[dim]] if dim in at else 0 for dim in range(len(sizes))]
-                size = [own.shape[at[dim]] if dim in at else 1 for dim in range(len(sizes))]
-                order = [at[dim] for dim in range(len(sizes)) if dim in at]
-                rest = [dim for dim in range(data.dim()) if dim not in order]
-                moved = data[own.within(block)].permute(*order, *rest).reshape(size)
-                parts.append((Block(tuple(first), tuple(map(sum, zip(first, size, strict=True)))), change(moved)))
+            found = walk.restrict(block)
+            if found is not None:
+                own, inner = found
+                parts.append((own, change(inner.of(data, block))))
         if not parts:
             raise self._lost(walk.block)
-        meta = ParamMeta(self.meta.name, parts[0][1].dtype, sizes)
-        return Sliced.of(meta, parts)
+        return Sliced.of(ParamMeta(self.meta.name, parts[0][1].dtype, view.sizes), parts)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -230,7 +216,7 @@ class Sliced(Tensor):
         return tree_map_only(Tensor, lambda one: _sliced(self.meta, self.parts, one), region)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's own would read the values
-        return f"Sliced({self.meta}, {list(self.shape)} of {', '.join(_spelled(own) for own, _ in self.parts)})"
+        return f"Sliced({self.meta}, {list(self.shape)} of {', '.join(str(own) for own, _ in self.parts)})"
 
 
 _CASTS = {torch.ops.aten._to_copy, torch.ops.aten.clone}
@@ -263,14 +249,3 @@ def _unread(value: Any) -> Any:
 
 def _read(value: Any) -> Any:
     return tree_map_only(Sliced, lambda one: one.read(), value)
-
-
-def _walked(walk: Walk, data: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Return the view that a walk describes, in memory that begins where it starts."""
-    strides = [sum(by * stride for by, stride in zip(step.by, data.stride(), strict=True)) for step in walk.steps]
-    found = data.as_strided([step.size for step in walk.steps], strides, data.storage_offset())
-    return found.reshape(sizes)
-
-
-def _spelled(block: Block) -> str:
-    return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(block.start, block.stop, strict=True))}]"

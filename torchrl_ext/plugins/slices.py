@@ -10,10 +10,9 @@ from torch import Tensor
 
 from torchrl_ext.kernels.base import Piece
 from torchrl_ext.landing.placement import Landing, Placement
-from torchrl_ext.landing.regions import Walk, walk_of
 from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.weights.view import Block, Walk
 
 __all__ = ["Slices", "apart", "land", "merged"]
 
@@ -47,7 +46,7 @@ class Slices:
                 self.whole[meta.name] = found
             else:
                 blocks = merged(walk.block for walk, _ in found)
-                used = {(landing.source_offset, landing.source_strides): landing.numel for _, landing in found}
+                used = {landing.source[1:]: landing.numel for _, landing in found}
                 if sum(block.numel for block in blocks) > _WASTE * sum(used.values()):
                     self.whole[meta.name] = "the engine's loader takes elements of it that lie far apart"
                     continue
@@ -179,7 +178,7 @@ def _walks(meta: ParamMeta, landings: Collection[Landing]) -> list[tuple[Walk, L
             return f"the engine's loader computes {landing.param} from it"
         if not landing.numel:
             continue
-        walk = walk_of(meta.shape, landing.source_offset, landing.shape, landing.source_strides)
+        walk = landing.source.walk(meta.shape)
         if walk is None:
             return f"what the engine's loader copies of it into {landing.param} lies in no block"
         found.append((walk, landing))
@@ -199,10 +198,10 @@ def _laid(block: Block, walks: Iterable[tuple[Walk, Landing]], live: Mapping[str
         if strides.setdefault(dim, to) != to:
             return None
     own.sort(key=lambda one: sum(map(int.__ne__, one[0].start, block.start)))
-    first = own[0][1].offset
+    first = own[0][1].target.offset
     for walk, landing in own:
         steps = {dim: at - start for dim, (at, start) in enumerate(zip(walk.start, block.start, strict=True))}
-        rest = landing.offset - first - sum(by * strides.get(dim, 0) for dim, by in steps.items())
+        rest = landing.target.offset - first - sum(by * strides.get(dim, 0) for dim, by in steps.items())
         unknown = [dim for dim, by in steps.items() if by and dim not in strides]
         if len(unknown) == 1 and rest > 0 and rest % steps[unknown[0]] == 0:
             strides[unknown[0]] = rest // steps[unknown[0]]
@@ -219,7 +218,7 @@ def _strides(walk: Walk, landing: Landing) -> Iterator[tuple[int, int]]:
     for dim, steps in enumerate(walk.along() or ()):
         expected = None
         for step in steps:
-            to = landing.strides[step.view] * (step.stride // landing.source_strides[step.view])
+            to = landing.target.strides[step.view] * (step.stride // landing.source.strides[step.view])
             if expected is None:
                 yield dim, to
             elif to != expected:

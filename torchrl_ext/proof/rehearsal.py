@@ -268,8 +268,7 @@ class _Arriving:
 
 
 def _block(tensor: Tensor, landing: Landing) -> Tensor:
-    flat = tensor.detach().to(landing.dtype).contiguous().reshape(-1)
-    return flat.as_strided(landing.shape, landing.source_strides, landing.source_offset)
+    return landing.source.of(tensor.detach().to(landing.dtype).contiguous())
 
 
 class _Snapshot:
@@ -365,9 +364,9 @@ def _padding(cold: PositionDigest, reading: Reading, what: _Arriving) -> Positio
 
 def _answers_differ(before: Tensor, after: Tensor, landing: Landing) -> bool:
     """Return whether nearly all outputs of a block of a weight's rows changed (a few may be equal by chance)."""
-    width = landing.strides[0] if len(landing.strides) > 1 else 1
-    first = landing.offset // max(1, width)
-    rows = slice(first, first + landing.shape[0]) if len(landing.shape) > 1 else slice(None)
+    sizes, strides, offset = landing.target
+    first = offset // max(1, strides[0]) if len(sizes) > 1 else 0
+    rows = slice(first, first + sizes[0]) if len(sizes) > 1 else slice(None)
     differ = (before[:, rows] != after[:, rows]).any(0)
     return bool(differ.float().mean() > rules.DIFFERING) if differ.numel() else True
 

@@ -13,9 +13,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, partial, reduce
 from itertools import pairwise
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -24,32 +24,43 @@ from torch.utils._pytree import tree_leaves
 
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.parts import Place, place_of
+from torchrl_ext.weights.shards.blocks import Shard
 from torchrl_ext.weights.source import named_tensors, unwrapped
+from torchrl_ext.weights.view import View, Walk
 
-__all__ = ["Group", "Part", "groups_of"]
+__all__ = ["Group", "Place", "groups_of"]
 
 log = logging.getLogger("torchrl_ext")
 
 _PEFT = "base_model.model."
 
 
-@dataclass(frozen=True)
-class Part:
-    """A checkpoint tensor as a view of the module's tensor that it is a part of.
+class Place(NamedTuple):
+    """Where in a tensor of the module a checkpoint tensor lies.
 
     Attributes:
-        shape: of the checkpoint tensor.
-        strides, offset: in elements, from the first element of the module's tensor, whose strides `Group` knows.
+        walk: a straight one through the module's tensor.
     """
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+    walk: Walk
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return the part of this tensor, in its memory."""
-        return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
+    def shards(self, meta: ParamMeta, shards: Iterable[Shard]) -> Iterator[Shard]:
+        """Yield the parts of the checkpoint tensor ``meta`` that shards of the module's tensor hold, as views."""
+        for shard in shards:
+            found = self.walk.restrict(shard.block)
+            if found is not None:
+                block, walk = found
+                yield Shard(meta, block, partial(_taken, walk, shard), shard.gathers, shard.why)
+
+
+def _taken(walk: Walk, shard: Shard) -> Tensor:
+    return walk.of(shard.take(), shard.block)
+
+
+@lru_cache(maxsize=16384)
+def _place(view: View, shape: tuple[int, ...], strides: tuple[int, ...]) -> Place | None:
+    walk = view.walk(shape, strides)
+    return Place(walk) if walk is not None and walk.straight else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,14 +69,14 @@ class Group:
 
     Attributes:
         sources: name in the module -> shape and strides there.
-        results: name in the checkpoint -> part of the source; a part of none where ``copied``.
+        results: name in the checkpoint -> view of the source; undefined where ``copied``, but for its sizes.
         copied: the checkpoint tensors are made by a copy (q, k and v in one, say), and are not parts of one source.
         prefix: where the `transformers` model is in the module that was given.
         model: that model.
     """
 
     sources: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    results: Mapping[str, Part]
+    results: Mapping[str, View]
     copied: bool
     prefix: str
     model: weakref.ref[Any]
@@ -77,7 +88,7 @@ class Group:
     def params(self, tensors: Mapping[str, Tensor]) -> tuple[ParamMeta, ...]:
         """Return what `undo` would give, for sources that may be parts of larger tensors, or have no data."""
         dtype = reduce(torch.promote_types, (tensors[name].dtype for name in self.sources))
-        return tuple(ParamMeta(name, dtype, part.shape) for name, part in self.results.items())
+        return tuple(ParamMeta(name, dtype, view.sizes) for name, view in self.results.items())
 
     def lies_in(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` has the strides of the only source, so that parts of it are views."""
@@ -85,14 +96,14 @@ class Group:
 
     def parts(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return the checkpoint tensors as views of their source, when they are not ``copied``."""
-        return {name: part.of(tensor) for name, part in self.results.items()}
+        return {name: view.of(tensor) for name, view in self.results.items()}
 
     def places(self) -> list[Place]:
-        """Return where in the only source the results lie, in order; none where some of them are no boxes of it."""
+        """Return where in the only source the results lie, in order; nothing where one has no straight walk there."""
         if self.copied:
             return []
         ((shape, strides),) = self.sources.values()
-        places = [place_of(part, shape, strides) for part in self.results.values()]
+        places = [_place(view, shape, strides) for view in self.results.values()]
         found = [place for place in places if place is not None]
         return found if len(found) == len(places) else []
 
@@ -205,7 +216,7 @@ class _Known:
         return tuple(
             Group(
                 sources={prefix + name: (tuple(empty[name].shape), empty[name].stride()) for name in sources},
-                results={prefix + name: _part(made[name]) for name in results},
+                results={prefix + name: View.seen(made[name]) for name in results},
                 copied=copied,
                 prefix=prefix,
                 model=self._model,
@@ -293,16 +304,16 @@ class _Trace(TorchFunctionMode):
         for union in {id(union): union for union in together.values()}.values():
             sources = [name for name in self._sources if name in union]
             copied = any(_memory(made[name]) not in self._name_of for name in results[id(union)])
-            if copied or results[id(union)] != sources or _part(made[sources[0]]) != _part(self._sources[sources[0]]):
+            if (
+                copied
+                or results[id(union)] != sources
+                or View.seen(made[sources[0]]) != View.seen(self._sources[sources[0]])
+            ):
                 yield sources, results[id(union)], copied
 
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _part(tensor: Tensor) -> Part:
-    return Part(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _plain(model: Any) -> Any:

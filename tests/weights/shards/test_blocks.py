@@ -17,9 +17,9 @@ from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights import groups
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.derived import ConvertedSource
-from torchrl_ext.weights.groups import Part
 from torchrl_ext.weights.shards.blocks import Block, Shard, checked_shards
 from torchrl_ext.weights.source import MappingSource, WeightSource, as_source
+from torchrl_ext.weights.view import View
 
 
 def test_a_plain_module_is_held_as_a_whole_in_its_own_memory():
@@ -54,10 +54,10 @@ def test_copied_tensors_of_a_group_are_made_once_when_the_first_is_taken(monkeyp
         return {"x": torch.cat([*tensors.values()]), "y": torch.cat([*tensors.values()][::-1])}
 
     monkeypatch.setattr(groups, "_revert", revert)
-    part, sources = Part((4,), (1,), 0), {"in.a": ((2,), (1,)), "in.b": ((2,), (1,))}
+    view, sources = View((4,), (1,)), {"in.a": ((2,), (1,)), "in.b": ((2,), (1,))}
     model = nn.Linear(1, 1)
     group = groups.Group(
-        sources=sources, results={"x": part, "y": part}, copied=True, prefix="in.", model=weakref.ref(model)
+        sources=sources, results={"x": view, "y": view}, copied=True, prefix="in.", model=weakref.ref(model)
     )
     live = {"in.a": torch.zeros(2), "in.b": torch.ones(2), "kept": torch.ones(3)}
     shards = list(UpdateSource(ConvertedSource(MappingSource(live), [group])).shards())

@@ -61,8 +61,7 @@ def made_up(placement: Placement, forms: Mapping[str, Tensor]) -> Iterator[tuple
             filled = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype).zero_()
             vars(filled).update({key: value for key, value in vars(form).items() if key == "dummy_weight_value"})
             vllm.initialize_single_dummy_weight(filled)
-            block = filled.as_strided(landing.shape, landing.strides, landing.offset)
-            tensor.view(-1).as_strided(landing.shape, landing.source_strides, landing.source_offset).copy_(block)
+            landing.source.of(tensor).copy_(landing.target.of(filled))
         yield meta.name, tensor
 
 
