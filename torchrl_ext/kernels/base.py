@@ -41,6 +41,10 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Bytes of an element -> the dtype of its bits on the host, where codecs and loops compute with them."""
 
+_INNERMOST = 16
+"""Elements from which on a loop along memory is faster than one across it: 0.90 against 1.07 ns per element at 16 and
+0.18 against 6.5 at 4096, but 6.4 against 1.0 at 2 (AMD EPYC with AVX-512, bf16, one thread)."""
+
 Words = tuple[int, int]
 """What elements add to a position digest: two words, each modulo 2^64 (`torchrl_ext.weights.digests`)."""
 
@@ -76,6 +80,8 @@ class Piece:
         memory: bits from the first to the last element of ``destination``, 1-D; those between belong to others.
         dims: ``(size, stride, to)`` with falling strides in the checkpoint tensor; ``to`` is the stride in ``memory``.
             Dimensions that run on from one to the next count as one.
+        by_memory: the same for sums, which are taken in any order: with falling strides in ``memory``, after dimensions
+            that are too short for an innermost loop.
         end: position after the last element's in the flat checkpoint tensor; ``offset`` where there is none.
         straight: position and place in ``memory`` differ by ``offset`` alone.
         dense: every position from ``offset`` to ``end`` lies in the view.
@@ -99,6 +105,7 @@ class Piece:
         if not destination.numel():
             self.end, reach = offset, 0
         self.dims = tuple(dims)
+        self.by_memory = tuple(sorted(dims, key=lambda dim: (dim[0] >= _INNERMOST, -dim[2])))
         self.straight = not dims or (len(dims) == 1 and dims[0][1:] == (1, 1))
         flat = self.destination.as_strided((reach,), (1,), destination.storage_offset())
         self.memory = flat.view(BITS[flat.element_size()])

@@ -58,7 +58,7 @@ class TritonKernels(Kernels):
 
     def words(self, piece: Piece) -> Words:
         memory, size = piece.memory, piece.destination.numel()
-        out, dims = _out(size, memory.device), _dims(piece)
+        out, dims = _out(size, memory.device), _dims(piece.by_memory, memory.device)
         with torch.cuda.device_of(memory):
             if size:
                 self._loops.view_words[(_blocks(size),)](
@@ -83,7 +83,7 @@ class TritonKernels(Kernels):
             if size:
                 self._loops.land[(_blocks(size),)](
                     target,
-                    _dims(piece),
+                    _dims(piece.dims, device),
                     piece.offset,
                     positions,
                     payload,
@@ -119,8 +119,8 @@ def _blocks(size: int) -> int:
     return -(-size // _BLOCK)
 
 
-def _dims(piece: Piece) -> Tensor:
-    return torch.tensor(piece.dims or ((1, 1, 1),), dtype=torch.int64).to(piece.memory.device)
+def _dims(dims: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
+    return torch.tensor(dims or ((1, 1, 1),), dtype=torch.int64).to(device)
 
 
 def _out(size: int, device: torch.device) -> Tensor:

@@ -107,7 +107,7 @@ class HostKernels(Kernels):
 
         bits, digest = piece.memory.numpy(), np.zeros(2, np.uint64)
         if bits.size:
-            dims = np.array(piece.dims, np.int64).reshape(-1, 3)
+            dims = np.array(piece.by_memory, np.int64).reshape(-1, 3)
             digest_piece(bits.view(UNSIGNED[bits.itemsize]), dims, piece.offset, digest)
         return int(digest[0]), int(digest[1])
 

@@ -175,7 +175,7 @@ def digest_piece(memory, dims, offset, digest):
 
     Args:
         memory: unsigned, shape (m,).
-        dims: int64 shape (d, 3), offset: as in `torchrl_ext.kernels.base.Piece`.
+        dims, offset: ``by_memory``, int64 shape (d, 3), and ``offset`` of `torchrl_ext.kernels.base.Piece`.
         digest: uint64 shape (2,).
     """
     last, rows, size, stride, to = dims.shape[0] - 1, 1, 1, 1, 1

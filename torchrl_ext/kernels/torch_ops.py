@@ -80,7 +80,7 @@ class TorchKernels(Kernels):
         for at in range(0, count, _PIECE):
             rest = torch.arange(at, min(at + _PIECE, count), device=device)
             positions, offsets = torch.full_like(rest, piece.offset), torch.zeros_like(rest)
-            for size, stride, to in reversed(piece.dims):
+            for size, stride, to in reversed(piece.by_memory):
                 coordinate = rest % size
                 positions += coordinate * stride
                 offsets += coordinate * to
