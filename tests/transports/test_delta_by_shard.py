@@ -90,7 +90,7 @@ class TestOneRank:
         def holed(name, shape, rank, world):
             return [Block((0, 0), (40, 20))] if name == "columns" else in_parts(name, shape, rank, world)
 
-        with pytest.raises(ManifestError, match=r"no trainer rank holds elements \[0, 20\] to \[40, 50\] of 'columns'"):
+        with pytest.raises(ManifestError, match=r"no trainer rank holds elements \[0:40, 20:50\] of 'columns'"):
             trainer_at(root, by_shard=True).send_weights("policy", Blocks(weights(), of=holed))
 
     def test_through_an_object_store(self):

@@ -39,7 +39,7 @@ def shared_out(
         for number, (index, block) in enumerate(shards):
             if not Block.whole(params[index].shape).contains(block):
                 raise ManifestError(
-                    f"trainer rank {rank} holds elements {_named(block)} of {params[index].name!r}",
+                    f"trainer rank {rank} holds elements {block} of {params[index].name!r}",
                     expected=f"elements of {params[index]}",
                     state="nothing was sent",
                 )
@@ -51,7 +51,7 @@ def shared_out(
         if sum(block.numel for block in found) < meta.numel:
             (hole,) = tiles([*found], meta.shape)
             raise ManifestError(
-                f"no trainer rank holds elements {_named(hole)} of {meta.name!r}",
+                f"no trainer rank holds elements {hole} of {meta.name!r}",
                 expected="every element on some rank",
                 state="nothing was sent",
                 hint="look at what `shards()` of the source yields on each rank",
@@ -78,7 +78,3 @@ def disjoint(own: Mapping[Block, list[_Owner]]) -> dict[Block, list[_Owner]]:
         piece: [holder for block, holders in own.items() if block.contains(piece) for holder in holders]
         for piece in found
     }
-
-
-def _named(block: Block) -> str:
-    return f"{list(block.start)} to {list(block.stop)}"
