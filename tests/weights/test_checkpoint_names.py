@@ -23,7 +23,7 @@ from torchrl_ext.testing import same_bits
 from torchrl_ext.transports.base import Update
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import position_digest, tensor_digest
-from torchrl_ext.weights.groups import groups_of
+from torchrl_ext.weights.hf_names import groups_of
 from torchrl_ext.weights.source import ModuleSource, as_source, checked, named_tensors
 
 STACKED = "model.layers.1.mlp.experts.gate_up_proj"

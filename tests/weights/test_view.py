@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.landing.views import VIEWS, made
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.groups import Place
+from torchrl_ext.weights.hf_names import Place
 from torchrl_ext.weights.shards.blocks import Shard
 from torchrl_ext.weights.view import Block, View, overlap, tiles, without
 

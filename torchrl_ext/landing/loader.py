@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.landing.spelling import Spelling
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.digests import position_digest, tensor_digest
-from torchrl_ext.weights.groups import groups_of
+from torchrl_ext.weights.hf_names import Spelling, groups_of
 from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import (
     MappingSource,
@@ -206,7 +205,7 @@ class WeightLoader(ABC):
 class TensorsLoader(WeightLoader):
     """Loads into named tensors: a module's parameters and persistent buffers, or the leaves of a TensorDict.
 
-    A `transformers` module takes the names of its checkpoint as well as its own (`torchrl_ext.weights.groups`), in
+    A `transformers` module takes the names of its checkpoint as well as its own (`torchrl_ext.weights.hf_names`), in
     place: a part of a stacked tensor is filled where it lies. What is read back has the names of the update that was
     checked last, and before one those of the checkpoint.
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.weights.groups import groups_of
+from torchrl_ext.weights.hf_names import groups_of
 from torchrl_ext.weights.peft import is_peft
 from torchrl_ext.weights.source import WeightSource, named_tensors
 

@@ -1,5 +1,5 @@
 """Sources over another source: under other names (by a function, a table of regular expressions, or those of its
-checkpoint, `torchrl_ext.weights.groups`), in another dtype, or with some tensors replaced."""
+checkpoint, `torchrl_ext.weights.hf_names`), in another dtype, or with some tensors replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import with_dtype
-from torchrl_ext.weights.groups import Group, groups_of
+from torchrl_ext.weights.hf_names import Group, groups_of
 from torchrl_ext.weights.peft import PeftSource
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import MappingSource, Row, RowSource, WeightSource, named_tensors

@@ -362,8 +362,8 @@ def unwrapped(name: str) -> str:
 def as_source(weights: Any) -> WeightSource:
     """Return the source for any weights: a WeightSource, module, TensorDict, mapping or checkpoint directory.
 
-    A `transformers` module is sent under the names of its checkpoint (`torchrl_ext.weights.groups`); what `inner_model`
-    finds in a wrapper stands for it.
+    A `transformers` module is sent under the names of its checkpoint (`torchrl_ext.weights.hf_names`); what
+    `inner_model` finds in a wrapper stands for it.
 
     Raises:
         ConfigError: nothing knows how to read it, or FSDP1 holds it in pieces.

@@ -14,7 +14,7 @@ from torchrl_ext.errors import ManifestError
 from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights import groups
+from torchrl_ext.weights import hf_names
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.derived import ConvertedSource
 from torchrl_ext.weights.shards.blocks import Block, Shard, checked_shards
@@ -53,10 +53,10 @@ def test_copied_tensors_of_a_group_are_made_once_when_the_first_is_taken(monkeyp
         made.append(model)
         return {"x": torch.cat([*tensors.values()]), "y": torch.cat([*tensors.values()][::-1])}
 
-    monkeypatch.setattr(groups, "_revert", revert)
+    monkeypatch.setattr(hf_names, "_revert", revert)
     view, sources = View((4,), (1,)), {"in.a": ((2,), (1,)), "in.b": ((2,), (1,))}
     model = nn.Linear(1, 1)
-    group = groups.Group(
+    group = hf_names.Group(
         sources=sources, results={"x": view, "y": view}, copied=True, prefix="in.", model=weakref.ref(model)
     )
     live = {"in.a": torch.zeros(2), "in.b": torch.ones(2), "kept": torch.ones(3)}
