@@ -122,3 +122,18 @@ def test_another_model_gets_everything_once_the_trainer_joined_for_it():
         with pytest.raises(UpdateError, match=what):
             sender.update_weights()
     assert narrow.weight.shape == (2, 2)
+
+
+def test_cached_memory_is_freed_after_whole_loads_and_not_after_changes(tmp_path, monkeypatch):
+    freed = []
+    monkeypatch.setattr("torchrl_ext.sync.receiver.free_cached", lambda: freed.append(receiver.version))
+    policy, receiver = nn.Linear(30, 20), tx.WeightReceiver(nn.Linear(30, 20))
+    sender = tx.WeightSender(tx.DeltaTransport(tmp_path), InProcessEngine(receiver))
+    for _ in range(3):
+        with torch.no_grad():
+            policy.weight[0, 0] += 1
+        assert sender.update_weights(policy).verified
+    assert freed == [0, 0]  # before and after the first version
+    receiver.invalidate()
+    assert sender.update_weights(policy).verified and freed == [0, 0, 3, 3]
+    sender.shutdown()

@@ -86,7 +86,7 @@ class WeightReceiver:
         self.held = Held(base=0, intact=True)
         self._staged: Changes | None = None
         self._part: Part | None = None  # set while a partial update is under way
-        self._sealed = False
+        self._sealed = self._loading = False  # a load, past its `finish`; a load, not a commit of changes
         self._rows: tuple[list[Any], tuple[ParamMeta, ...]] = [], ()
         self.version = 0
 
@@ -272,11 +272,12 @@ class WeightReceiver:
     def start(self) -> None:
         """Prepare for loading in the idle engine; without staged changes, also free torch's cached device memory."""
         self._require_end()
-        self._sealed = False
+        self._sealed = self._loading = False
         if self._staged is None:
             self._begin()
 
     def _begin(self) -> None:
+        self._loading = True
         self._spoil()
         free_cached()
         self._require_loader().start()
@@ -337,10 +338,11 @@ class WeightReceiver:
                 )
 
     def seal(self) -> None:
-        """End the load and free its memory, so that `finish` does no work that can fail."""
+        """End the load, so that `finish` does no work that can fail, and free its memory; a commit leaves none behind."""
         if not self._sealed:
             self._require_loader().finish()
-            free_cached()
+            if self._loading:
+                free_cached()
             self._sealed = True
 
     def finish(self, version: int) -> None:
