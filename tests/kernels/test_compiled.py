@@ -18,7 +18,8 @@ PROGRAMS = {
     "change_words": ({"places": "*i32", "start": "i64"}, {"WIDTH"}),
     "view_words": ({}, {"WIDTH", "DIMS"}),
     "land": ({"positions": "*i32", "inside": "*i8", "offsets": "*i32"}, {"WIDTH", "DIMS", "STEPS", "ORDERED"}),
-    "scatter": ({"offsets": "*i64"}, {}),
+    "write": ({"addresses": "*i64"}, {}),
+    "read": ({"addresses": "*i64"}, {}),
 }
 NUMBERS = {"size": "i32", "offset": "i64", "dims": "*i64", "out": "*i64"}
 

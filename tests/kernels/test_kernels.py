@@ -8,7 +8,7 @@ import torch
 
 from tests.codecs.data import DTYPES, random_bits
 from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.kernels.base import BITS, Piece, _known, flat_bits, kernels, kernels_on
+from torchrl_ext.kernels.base import BITS, Piece, Writes, _known, flat_bits, kernels, kernels_on
 
 SIZES = (0, 1, 63, 1024, 1025, 2500)
 DENSITIES = (0.0, 0.02, 0.5, 1.0)
@@ -175,6 +175,25 @@ def test_nothing_lands_from_an_empty_list(way):
     landed = own.land(piece_of("one", target), none, none.to(torch.int16), True)
     assert own.scatter(target, landed.offsets, landed.values)
     assert landed.words == (0, 0) and target.tolist() == list(range(12))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_one_list_is_written_into_many_tensors(way, width, index):
+    own, device = way
+    generator = torch.Generator().manual_seed(3)
+    memory = bits(9000, width, generator)
+    expected, live, runs = memory.clone(), memory.to(device), []
+    for first, size in ((0, 5000), (5001, 1), (5002, 0), (6000, 3000)):  # of one storage, with gaps between them
+        offsets = torch.arange(size)[torch.rand(size, generator=generator) < 0.9]
+        values = bits(offsets.numel(), width, generator)
+        expected[first + offsets] = values
+        target = live[first : first + size]
+        runs.append((target, offsets.to(index).to(device), values.to(device)))
+    assert own.write(Writes.of(runs)) == len(runs)
+    assert torch.equal(live.cpu(), expected)
+    twice = torch.zeros(2, dtype=index, device=device), live.new_tensor([1, 2])  # one element cannot hold both
+    assert own.write(Writes.of([*runs, (live[5000:5001], *twice)])) == len(runs)
 
 
 def test_what_works_is_chosen_by_the_device():

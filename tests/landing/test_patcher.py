@@ -12,6 +12,7 @@ from torchrl_ext.kernels.base import kernels_on
 from torchrl_ext.kernels.torch_ops import TorchKernels
 from torchrl_ext.landing.patcher import READ_BACK_VERSIONS, Patcher, Piece, as_bits, compare, identity
 from torchrl_ext.landing.placement import record
+from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest, position_digest
 
@@ -232,10 +233,7 @@ class Watched(TorchKernels):
         return super().words(piece)
 
     def scatter(self, target, offsets, values):
-        kept = target.clone()
-        super().scatter(target, offsets, values)
-        if self.losing:
-            target.copy_(kept)
+        super().scatter(target.clone() if self.losing else target, offsets, values)
         return (target[offsets] == values).all()
 
 
@@ -337,6 +335,23 @@ def test_large_changes_are_written_by_several_threads_to_the_same_end():
     patcher.commit()
     assert torch.equal(as_bits(live["w"][:, 700:1700]), as_bits(new))
     assert not as_bits(live["w"][:, :700]).any() and not as_bits(live["w"][:, 1700:]).any()
+
+
+def test_many_small_tensors_wait_for_the_pause_as_one_list():
+    generator = np.random.default_rng(4)
+    old = {f"expert{e}": random_bits((7, 9), torch.bfloat16, generator) for e in range(500)}
+    new = {name: patched_copy(tensor, 0.05, generator) for name, tensor in old.items()}
+    live = {name: tensor.clone() for name, tensor in old.items()}
+    patcher, step = Patcher(identity(live)), Step(old, new)
+    writes = []
+    kernels = kernels_on(torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        write = type(kernels).write
+        patch.setattr(type(kernels), "write", lambda own, all_of: writes.append(all_of) or write(own, all_of))
+        compare({name: digest for name, (digest, _) in patcher.stage(step).items()}, step.digests)
+        patcher.commit()
+    assert len(writes) == 1 and len(writes[0].targets) == sum(not same_bits(old[name], new[name]) for name in old)
+    assert all(same_bits(live[name], tensor) for name, tensor in new.items())
 
 
 def test_a_patch_that_touches_nothing_here_writes_nothing():

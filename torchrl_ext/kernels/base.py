@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import ClassVar, NamedTuple, final
@@ -28,6 +29,7 @@ __all__ = [
     "Landed",
     "Piece",
     "Words",
+    "Writes",
     "flat_bits",
     "kernels",
     "kernels_on",
@@ -128,7 +130,7 @@ class Diff:
 
 
 class Landed(NamedTuple):
-    """Changes translated for a parameter, ready for `Kernels.scatter`.
+    """Changes translated for a parameter, ready for `Kernels.scatter` or `Writes`.
 
     Attributes:
         offsets: int32 or int64, shape (k,): elements from the first one of the piece's memory.
@@ -139,6 +141,37 @@ class Landed(NamedTuple):
     offsets: Tensor
     values: Tensor
     words: Words
+
+
+class Writes(NamedTuple):
+    """Values for several tensors of one width on one device, as one list.
+
+    Attributes:
+        targets: bits, 1-D: the tensor of each run of the list.
+        addresses: int64, shape (s,), on the device: where each target begins.
+        ends: int64, shape (s,), on the device: where each run ends in the next two.
+        offsets: int32 or int64, shape (k,): elements from the first one of the run's target.
+        values: bits, shape (k,): what is to stand there.
+    """
+
+    targets: tuple[Tensor, ...]
+    addresses: Tensor
+    ends: Tensor
+    offsets: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, runs: Sequence[tuple[Tensor, Tensor, Tensor]]) -> Writes:
+        """Return one list of at least one run: target, offsets and values, as `Kernels.land` gives them."""
+        targets, offsets, values = zip(*runs, strict=True)
+        device = values[0].device
+        return cls(
+            targets=targets,
+            addresses=torch.tensor([target.data_ptr() for target in targets]).to(device),
+            ends=torch.tensor([one.numel() for one in values]).cumsum(0).to(device),
+            offsets=torch.cat(offsets),
+            values=torch.cat(values),
+        )
 
 
 class Kernels(ABC):
@@ -180,6 +213,14 @@ class Kernels(ABC):
 
         Returns:
             Bool, shape (), on the device: whether the target holds the values. May return before it is done.
+        """
+
+    @abstractmethod
+    def write(self, writes: Writes) -> int:
+        """Write a list, and read it back; no two of its elements are the same memory.
+
+        Returns:
+            The number of a run that does not hold its values, and the number of runs where all do.
         """
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import Diff, Kernels, Landed, Piece, Words
+from torchrl_ext.kernels.base import Diff, Kernels, Landed, Piece, Words, Writes
 
 __all__ = ["TritonKernels"]
 
@@ -98,21 +98,34 @@ class TritonKernels(Kernels):
                     STEPS=ordered is not None,
                     ORDERED=bool(ordered),
                 )
-            self._scatter(target, offsets[:0], values[:0])
+            for program in (self._loops.write, self._loops.read):  # compiled before a pause needs them
+                program[(1,)](offsets[:0].to(torch.int64), values[:0], 0, BLOCK=_BLOCK)
         if not piece.dense:
             fits = inside.to(torch.bool)
             offsets, values = offsets[fits], values[fits]
         return Landed(offsets=offsets, values=values, words=_words(out))
 
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
-        with torch.cuda.device_of(target):
-            if offsets.numel():
-                self._scatter(target, offsets, values)
-            return (target.index_select(0, offsets) == values).all()
+        addresses = target.data_ptr() + offsets.to(torch.int64) * values.element_size()
+        return (self._stored(addresses, values) == values).all()
 
-    def _scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
-        size = offsets.numel()
-        self._loops.scatter[(max(1, _blocks(size)),)](target, offsets, values, size, BLOCK=_BLOCK)
+    def write(self, writes: Writes) -> int:
+        sizes, count = writes.ends.diff(prepend=writes.ends.new_zeros(1)), writes.values.numel()
+        addresses = writes.addresses.repeat_interleave(sizes, output_size=count)
+        addresses = addresses.add_(writes.offsets.to(torch.int64) * writes.values.element_size())
+        fits = self._stored(addresses, writes.values) == writes.values
+        if fits.all():
+            return len(writes.targets)
+        return int(torch.searchsorted(writes.ends, fits.to(torch.int8).argmin(), right=True))
+
+    def _stored(self, addresses: Tensor, values: Tensor) -> Tensor:
+        """Write values to their addresses, and return what stands there then."""
+        size, found = values.numel(), torch.empty_like(values)
+        with torch.cuda.device_of(values):
+            if size:
+                self._loops.write[(_blocks(size),)](addresses, values, size, BLOCK=_BLOCK)
+                self._loops.read[(_blocks(size),)](addresses, found, size, BLOCK=_BLOCK)
+        return found
 
 
 def _blocks(size: int) -> int:

@@ -9,7 +9,7 @@ What a program returns as words goes to `out`, two rows of one number per progra
 import triton
 import triton.language as tl
 
-__all__ = ["change_words", "count_changes", "land", "list_changes", "scatter", "view_words"]
+__all__ = ["change_words", "count_changes", "land", "list_changes", "read", "view_words", "write"]
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # these as in `torchrl_ext.kernels.jit`
 _M1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -183,11 +183,20 @@ def land(
     _add_change(position, before, after, fits, out)
 
 
-# One compiled version per pair of dtypes: `land` has it made with an empty list, so that no pause waits for a compiler.
-@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["target", "offsets", "values"])
-def scatter(target, offsets, values, size, BLOCK: tl.constexpr):
-    """Write ``target[offsets] = values``."""
+# One compiled version per dtype: `land` has them made with an empty list, so that no pause waits for a compiler.
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["addresses", "values"])
+def write(addresses, values, size, BLOCK: tl.constexpr):
+    """Write each value to its address (int64)."""
     i = _block(BLOCK)
     valid = i < size
-    at = tl.load(offsets + i, mask=valid, other=0).to(tl.int64)
-    tl.store(target + at, tl.load(values + i, mask=valid, other=0), mask=valid)
+    to = tl.load(addresses + i, mask=valid, other=0).to(values.dtype)
+    tl.store(to, tl.load(values + i, mask=valid, other=0), mask=valid)
+
+
+@triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["addresses", "values"])
+def read(addresses, values, size, BLOCK: tl.constexpr):
+    """Set ``values`` to what stands at the addresses (int64)."""
+    i = _block(BLOCK)
+    valid = i < size
+    at = tl.load(addresses + i, mask=valid, other=0).to(values.dtype)
+    tl.store(values + i, tl.load(at, mask=valid, other=0), mask=valid)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import UNSIGNED, Diff, Kernels, Landed, Piece, Words, unsigned
+from torchrl_ext.kernels.base import UNSIGNED, Diff, Kernels, Landed, Piece, Words, Writes, unsigned
 
 __all__ = ["HostKernels", "Part", "Search"]
 
@@ -112,7 +112,7 @@ class HostKernels(Kernels):
         return int(digest[0]), int(digest[1])
 
     def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
-        from torchrl_ext.kernels.host_loops import land, scatter
+        from torchrl_ext.kernels.host_loops import land, write
 
         target, where, digest = piece.memory.numpy(), positions.numpy(), np.zeros(2, np.uint64)
         unit, dims = UNSIGNED[target.itemsize], np.array(piece.dims, np.int64).reshape(-1, 3)
@@ -125,11 +125,18 @@ class HostKernels(Kernels):
         if found < where.size:  # the memory that waits for a pause is as long as what will be written in it
             offsets, values = offsets[:found].copy(), values[:found].copy()
         values = values.view(target.dtype)
-        scatter(target, offsets[:0], values[:0])  # compiled before a pause needs it
+        none = np.empty(0, np.int64)
+        write(none, none, offsets[:0], values[:0])  # compiled before a pause needs it
         words = int(digest[0]), int(digest[1])
         return Landed(offsets=torch.from_numpy(offsets), values=torch.from_numpy(values), words=words)
 
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
-        from torchrl_ext.kernels.host_loops import scatter
+        from torchrl_ext.kernels.host_loops import write
 
-        return torch.tensor(scatter(target.numpy(), offsets.numpy(), values.numpy()))
+        run = np.array([target.data_ptr()]), np.array([offsets.numel()])
+        return torch.tensor(write(*run, offsets.numpy(), values.numpy()) == 1)
+
+    def write(self, writes: Writes) -> int:
+        from torchrl_ext.kernels.host_loops import write
+
+        return int(write(*(column.numpy() for column in writes[1:])))

@@ -5,9 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from torchrl_ext.kernels.host_lists import CHUNK, list_changes
-from torchrl_ext.kernels.jit import GOLDEN, changed64, count_ones, fingerprint, helper, line, njit, unline
+from torchrl_ext.kernels.jit import (
+    GOLDEN,
+    changed64,
+    count_ones,
+    fingerprint,
+    helper,
+    line,
+    njit,
+    read_at,
+    unline,
+    write_at,
+)
 
-__all__ = ["count_changed", "diff", "digest_change", "digest_piece", "land", "move", "scatter"]
+__all__ = ["count_changed", "diff", "digest_change", "digest_piece", "land", "move", "write"]
 
 _LANDED = 4096  # changes that are translated together: they stay in the processor's nearest cache
 _1 = np.uint64(1)
@@ -70,19 +81,32 @@ def count_changed(old, new):
 
 
 @njit
-def scatter(target, offsets, values):
-    """Write ``target[offsets] = values``, and return whether these stand there, read while they lie in a cache.
+def write(addresses, ends, offsets, values):
+    """Write runs of values into several tensors, and read them back while they lie in a cache.
 
-    Whoever translated the offsets made sure that they lie within the target.
+    Whoever translated the offsets made sure that they lie within the tensors.
+
+    Args:
+        addresses: int64 shape (s,): where the tensor of each run begins.
+        ends: int64 shape (s,): where each run ends in the next two.
+        offsets, values: shape (k,): elements from the first one of the tensor, and what is to stand there.
+
+    Returns:
+        How many runs were written before one that does not stand there; all of them where there is none.
     """
-    wrong = target.dtype.type(0)
-    for at in range(0, offsets.size, _LANDED):
-        end = min(at + _LANDED, offsets.size)
-        for k in range(at, end):
-            target[np.uint64(offsets[k])] = values[k]
-        for k in range(at, end):  # to its end: a loop that may stop takes twice as long
-            wrong |= target[np.uint64(offsets[k])] ^ values[k]
-    return wrong == 0
+    at, wrong, width = 0, values.dtype.type(0), values.itemsize
+    for run in range(ends.size):
+        base = addresses[run]
+        while at < ends[run]:
+            end = min(at + _LANDED, ends[run])
+            for k in range(at, end):
+                write_at(base + np.int64(offsets[k]) * width, values[k])
+            for k in range(at, end):  # to its end: a loop that may stop takes twice as long
+                wrong |= read_at(base + np.int64(offsets[k]) * width, values[k]) ^ values[k]
+            at = end
+        if wrong != 0:
+            return run
+    return ends.size
 
 
 @njit

@@ -47,7 +47,9 @@ __all__ = [
     "helper",
     "line",
     "njit",
+    "read_at",
     "unline",
+    "write_at",
 ]
 
 
@@ -132,6 +134,27 @@ def bit_length(typingctx: Any, value: Any) -> Any:
         return builder.sub(ir.Constant(ir.IntType(64), 64), zeros)
 
     return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def read_at(typingctx: Any, address: Any, like: Any) -> Any:
+    """Return the number of the dtype of ``like`` that lies at an address (int64), aligned or not."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], args[1].type.as_pointer()), align=1)
+
+    return like(types.int64, like), codegen
+
+
+@intrinsic
+def write_at(typingctx: Any, address: Any, value: Any) -> Any:
+    """Write a number to an address (int64), aligned or not."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store(args[1], builder.inttoptr(args[0], args[1].type.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, value), codegen
 
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples of it keep the largest distance from each other

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import Diff, Kernels, Landed, Piece, Words
+from torchrl_ext.kernels.base import Diff, Kernels, Landed, Piece, Words, Writes
 
 __all__ = ["TorchKernels"]
 
@@ -107,6 +108,14 @@ class TorchKernels(Kernels):
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
         offsets = offsets.to(torch.int64)  # index_copy_ takes no other; those of `land` are
         return (target.index_copy_(0, offsets, values).index_select(0, offsets) == values).all()
+
+    def write(self, writes: Writes) -> int:
+        starts = [0, *writes.ends.tolist()]
+        fits = [
+            self.scatter(target, writes.offsets[at:end], writes.values[at:end])
+            for target, (at, end) in zip(writes.targets, itertools.pairwise(starts), strict=True)
+        ]
+        return [*torch.stack(fits).tolist(), False].index(False)
 
 
 def _moved(before: Tensor, steps: Tensor, ordered: bool) -> Tensor:

@@ -7,9 +7,11 @@ update costs what changed, and not what the model weighs, whatever the sharding 
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from torch import Tensor
 from torchrl_ext.codecs.patch import DensePatch, StepPatch
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import IntegrityError, NotConnectedError
-from torchrl_ext.kernels.base import BITS, Kernels, Piece, kernels_on
+from torchrl_ext.kernels.base import BITS, Kernels, Piece, Writes, kernels_on
 from torchrl_ext.weights.digests import PositionDigest
 
 if TYPE_CHECKING:
@@ -29,32 +31,81 @@ __all__ = ["READ_BACK_VERSIONS", "Coverage", "Patcher", "Piece", "as_bits", "com
 
 READ_BACK_VERSIONS = 8
 """Within so many versions that come as changes every tensor is read back from the live bytes once."""
-_MOST, _LEAST = 1 << 18, 1 << 14  # elements that a thread writes at once, and from which on a write is worth threads
+_LISTED = 1 << 18  # elements of a list on the host, which one thread writes
+_LISTED_ON_DEVICE = 1 << 22
 _THREADS = 4  # beyond these, memory is what is waited for
 
 Coverage = tuple[PositionDigest, int]
 """Digest of the units of a tensor that a rank holds, and how many these are."""
 
 
-class _Write(NamedTuple):
-    """A write: ``target[offsets] = values``, or ``target[...] = values`` if ``offsets`` is None; bits on one device."""
+class _List(NamedTuple):
+    """Values for elements of several tensors, as one list."""
+
+    names: list[str]
+    writes: Writes
+    kernels: Kernels
+
+    def put(self) -> str | None:
+        """Write, and return the name of a tensor that does not hold its values then."""
+        return [*self.names, None][self.kernels.write(self.writes)]
+
+
+class _Copy(NamedTuple):
+    """Bits for a whole tensor."""
 
     name: str
-    kernels: Kernels
     target: Tensor
-    offsets: Tensor | None
     values: Tensor
 
     def put(self) -> Tensor:
-        """Write, and return a bool of shape () on the device: whether the target holds it."""
-        if self.offsets is not None:
-            return self.kernels.scatter(self.target, self.offsets, self.values)
-        if not self.kernels.on_host:
+        """Write, and return a bool of shape () on the device: whether the target holds the values."""
+        if self.target.device.type != "cpu":
             return (self.target.copy_(self.values) == self.values).all()
-        same, most = True, _MOST if self.target.dim() == 1 else max(1, self.target.numel())
+        same, most = True, _LISTED if self.target.dim() == 1 else max(1, self.target.numel())
         for into, own in zip(*(torch.atleast_1d(one).split(most) for one in (self.target, self.values)), strict=True):
             same = np.array_equal(into.copy_(own).numpy(), own.numpy()) and same  # while both lie in a cache
         return torch.tensor(same)
+
+
+class _Staged:
+    """What waits for the pause: a few lists, however many tensors change."""
+
+    def __init__(self) -> None:
+        self.lists: list[_List] = []
+        self.copies: list[_Copy] = []
+        self._open: dict[tuple[Any, ...], list[tuple[str, tuple[Tensor, Tensor, Tensor]]]] = {}
+        self._counts: dict[tuple[Any, ...], int] = {}
+
+    def add(self, name: str, target: Tensor, offsets: Tensor, values: Tensor, kernels: Kernels) -> None:
+        key, most = (kernels, values.device, values.dtype, offsets.dtype), _most(kernels)
+        for at, its in zip(offsets.split(most), values.split(most), strict=True):
+            self._open.setdefault(key, []).append((name, (target, at, its)))
+            self._counts[key] = self._counts.get(key, 0) + its.numel()
+            if self._counts[key] >= most:
+                self._close(key)
+
+    def close(self) -> None:
+        """Make lists of what was added last."""
+        for key in [*self._open]:
+            self._close(key)
+
+    def _close(self, key: tuple[Any, ...]) -> None:
+        names, runs = zip(*self._open.pop(key), strict=True)
+        self._counts[key] = 0
+        self.lists.append(_List(names=list(names), writes=Writes.of(runs), kernels=key[0]))
+
+
+def _most(kernels: Kernels) -> int:
+    return _LISTED if kernels.on_host else _LISTED_ON_DEVICE
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_THREADS, torch.get_num_threads()), thread_name_prefix="torchrl-ext-commit")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has no threads of its parent
 
 
 class Patcher:
@@ -72,7 +123,7 @@ class Patcher:
         self.pieces, self._kernels = pieces, kernels
         self._held: dict[str, Coverage] = {}
         self._staged: dict[str, Coverage] | None = None  # of the tensors that change
-        self._writes: list[_Write] = []
+        self._writes = _Staged()
         self._damage: IntegrityError | None = None  # found while the model was in use; the next commit raises it
         self.others: set[str] = set()
         sizes, self._turn = dict.fromkeys(pieces, 0), 0
@@ -108,13 +159,14 @@ class Patcher:
         Returns:
             What this rank will hold of each tensor, for `compare`.
         """
-        self._writes, self._staged, self.others = [], None, set()
+        self.drop()
+        self.others = set()
         try:
             self.read_back(self._turns[self._turn])
         except IntegrityError as error:
             self._damage = error
         self._turn = (self._turn + 1) % READ_BACK_VERSIONS
-        writes, staged = list[_Write](), dict[str, Coverage]()
+        writes, staged = _Staged(), dict[str, Coverage]()
         for patch in changes.patches(self._wanted):
             digest, count = self._coverage(patch.meta.name)
             payload = torch.from_numpy(patch.values).view(BITS[patch.values.itemsize])
@@ -130,23 +182,23 @@ class Patcher:
                     whole = payload.as_strided(live.shape, piece.strides, piece.offset).to(live.device)
                     of_whole = Piece(destination=whole, offset=piece.offset, strides=piece.strides)
                     digest = digest.plus(kernels.words(of_whole))
-                    writes.append(_Write(patch.meta.name, kernels, as_bits(live), None, whole))
+                    writes.copies.append(_Copy(patch.meta.name, as_bits(live), whole))
                     continue
                 bounds = np.array((piece.offset, piece.end), np.int64).astype(index)  # else all are converted
                 first, end = np.searchsorted(patch.indices, bounds).tolist()
                 if first == end:
                     continue
-                offsets: Tensor | None
                 offsets, values, words = kernels.land(piece, positions[first:end], payload[first:end], ordered)
                 digest = digest.plus(words)
                 own = live.numel() == target.numel()  # nothing between its elements belongs to others
                 if own and target.nbytes <= offsets.nbytes + values.nbytes:  # quicker then, and less
                     every = target.clone()
                     kernels.scatter(every, offsets, values)
-                    offsets, values = None, every
-                if values.numel():
-                    writes.append(_Write(patch.meta.name, kernels, target, offsets, values))
+                    writes.copies.append(_Copy(patch.meta.name, target, every))
+                elif values.numel():
+                    writes.add(patch.meta.name, target, offsets, values, kernels)
             staged[patch.meta.name] = digest, count
+        writes.close()
         self._writes, self._staged = writes, staged
         return {name: staged[name] if name in staged else self._coverage(name) for name in self.pieces}
 
@@ -159,16 +211,14 @@ class Patcher:
     @property
     def staged_bytes(self) -> int:
         """The bytes of memory that staged changes hold until the commit."""
-        held = dict[int, int]()  # by storage
-        for write in self._writes:
-            for tensor in (write.values,) if write.offsets is None else (write.offsets, write.values):
-                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return sum(held.values())
+        tensors = [one.values for one in self._writes.copies]
+        tensors += [tensor for one in self._writes.lists for tensor in one.writes[1:]]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        return sum(storage.nbytes() for storage in storages.values())
 
     def drop(self) -> None:
         """Forget what was staged."""
-        self._staged = None
-        self._writes.clear()
+        self._writes, self._staged = _Staged(), None
 
     def commit(self) -> None:
         """Write what was staged, and read back what was written; nothing is written where `stage` found damage.
@@ -180,30 +230,22 @@ class Patcher:
         if self._staged is None:
             raise NotConnectedError("there are no staged changes", hint="stage them first")
         writes, staged, damage = self._writes, self._staged, self._damage
-        self._writes, self._staged = [], None
+        self.drop()
         if damage is not None:
             self.forget()
             raise damage
-        large = sum(write.values.numel() for write in writes if write.offsets is not None and write.kernels.on_host)
-        threads = min(_THREADS, torch.get_num_threads()) if large > _MOST else 1
-        parts, landed = list[tuple[str, Future[Tensor]]](), list[tuple[str, Tensor]]()
-        with ThreadPoolExecutor(threads, thread_name_prefix="torchrl-ext-commit") as pool:
-            for write in writes:  # no two of them meet
-                name, kernels, target, offsets, values = write
-                if threads > 1 and offsets is not None and kernels.on_host and values.numel() >= _LEAST:
-                    for at, its in zip(offsets.split(_MOST), values.split(_MOST), strict=True):
-                        parts.append((name, pool.submit(kernels.scatter, target, at, its)))
-                else:
-                    landed.append((name, write.put()))
-            landed += [(name, part.result()) for name, part in parts]
+        parallel = [one for one in writes.lists if one.kernels.on_host] if len(writes.lists) > 1 else []
+        parts = [_threads().submit(one.put) for one in parallel]  # no two of them meet
+        lost = [one.put() for one in writes.lists if not parts or not one.kernels.on_host]
+        lost += [part.result() for part in parts]
+        fits = [one.put() for one in writes.copies]
+        for device in {flag.device for flag in fits}:
+            names = [one.name for one, flag in zip(writes.copies, fits, strict=True) if flag.device == device]
+            held = torch.stack([flag for flag in fits if flag.device == device]).tolist()
+            lost += [name for name, whole in zip(names, held, strict=True) if not whole]
         self._held.update(staged)
-        for device in {write.target.device for write in writes}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            names, flags = zip(*(row for row in landed if row[1].device == device), strict=True)
-            fits = torch.stack(flags).tolist()
-            if not all(fits):
-                raise _damaged(names[fits.index(False)], "the bits that were written, found others")
+        for name in filter(None, lost):
+            raise _damaged(name, "the bits that were written, found others")
 
     def read_back(self, names: Iterable[str]) -> None:
         """Take digests of these tensors from the live bytes, and compare them with what they should be.
