@@ -11,6 +11,7 @@ SUBJECTS = {
     "landing": ("tests.bench.landing", "what a pause costs: a delta that lands in vLLM, and full files"),
     "switch": ("tests.bench.switch", "what an in-process switch of vLLM's weights does to streams"),
     "prompts": ("tests.bench.prompts", "how long a batch of prompts takes before its first byte leaves"),
+    "commit": ("tests.bench.commit", "the pause of a delta, beside a bare scatter and a load of everything"),
     "calls": ("tests.bench.calls", "processor time of control calls that many threads make at once"),
     "proof": ("tests.bench.proof", "reading back and rehearsing, beside the updates that they prove"),
 }

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from numba import carray
 
 from torchrl_ext.kernels.host_lists import CHUNK, list_changes
-from torchrl_ext.kernels.jit import (
-    GOLDEN,
-    changed64,
-    count_ones,
-    fingerprint,
-    helper,
-    line,
-    njit,
-    read_at,
-    unline,
-    write_at,
-)
+from torchrl_ext.kernels.jit import GOLDEN, changed64, count_ones, fingerprint, helper, line, njit, pointer, unline
 
 __all__ = ["count_changed", "diff", "digest_change", "digest_piece", "land", "move", "write"]
 
@@ -94,16 +84,16 @@ def write(addresses, ends, offsets, values):
     Returns:
         How many runs were written before one that does not stand there; all of them where there is none.
     """
-    at, wrong, width = 0, values.dtype.type(0), values.itemsize
+    at, wrong = 0, values.dtype.type(0)
     for run in range(ends.size):
-        base = addresses[run]
+        target = carray(pointer(addresses[run]), (1,), values.dtype)
         while at < ends[run]:
-            end = min(at + _LANDED, ends[run])
-            for k in range(at, end):
-                write_at(base + np.int64(offsets[k]) * width, values[k])
-            for k in range(at, end):  # to its end: a loop that may stop takes twice as long
-                wrong |= read_at(base + np.int64(offsets[k]) * width, values[k]) ^ values[k]
-            at = end
+            where, own = offsets[at : min(at + _LANDED, ends[run])], values[at : min(at + _LANDED, ends[run])]
+            for k in range(own.size):
+                target[np.uint64(where[k])] = own[k]
+            for k in range(own.size):  # to its end: a loop that may stop takes twice as long
+                wrong |= target[np.uint64(where[k])] ^ own[k]
+            at += own.size
         if wrong != 0:
             return run
     return ends.size

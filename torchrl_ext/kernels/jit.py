@@ -47,9 +47,8 @@ __all__ = [
     "helper",
     "line",
     "njit",
-    "read_at",
+    "pointer",
     "unline",
-    "write_at",
 ]
 
 
@@ -137,24 +136,13 @@ def bit_length(typingctx: Any, value: Any) -> Any:
 
 
 @intrinsic
-def read_at(typingctx: Any, address: Any, like: Any) -> Any:
-    """Return the number of the dtype of ``like`` that lies at an address (int64), aligned or not."""
+def pointer(typingctx: Any, address: Any) -> Any:
+    """Return an address (int64) as `numba.carray` takes it."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], args[1].type.as_pointer()), align=1)
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
 
-    return like(types.int64, like), codegen
-
-
-@intrinsic
-def write_at(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write a number to an address (int64), aligned or not."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], builder.inttoptr(args[0], args[1].type.as_pointer()), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, value), codegen
+    return types.voidptr(types.int64), codegen
 
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples of it keep the largest distance from each other

@@ -234,10 +234,11 @@ class Patcher:
         if damage is not None:
             self.forget()
             raise damage
-        parallel = [one for one in writes.lists if one.kernels.on_host] if len(writes.lists) > 1 else []
-        parts = [_threads().submit(one.put) for one in parallel]  # no two of them meet
-        lost = [one.put() for one in writes.lists if not parts or not one.kernels.on_host]
-        lost += [part.result() for part in parts]
+        threads = min(len(writes.lists), torch.get_num_threads())
+        if threads > 1 and all(one.kernels.on_host for one in writes.lists):  # no two of them meet
+            lost = [*_threads().map(_List.put, writes.lists)]
+        else:
+            lost = [one.put() for one in writes.lists]
         fits = [one.put() for one in writes.copies]
         for device in {flag.device for flag in fits}:
             names = [one.name for one, flag in zip(writes.copies, fits, strict=True) if flag.device == device]

@@ -1,0 +1,149 @@
+"""``python -m tests.bench commit``: the pause of a delta, beside a bare scatter and a load of everything."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from torchrl_ext.bench.runner import at_most, rounds
+from torchrl_ext.codecs.patch import SparsePatch
+from torchrl_ext.kernels.base import flat_bits, unsigned
+from torchrl_ext.landing.loader import Changes, TensorsLoader
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.source import as_source
+
+__all__ = ["add_arguments", "measure", "tables"]
+
+_TARGET = 1.3  # of a bare scatter
+_DENSITIES = (0.001, 0.01)
+_OTHER = torch.zeros(1 << 26)  # 256 MiB: more than caches hold
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the settings."""
+    parser.add_argument("--elements", type=int, default=50_000_000, help="of the bfloat16 model")
+    parser.add_argument("--tensors", type=int, nargs="+", default=[24, 5000], help="in how many tensors of one size")
+
+
+def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """Commits of one thread, beside a loop that writes the same elements and one that also reads them back."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = []
+        for count in args.tensors:
+            for density in _DENSITIES:
+                say(f"{count} tensors, {density:.1%} changed")
+                rows.append(_measured(args.elements // count, count, density, args.repeats))
+        return {"elements": args.elements, "rows": rows}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measured(size: int, count: int, density: float, repeats: int) -> dict[str, Any]:
+    generator = np.random.default_rng(0)
+    live = {f"layer{i}": torch.randn(size).to(torch.bfloat16) for i in range(count)}
+    new = {name: tensor.clone() for name, tensor in live.items()}
+    changes: dict[str, np.ndarray] = {}
+    for name in live:
+        changes[name] = np.sort(generator.choice(size, max(1, int(density * size)), replace=False)).astype(np.int32)
+    loader, source = TensorsLoader(live), as_source(new)
+    loader.check(source.params())
+
+    def commit() -> float:
+        loader.stage(_flipped(live, changes))
+        _forget_caches()
+        began = time.perf_counter()
+        loader.commit()
+        return time.perf_counter() - began
+
+    def scatter(loop: Any) -> Callable[[], float]:
+        def once() -> float:
+            patches = [(unsigned(flat_bits(live[name])), index) for name, index in changes.items()]
+            writes = [(target, index, target[index] ^ 1) for target, index in patches]
+            _forget_caches()
+            began = time.perf_counter()
+            for write in writes:
+                loop(*write)
+            return time.perf_counter() - began
+
+        return once
+
+    def load() -> float:
+        _forget_caches()
+        began = time.perf_counter()
+        loader.start()
+        loader.load(source)
+        loader.finish()
+        return time.perf_counter() - began
+
+    ways = {"commit": commit, "bare": scatter(_write), "checked": scatter(_write_and_check), "load": load}
+    seconds = rounds(ways, repeats)
+    shares = {}
+    for way in ("bare", "checked", "load"):
+        found = statistics.median(own / other for own, other in zip(seconds["commit"], seconds[way], strict=True))
+        shares[way] = {"median": found, "quickest": min(seconds["commit"]) / min(seconds[way])}
+    return {
+        "tensors": count,
+        "density": density,
+        "commit_s": statistics.median(seconds["commit"]),
+        "of": shares,
+        "aim": at_most(shares["bare"]["quickest"], _TARGET),
+    }
+
+
+def _forget_caches() -> None:
+    """A pause comes long after the staging: what is written lies in no cache then."""
+    _OTHER.add_(1)
+
+
+def _flipped(live: dict[str, Tensor], changes: dict[str, np.ndarray]) -> Changes:
+    """The lowest bit of the elements at some indices flipped."""
+
+    def patches(wanted: Callable[[str], bool]) -> Iterator[SparsePatch]:
+        for name, index in changes.items():
+            if wanted(name):
+                meta = ParamMeta.of(name, live[name])
+                yield SparsePatch(meta, index, unsigned(flat_bits(live[name]))[index] ^ 1)
+
+    return Changes(patches=patches, digests={}, whole=lambda names: iter(()))
+
+
+@numba.njit(nogil=True)
+def _write(target, index, values):
+    for k in range(index.size):
+        target[np.uint64(index[k])] = values[k]
+
+
+@numba.njit(nogil=True)
+def _write_and_check(target, index, values):
+    wrong = target.dtype.type(0)
+    for k in range(index.size):
+        target[np.uint64(index[k])] = values[k]
+    for k in range(index.size):
+        wrong |= target[np.uint64(index[k])] ^ values[k]
+    return wrong == 0
+
+
+def tables(results: dict[str, Any]) -> list[Table]:
+    """What a person reads."""
+    table = Table(title=f"the pause of a delta, {results['elements']:,} elements, one thread: median (quickest rounds)")
+    for heading in ("tensors", "changed", "commit", "of a bare scatter", "of a checked one", "of a load"):
+        table.add_column(heading, justify="right")
+    for row in results["rows"]:
+        table.add_row(
+            str(row["tensors"]),
+            f"{row['density']:.1%}",
+            f"{row['commit_s'] * 1e3:.2f} ms",
+            *(f"{share['median']:.2f} ({share['quickest']:.2f})" for share in row["of"].values()),
+        )
+    return [table]
