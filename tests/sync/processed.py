@@ -247,6 +247,12 @@ class ProcessedLoader(EngineLoader):
             self._close()
         self._loading = False
 
+    def slices(self):
+        return {}
+
+    def whole(self):
+        return {}
+
     def patchable(self, name):
         return name in self._patcher.pieces
 

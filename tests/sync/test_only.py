@@ -152,7 +152,7 @@ class TestSourceOfAPart:
 class Plain(TensorsLoader):
     """Takes whole updates only."""
 
-    parts, part = False, WeightLoader.part
+    part = WeightLoader.part
 
 
 class Restarting(InProcessEngine):

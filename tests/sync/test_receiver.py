@@ -9,7 +9,7 @@ import torchrl_ext as tx
 from tests.collectors.collecting import same
 from tests.models import tiny_model, tiny_tokenizer
 from torchrl_ext.errors import ManifestError, NotConnectedError, UpdateError
-from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.landing.loader import TensorsLoader, WeightLoader
 from torchrl_ext.messages import Join
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
@@ -137,3 +137,31 @@ def test_cached_memory_is_freed_after_whole_loads_and_not_after_changes(tmp_path
     receiver.invalidate()
     assert sender.update_weights(policy).verified and freed == [0, 0, 3, 3]
     sender.shutdown()
+
+
+class Whole(WeightLoader):
+    """Takes whole tensors, and nothing else."""
+
+    def __init__(self, live):
+        self.live = live
+
+    def check(self, params):
+        assert {meta.name for meta in params} == self.live.keys()
+
+    def load(self, pairs):
+        for name, tensor in pairs:
+            self.live[name].copy_(tensor)
+
+    def resident(self):
+        return iter(self.live.items())
+
+
+def test_a_loader_that_takes_whole_tensors_needs_no_method_for_anything_else(tmp_path):
+    loader, policy = Whole({"weight": torch.zeros(20, 30)}), {"weight": torch.zeros(20, 30)}
+    for transport in (tx.DeltaTransport(tmp_path), tx.MemoryTransport()):
+        sender = tx.WeightSender(transport, InProcessEngine(tx.WeightReceiver(loader)))
+        for _ in range(3):
+            policy["weight"][0, 0] += 1
+            assert sender.update_weights(policy).proof == "sent"
+            assert same_bits(loader.live["weight"], policy["weight"])
+        sender.shutdown()

@@ -17,7 +17,7 @@ import torch
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import EngineError, EngineUnreachableError
-from torchrl_ext.landing.loader import WeightLoader
+from torchrl_ext.landing.loader import Sliceable, WeightLoader
 from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.messages import Finish, Join, Load, Poll, Prefetch, Start, Verify, read
 from torchrl_ext.rpc.client import EngineClient
@@ -29,7 +29,7 @@ from torchrl_ext.weights.shards.blocks import Block
 WAIT_S = 60
 
 
-class SliceLoader(WeightLoader):
+class SliceLoader(WeightLoader, Sliceable):
     """Holds what worker ``rank`` of ``size`` needs: rows of even tensors, columns of odd ones, vectors whole."""
 
     def __init__(self, rank, size):
@@ -50,6 +50,12 @@ class SliceLoader(WeightLoader):
         size = meta.shape[axis]
         start[axis], stop[axis] = size * self._rank // self._size, size * (self._rank + 1) // self._size
         return Block(tuple(start), tuple(stop))
+
+    def by_slices(self, wanted):
+        pass
+
+    def whole(self):
+        return {}
 
     def slices(self):
         return {name: (block,) for name, (block, _) in self.memory.items()}

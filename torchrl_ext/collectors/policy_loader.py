@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.landing.loader import Changes, TensorsLoader, WeightLoader
+from torchrl_ext.landing.loader import Changes, Patchable, TensorsLoader, WeightLoader
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import unwrapped
@@ -21,7 +21,7 @@ EXTRA = "__extra_state__"
 """The key under which TorchRL's `WeightStrategy` sends the result of `nn.Module.get_extra_state`."""
 
 
-class ModelLoader(WeightLoader):
+class ModelLoader(WeightLoader, Patchable):
     """Lands weights in the model that a scheme holds at the time of each update.
 
     A collector sends its workers policies on the meta device, and may replace the policy with a copy after the first
@@ -34,8 +34,6 @@ class ModelLoader(WeightLoader):
         tied: names that are not sent -> names that are (`WeightSource.tied`), for models that lost their ties with
             their storage.
     """
-
-    parts: ClassVar[bool] = True
 
     def __init__(
         self, model: Callable[[], Any], *, device: str | None = None, tied: Mapping[str, str] | None = None

@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_ext.codecs.patch import Patch
-from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.errors import ConfigError, ManifestError, NotConnectedError
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.digests import position_digest, tensor_digest
 from torchrl_ext.weights.hf_names import Spelling, groups_of
@@ -32,7 +32,7 @@ from torchrl_ext.weights.source import (
 if TYPE_CHECKING:
     from torchrl_ext.landing.patcher import Patcher
 
-__all__ = ["Changes", "TensorsLoader", "WeightLoader", "as_loader"]
+__all__ = ["Changes", "Patchable", "Rehearsable", "Sliceable", "TensorsLoader", "WeightLoader", "as_loader"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +57,10 @@ class Changes:
 
 
 class WeightLoader(ABC):
-    """Applies `(name, tensor)` pairs in checkpoint coordinates to a live model."""
+    """Applies `(name, tensor)` pairs in checkpoint coordinates to a live model.
 
-    parts: ClassVar[bool] = False
-    """Whether it takes some of the checked parameters alone (`part`)."""
+    It may also be `Patchable`, `Sliceable` or `Rehearsable`; else it takes whole tensors, and proves what it reads.
+    """
 
     @property
     def idle(self) -> bool:
@@ -103,48 +103,6 @@ class WeightLoader(ABC):
         """Return tensors that a transport may fill directly, by checkpoint name; may be empty."""
         return {}
 
-    def by_slices(self, wanted: bool) -> None:  # noqa: B027 - most loaders take whatever comes
-        """Note whether the transport brings slices (`Transport.slices`), from the next `start` on."""
-
-    def slices(self) -> Mapping[str, tuple[Block, ...]]:
-        """Return the blocks of each checked parameter that land here, by name; none where nothing of it does.
-
-        A name that is left out is needed whole. `load` then takes a `torchrl_ext.landing.sliced.Sliced` for each that
-        is listed with blocks, and `targets` may give some.
-        """
-        return {}
-
-    def whole(self) -> Mapping[str, str]:
-        """Return the tensors that are needed whole although this model holds a part of them -> the reason."""
-        return {}
-
-    def patchable(self, name: str) -> bool:
-        """Return whether changes of this checkpoint tensor can be written into the model element by element."""
-        return False
-
-    def position_digests(self) -> dict[str, str]:
-        """Return the position digest of each checkpoint tensor, 32 hex digits, recomputed from the model's bytes."""
-        raise ConfigError(f"a {type(self).__name__} cannot read back what its model holds")
-
-    def stage(self, changes: Changes) -> None:
-        """Translate changes while the model is in use, and compare the result with ``changes.digests``.
-
-        Raises:
-            IntegrityError: what would come out is not what the trainer has (a wrong base, mostly); names the tensor.
-        """
-        raise ConfigError(f"a {type(self).__name__} takes no changes, only whole tensors")
-
-    def confirm(self) -> None:  # noqa: B027 - most loaders compare while they stage
-        """Confirm what was staged, before `commit`; the workers of one engine may talk to each other here.
-
-        Raises:
-            IntegrityError: what would come out is not what the trainer has.
-        """
-
-    def commit(self) -> None:
-        """Write what was staged, while the model is idle."""
-        raise ConfigError(f"a {type(self).__name__} takes no changes, only whole tensors")
-
     def invalidate(self) -> None:  # noqa: B027 - most loaders know nothing of a model that it does not show
         """Forget what is known of the model, which something else loads or whose memory goes; it is not touched."""
 
@@ -163,36 +121,6 @@ class WeightLoader(ABC):
         """
         return "sent"
 
-    def unrehearsed(self, *, again: bool = False) -> bool:
-        """Return whether a rehearsal can show something: the model is as it was started, and there was none yet.
-
-        Args:
-            again: also where there was one.
-        """
-        return False
-
-    def rehearsal(self) -> Info:
-        """Return what the rehearsal showed, JSON-safe; ``why`` says why there was none."""
-        return {"why": "the model computes with the tensors that are read back: there is nothing to rehearse"}
-
-    def rehearse(self) -> Info:
-        """Try the route of an update with known weights, while the model is idle, and return `rehearsal`.
-
-        Raises:
-            EngineRefusedError, IntegrityError: the route does not lead where a cold start does.
-        """
-        return self.rehearsal()
-
-    def vouch(self, wanted: bool) -> None:  # noqa: B027 - what is read back at the end costs nothing before
-        """Note whether `digests` will be asked for of what is loaded from now on.
-
-        What cannot be read back has to be digested as it comes, while the engine is paused; that is left out where
-        nobody asks.
-        """
-
-    def refuse_unsound(self, *, unproved: bool = False) -> None:  # noqa: B027 - only a rehearsal can show it
-        """Raise EngineRefusedError where a rehearsal showed that an update would go wrong."""
-
     def digests(self) -> dict[str, str]:
         """Return the `tensor_digest` of every parameter that the update brings (see `part`), in checkpoint coordinates.
 
@@ -202,7 +130,103 @@ class WeightLoader(ABC):
         return {name: tensor_digest(tensor) for name, tensor in self.resident()}
 
 
-class TensorsLoader(WeightLoader):
+class Sliceable(ABC):
+    """What a `WeightLoader` also is if it takes only the slices of tensors that land in its part of a model."""
+
+    @abstractmethod
+    def by_slices(self, wanted: bool) -> None:
+        """Note whether the transport brings slices (`Transport.slices`), from the next `start` on."""
+
+    @abstractmethod
+    def slices(self) -> Mapping[str, tuple[Block, ...]]:
+        """Return the blocks of each checked parameter that land here, by name; none where nothing of it does.
+
+        A name that is left out is needed whole. `load` then takes a `torchrl_ext.landing.sliced.Sliced` for each that
+        is listed with blocks, and `targets` may give some.
+        """
+
+    @abstractmethod
+    def whole(self) -> Mapping[str, str]:
+        """Return the tensors that are needed whole although this model holds a part of them -> the reason."""
+
+
+class Patchable(ABC):
+    """What a `WeightLoader` also is if changes can be written into its model element by element."""
+
+    @abstractmethod
+    def patchable(self, name: str) -> bool:
+        """Return whether changes of this checkpoint tensor can be written; else the tensor comes whole."""
+
+    @abstractmethod
+    def position_digests(self) -> dict[str, str]:
+        """Return the position digest of each checkpoint tensor, 32 hex digits, recomputed from the model's bytes.
+
+        Raises:
+            ConfigError: the model cannot be read back.
+        """
+
+    @abstractmethod
+    def stage(self, changes: Changes) -> None:
+        """Translate changes while the model is in use, and compare the result with ``changes.digests``.
+
+        Raises:
+            IntegrityError: what would come out is not what the trainer has (a wrong base, mostly); names the tensor.
+        """
+
+    def confirm(self) -> None:  # noqa: B027 - most loaders compare while they stage
+        """Confirm what was staged, before `commit`; the workers of one engine may talk to each other here.
+
+        Raises:
+            IntegrityError: what would come out is not what the trainer has.
+        """
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Write what was staged, while the model is idle.
+
+        Raises:
+            NotConnectedError: nothing is staged.
+            IntegrityError: the model holds something else than was written into it; names the tensor.
+        """
+
+
+class Rehearsable(ABC):
+    """What a `WeightLoader` also is if its model processes weights, so that a rehearsal shows what an update does."""
+
+    @abstractmethod
+    def unrehearsed(self, *, again: bool = False) -> bool:
+        """Return whether a rehearsal can show something: the model is as it was started, and there was none yet.
+
+        Args:
+            again: also where there was one.
+        """
+
+    @abstractmethod
+    def rehearsal(self) -> Info:
+        """Return what the rehearsal showed, JSON-safe; ``why`` says why there was none."""
+
+    @abstractmethod
+    def rehearse(self) -> Info:
+        """Try the route of an update with known weights, while the model is idle, and return `rehearsal`.
+
+        Raises:
+            EngineRefusedError, IntegrityError: the route does not lead where a cold start does.
+        """
+
+    @abstractmethod
+    def refuse_unsound(self, *, unproved: bool = False) -> None:
+        """Raise EngineRefusedError where a rehearsal showed that an update would go wrong."""
+
+    @abstractmethod
+    def vouch(self, wanted: bool) -> None:
+        """Note whether `digests` will be asked for of what is loaded from now on.
+
+        A form that cannot be read back has to be digested as it comes, while the engine is paused; that is left out
+        where nobody asks.
+        """
+
+
+class TensorsLoader(WeightLoader, Patchable):
     """Loads into named tensors: a module's parameters and persistent buffers, or the leaves of a TensorDict.
 
     A `transformers` module takes the names of its checkpoint as well as its own (`torchrl_ext.weights.hf_names`), in
@@ -214,8 +238,6 @@ class TensorsLoader(WeightLoader):
         partial: accept updates that name only some of the tensors.
     """
 
-    parts: ClassVar[bool] = True
-
     def __init__(self, target: Any, *, partial: bool = False) -> None:
         is_module = isinstance(target, nn.Module) and not is_tensordict_module(target)
         self._module = target if is_module else None
@@ -225,7 +247,8 @@ class TensorsLoader(WeightLoader):
         self._sent: frozenset[str] | None = None
         self._copied: frozenset[str] = frozenset()
         self._named: frozenset[str] | None = None  # of the parameters that are sent, those that the update brings
-        self._patcher: Patcher | None = None
+        self._patcher: Patcher | None = None  # this and the next are kept from `stage` to `commit`
+        self._spelling: Spelling | None = None
         self._patched: dict[str, int] = {}  # addresses of what the patcher writes into
         self._whole: dict[str, Tensor] = {}
 
@@ -306,9 +329,11 @@ class TensorsLoader(WeightLoader):
 
     @torch.no_grad()
     def commit(self) -> None:
-        self._patches().commit()
+        if self._patcher is None or self._spelling is None:
+            raise NotConnectedError("there are no staged changes", hint="stage them first")
+        self._patcher.commit()
         if self._whole:
-            self._spelled().assemble(self._whole)
+            self._spelling.assemble(self._whole)
             self._whole = {}
 
     def _patches(self) -> Patcher:
@@ -316,6 +341,7 @@ class TensorsLoader(WeightLoader):
         from torchrl_ext.landing.patcher import Patcher, identity
 
         spelled, sent = self._spelled(), self._sent
+        self._spelling = spelled
         once = set(map(itemgetter(0), self._target.rows())) if sent is None else set()
         wanted, memory = {}, {}
         for name, tensor in spelled.places.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -49,8 +49,6 @@ class PluginLoader(EngineLoader):
         dummy: the model was filled with random numbers instead of the checkpoint.
         unfit: why an engine of these settings takes no update; None where it does.
     """
-
-    parts: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import EngineRefusedError, IntegrityError
-from torchrl_ext.landing.loader import WeightLoader
+from torchrl_ext.landing.loader import Patchable, Rehearsable, Sliceable, WeightLoader
 from torchrl_ext.landing.placement import Landing
 from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.proof.rehearsal import IN_PLACE, REFUSED, UNPROVEN, Rehearsal, rehearse
@@ -22,7 +22,7 @@ __all__ = ["EngineLoader"]
 _NAMED = 5  # layers that an error lists
 
 
-class EngineLoader(WeightLoader):
+class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
     """A loader into a model that an engine has processed, whose route can be rehearsed.
 
     Attributes:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl_ext import messages
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError, StaleBaseError
-from torchrl_ext.landing.loader import Changes, WeightLoader, as_loader
+from torchrl_ext.landing.loader import Changes, Patchable, Rehearsable, Sliceable, WeightLoader, as_loader
 from torchrl_ext.messages import NOBODY, Message, replaced
 from torchrl_ext.registry import transports
 from torchrl_ext.stores.opening import admit
@@ -26,6 +26,7 @@ from torchrl_ext.weights.source import as_source
 __all__ = ["Held", "WeightReceiver"]
 
 _TIMEOUT_S = 60.0  # if the trainer sends no timeout
+_NOTHING_TO_REHEARSE = "the model computes with the tensors that are read back: there is nothing to rehearse"
 _AGAIN = "send again: the next update is sent whole"
 
 
@@ -178,18 +179,20 @@ class WeightReceiver:
         self.check(message)
         self.connection, self._sender = message.connection, message.sender
         kind = transports.load(message.transport)
-        loader.by_slices(kind.slices)
-        loader.refuse_unsound(unproved=message.unproved)
-        loader.vouch(message.compares)
+        if isinstance(loader, Sliceable):
+            loader.by_slices(kind.slices)
+        if isinstance(loader, Rehearsable):
+            loader.refuse_unsound(unproved=message.unproved)
+            loader.vouch(message.compares)
         self.close()
         timeout_s = message.offer.get("timeout_s", _TIMEOUT_S)
         self._timeout_s = decoded(timeout_s, float, "timeout_s of the offer")
         here = Worker(
             rank=message.rank_offset + self._rank,
             params=message.params,
-            slices=loader.slices(),
-            whole=loader.whole(),
-            copies=lambda name: not loader.patchable(name),
+            slices=loader.slices() if isinstance(loader, Sliceable) else {},
+            whole=loader.whole() if isinstance(loader, Sliceable) else {},
+            copies=lambda name: not (isinstance(loader, Patchable) and loader.patchable(name)),
         )
         self._end = kind.join(message.offer, here, self._deadline())
         if self.held.base:  # that number belongs to the previous sender or connection
@@ -208,6 +211,8 @@ class WeightReceiver:
             EngineRefusedError, IntegrityError: an update leads to another state.
         """
         loader = self._require_loader()
+        if not isinstance(loader, Rehearsable):
+            return {"needed": False, "proof": loader.proof(), "why": _NOTHING_TO_REHEARSE}
         needed = message.how != "never" and loader.unrehearsed(again=message.how == "always")
         if needed and not message.ask:
             with self._comparing(landing=self.version):  # IntegrityError: it could not restore the weights
@@ -237,12 +242,12 @@ class WeightReceiver:
                 hint=_AGAIN,
             )
         self._expect(part)
-        held = loader.position_digests if before.intact else None
+        held = loader.position_digests if before.intact and isinstance(loader, Patchable) else None
         label = message.label if before.intact else None  # weights that the engine loaded itself also have labels
         changes = end.stage(version, held, self._deadline(), files=message.files, label=label)
         if changes is not None:
             with self._comparing():
-                loader.stage(changes)
+                self._require_patchable().stage(changes)
         if before.intact and not self.held.intact:  # the engine's thread changed it meanwhile
             self._expect(None)
             raise StaleBaseError(
@@ -267,7 +272,7 @@ class WeightReceiver:
         """
         if self._staged is not None:
             with self._comparing():
-                self._require_loader().confirm()
+                self._require_patchable().confirm()
 
     def start(self) -> None:
         """Prepare for loading in the idle engine; without staged changes, also free torch's cached device memory."""
@@ -293,7 +298,7 @@ class WeightReceiver:
         staged, self._staged = self._staged, None
         if staged is not None and staged.reached[1] == message.version:
             self._spoil(landing=message.version)
-            loader.commit()
+            self._require_patchable().commit()
             end.landed(staged)
             return
         if message.handoff.get("onto") != (None if self._part is None else self._part.base):
@@ -338,7 +343,7 @@ class WeightReceiver:
                 )
 
     def seal(self) -> None:
-        """End the load, so that `finish` does no work that can fail, and free its memory; a commit leaves none behind."""
+        """End the load and free its memory, so that `finish` does no work that can fail; a commit leaves none."""
         if not self._sealed:
             self._require_loader().finish()
             if self._loading:
@@ -439,6 +444,12 @@ class WeightReceiver:
         if self._loader is None:
             raise NotConnectedError("this receiver has no model", hint="call register_model(model)")
         return self._loader
+
+    def _require_patchable(self) -> Patchable:
+        loader = self._require_loader()
+        if not isinstance(loader, Patchable):
+            raise ConfigError(f"a {type(loader).__name__} takes no changes, only whole tensors")
+        return loader
 
     def _require_end(self) -> WorkerEnd:
         if self._end is None:
