@@ -37,7 +37,7 @@ _DENSE = 1 / 3  # from here on a transport sends the tensor itself, which is sma
 
 
 class _Step:
-    """What `WeightLoader.stage` uses of a transport's changes."""
+    """What `Patchable.stage` uses of a transport's changes."""
 
     def __init__(self, patches: list[DensePatch | SparsePatch]) -> None:
         self._patches = patches
