@@ -7,7 +7,7 @@ import torch
 from tests.landing.changes import Listed
 from torchrl_ext.codecs.patch import DensePatch, SparsePatch, StepPatch, diff
 from torchrl_ext.codecs.units import unit_of, units
-from torchrl_ext.errors import IntegrityError, NotConnectedError
+from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError
 from torchrl_ext.kernels.base import kernels_on
 from torchrl_ext.kernels.torch_ops import TorchKernels
 from torchrl_ext.landing.patcher import READ_BACK_VERSIONS, Patcher, Piece, as_bits, compare, identity
@@ -335,6 +335,13 @@ def test_large_changes_are_written_by_several_threads_to_the_same_end():
     patcher.commit()
     assert torch.equal(as_bits(live["w"][:, 700:1700]), as_bits(new))
     assert not as_bits(live["w"][:, :700]).any() and not as_bits(live["w"][:, 1700:]).any()
+
+
+def test_a_view_that_repeats_elements_is_no_piece():
+    row = torch.arange(3.0)
+    with pytest.raises(ConfigError, match=r"sizes \[2, 3\] and strides \[0, 1\]"):
+        Piece(destination=torch.zeros(2, 3), offset=0, strides=row.expand(2, 3).stride())
+    assert Piece(destination=torch.zeros(1, 3), offset=0, strides=(0, 1)).end == 3
 
 
 def test_many_small_tensors_wait_for_the_pause_as_one_list():

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import Registry
 
 __all__ = [
@@ -76,7 +77,11 @@ class Piece:
     Args:
         destination: strided view of live memory, of any dtype of 1, 2, 4 or 8 bytes.
         offset: position of the view's first element in the flat checkpoint tensor.
-        strides: of the view in the flat checkpoint tensor, one per dimension of ``destination``.
+        strides: of the view in the flat checkpoint tensor, one per dimension of ``destination``; none is 0 where there
+            are several elements, as an element with several places cannot be written by its position.
+
+    Raises:
+        ConfigError: the view has an element several times.
 
     Attributes:
         memory: bits from the first to the last element of ``destination``, 1-D; those between belong to others.
@@ -97,6 +102,13 @@ class Piece:
         dims: list[tuple[int, int, int]] = []
         self.end, reach, self.dense, run = offset + 1, 1, True, 1
         for size, stride, to in rows:
+            if size > 1 and not stride:
+                raise ConfigError(
+                    f"a view of sizes {list(destination.shape)} and strides {list(strides)} has elements several times",
+                    expected="a view that has each element of the checkpoint tensor once",
+                    state="nothing was changed",
+                    hint="let such tensors be loaded whole",
+                )
             self.end, reach = self.end + (size - 1) * stride, reach + (size - 1) * to
             if dims and dims[-1][1:] == (size * stride, size * to):
                 dims[-1] = (dims[-1][0] * size, stride, to)
