@@ -52,7 +52,7 @@ SECONDS = {
     "rollout/test_collector.py": 10,
     "kernels/test_encode.py": 10,
     "codecs/test_codecs.py": 8,
-    "weights/shards/test_megatron.py": 7,
+    "sources/megatron/test_source.py": 7,
     "versions/test_warm.py": 7,
     "cli/test_push.py": 7,
     "stores/test_delta_manifest.py": 6,

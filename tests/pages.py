@@ -257,9 +257,9 @@ def _plan():
 
 def _megatron():
     """A Megatron trainer of one rank that holds the model, as modules and as tensors."""
-    from tests.weights.shards.test_megatron import hand_sharded, module_of, parallel_state
+    from tests.sources.megatron.test_source import hand_sharded, module_of, parallel_state
+    from torchrl_ext.sources.megatron.families import config_of
     from torchrl_ext.weights.checkpoint import CheckpointSource
-    from torchrl_ext.weights.shards.families import config_of
 
     full, config = dict(CheckpointSource("models/policy")), config_of("models/policy")
     layers = range(config["num_hidden_layers"])

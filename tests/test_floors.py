@@ -27,7 +27,7 @@ FLOORS = [
     {"serving", "sync"},
     {"collectors"},
     {"configs", "embedded", "planning", "plugins"},
-    {"compat"},
+    {"compat", "sources"},
     {"testing"},
     {"bench", "cli"},
 ]
@@ -142,6 +142,15 @@ def test_imports_point_strictly_down():
         if FLOOR[other] >= FLOOR[home(path)]
     ]
     assert not upwards
+
+
+def test_nothing_imports_the_sources_of_other_trainers():
+    users = {
+        str(path.relative_to(ROOT))
+        for path in modules()
+        if home(path) != "sources" and "sources" in ours(imports(path, anywhere=True))
+    }
+    assert not users
 
 
 def test_each_third_party_has_one_home():

@@ -17,6 +17,7 @@ from torchrl_ext.rollout.torchrl.policy import RemoteLLMPolicy as RemoteLLMPolic
 from torchrl_ext.rpc.client import EngineClient as EngineClient
 from torchrl_ext.rpc.discovery import connect as connect
 from torchrl_ext.rpc.discovery import discover as discover
+from torchrl_ext.sources.megatron.source import MegatronSource as MegatronSource
 from torchrl_ext.sync.adapters import AdapterSender as AdapterSender
 from torchrl_ext.sync.receiver import WeightReceiver as WeightReceiver
 from torchrl_ext.sync.sender import WeightSender as WeightSender
@@ -29,7 +30,6 @@ from torchrl_ext.transports.memory import MemoryTransport as MemoryTransport
 from torchrl_ext.transports.sharded.transport import ShardedTransport as ShardedTransport
 from torchrl_ext.types import EngineInfo as EngineInfo
 from torchrl_ext.types import SyncReport as SyncReport
-from torchrl_ext.weights.shards.megatron import MegatronSource as MegatronSource
 from torchrl_ext.weights.source import WeightSource as WeightSource
 from torchrl_ext.weights.source import as_source as as_source
 

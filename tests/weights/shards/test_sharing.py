@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from torchrl_ext.errors import ManifestError
+from torchrl_ext.sources.megatron.gather import gathered
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block, Shard
-from torchrl_ext.weights.shards.gather import gathered
 from torchrl_ext.weights.shards.sharing import shared_out
 
 

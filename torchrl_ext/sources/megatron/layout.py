@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.sources.megatron.families import Architecture, Shape
 from torchrl_ext.weights.shards.blocks import Block
-from torchrl_ext.weights.shards.families import Architecture, Shape
 
 __all__ = ["EMBEDDING", "Extra", "Origin", "Ranks", "Span", "layers_of", "origins"]
 

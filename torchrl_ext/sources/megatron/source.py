@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.sources.megatron.chunks import Chunk, numbers_of, require_plain_values, tensors_of
+from torchrl_ext.sources.megatron.families import Architecture, config_of
+from torchrl_ext.sources.megatron.gather import gathered
+from torchrl_ext.sources.megatron.layout import EMBEDDING, OUTPUT, Extra, Origin, Ranks, layers_of, origins
 from torchrl_ext.types import ParamMeta, dtype_name
 from torchrl_ext.weights.shards.blocks import Block, Shard
-from torchrl_ext.weights.shards.chunks import Chunk, numbers_of, require_plain_values, tensors_of
-from torchrl_ext.weights.shards.families import Architecture, config_of
-from torchrl_ext.weights.shards.gather import gathered
-from torchrl_ext.weights.shards.layout import EMBEDDING, OUTPUT, Extra, Origin, Ranks, layers_of, origins
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["MegatronSource"]

@@ -15,10 +15,10 @@ from tests.ranks import on_ranks
 from tests.transports import test_sharded
 from tests.weights.shards.ranks import require_assembled
 from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.sources.megatron.families import FAMILIES, Architecture, config_of
+from torchrl_ext.sources.megatron.source import MegatronSource
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.families import FAMILIES, Architecture, config_of
-from torchrl_ext.weights.shards.megatron import MegatronSource
 from torchrl_ext.weights.source import as_source
 
 SIZES = {
@@ -630,7 +630,7 @@ def test_each_rank_writes_the_deltas_of_its_own_blocks(rank, world, folder):
 
 
 SLICES = """
-from tests.weights.shards.test_megatron import mine, source_of
+from tests.sources.megatron.test_source import mine, source_of
 
 settings, full, held, place = mine(rank, "qwen3_moe", tp=2, ep=2)
 
