@@ -153,7 +153,7 @@ def origins(
         "decoder.final_layernorm.weight": local.whole("model.norm.weight"),
     }
     for number, layer in enumerate(layers):
-        for name, origin in local.layer(f"model.layers.{layer}.", model.routed[layer]):
+        for name, origin in local.layer(f"model.layers.{layer}.", layer in model.routed):
             found[f"decoder.layers.{number}.{name}"] = origin
         for name, (result, shape, axis) in extra.items():
             if "{layer}" in name:
@@ -190,7 +190,7 @@ class _Local:
         if not routed:
             yield from self._mlp("mlp", f"{to}mlp.gate_proj", f"{to}mlp.up_proj", f"{to}mlp.down_proj", tp)
             return
-        yield "mlp.router.weight", self.whole(to + self._model.router())
+        yield "mlp.router.weight", self.whole(f"{to}{self._model.block}.gate.weight")
         yield from self._experts(to)
         shared = f"{to}mlp.shared_expert"
         yield "mlp.shared_experts.gate_weight", self.whole(f"{shared}_gate.weight")
@@ -214,11 +214,13 @@ class _Local:
 
     def vocabulary(self, name: str, rows: int) -> Found:
         """Each rank has as many rows, the last of which are padding; ``rows`` too few are refused by their shape."""
-        size, rank = self._ranks.tp
-        rows = max(rows, -(-self._model.vocabulary // size))
-        start = min(rank * rows, self._model.vocabulary)
-        size = min(start + rows, self._model.vocabulary) - start
-        return _one((Span(0, name, start, size),), (rows, self._model.hidden))
+        if name not in self._shapes:
+            return ()
+        (vocabulary, hidden), (size, rank) = self._shapes[name], self._ranks.tp
+        rows = max(rows, -(-vocabulary // size))
+        start = min(rank * rows, vocabulary)
+        size = min(start + rows, vocabulary) - start
+        return _one((Span(0, name, start, size),), (rows, hidden))
 
     def _mlp(self, name: str, gate: str, up: str, down: str, ranks: tuple[int, int]) -> Iterator[tuple[str, Found]]:
         for kind in ("weight", "bias"):
@@ -241,10 +243,13 @@ class _Local:
         With fewer groups than ranks a cut may go through a group, even through a head.
         """
         q, k, v = (f"{to}self_attn.{letter}_proj.{kind}" for letter in "qkv")
-        if q not in self._shapes:
+        if not {q, k, v} <= self._shapes.keys():
             return ()
-        head, groups = self._model.head_dim, self._model.groups
+        groups = self._model.groups
+        head = self._shapes[k][0] // groups
         queries = self._model.heads // groups * head
+        if [self._shapes[name][0] for name in (q, k, v)] != [groups * queries, groups * head, groups * head]:
+            return ()  # gates beside the queries, say
         group = queries + 2 * head
         mine = _part(q, groups * group, self._ranks.tp[0])
         first, spans = self._ranks.tp[1] * mine, []

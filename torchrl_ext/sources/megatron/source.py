@@ -51,8 +51,9 @@ class MegatronSource(WeightSource):
         ignore: beginnings of names, without ``module.``, of tensors that are not sent.
 
     Raises:
-        ConfigError: a family that is not known (the message lists those that are), a layout that does not fit it, or
-            modules whose values are stored otherwise (``--apply-layernorm-1p``, interleaved gates).
+        ConfigError: transformers is missing or cannot build the config's model, the checkpoint has a tensor whose
+            layout in Megatron is not known (the message names it), the sizes do not fit, or modules store values
+            otherwise (``--apply-layernorm-1p``, interleaved gates).
         ManifestError: a local tensor that is not known, missing, or of another shape; it is named.
 
     Example:
@@ -101,6 +102,7 @@ class MegatronSource(WeightSource):
             require_plain_values(chunk)
         self._layers = self._layers_of_chunks(layers)
         shapes = self._all_shapes()
+        self._require_layout(shapes)
         sent = self._dtype_of_tensors() if dtype is None else dtype
         self._params = tuple(ParamMeta(name, sent, shape) for name, shape in shapes.items())
         self._pieces()
@@ -162,6 +164,21 @@ class MegatronSource(WeightSource):
         text = getattr(self._config, "to_json_string", None)
         said = text() if callable(text) else json.dumps(dict(config_of(self._config)), indent=2, default=str)
         return {"config.json": said.encode()}
+
+    def _require_layout(self, shapes: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint of which some tensor has no place in Megatron's layout, on any rank."""
+        one = (1, 0)
+        alone = Ranks(tp=one, pp=one, ep=one, etp=one)
+        found = origins(self._architecture, alone, range(self._architecture.layers), 0, self._names)
+        known = {span.name for several in found.values() for origin in several for span in origin.spans}
+        unknown = [name for name in shapes if name not in known]
+        if unknown:
+            raise ConfigError(
+                f"the layout of {unknown[0]!r} in Megatron is not known, nor of {len(unknown) - 1} other(s) of the "
+                f"{len(shapes)} tensors of a {self._architecture.family} checkpoint",
+                expected="a decoder with grouped queries and gated MLPs, as llama, mistral, mixtral, qwen2 and qwen3",
+                hint="name the tensor with `names`; or derive a WeightSource, with `params`, `shards` and iteration",
+            )
 
     def _all_shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = dict(self._architecture.shapes)
