@@ -16,7 +16,7 @@ from tests.processes import ROOT, python
 PACKAGE = ROOT / "torchrl_ext"
 FLOORS = [
     {"errors"},
-    {"types", "registry", "files", "deadline"},
+    {"types", "registry", "files", "deadline", "devices"},
     {"kernels", "messages"},
     {"routes", "stores", "weights"},
     {"codecs"},
@@ -43,8 +43,8 @@ HOMES = {
 }
 RUN_BY_VLLM = ROOT / "torchrl_ext" / "cli" / "demo" / "stories" / "switching.py"  # by its own interpreter
 IN_ENGINES = {
-    "types", "errors", "messages", "routes", "registry", "files", "deadline", "kernels", "weights", "codecs", "landing",
-    "stores", "versions", "transports", "proof", "sync", "plugins",
+    "types", "errors", "messages", "routes", "registry", "files", "deadline", "devices", "kernels", "weights",
+    "codecs", "landing", "stores", "versions", "transports", "proof", "sync", "plugins",
 }  # fmt: skip
 TRAINER_ONLY = {"torchrl", "tensordict", "transformers", "ray", "aiohttp", "httpx", "requests", "peft", "datasets"}
 ENGINE_MODULES = [

@@ -19,10 +19,10 @@ from tests.models import PROMPT, tiny_model
 from tests.processes import finished
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.proof.scoring import score
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.sync.published import PublishedFollower
 from torchrl_ext.transports.published import PublishedRoot
-from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import WeightSource, as_source
 
 PROMPTS = [PROMPT, PROMPT[::-1]]

@@ -19,7 +19,7 @@ from tests.engine.served import ServedSGLang, ServedVLLM, serving
 from tests.kinds import kind_checkpoint, kind_model
 from tests.quantised import FORMS, quantise_checkpoint, quantised, round_to
 from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.weights.scoring import score
+from torchrl_ext.proof.scoring import score
 
 pytestmark = pytest.mark.engine
 

@@ -11,7 +11,7 @@ from tests.engine.following import OfOneKind, sending
 from tests.models import VOCAB, tiny_model
 from torchrl_ext.errors import UpdateError
 from torchrl_ext.proof.outputs import Probe, gaps, random_prompts
-from torchrl_ext.weights.scoring import score
+from torchrl_ext.proof.scoring import score
 
 pytestmark = pytest.mark.engine
 

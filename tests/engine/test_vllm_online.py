@@ -73,7 +73,7 @@ async def main():
     from vllm.v1.engine.async_llm import AsyncLLM
     import torchrl_ext as tx
     from torchrl_ext.proof.outputs import gaps
-    from torchrl_ext.weights.scoring import score
+    from torchrl_ext.proof.scoring import score
 
     start, other, wide = sys.argv[1:]
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=start, **SETTINGS))

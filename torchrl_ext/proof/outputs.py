@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from torchrl_ext.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
+from torchrl_ext.proof.scoring import score
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.types import PROOFS, EngineRow, Info, ParamMeta
-from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import inner_model
 
 __all__ = ["Compute", "Outputs", "Probe", "bound_of", "gaps", "random_prompts"]

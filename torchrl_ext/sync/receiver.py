@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrl_ext import messages
 from torchrl_ext.deadline import Deadline
+from torchrl_ext.devices import free_cached
 from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError, StaleBaseError
 from torchrl_ext.landing.loader import Changes, Patchable, Rehearsable, Sliceable, WeightLoader, as_loader
 from torchrl_ext.messages import NOBODY, Message, replaced
@@ -20,7 +21,6 @@ from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.base import Arrival, Worker, WorkerEnd
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta, Part, decoded
-from torchrl_ext.weights.devices import free_cached
 from torchrl_ext.weights.source import as_source
 
 __all__ = ["Held", "WeightReceiver"]

@@ -24,12 +24,12 @@ from torchrl_ext.errors import (
     parsed,
 )
 from torchrl_ext.messages import Finish, Join, Leave, Load, Message, Poll, Prefetch, Pull, Seal, Start, State, Verify
+from torchrl_ext.proof.scoring import score
 from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER, answers_in, merged, unescaped
 from torchrl_ext.rpc.port import EngineState, Port
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import EngineInfo, Info
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.scoring import score
 from torchrl_ext.weights.source import WeightSource, as_source
 
 __all__ = ["EmbeddedObjectPort", "LocalPort", "ModulePort", "VLLMObjectPort"]

@@ -15,6 +15,7 @@ from torchrl_ext.codecs.base import encodings, make_codec, needs_base
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.codecs.slime.current import CHECKSUMS
 from torchrl_ext.deadline import Deadline
+from torchrl_ext.devices import usable_device
 from torchrl_ext.errors import ConfigError, TransportError
 from torchrl_ext.stores import Store, open_store, version_name
 from torchrl_ext.stores.base import MemoryStore
@@ -35,7 +36,6 @@ from torchrl_ext.versions.shards.own import OwnBlocks
 from torchrl_ext.versions.warm import Warming
 from torchrl_ext.versions.writer import ChainWriter, Copies, WritesFull
 from torchrl_ext.weights.checkpoint import local_checkpoint
-from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["DeltaTransport"]

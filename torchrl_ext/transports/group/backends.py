@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # by a star there
 
 from torchrl_ext.deadline import Deadline
+from torchrl_ext.devices import known_device, usable_device
 from torchrl_ext.errors import ConfigError, TransportError, WeightSyncError
 from torchrl_ext.transports.group.calls import in_time
 from torchrl_ext.transports.group.notes import NoteStore
-from torchrl_ext.weights.devices import known_device, usable_device
 
 __all__ = ["BACKENDS", "GLOO_DEVICES", "GroupStore", "choose_backend", "gloo_options", "nccl_options"]
 

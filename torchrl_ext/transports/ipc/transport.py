@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from torchrl_ext.deadline import Deadline
+from torchrl_ext.devices import usable_device
 from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError, why
 from torchrl_ext.transports.base import Handoff, TransferStats, Update, Worker
 from torchrl_ext.transports.buckets import Packer
@@ -20,7 +21,6 @@ from torchrl_ext.transports.ipc.workers import ConnectedWorkers
 from torchrl_ext.transports.links import new_address, shared_address
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.devices import usable_device
 from torchrl_ext.weights.source import checked
 
 __all__ = ["IPCTransport"]
