@@ -17,10 +17,10 @@ from torchrl_ext.errors import ConfigError, EngineUnreachableError, IntegrityErr
 from torchrl_ext.landing.loader import TensorsLoader, WeightLoader
 from torchrl_ext.messages import Finish, Prefetch, Start
 from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.sync.engines.inprocess import InProcessEngine, Layered
 from torchrl_ext.sync.only import chosen, trainable
 from torchrl_ext.types import Part
-from torchrl_ext.weights.derived import CastSource, Layered, RenamedSource
+from torchrl_ext.weights.derived import CastSource, RenamedSource
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import ModuleSource, WeightSource, as_source
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
 from operator import itemgetter
 from typing import final
 
@@ -18,11 +17,11 @@ from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import with_dtype
 from torchrl_ext.weights.hf_names import Group, groups_of
 from torchrl_ext.weights.peft import PeftSource
-from torchrl_ext.weights.shards.blocks import Block, Shard
-from torchrl_ext.weights.source import MappingSource, Row, RowSource, WeightSource, named_tensors
+from torchrl_ext.weights.shards.blocks import Shard
+from torchrl_ext.weights.source import MappingSource, Row, RowSource, WeightSource, gathered_in_order, named_tensors
 
 __all__ = [
-    "CastSource", "ConvertedSource", "Layered", "RenamedSource", "as_mapper", "converted", "regex_mapper",
+    "CastSource", "ConvertedSource", "RenamedSource", "as_mapper", "converted", "regex_mapper",
     "stacked",
 ]  # fmt: skip
 
@@ -155,60 +154,6 @@ def as_mapper(mapper: Callable[[str], str] | Mapping[str, str]) -> Callable[[str
     return regex_mapper(mapper) if isinstance(mapper, Mapping) else mapper
 
 
-class Layered(WeightSource):
-    """A source in which some tensors take the place of those of another source.
-
-    Args:
-        below: the source of all tensors.
-        above: tensors that take the place of its own, by name.
-
-    Raises:
-        ManifestError: ``below`` has no tensor of a name, or one of another shape.
-    """
-
-    def __init__(self, below: WeightSource, above: Mapping[str, Tensor]) -> None:
-        # a layer over a layer would keep alive tensors that are never yielded any more
-        if isinstance(below, Layered):
-            above = {**below._above, **above}
-            below = below._below
-        self._below: WeightSource = below
-        self._above: Mapping[str, Tensor] = above
-        known = {meta.name: meta for meta in below.params()}
-        for name, tensor in above.items():
-            if name not in known:
-                raise ManifestError(
-                    f"the engine's model has no parameter {name!r}",
-                    expected="names of the checkpoint that the engine was started with",
-                    state="nothing was changed; the engine serves what it served",
-                    hint="map the names with mapper=",
-                )
-            if tuple(tensor.shape) != known[name].shape:
-                raise ManifestError(
-                    f"parameter {name!r} arrives with shape {list(tensor.shape)}",
-                    expected=str(list(known[name].shape)),
-                    state="nothing was changed; the engine serves what it served",
-                )
-
-    def params(self) -> tuple[ParamMeta, ...]:
-        return tuple(
-            ParamMeta.of(meta.name, self._above[meta.name]) if meta.name in self._above else meta
-            for meta in self._below.params()
-        )
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._below:
-            yield name, self._above.get(name, tensor)
-
-    def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        below = self._below.pairs([name for name in names if name not in self._above])
-        for meta in self.params():
-            if meta.name in names:
-                yield (meta.name, self._above[meta.name]) if meta.name in self._above else next(below)
-
-    def files(self) -> Mapping[str, bytes]:
-        return self._below.files()
-
-
 @final
 class ConvertedSource(WeightSource):
     """Another source under checkpoint names.
@@ -266,12 +211,11 @@ class ConvertedSource(WeightSource):
             places = group.places()
             local = list(rows[0].shards()) if places else []
             why = next((shard.why for shard in local if shard.gathers), "" if places else _COPIED)
-            stream = map(itemgetter(1), _undone(group, rows))  # begins with the first that is taken
-            for index, meta in enumerate(metas):
-                if why:
-                    yield Shard(meta, Block.whole(meta.shape), partial(next, stream), gathers=True, why=why)
-                else:
-                    yield from places[index].shards(meta, local)
+            if why:
+                yield from gathered_in_order(metas, map(itemgetter(1), _undone(group, rows)), why)
+                continue
+            for place, meta in zip(places, metas, strict=True):
+                yield from place.shards(meta, local)
 
     def held(self) -> Mapping[str, Tensor]:
         live, found = self._source.held(), {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -76,20 +76,8 @@ class WeightSource(ABC):
         than once. Those that gather are taken in order, each of them once. By default each is a whole tensor, which a
         pass over the source gives.
         """
-        stream, taken = iter(self), count()
-
-        def take(index: int, meta: ParamMeta) -> Tensor:
-            if next(taken) != index:
-                raise ManifestError(
-                    f"the shard of {meta.name!r} was taken out of order",
-                    expected="`Shard.take` of every shard that gathers, once each, in order",
-                    state="nothing was read of it",
-                )
-            return next(stream)[1]
-
-        for index, meta in enumerate(self.params()):
-            own = partial(take, index, meta)
-            yield Shard(meta, Block.whole(meta.shape), own, gathers=True, why="its source makes it as a whole")
+        stream = (tensor for _, tensor in self)
+        yield from gathered_in_order(self.params(), stream, "its source makes it as a whole")
 
     def replay(self) -> None:
         """Take part in every gather of one pass and drop what comes: the role of ranks that do not drive."""
@@ -106,6 +94,29 @@ class WeightSource(ABC):
     def files(self) -> Mapping[str, bytes]:
         """Return files that complete a checkpoint (``config.json``, tokenizer files): name -> content."""
         return {}
+
+
+def gathered_in_order(params: Sequence[ParamMeta], stream: Iterator[Tensor], why: str) -> Iterator[Shard]:
+    """Yield a shard for each of ``params``, as a whole, whose `take` reads the next tensor of a stream.
+
+    Args:
+        params: what the stream yields, in order.
+        stream: the tensors; it starts with the first `take`, which raises ManifestError when it is called out of order.
+        why: why the tensors are gathered.
+    """
+    taken = count()
+
+    def take(index: int, meta: ParamMeta) -> Tensor:
+        if next(taken) != index:
+            raise ManifestError(
+                f"the shard of {meta.name!r} was taken out of order",
+                expected="`Shard.take` of every shard that gathers, once each, in order",
+                state="nothing was read of it",
+            )
+        return next(stream)
+
+    for index, meta in enumerate(params):
+        yield Shard(meta, Block.whole(meta.shape), partial(take, index, meta), gathers=True, why=why)
 
 
 def checked(

@@ -67,6 +67,9 @@ def test_copied_tensors_of_a_group_are_made_once_when_the_first_is_taken(monkeyp
     live["in.a"].fill_(5)
     assert [shard.take().tolist() for shard in shards] == [[5, 5, 1, 1], [1, 1, 5, 5], [1, 1, 1]]
     assert made == [model]
+    _, second, _ = UpdateSource(ConvertedSource(MappingSource(live), [group])).shards()
+    with pytest.raises(ManifestError, match="'y' was taken out of order"):  # and does not give the values of x
+        second.take()
 
 
 def test_a_checkpoint_is_read_when_it_is_taken(tmp_path):

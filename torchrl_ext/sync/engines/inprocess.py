@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
 
-from torchrl_ext.errors import ConfigError, UpdateError, WeightSyncError, why
+from torchrl_ext.errors import ConfigError, ManifestError, UpdateError, WeightSyncError, why
 from torchrl_ext.messages import NOBODY, replaced_by
 from torchrl_ext.registry import Make, transports
 from torchrl_ext.rpc.engine import Engine
@@ -20,9 +20,8 @@ from torchrl_ext.sync.engines.local import EmbeddedObjectPort, LocalPort, Module
 from torchrl_ext.sync.only import Only, chosen
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.sync.update_source import UpdateSource
-from torchrl_ext.types import SyncReport
+from torchrl_ext.types import ParamMeta, SyncReport
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.derived import Layered
 from torchrl_ext.weights.source import WeightSource, as_source, is_torchrl
 
 __all__ = ["InProcessEngine"]
@@ -212,6 +211,60 @@ class InProcessEngine(Engine):
             ) from error
         self._good, self._joined = source, self._connection
         return report
+
+
+class Layered(WeightSource):
+    """A source in which some tensors take the place of those of another source.
+
+    Args:
+        below: the source of all tensors.
+        above: tensors that take the place of its own, by name.
+
+    Raises:
+        ManifestError: ``below`` has no tensor of a name, or one of another shape.
+    """
+
+    def __init__(self, below: WeightSource, above: Mapping[str, Tensor]) -> None:
+        # a layer over a layer would keep alive tensors that are never yielded any more
+        if isinstance(below, Layered):
+            above = {**below._above, **above}
+            below = below._below
+        self._below: WeightSource = below
+        self._above: Mapping[str, Tensor] = above
+        known = {meta.name: meta for meta in below.params()}
+        for name, tensor in above.items():
+            if name not in known:
+                raise ManifestError(
+                    f"the engine's model has no parameter {name!r}",
+                    expected="names of the checkpoint that the engine was started with",
+                    state="nothing was changed; the engine serves what it served",
+                    hint="map the names with mapper=",
+                )
+            if tuple(tensor.shape) != known[name].shape:
+                raise ManifestError(
+                    f"parameter {name!r} arrives with shape {list(tensor.shape)}",
+                    expected=str(list(known[name].shape)),
+                    state="nothing was changed; the engine serves what it served",
+                )
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return tuple(
+            ParamMeta.of(meta.name, self._above[meta.name]) if meta.name in self._above else meta
+            for meta in self._below.params()
+        )
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._below:
+            yield name, self._above.get(name, tensor)
+
+    def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        below = self._below.pairs([name for name in names if name not in self._above])
+        for meta in self.params():
+            if meta.name in names:
+                yield (meta.name, self._above[meta.name]) if meta.name in self._above else next(below)
+
+    def files(self) -> Mapping[str, bytes]:
+        return self._below.files()
 
 
 INPROCESS = Make(client=InProcessEngine)
