@@ -20,7 +20,7 @@ from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.sync.engines.inprocess import InProcessEngine, Layered
 from torchrl_ext.sync.only import chosen, trainable
 from torchrl_ext.types import Part
-from torchrl_ext.weights.derived import CastSource, RenamedSource
+from torchrl_ext.weights.derived import MappedSource
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import ModuleSource, WeightSource, as_source
 
@@ -101,7 +101,7 @@ class TestSourceOfAPart:
     def test_tensors_that_are_left_out_are_not_made(self):
         source = Counted(policy())
         part = limited(
-            RenamedSource(CastSource(source, torch.float64), lambda name: f"m.{name}"),
+            MappedSource(source, rename=lambda name: f"m.{name}", dtype=torch.float64),
             Part(base=1, names=frozenset(["m.b.bias", "m.a.weight"])),
         )
         assert [name for name, _ in part] == [meta.name for meta in part.params()] == ["m.a.weight", "m.b.bias"]

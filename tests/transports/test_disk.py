@@ -25,7 +25,7 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, any_bits, same_bits
-from torchrl_ext.weights.derived import CastSource
+from torchrl_ext.weights.derived import MappedSource
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import MappingSource, as_source
 
@@ -57,7 +57,7 @@ class TestFiles:
 
     def test_a_model_brings_its_own_config_with_the_dtype_that_is_sent(self, root, trainer):
         for dtype in (torch.float32, torch.bfloat16):
-            trainer.send_weights("policy", CastSource(as_source(tiny_model()), dtype))
+            trainer.send_weights("policy", MappedSource(as_source(tiny_model()), dtype=dtype))
         found = [json.loads((folder / "config.json").read_bytes()) for folder in sorted(root.glob("weight_v*"))]
         assert [config["dtype"] for config in found] == ["float32", "bfloat16"]
         for config in found:

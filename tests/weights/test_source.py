@@ -15,7 +15,7 @@ from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.derived import CastSource, RenamedSource, regex_mapper
+from torchrl_ext.weights.derived import MappedSource, regex_mapper
 from torchrl_ext.weights.source import MappingSource, ModuleSource, WeightSource, as_source, checked
 
 
@@ -129,7 +129,7 @@ def test_what_holds_no_weights_is_refused(weights):
 class TestCast:
     def test_floating_point_tensors_are_cast_and_others_stay(self):
         weights = {"f": torch.randn(3), "h": torch.randn(3).half(), "i": torch.arange(3), "b": torch.ones(3).bool()}
-        source = CastSource(MappingSource(weights), torch.bfloat16)
+        source = MappedSource(MappingSource(weights), dtype=torch.bfloat16)
         found = {meta.name: meta.dtype for meta in source.params()}
         assert found == {"f": torch.bfloat16, "h": torch.bfloat16, "i": torch.int64, "b": torch.bool}
         for meta, tensor in checked(source):
@@ -137,13 +137,13 @@ class TestCast:
 
     def test_a_cast_to_integers_is_refused(self):
         with pytest.raises(ConfigError, match="cannot cast weights"):
-            CastSource(MappingSource({}), torch.int8)
+            MappedSource(MappingSource({}), dtype=torch.int8)
 
     def test_tensors_that_need_no_cast_stay_held(self):
         source = MappingSource({"a": torch.ones(3), "b": torch.ones(3, dtype=torch.int64)})
-        assert set(CastSource(source, torch.bfloat16).held()) == {"b"}
-        assert set(CastSource(source, torch.float32).held()) == {"a", "b"}
-        assert set(RenamedSource(source, lambda name: "x." + name).held()) == {"x.a", "x.b"}
+        assert set(MappedSource(source, dtype=torch.bfloat16).held()) == {"b"}
+        assert set(MappedSource(source, dtype=torch.float32).held()) == {"a", "b"}
+        assert set(MappedSource(source, rename=lambda name: "x." + name).held()) == {"x.a", "x.b"}
 
 
 class TestRenamed:
@@ -170,14 +170,14 @@ class TestRenamed:
             "module.module.output_layer.weight_scale": "module.module.output_layer.weight_scale",
         }
         tensors = {name: torch.full((2,), float(i)) for i, name in enumerate(megatron)}
-        source = RenamedSource(MappingSource(tensors), mapper)
+        source = MappedSource(MappingSource(tensors), rename=mapper)
         found = {meta.name: tensor for meta, tensor in checked(source)}
         assert set(found) == set(megatron.values())
         for name, mapped in megatron.items():
             assert same_bits(found[mapped], tensors[name])
 
     def test_two_names_that_meet_are_refused(self):
-        source = RenamedSource(MappingSource({"a": torch.zeros(1), "b": torch.zeros(2)}), lambda name: "same")
+        source = MappedSource(MappingSource({"a": torch.zeros(1), "b": torch.zeros(2)}), rename=lambda name: "same")
         with pytest.raises(ManifestError, match="'a' and 'b' both map to 'same'"):
             source.params()
 

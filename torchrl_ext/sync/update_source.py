@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.transports.ranks import torch_group
 from torchrl_ext.types import ParamMeta, Part
-from torchrl_ext.weights.derived import CastSource, RenamedSource, as_mapper
+from torchrl_ext.weights.derived import MappedSource
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.finite import FiniteCheck
 from torchrl_ext.weights.shards.blocks import Shard, checked_shards
@@ -62,8 +62,8 @@ class UpdateSource(WeightSource):
     ) -> None:
         self.finite = FiniteCheck() if finite is None else finite
         self.look = self.finite.look if self.finite.left else None
-        source = source if mapper is None else RenamedSource(source, as_mapper(mapper))
-        self.whole = source if dtype is None else CastSource(source, dtype)
+        mapped = mapper is not None or dtype is not None
+        self.whole = MappedSource(source, rename=mapper, dtype=dtype) if mapped else source
         self.only: frozenset[str] | None = None
         self._narrow = narrow
         self._names: frozenset[str] | None = None  # names of the tensors that iteration yields; None for all
@@ -74,9 +74,8 @@ class UpdateSource(WeightSource):
         self.count = self.bytes = 0
         self.model_bytes = sum(meta.nbytes for meta in self._params)
         held = source.held()
-        self._gathers = any(meta.name not in held for meta in self._params)
-        found = (meta.name for meta in self._params if meta.name in held)
-        empty = [name for name in found if held[name].device.type == "meta"]
+        self._gathers = any(meta.name not in held for meta in (source.params() if mapped else self._params))
+        empty = [name for name, tensor in held.items() if tensor.device.type == "meta"]
         if empty:
             raise ManifestError(
                 f"{len(empty)} tensor(s) are on the meta device, which holds no data: {', '.join(empty[:3])}",

@@ -9,7 +9,6 @@ from operator import itemgetter
 from typing import final
 
 import torch
-from msgspec import structs
 from torch import Tensor, nn
 
 from torchrl_ext.errors import ConfigError, ManifestError
@@ -20,107 +19,83 @@ from torchrl_ext.weights.peft import PeftSource
 from torchrl_ext.weights.shards.blocks import Shard
 from torchrl_ext.weights.source import MappingSource, Row, RowSource, WeightSource, gathered_in_order, named_tensors
 
-__all__ = [
-    "CastSource", "ConvertedSource", "RenamedSource", "as_mapper", "converted", "regex_mapper",
-    "stacked",
-]  # fmt: skip
+__all__ = ["ConvertedSource", "MappedSource", "as_mapper", "converted", "regex_mapper", "stacked"]
 
 
-class RenamedSource(WeightSource):
-    """Another source under other names.
+class MappedSource(WeightSource):
+    """Another source under other names, or in another dtype.
 
     Args:
-        source: the source to rename.
-        mapper: trainer name -> checkpoint name.
+        source: the source.
+        rename: trainer name -> checkpoint name, or what `regex_mapper` takes; None keeps the names.
+        dtype: of the floating-point tensors, cast as they are sent (float32 master weights to a bfloat16 engine);
+            integer and bool tensors stay as they are. None casts nothing.
 
     Raises:
-        ManifestError: two names map to one.
+        ConfigError: ``dtype`` is no floating-point dtype, or a pattern is no regular expression.
+        ManifestError: in `params`, where two names map to one.
     """
 
-    def __init__(self, source: WeightSource, mapper: Callable[[str], str]) -> None:
-        self._source, self._mapper = source, mapper
-
-    def params(self) -> tuple[ParamMeta, ...]:
-        renamed: dict[str, str] = {}
-        for meta in self._source.params():
-            name = self._mapper(meta.name)
-            if name in renamed:
-                raise ManifestError(f"{renamed[name]!r} and {meta.name!r} both map to {name!r}", hint="mend the mapper")
-            renamed[name] = meta.name
-        return tuple(
-            ParamMeta(name, meta.dtype, meta.shape) for name, meta in zip(renamed, self._source.params(), strict=True)
-        )
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._source:
-            yield self._mapper(name), tensor
-
-    def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        own = {meta.name for meta in self._source.params() if self._mapper(meta.name) in names}
-        for name, tensor in self._source.pairs(own):
-            yield self._mapper(name), tensor
-
-    def shards(self) -> Iterator[Shard]:
-        for shard in self._source.shards():
-            yield shard.under(structs.replace(shard.meta, name=self._mapper(shard.meta.name)))
-
-    def held(self) -> Mapping[str, Tensor]:
-        return {self._mapper(name): tensor for name, tensor in self._source.held().items()}
-
-    def tied(self) -> Mapping[str, str]:
-        return {self._mapper(name): self._mapper(via) for name, via in self._source.tied().items()}
-
-    def files(self) -> Mapping[str, bytes]:
-        return self._source.files()
-
-
-class CastSource(WeightSource):
-    """Another source with its floating-point tensors cast as they are sent (fp32 master weights to a bf16 engine).
-
-    Args:
-        source: the source to cast.
-        dtype: target; integer and bool tensors stay as they are.
-    """
-
-    def __init__(self, source: WeightSource, dtype: torch.dtype) -> None:
-        if not dtype.is_floating_point:
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        rename: Callable[[str], str] | Mapping[str, str] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if dtype is not None and not dtype.is_floating_point:
             raise ConfigError(f"cannot cast weights to {dtype}", expected="a floating-point dtype")
         self._source, self._dtype = source, dtype
+        self._rename = str if rename is None else as_mapper(rename)
 
     def params(self) -> tuple[ParamMeta, ...]:
-        return tuple(map(self._cast, self._source.params()))
+        found: dict[str, ParamMeta] = {}
+        for meta in self._source.params():
+            mapped = self._mapped(meta)
+            first = found.setdefault(mapped.name, meta)
+            if first is not meta:
+                raise ManifestError(
+                    f"{first.name!r} and {meta.name!r} both map to {mapped.name!r}", hint="mend the mapper"
+                )
+        return tuple(map(self._mapped, found.values()))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._source:
-            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+            yield self._rename(name), self._cast(tensor)
 
     def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._source.pairs(names):
-            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        own = {meta.name for meta in self._source.params() if self._rename(meta.name) in names}
+        for name, tensor in self._source.pairs(own):
+            yield self._rename(name), self._cast(tensor)
 
     def shards(self) -> Iterator[Shard]:
         """Yield the blocks that this rank holds, not cast yet: the copy to where they are sent from casts them.
 
-        It rounds as a cast of the whole does, bit by bit; only the payload of a NaN that is widened may be another.
+        It rounds as a cast of the whole does, bit by bit; only the payload of a NaN that is widened may differ.
         """
         for shard in self._source.shards():
-            yield shard.under(self._cast(shard.meta))
+            yield shard.under(self._mapped(shard.meta))
 
     def held(self) -> Mapping[str, Tensor]:
         return {
-            name: tensor
+            self._rename(name): tensor
             for name, tensor in self._source.held().items()
-            if tensor.dtype is self._dtype or not tensor.is_floating_point()
+            if self._dtype in (None, tensor.dtype) or not tensor.is_floating_point()
         }
 
     def tied(self) -> Mapping[str, str]:
-        return self._source.tied()
+        return {self._rename(name): self._rename(via) for name, via in self._source.tied().items()}
 
     def files(self) -> Mapping[str, bytes]:
-        return with_dtype(self._source.files(), self._dtype)
+        files = self._source.files()
+        return files if self._dtype is None else with_dtype(files, self._dtype)
 
-    def _cast(self, meta: ParamMeta) -> ParamMeta:
-        return structs.replace(meta, dtype=self._dtype) if meta.dtype.is_floating_point else meta
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
+
+    def _mapped(self, meta: ParamMeta) -> ParamMeta:
+        cast = self._dtype is not None and meta.dtype.is_floating_point
+        return ParamMeta(self._rename(meta.name), self._dtype if cast else meta.dtype, meta.shape)
 
 
 def regex_mapper(table: Mapping[str, str]) -> Callable[[str], str]:

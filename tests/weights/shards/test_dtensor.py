@@ -26,7 +26,7 @@ from torchrl_ext.errors import ManifestError
 from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.weights.adapter import as_adapter
-from torchrl_ext.weights.derived import CastSource
+from torchrl_ext.weights.derived import MappedSource
 from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import as_source
 
@@ -226,7 +226,7 @@ def test_a_cast_of_a_block_is_the_block_of_the_cast(rank, world, folder):
             "count": distribute_tensor(torch.arange(10), line(), [Shard(0)]),
         }
         for target in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2):
-            shards = require_assembled(CastSource(as_source(weights), target))
+            shards = require_assembled(MappedSource(as_source(weights), dtype=target))
             assert {shard.meta.dtype for shard in shards} == {target, torch.int64}
             assert {shard.take().dtype for shard in shards} == {dtype, torch.int64}
 
@@ -255,7 +255,7 @@ def test_models_that_transformers_converts_are_told_under_the_names_of_their_che
         gathered = {shard.meta.name for shard in source.shards() if shard.gathers}
         assert bool(gathered) == (kind == "hrm_text"), (kind, gathered)
         shards = require_assembled(source, gathers=gathered)
-        require_assembled(CastSource(source, torch.bfloat16), gathers=gathered)
+        require_assembled(MappedSource(source, dtype=torch.bfloat16), gathers=gathered)
         if kind == "qwen3_moe":
             experts = {name.split(".experts.")[1].split(".")[0] for name in names(shards) if ".experts." in name}
             assert experts == {str(rank)}, experts  # as many as ranks
