@@ -260,19 +260,13 @@ class _TensorsSource(RowSource):
         return sent
 
     def rows(self) -> Iterable[Row]:
-        return [Row(name, tensor, partial(full, tensor)) for name, tensor in self.sent().items()]
-
-    def params(self) -> tuple[ParamMeta, ...]:
-        return tuple([ParamMeta.of(name, tensor) for name, tensor in self.sent().items()])
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.sent().items():
-            yield name, full(tensor)
+            yield Row(name, tensor, partial(full, tensor))
 
     def tied(self) -> Mapping[str, str]:
-        sent = {same_memory(tensor): name for name, tensor in self.sent().items()}
-        through = {name: sent[same_memory(tensor)] for name, tensor in self.tensors()}
-        return {name: via for name, via in through.items() if name != via}
+        sent = self.sent()
+        first = {same_memory(tensor): name for name, tensor in sent.items()}
+        return {name: first[same_memory(tensor)] for name, tensor in self.tensors() if name not in sent}
 
     def held(self) -> Mapping[str, Tensor]:
         return {name: tensor.detach() for name, tensor in self.sent().items() if not is_distributed(tensor)}
