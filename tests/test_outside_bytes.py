@@ -31,9 +31,9 @@ from torchrl_ext.stores.versions import Version
 from torchrl_ext.types import ParamMeta, dtype_from_name
 from torchrl_ext.versions.containers import NewDelta
 from torchrl_ext.versions.open_route import OpenRoute
-from torchrl_ext.weights.adapter import adapter_version
 from torchrl_ext.weights.checkpoint import CheckpointSource, with_dtype
 from torchrl_ext.weights.digests import PositionDigest
+from torchrl_ext.weights.peft import adapter_version
 from torchrl_ext.weights.tensorfile import TensorFile
 
 BYTES = 512 << 20

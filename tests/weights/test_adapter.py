@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tests.adapters import lora_policy, randomise
 from tests.models import tiny_model
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.weights.adapter import ADAPTER_CONFIG, AdapterFolder, AdapterSource, as_adapter
+from torchrl_ext.weights.peft import ADAPTER_CONFIG, AdapterFolder, AdapterSource, as_adapter
 from torchrl_ext.weights.source import checked
 
 

@@ -13,7 +13,7 @@ from torchrl_ext.stores import open_store
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation
 from torchrl_ext.types import ParamMeta, cast_hint, dtype_name
-from torchrl_ext.weights.adapter import adapter_rank
+from torchrl_ext.weights.peft import adapter_rank
 
 __all__ = [
     "UNCHANGED",

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan
 from torchrl_ext.types import Info
-from torchrl_ext.weights.adapter import adapter_version
+from torchrl_ext.weights.peft import adapter_version
 
 __all__ = ["Dialect", "SGLangDialect", "VLLMDialect"]
 

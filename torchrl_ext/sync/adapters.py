@@ -15,7 +15,7 @@ from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.transports.ranks import drives
 from torchrl_ext.types import SyncReport
-from torchrl_ext.weights.adapter import as_adapter
+from torchrl_ext.weights.peft import as_adapter
 
 __all__ = ["AdapterSender"]
 

@@ -25,8 +25,8 @@ from tests.weights.shards.ranks import no_collectives, require_assembled
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.testing import any_bits, same_bits
-from torchrl_ext.weights.adapter import as_adapter
 from torchrl_ext.weights.derived import MappedSource
+from torchrl_ext.weights.peft import as_adapter
 from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import as_source
 

@@ -30,7 +30,7 @@ from torchrl_ext.plugins.refusals import check_adapter
 from torchrl_ext.routes import CHANNEL, ListAdapters
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.types import Info, Text
-from torchrl_ext.weights.adapter import adapter_label, adapter_version
+from torchrl_ext.weights.peft import adapter_label, adapter_version
 
 __all__ = ["HOOKS", "Adapters", "CheckLoaded", "check_worker"]
 

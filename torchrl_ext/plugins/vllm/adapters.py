@@ -34,7 +34,7 @@ from torchrl_ext.plugins.vllm import names as vllm
 from torchrl_ext.routes import ADAPTERS_ROUTE
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.types import Info
-from torchrl_ext.weights.adapter import adapter_label, adapter_version
+from torchrl_ext.weights.peft import adapter_label, adapter_version
 
 __all__ = ["AdapterRoutes"]
 

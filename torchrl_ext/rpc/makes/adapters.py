@@ -28,7 +28,7 @@ from torchrl_ext.routes import ListAdapters
 from torchrl_ext.rpc.makes.http import is_absent
 from torchrl_ext.rpc.port import EngineState, Port, restated
 from torchrl_ext.types import EngineInfo, Info
-from torchrl_ext.weights.adapter import adapter_label
+from torchrl_ext.weights.peft import adapter_label
 
 __all__ = ["AdapterPort"]
 
