@@ -94,8 +94,8 @@ class MappedSource(WeightSource):
         return tensor if self._dtype is None or not tensor.is_floating_point() else tensor.to(self._dtype)
 
     def _mapped(self, meta: ParamMeta) -> ParamMeta:
-        cast = self._dtype is not None and meta.dtype.is_floating_point
-        return ParamMeta(self._rename(meta.name), self._dtype if cast else meta.dtype, meta.shape)
+        dtype = meta.dtype if self._dtype is None or not meta.dtype.is_floating_point else self._dtype
+        return ParamMeta(self._rename(meta.name), dtype, meta.shape)
 
 
 def regex_mapper(table: Mapping[str, str]) -> Callable[[str], str]:

@@ -504,7 +504,7 @@ def test_layouts_that_cannot_be_are_refused(changes, words):
     ("changes", "words"),
     [
         ({"model_type": "no_such_model"}, "transformers cannot build the causal LM of a 'no_such_model' config"),
-        ({"model_type": None}, "transformers cannot build the causal LM of a None config"),
+        ({"model_type": None}, "transformers cannot build the causal LM of a 'None' config"),
         (
             {"model_type": "phi3", "pad_token_id": 0},
             r"the layout of 'model.layers.0.self_attn.qkv_proj.weight' in Megatron is not known",

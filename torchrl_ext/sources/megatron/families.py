@@ -90,14 +90,14 @@ class Architecture:
                 expected="transformers in the trainer, which knows the names and shapes of a checkpoint",
                 hint="pip install transformers",
             ) from error
-        family = config.get("model_type")
+        family = str(config.get("model_type"))
         try:
             keys = {key: value for key, value in config.items() if key != "model_type"}
             built = AutoConfig.for_model(family, **keys)
             if tied is not None:
                 built.tie_word_embeddings = tied
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(built)
+                model = AutoModelForCausalLM.from_config(built)  # type: ignore[no-untyped-call]
         except Exception as error:  # a wrong value fails wherever the model uses it first
             raise ConfigError(
                 f"transformers cannot build the causal LM of a {family!r} config: {error}",
@@ -112,7 +112,7 @@ class Architecture:
         found = [match.groups() for match in map(_EXPERT.fullmatch, shapes) if match]
         block, gate = (found[0][1], found[0][3]) if found else ("mlp", "gate_proj")
         return cls(
-            family=str(family),
+            family=family,
             shapes=shapes,
             layers=built.num_hidden_layers,
             heads=heads,
