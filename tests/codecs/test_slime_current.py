@@ -146,7 +146,7 @@ def test_an_index_survives_and_names_versions_in_six_digits():
     assert document["metadata"]["checksum_format"] == "xxh3-128"
     assert document["weight_map"] == {"w": "model-00000-of-00002.safetensors"}
     assert parse_index(index.to_bytes(), "i") == (index, index.weight_map)
-    document["metadata"] |= {"run": "of a later writer", "version": 7}  # stitch takes numbers, too
+    document["metadata"] |= {"run": "of a later writer", "version": 7}  # some writers take numbers, too
     assert parse_index(json.dumps(document).encode(), "i") == (index, index.weight_map)
     document["metadata"] = {"total_size": 3, "version": "000007"}
     assert parse_index(json.dumps(document).encode(), "i") == (None, index.weight_map)

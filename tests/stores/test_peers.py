@@ -1,4 +1,4 @@
-"""Roots of SkyRL and stitch, read by our reader; nothing of theirs is written to."""
+"""Roots of SkyRL, read by our reader; nothing of theirs is written to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.hostile import refused_or_right, worse_bytes, worse_text
 from tests.transports.chains import checkpoint, same, step, trainer_at, weights
-from tests.versions.layouts import edit_manifest, write_skyrl, write_stitch
+from tests.versions.layouts import edit_manifest, write_skyrl
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores import Chain, open_store
@@ -131,62 +131,13 @@ class TestSkyRL:
         assert sorted(root.rglob("*")) == before
 
 
-class TestStitch:
-    @pytest.fixture
-    def root(self, tmp_path):
-        """A full version and a delta on it, both of them committed, and another delta which is not."""
-        own, root = weights(), tmp_path / "run-7"
-        checkpoint(root / "updates" / "weight_v000001", own)
-        for version in (2, 3):
-            old = copied(own)
-            step(own, version)
-            write_stitch(root, version, old, own, pointed=2)
-        return root
-
-    def test_a_reader_takes_what_the_pointer_reaches_and_nothing_beyond(self, root):
-        own, reader = weights(), trainer_at(root)
-        step(own, 2)
-        assert same(reader.receive_weights(WAIT_S), own)
-        assert reader.receive_weights(0.0) is None
-        assert open_store(root).list() == ["latest", "weight_v000001", "weight_v000002"]
-        with pytest.raises(FileNotFoundError):
-            open_store(root).get("weight_v000003/model.safetensors.index.json")
-        (root / "latest").write_text(f"{root.name}/weight_v000003")
-        step(own, 3)
-        assert same(reader.receive_weights(WAIT_S), own)
-
-    @pytest.mark.parametrize("text", ["weight_v000002", "a/b/weight_v000002\n", "2"])
-    def test_every_form_of_its_pointer_is_read(self, root, text):
-        own = weights()
-        (root / "latest").write_text(text)
-        step(own, 2)
-        assert same(trainer_at(root).receive_weights(WAIT_S), own)
-
-    def test_a_claimed_run_without_a_version_holds_nothing(self, root):
-        (root / "latest").write_text("run-7/weight_v000000")
-        assert trainer_at(root).receive_weights(0.0) is None
-
-    def test_a_pointer_that_is_none_is_refused_and_never_read_as_an_older_one(self, root):
-        reader = trainer_at(root)
-        (root / "latest").write_text("run-7/weight_v")
-        with pytest.raises(IntegrityError, match="run-7/weight_v"):
-            reader.receive_weights(0.0)
-
-    def test_nothing_is_written_to_a_root_of_theirs(self, root):
-        before = sorted(root.rglob("*"))
-        with pytest.raises(StoreError, match="belongs to stitch"):
-            trainer_at(root).send_weights("policy", weights())
-        assert sorted(root.rglob("*")) == before
-
-
-@pytest.mark.parametrize("program", ["SkyRL", "stitch"])
-def test_an_engine_that_is_told_to_load_from_a_root_of_theirs_lands_its_newest_version(tmp_path, program):
+def test_an_engine_that_is_told_to_load_from_a_root_of_theirs_lands_its_newest_version(tmp_path):
     own, base = weights(), str(checkpoint(tmp_path / "base", weights()))
     root = tmp_path / "run"
     for version in (1, 2):
         old = copied(own)
         step(own, version)
-        {"SkyRL": write_skyrl, "stitch": write_stitch}[program](root, version, old, own)
+        write_skyrl(root, version, old, own)
     before = sorted(root.rglob("*"))
     found, version = PublishedRoot.of_path(str(root), base)
     with closing(found):

@@ -10,7 +10,7 @@ import xxhash
 import zstandard
 from safetensors.torch import save
 
-from tests.versions.test_slime_chains import raw, write_slime
+from tests.versions.test_slime_chains import raw
 
 
 def write_skyrl(root, version, old, new, algorithm="xxh3-128", **more):
@@ -56,11 +56,3 @@ def edit_manifest(folder, change):
     document = json.loads(path.read_text())
     change(document)
     path.write_text(json.dumps(document))
-
-
-def write_stitch(root, version, old, new, pointed=None):
-    """One delta under a run of stitch, and its pointer, which ``pointed`` can leave behind."""
-    folder = root / "updates" / f"weight_v{version:06d}"
-    write_slime(folder, version, old, new, "xor", "xxh3-128")
-    (root / "latest").write_text(f"{root.name}/weight_v{version if pointed is None else pointed:06d}")
-    return folder

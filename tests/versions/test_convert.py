@@ -88,7 +88,7 @@ class TestThereAndBack:
     @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "skyrl"])
     def test_what_was_whole_stays_whole_and_is_a_complete_checkpoint(self, made, converted, layout):
         _, _, history = made
-        inside = converted / layout / ("updates" if layout == "stitch" else "")
+        inside = converted / layout
         for version in range(1, 6):
             whole = folder(inside, version) / "model.safetensors"
             assert whole.exists() == (version in (1, 4))
@@ -96,7 +96,7 @@ class TestThereAndBack:
                 assert same(load_file(whole), history[version])
                 assert (folder(inside, version) / "config.json").read_bytes() == CONFIG["config.json"]
 
-    @pytest.mark.parametrize("layout", ["ours", "slime", "slime-first", "skyrl", "stitch"])
+    @pytest.mark.parametrize("layout", ["ours", "slime", "slime-first", "skyrl"])
     def test_a_chain_of_deltas_alone_stays_one(self, made, converted, tmp_path, layout):
         _, base, history = made
         written(converted / "skyrl", tmp_path / "out", layout, base)
@@ -105,7 +105,7 @@ class TestThereAndBack:
         assert all(same(found[version], history[version]) for version in history)
 
     def test_files_of_ours_lie_in_no_root_of_another_layout(self, converted):
-        for layout in ("slime", "slime-first", "stitch"):
+        for layout in ("slime", "slime-first"):
             assert not list((converted / layout).rglob("manifest.json"))
         assert not (converted / "slime" / "latest").exists()
         assert not list((converted / "slime").rglob(".*")) and not list((converted / "skyrl").rglob(".*"))
@@ -132,19 +132,15 @@ class TestBytes:
     PAYLOAD = zstandard.ZstdCompressor(level=1).compress(bytes(a ^ b for a, b in zip(OLD, NEW, strict=True)))
     ENTRY = torch.frombuffer(bytearray(PAYLOAD), dtype=torch.uint8)
 
-    @pytest.mark.parametrize("layout", ["slime", "stitch"])
-    def test_slimes_current_files_and_index(self, small, tmp_path, layout):
-        written(small[0], tmp_path / "run", layout)
-        path = folder(tmp_path / "run" / ("updates" if layout == "stitch" else ""), 2)
-        files = {file.name: file.read_bytes() for file in path.iterdir()}
+    def test_slimes_current_files_and_index(self, small, tmp_path):
+        written(small[0], tmp_path / "run", "slime")
+        files = {file.name: file.read_bytes() for file in folder(tmp_path / "run", 2).iterdir()}
         assert files == {
             "model-00000-of-00001.safetensors": save({"a.weight": self.ENTRY}, metadata={"a.weight": self.SUM}),
             "model.safetensors.index.json": b'{"metadata": {"version": "000002", "base_version": "000001", '
             b'"delta_encoding": "xor", "compression_format": "zstd", "checksum_format": "xxh3-128"}, '
             b'"weight_map": {"a.weight": "model-00000-of-00001.safetensors"}}',
         }
-        if layout == "stitch":
-            assert (tmp_path / "run" / "latest").read_bytes() == b"run/weight_v000002"
 
     def test_slimes_first_files(self, small, tmp_path):
         written(small[0], tmp_path / "out", "slime-first")
@@ -230,7 +226,7 @@ class TestWhatALayoutCannotTake:
 
     def test_a_model_of_another_shape_begins_anew(self, tmp_path):
         one, other = {"a": torch.zeros(9)}, {"a": torch.ones(8)}
-        for layout in ("ours", "slime", "slime-first", "stitch"):
+        for layout in ("ours", "slime", "slime-first"):
             rows = convert(rebuilt(one, other), tmp_path / layout, layout, None)
             assert [row["kind"] for row in rows] == ["keyframe", "keyframe"]
             assert same(trainer_at(tmp_path / layout).receive_weights(0.0), other)

@@ -1,7 +1,7 @@
-"""Converted chains before the readers of slime, SkyRL and stitch, and what SkyRL and stitch write before ours.
+"""Converted chains before the readers of slime and SkyRL, and what SkyRL writes before ours.
 
-Each needs a git repository of the program: TORCHRL_EXT_SLIME, TORCHRL_EXT_SKYRL and TORCHRL_EXT_STITCH name them, bare
-or not. Without one its tests are skipped. What its newest commit holds is unpacked into a temporary directory.
+Each needs a git repository of the program, bare or not: TORCHRL_EXT_SLIME and TORCHRL_EXT_SKYRL name them. Without one
+its tests are skipped. What its newest commit holds is unpacked into a temporary directory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 
 from tests.transports.chains import checkpoint, folder, same, step, trainer_at, weights
 from tests.versions.test_convert import converted, every_version, made, written
-from tests.versions.test_slime_chains import write_slime
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
@@ -120,15 +119,11 @@ class TestSlime:
             assert done, said
             assert same(dict(model.items()), expected)
 
-    @pytest.mark.parametrize("layout", ["slime", "stitch"])
-    def test_its_pull_makes_every_version_one_after_the_other_and_at_once(
-        self, pull, made, converted, tmp_path, layout
-    ):
+    def test_its_pull_makes_every_version_one_after_the_other_and_at_once(self, pull, made, converted, tmp_path):
         _, base, history = made
-        root = converted / layout / ("updates" if layout == "stitch" else "")
         for version in history:
             for local in (tmp_path / "follows", tmp_path / f"joins-{version}"):
-                pull(str(local), str(base), str(root), version)
+                pull(str(local), str(base), str(converted / "slime"), version)
                 assert same(load_file(local / "model.safetensors"), history[version])
                 assert (local / "config.json").exists()
 
@@ -195,39 +190,3 @@ class TestSkyRL:
             return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*.*") if file.is_file()}
 
         assert files(tmp_path / "back") == files(root) and len(files(root)) == 5
-
-
-@needs("TORCHRL_EXT_STITCH")
-class TestStitch:
-    @pytest.fixture
-    def stitch(self, modules, tmp_path, monkeypatch):
-        monkeypatch.syspath_prepend(unpacked("TORCHRL_EXT_STITCH", "src", tmp_path / "stitch") / "src")
-        return {name: importlib.import_module(f"stitch.{name}") for name in ("publish", "types", "stores.modal_volume")}
-
-    def test_its_store_reads_the_pointer_and_every_manifest(self, stitch, converted):
-        ref, store = stitch["types"].VersionRef, stitch["stores.modal_volume"].ModalVolumeStore
-        volume = store(converted / "stitch", run_id="stitch")
-        assert volume.read_pointer() == ref("stitch", 5)
-        kinds = [volume.read_manifest(ref("stitch", version)).kind.value for version in range(1, 6)]
-        assert kinds == ["full", "delta", "delta", "full", "delta"]
-
-    def test_what_it_publishes_is_read_here_up_to_its_pointer(self, stitch, made, converted, tmp_path):
-        _, _, history = made
-        volume = stitch["stores.modal_volume"].ModalVolumeStore(tmp_path / "volume", run_id="r9")
-        stitch["publish"].claim_run(volume, None, "r9")
-        for version in (1, 2, 3):
-            stitch["publish"].publish_version(volume, None, str(folder(converted / "slime", version)), run_id="r9")
-            late = trainer_at(tmp_path / "volume")
-            assert same(late.receive_weights(WAIT_S), history[version]) and late.received_version == version
-
-    def test_a_converted_run_goes_on_under_its_publisher(self, stitch, made, converted, tmp_path):
-        _, _, history = made
-        written(converted / "stitch", tmp_path / "r9", "stitch")
-        volume = stitch["stores.modal_volume"].ModalVolumeStore(tmp_path / "r9", run_id="r9")
-        with pytest.raises(stitch["types"].PointerRewind):
-            stitch["publish"].publish_version(volume, None, str(folder(converted / "slime", 5)), run_id="r9")
-        own = {name: tensor.clone() for name, tensor in history[5].items()}
-        step(own, 9)
-        write_slime(folder(tmp_path / "next", 6), 6, history[5], own, "xor", "xxh3-128")
-        stitch["publish"].publish_version(volume, None, str(folder(tmp_path / "next", 6)), run_id="r9")
-        assert same(trainer_at(tmp_path / "r9").receive_weights(WAIT_S), own)

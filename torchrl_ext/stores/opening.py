@@ -71,7 +71,7 @@ def _without_password(root: str) -> str:
 
 
 def open_store(root: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
-    """Return the store at ``root``; of a directory into which SkyRL or stitch publishes, a view as a chain, to read.
+    """Return the store at ``root``; of a directory into which SkyRL publishes, a view as a chain, to read.
 
     Args:
         root: a directory, ``file://`` and a directory, or another URL that fsspec knows (``s3://bucket/prefix``).

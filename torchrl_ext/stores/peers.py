@@ -1,11 +1,10 @@
-"""Roots of SkyRL and of stitch, seen as chains of slime's current format, which they are but for names and places.
+"""Roots of SkyRL, seen as chains of slime's current format, which they are but for names and places.
 
-    SkyRL     delta-00000007/manifest.json, delta-00000007/delta-rank00000-file000000.safetensors, ...
-    stitch    latest, holding "<run>/weight_v000007"; updates/weight_v000007/... as slime writes it
+    delta-00000007/manifest.json, delta-00000007/delta-rank00000-file000000.safetensors, ...
 
 SkyRL's payloads are slime's `xor`. What slime has in its index and in the metadata of its files, SkyRL has in the
-manifest, so both are made of that when they are read. Sources: NovaSky-AI/SkyRL `weight_sync/delta_checkpoint.py` and
-modal-projects/stitch `stitch/types.py`, `stitch/stores/`, of 2026.
+manifest, so both are made of that when they are read. Source: NovaSky-AI/SkyRL `weight_sync/delta_checkpoint.py`, of
+2026.
 """
 
 from __future__ import annotations
@@ -26,9 +25,6 @@ from torchrl_ext.stores.versions import version_name, version_number
 __all__ = ["as_chain"]
 
 _INDEX = "model.safetensors.index.json"
-_LATEST, _UPDATES = "latest", "updates"
-_LONGEST = 4096  # bytes of a pointer
-_POINTER = re.compile(rb"\s*(?:[^\0]*/)?(?:weight_v)?(\d{1,18})\s*")
 _DELTA = re.compile(r"delta-(\d{8,18})", re.ASCII)
 
 
@@ -44,8 +40,6 @@ def as_chain(store: Store) -> Store:
             return store
         if any(map(_DELTA.fullmatch, names)):
             return _SkyRL(store)
-        if _UPDATES in names and _LATEST in names and _POINTER.fullmatch(store.get(_LATEST, at_most=_LONGEST)):
-            return _Stitch(store)
     return store
 
 
@@ -105,55 +99,6 @@ class _Seen(Store):
             state="nothing was changed",
             hint="torchrl-ext chain convert makes one of it",
         )
-
-
-@final
-class _Stitch(_Seen):
-    """A root of stitch: what its pointer does not reach yet is not there."""
-
-    owner: ClassVar[str] = "stitch"
-
-    def get(self, key: str, at_most: int | None = None) -> bytes:
-        return b"%d\n" % self._pointed() if key == _LATEST else self._store.get(self._place(key), at_most)
-
-    def list(self, folder: str = "") -> list[str]:
-        if folder:
-            with suppress(FileNotFoundError):
-                return self._store.list(self._place(folder))
-            return []
-        last, found = self._pointed(), [_LATEST]
-        for name in self._store.list(_UPDATES):
-            number = version_number(name)
-            if number is not None and number <= last:
-                found.append(name)
-        return found
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        with suppress(FileNotFoundError):
-            return self._store.sizes(self._place(folder))
-        return {}
-
-    def _place(self, key: str) -> str:
-        number = version_number(key.split("/")[0])
-        if key.startswith("."):
-            return key
-        if number is None or number > self._pointed():
-            raise FileNotFoundError(f"{self.url}/{key}")
-        return f"{_UPDATES}/{key}"
-
-    def _pointed(self) -> int:
-        try:
-            text = self._store.get(_LATEST, at_most=_LONGEST)
-        except FileNotFoundError:
-            return 0
-        match = _POINTER.fullmatch(text)
-        if match is None:
-            raise IntegrityError(
-                f"the pointer {_LATEST!r} in {self._store.url} holds {text[:80]!r}",
-                expected="a run and a version, as in run/weight_v000007",
-                state="nothing was read",
-            )
-        return int(match[1])
 
 
 @final

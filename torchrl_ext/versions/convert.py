@@ -1,7 +1,7 @@
 """The writing of a chain anew, in the layout of this library or of another one that follows versions as files.
 
 Every version is rebuilt and compared with its digests first, so that nothing damaged is passed on; a delta is taken
-anew between two of them. `torchrl_ext.stores.peers` has the sources of SkyRL's and stitch's layouts.
+anew between two of them. `torchrl_ext.stores.peers` has the sources of SkyRL's layout.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["LAYOUTS", "Rebuilt", "convert"]
 
-LAYOUTS: Final = ("ours", "slime", "slime-first", "skyrl", "stitch")
+LAYOUTS: Final = ("ours", "slime", "slime-first", "skyrl")
 """The layouts that `convert` writes."""
 
 _SHARD_BYTES: Final = 4 << 30
@@ -83,7 +83,7 @@ def convert(versions: Iterable[Rebuilt], folder: str | os.PathLike[str], layout:
 
     Args:
         versions: in order.
-        folder: a directory that does not exist, or is empty. Its name is that of the run, in stitch's layout.
+        folder: a directory that does not exist, or is empty.
         layout: one of `LAYOUTS`.
         base: checkpoint directory that is version 0.
 
@@ -149,7 +149,6 @@ class _Foreign:
 
     def __init__(self, path: Path, layout: str, base: str | None) -> None:
         self._path, self._layout = path, layout
-        self._inside = "updates/" if layout == "stitch" else ""
         self._codec = make_codec("deltas_zstd" if layout == "slime-first" else "xor")
         self._files = _OF_LAYOUT[layout]
         self._held: dict[str, Tensor] = {}
@@ -160,7 +159,7 @@ class _Foreign:
 
     def write(self, versions: Iterable[Rebuilt]) -> Iterator[Info]:
         """Write every version, and yield what it became."""
-        store = LocalStore(self._path / self._inside)
+        store = LocalStore(self._path)
         store.own()
         try:
             for version in versions:
@@ -171,15 +170,8 @@ class _Foreign:
                         self._whole(draft, version)
                     if self._layout == "slime-first":
                         draft.write("DONE", b"")
-                if self._layout == "stitch":
-                    pointer = f"{self._path.name}/{folder}".encode()
-                    LocalStore(self._path).put("latest", pointer)
                 self._number = version.number
-                yield {
-                    "version": version.number,
-                    "kind": "delta" if delta else "keyframe",
-                    "folder": self._inside + folder,
-                }
+                yield {"version": version.number, "kind": "delta" if delta else "keyframe", "folder": folder}
         finally:
             store.disown()
 
@@ -288,6 +280,5 @@ def _skyrls(delta: NewDelta, changes: Iterable[Encoded]) -> _Files:
 _OF_LAYOUT = {
     "slime": _slimes(Whole()),
     "slime-first": _slimes(Flushes()),
-    "stitch": _slimes(Whole()),
     "skyrl": _skyrls,
 }
