@@ -17,11 +17,12 @@ from tests.codecs.data import bytes_of
 from tests.hostile import HOSTILE, at_most_more_bytes, refused_or_right, worse_bytes, worse_json, worse_text
 from tests.transports.chains import weights
 from torchrl_ext.codecs.base import codec_from_json, encodings, make_codec
+from torchrl_ext.codecs.frames import decompress
 from torchrl_ext.codecs.patch import apply_patch, diff
 from torchrl_ext.codecs.pipeline import encode_tensor
-from torchrl_ext.codecs.slime.container import decompress, parse_safetensors
-from torchrl_ext.codecs.slime.current import DeltaIndex, build_shard, checksum, parse_index, parse_shard
-from torchrl_ext.codecs.slime.first import build_flush, parse_flush
+from torchrl_ext.compat.slime.container import parse_safetensors
+from torchrl_ext.compat.slime.current import DeltaIndex, build_shard, checksum, parse_index, parse_shard
+from torchrl_ext.compat.slime.first import build_flush, parse_flush
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores import version_name
 from torchrl_ext.stores.base import MemoryStore

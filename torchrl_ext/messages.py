@@ -213,7 +213,7 @@ class Prefetch(Connected, frozen=True, kw_only=True):
 class Pull(Message, frozen=True, kw_only=True):
     """Tells workers to update a checkpoint on their host to a published version, while the engine serves; see `Poll`.
 
-    The workers do not load it (`torchrl_ext.versions.local_checkpoint`).
+    The workers do not load it (`torchrl_ext.compat.slime.local_checkpoint`).
 
     Attributes:
         source: directory of the published versions.

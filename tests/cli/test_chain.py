@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 import torchrl_ext as tx
+from tests.compat.test_slime_chains import renumber, settle, write_slime
 from tests.models import tiny_model
 from tests.transports.chains import checkpoint, folder, published, step, weights
-from tests.versions.test_slime_chains import renumber, settle, write_slime
 from torchrl_ext.cli import chain
 from torchrl_ext.cli.main import main
 from torchrl_ext.deadline import Deadline

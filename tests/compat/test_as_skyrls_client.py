@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import torchrl_ext as tx
+from tests.compat.layouts import write_skyrl
 from tests.compat.skyrl_client import made, sent
 from tests.rpc.servers import CONFIG, GOOD, Resting, failed, initialised, running
 from tests.transports.chains import checkpoint, step, weights
-from tests.versions.layouts import write_skyrl
 from torchrl_ext.compat.skyrl import PauseMode, transport_for
 from torchrl_ext.errors import ConfigError, EngineError, StoreError
 

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from starlette.testclient import TestClient
 
 import torchrl_ext as tx
+from tests.compat.test_slime_chains import write_slime
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.transports.chains import folder
-from tests.versions.test_slime_chains import write_slime
 from torchrl_ext.codecs.patch import diff
-from torchrl_ext.codecs.slime.first import build_flush, flush_name
 from torchrl_ext.compat.slime.embedded import routes
+from torchrl_ext.compat.slime.first import build_flush, flush_name
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.server import make_app
 from torchrl_ext.types import ParamMeta

@@ -5,12 +5,12 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
+from tests.compat.test_slime_chains import write_slime
 from tests.engine.served import ServedSGLang, ServedVLLM
 from tests.models import tiny_checkpoint, tiny_model
 from tests.transports.chains import folder
-from tests.versions.test_slime_chains import write_slime
 from torchrl_ext.codecs.patch import diff
-from torchrl_ext.codecs.slime.first import build_flush, flush_name
+from torchrl_ext.compat.slime.first import build_flush, flush_name
 from torchrl_ext.types import ParamMeta
 
 pytestmark = pytest.mark.engine

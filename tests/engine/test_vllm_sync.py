@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import torchrl_ext as tx
+from tests.compat.layouts import write_skyrl
 from tests.engine.following import Follows, FollowsInBfloat16, Recovers, sending
 from tests.engine.served import assert_spans, until_met
 from tests.models import PROMPT, greedy, tiny_model
-from tests.versions.layouts import write_skyrl
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 
 pytestmark = pytest.mark.engine

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.compat.layouts import write_skyrl
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import files_of, maps_of, python
-from tests.versions.layouts import write_skyrl
 from torchrl_ext.bench.runner import track_peak
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, UpdateError

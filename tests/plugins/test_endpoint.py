@@ -9,10 +9,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from tests.compat.test_slime_chains import renumber
 from tests.hostile import HOSTILE
 from tests.processes import WAIT_S
 from tests.transports.chains import checkpoint, folder, published, same, weights
-from tests.versions.test_slime_chains import renumber
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import Finish, Reset, Start, read
 from torchrl_ext.routes import ANSWERS

@@ -9,9 +9,10 @@ from contextlib import closing
 
 import pytest
 
+from tests.compat.layouts import edit_manifest, write_skyrl
 from tests.hostile import refused_or_right, worse_bytes, worse_text
 from tests.transports.chains import checkpoint, same, step, trainer_at, weights
-from tests.versions.layouts import edit_manifest, write_skyrl
+from torchrl_ext.compat.slime.foreign import ForeignVersions
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores import Chain, open_store
@@ -21,7 +22,6 @@ from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.base import Arrival, Worker
 from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.transports.published import PublishedRoot
-from torchrl_ext.versions.foreign import ForeignVersions
 
 
 def copied(tensors):

@@ -8,10 +8,10 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 import torchrl_ext as tx
+from tests.compat.layouts import write_skyrl
+from tests.compat.test_slime_chains import write_slime
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.transports.chains import folder
-from tests.versions.layouts import write_skyrl
-from tests.versions.test_slime_chains import write_slime
 from torchrl_ext.compat.slime.embedded import routes
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest

@@ -7,14 +7,14 @@ import shutil
 
 import pytest
 
+from tests.compat.test_slime_chains import renumber, settle, write_slime
 from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
-from tests.versions.test_slime_chains import renumber, settle, write_slime
+from torchrl_ext.compat.slime import foreign
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores import open_store
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.base import Arrival
-from torchrl_ext.versions import foreign
 
 
 class TestFilesThatCome:

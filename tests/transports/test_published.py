@@ -7,8 +7,8 @@ from contextlib import closing
 
 import pytest
 
+from tests.compat.test_slime_chains import renumber
 from tests.transports.chains import checkpoint, folder, published, same
-from tests.versions.test_slime_chains import renumber
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import CheckAdapter, Finish, Join, Load, Prefetch, Reset, Start, stamped

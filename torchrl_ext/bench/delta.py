@@ -30,8 +30,8 @@ from torchrl_ext.bench.runner import at_most, ratio, rounds, track_peak
 from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Reads, make_codec
 from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
-from torchrl_ext.codecs.slime.current import DeltaIndex, build_shard, checksum, shard_name
 from torchrl_ext.codecs.units import Unit, units
+from torchrl_ext.compat.slime.current import DeltaIndex, build_shard, checksum, shard_name
 from torchrl_ext.stores import version_name
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.types import ParamMeta

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchrl_ext.compat.convert import LAYOUTS, Rebuilt, convert
+from torchrl_ext.compat.slime.foreign import ForeignVersions
 from torchrl_ext.errors import ConfigError, IntegrityError, WeightSyncError
 from torchrl_ext.stores import LocalStore, Store, open_store, version_name
 from torchrl_ext.stores.chain import Chain
@@ -20,8 +22,6 @@ from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.peers import as_chain
 from torchrl_ext.types import Info, ParamMeta, dtype_name
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.convert import LAYOUTS, Rebuilt, convert
-from torchrl_ext.versions.foreign import ForeignVersions
 from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.weights.checkpoint import companion_files

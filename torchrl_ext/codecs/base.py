@@ -148,17 +148,25 @@ class Codec(ABC):
 
 encodings = Registry("encoding")
 for _name, _path, _summary in (
-    ("ulp", "ulp:UlpCodec", "gaps and ulp steps, rANS; the fast one"),
-    ("context", "ulp:ContextCodec", "gaps and ulp steps in the context of the base's exponent, rANS; the tight one"),
-    ("dense", "dense:DenseCodec", "the whole new tensor in byte planes"),
-    ("auto", "auto:AutoCodec", "picks per tensor by measured density and link speed"),
-    ("indices", "slime.encodings:IndicesCodec", "int32 positions and values (slime's first format)"),
-    ("deltas", "slime.encodings:DeltasCodec", "position gaps of 16 or 32 bits and values (slime's first format)"),
-    ("deltas_zstd", "slime.encodings:DeltasZstdCodec", "deltas, the whole file in zstd (slime's first format)"),
-    ("xor", "slime.encodings:XorCodec", "new ^ old in zstd (slime's current format)"),
-    ("overwrite", "slime.encodings:OverwriteCodec", "byte positions and bytes in zstd (slime's current format)"),
+    ("ulp", "codecs.ulp:UlpCodec", "gaps and ulp steps, rANS; the fast one"),
+    (
+        "context",
+        "codecs.ulp:ContextCodec",
+        "gaps and ulp steps in the context of the base's exponent, rANS; the tight one",
+    ),
+    ("dense", "codecs.dense:DenseCodec", "the whole new tensor in byte planes"),
+    ("auto", "codecs.auto:AutoCodec", "picks per tensor by measured density and link speed"),
+    ("indices", "compat.slime.encodings:IndicesCodec", "int32 positions and values (slime's first format)"),
+    (
+        "deltas",
+        "compat.slime.encodings:DeltasCodec",
+        "position gaps of 16 or 32 bits and values (slime's first format)",
+    ),
+    ("deltas_zstd", "compat.slime.encodings:DeltasZstdCodec", "deltas, the whole file in zstd (slime's first format)"),
+    ("xor", "compat.slime.encodings:XorCodec", "new ^ old in zstd (slime's current format)"),
+    ("overwrite", "compat.slime.encodings:OverwriteCodec", "byte positions and bytes in zstd (slime's current format)"),
 ):
-    encodings.register(_name, f"torchrl_ext.codecs.{_path}", _summary)
+    encodings.register(_name, f"torchrl_ext.{_path}", _summary)
 
 
 def make_codec(name: str, **settings: Any) -> Codec:

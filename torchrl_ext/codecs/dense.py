@@ -15,8 +15,8 @@ import zstandard
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Block, Buffer, Needs, Reads
+from torchrl_ext.codecs.frames import decompress
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
-from torchrl_ext.codecs.slime.container import decompress
 from torchrl_ext.codecs.ulp import FramedCodec, damaged
 from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError

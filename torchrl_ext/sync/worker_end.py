@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from torchrl_ext.compat.slime.local_checkpoint import LocalCheckpoint
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
 from torchrl_ext.landing.loader import WeightLoader
@@ -26,7 +27,6 @@ from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import Info
 from torchrl_ext.versions.hooks import PRE_READ_HOOK, read_hook
-from torchrl_ext.versions.local_checkpoint import LocalCheckpoint
 
 __all__ = ["WorkerEnd", "joined", "pull", "words_of"]
 

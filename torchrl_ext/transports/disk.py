@@ -13,6 +13,7 @@ from typing import Any, ClassVar, final
 
 from torch import Tensor
 
+from torchrl_ext.compat.slime.local_checkpoint import LocalCheckpoint
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError, StaleBaseError, StoreError
 from torchrl_ext.stores import Chain, LocalStore, version_name
@@ -24,7 +25,6 @@ from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.hooks import hook_at
-from torchrl_ext.versions.local_checkpoint import LocalCheckpoint
 
 __all__ = ["DiskTransport"]
 
@@ -55,7 +55,7 @@ class DiskTransport(StandaloneTransport):
             whole checkpoints.
         post_write_hook: as in `DeltaTransport`.
         local_dir: directory on each engine's host, into which a version is copied while the engine serves, to be loaded
-            from there (`torchrl_ext.versions.local_checkpoint`); one for all engines of a host. None loads from
+            from there (`torchrl_ext.compat.slime.local_checkpoint`); one for all engines of a host. None loads from
             ``root``, as engines without our plugin always do.
         timeout_s: deadline of every wait, in seconds.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from torchrl_ext.codecs.base import codec_from_json, needs_base
+from torchrl_ext.compat.slime.foreign import ForeignVersions, is_flush
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.messages import Files
@@ -19,7 +20,6 @@ from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import Info, decoded
-from torchrl_ext.versions.foreign import ForeignVersions, is_flush
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
 __all__ = ["Joined", "PublishedRoot"]

@@ -1,6 +1,6 @@
 """The layouts of a delta's payloads in the files of its folder, for writing and for reading.
 
-`packed` is ours. `flushes` and `whole` are slime's first and current files (`torchrl_ext.codecs.slime`), here with a
+`packed` is ours. `flushes` and `whole` are slime's first and current files (`torchrl_ext.compat.slime`), here with a
 manifest of ours beside them. Called `foreign`, they are files that slime itself wrote, without such a manifest.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded, codec_from_json
 from torchrl_ext.codecs.patch import Patch, SparsePatch, apply_patch, fold
-from torchrl_ext.codecs.slime import current, first
+from torchrl_ext.compat.slime import current, first
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, DeltaParam, DeltaPart

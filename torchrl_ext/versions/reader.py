@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.patch import Patch, apply_patch
+from torchrl_ext.compat.slime.foreign import ForeignVersions
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import DeltaManifest
 from torchrl_ext.stores.versions import Held, Version, version_name
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.foreign import ForeignVersions
 from torchrl_ext.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
 from torchrl_ext.versions.shards.parts import Wanted
 from torchrl_ext.weights.checkpoint import CheckpointSource

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded
 from torchrl_ext.codecs.pipeline import encode_tensors
-from torchrl_ext.codecs.slime.current import CHECKSUMS
+from torchrl_ext.compat.slime.current import CHECKSUMS
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import Store, version_name
 from torchrl_ext.stores.base import Draft

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from torchrl_ext.codecs.slime.current import CHECKSUMS
+from torchrl_ext.compat.slime.current import CHECKSUMS
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import transports
 from torchrl_ext.versions.hooks import hook_at

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, final
 from torch import Tensor
 
 from torchrl_ext.codecs.base import codec_from_json
+from torchrl_ext.compat.slime.foreign import ForeignVersions
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.landing.loader import Changes
@@ -24,7 +25,6 @@ from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation
 from torchrl_ext.transports.standalone import Mailbox
 from torchrl_ext.types import Info, Wire
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.foreign import ForeignVersions
 from torchrl_ext.versions.hooks import PRE_READ_HOOK, read_hook
 from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.versions.reader import ChainReader

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 from torchrl_ext.codecs.base import encodings, make_codec, needs_base
 from torchrl_ext.codecs.pipeline import worker_threads
-from torchrl_ext.codecs.slime.current import CHECKSUMS
+from torchrl_ext.compat.slime.current import CHECKSUMS
+from torchrl_ext.compat.slime.foreign import ForeignVersions
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.devices import usable_device
 from torchrl_ext.errors import ConfigError, TransportError
@@ -29,7 +30,6 @@ from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_writer import FullWriter
-from torchrl_ext.versions.foreign import ForeignVersions
 from torchrl_ext.versions.hooks import hook_at
 from torchrl_ext.versions.shards.copies import RankCopies, steps
 from torchrl_ext.versions.shards.own import OwnBlocks

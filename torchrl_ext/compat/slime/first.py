@@ -22,9 +22,10 @@ import numpy as np
 import torch
 import zstandard
 
+from torchrl_ext.codecs.frames import decompress
 from torchrl_ext.codecs.patch import SparsePatch, index_dtype
-from torchrl_ext.codecs.slime.container import Buffer, Entry, build_safetensors, decompress, parse_safetensors
 from torchrl_ext.codecs.units import unit_of
+from torchrl_ext.compat.slime.container import Buffer, Entry, build_safetensors, parse_safetensors
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.types import ParamMeta, dtype_name
 from torchrl_ext.weights.tensorfile import FORMAT_NAMES

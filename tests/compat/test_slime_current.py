@@ -13,8 +13,8 @@ from safetensors.torch import load
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.codecs.pipeline import encode_tensor
-from torchrl_ext.codecs.slime.container import Entry, build_safetensors, parse_safetensors
-from torchrl_ext.codecs.slime.current import (
+from torchrl_ext.compat.slime.container import Entry, build_safetensors, parse_safetensors
+from torchrl_ext.compat.slime.current import (
     DeltaIndex,
     build_shard,
     checksum,

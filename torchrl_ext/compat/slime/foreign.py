@@ -1,6 +1,6 @@
 """The reading of chains that slime wrote, in either of its formats, which have no manifest of ours.
 
-`torchrl_ext.codecs.slime.current` and `torchrl_ext.codecs.slime.first` have the formats. There are no digests
+`torchrl_ext.compat.slime.current` and `torchrl_ext.compat.slime.first` have the formats. There are no digests
 of what a delta leaves alone. Current files carry a checksum of each new tensor; the first ones only one of their own
 bytes, and nothing names their base but the number before them.
 """
@@ -16,8 +16,8 @@ from typing import final
 import xxhash
 
 from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.codecs.slime.current import CHECKSUMS, INDEX_NAME, DeltaIndex, parse_index
-from torchrl_ext.codecs.slime.first import flush_name
+from torchrl_ext.compat.slime.current import CHECKSUMS, INDEX_NAME, DeltaIndex, parse_index
+from torchrl_ext.compat.slime.first import flush_name
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.stores import Chain, Manifest, Placed, Store, version_name
 from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, DeltaParam

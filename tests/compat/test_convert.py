@@ -12,12 +12,12 @@ import zstandard
 from safetensors import safe_open
 from safetensors.torch import load, load_file, save
 
+from tests.compat.test_slime_chains import apply_slime
 from tests.transports.chains import checkpoint, flip, folder, same, step, trainer_at, weights
-from tests.versions.test_slime_chains import apply_slime
 from torchrl_ext.cli.chain import Reader
+from torchrl_ext.compat.convert import LAYOUTS, Rebuilt, convert
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.stores import open_store
-from torchrl_ext.versions.convert import LAYOUTS, Rebuilt, convert
 
 CONFIG = {"config.json": b'{"model_type": "tiny"}'}
 
@@ -188,7 +188,7 @@ class TestBytes:
             assert same(held, history[version])
 
     def test_skyrls_payloads_roll_over_into_files_and_no_tensor_is_cut(self, made, tmp_path, monkeypatch):
-        monkeypatch.setattr("torchrl_ext.versions.convert._PAYLOAD_BYTES", 100)
+        monkeypatch.setattr("torchrl_ext.compat.convert._PAYLOAD_BYTES", 100)
         root, base, history = made
         written(root, tmp_path / "out", "skyrl", base)
         names = [path.name for path in sorted((tmp_path / "out" / "delta-00000002").glob("*.safetensors"))]

@@ -1,6 +1,6 @@
 """slime's encodings: `indices`, `deltas`, `deltas_zstd` of its first format, `xor` and `overwrite` of its current one.
 
-Files of the first format hold many parameters (`torchrl_ext.codecs.slime.first`), so what is coded here of one of them
+Files of the first format hold many parameters (`torchrl_ext.compat.slime.first`), so what is coded here of one of them
 never leaves the process that writes them: an int64 position and a value of each element.
 
 `xor` and `overwrite` are one zstd frame of level 1 per tensor, byte for byte as slime has it. Source: THUDM/slime
@@ -21,8 +21,8 @@ import zstandard
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Reads
+from torchrl_ext.codecs.frames import decompress
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
-from torchrl_ext.codecs.slime.container import decompress
 from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.kernels.host import Part

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.hostile import refused_or_right, worse_text
 from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
-from torchrl_ext.codecs.slime.first import build_flush, parse_flush
+from torchrl_ext.compat.slime.first import build_flush, parse_flush
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.types import ParamMeta

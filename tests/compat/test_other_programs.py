@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.compat.test_convert import converted, every_version, made, written
 from tests.transports.chains import checkpoint, folder, same, step, trainer_at, weights
-from tests.versions.test_convert import converted, every_version, made, written
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.weights.checkpoint import CheckpointSource
 

@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-import zstandard
 
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.weights.tensorfile import FORMAT_NAMES, HEADER_DAMAGE, parse_header
 
-__all__ = ["Entry", "build_safetensors", "decompress", "parse_safetensors"]
+__all__ = ["Entry", "build_safetensors", "parse_safetensors"]
 
 Buffer = bytes | bytearray | memoryview
 
@@ -78,39 +77,9 @@ def parse_safetensors(
     return metadata, entries
 
 
-def _bad(where: str, why: str, expected: str | None = None) -> IntegrityError:
+def _bad(where: str, why: str) -> IntegrityError:
     return IntegrityError(
         f"{where} is damaged: {why}",
-        expected=expected,
         state="nothing of it was used",
         hint="fetch the file again, or catch up from a keyframe",
     )
-
-
-def decompress(data: Buffer, most: int, what: str) -> bytes:
-    """Return what one zstd frame holds, whatever it claims never more than ``most`` bytes.
-
-    Raises:
-        IntegrityError: no frame, a damaged one, or a longer one; names ``what``.
-    """
-    try:
-        size = zstandard.frame_content_size(data)
-        if size > most:
-            raise _bad(what, f"its zstd frame declares {size} bytes", f"at most {most}")
-        reader = zstandard.ZstdDecompressor().decompressobj(read_across_frames=False)
-        if size >= 0:
-            result = zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
-        else:  # a streamed frame: feed it piecemeal, so that a bomb is caught after its first excess
-            result, view = b"", memoryview(data)
-            pieces, total = [], 0
-            for at in range(0, len(view), 1024):
-                pieces.append(reader.decompress(view[at : at + 1024]))
-                total += len(pieces[-1])
-                if total > most:
-                    raise _bad(what, f"its zstd frame gives more than {most} bytes")
-            if not reader.eof or reader.unused_data:
-                raise _bad(what, "its zstd frame has no end, or more after it")
-            result = b"".join(pieces)
-    except zstandard.ZstdError as error:
-        raise _bad(what, f"its zstd frame cannot be read: {error}") from None
-    return result

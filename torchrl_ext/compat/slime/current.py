@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import xxhash
 
-from torchrl_ext.codecs.slime.container import Buffer, Entry, build_safetensors, parse_safetensors
+from torchrl_ext.compat.slime.container import Buffer, Entry, build_safetensors, parse_safetensors
 from torchrl_ext.errors import ConfigError, IntegrityError
 
 __all__ = [

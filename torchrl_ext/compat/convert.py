@@ -21,8 +21,8 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import Encoded, make_codec
 from torchrl_ext.codecs.pipeline import encode_tensors
-from torchrl_ext.codecs.slime.container import Entry, build_safetensors
-from torchrl_ext.codecs.slime.current import checksum
+from torchrl_ext.compat.slime.container import Entry, build_safetensors
+from torchrl_ext.compat.slime.current import checksum
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores import Chain, LocalStore, version_name
 from torchrl_ext.stores.base import Draft

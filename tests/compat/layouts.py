@@ -10,7 +10,7 @@ import xxhash
 import zstandard
 from safetensors.torch import save
 
-from tests.versions.test_slime_chains import raw
+from tests.compat.test_slime_chains import raw
 
 
 def write_skyrl(root, version, old, new, algorithm="xxh3-128", **more):

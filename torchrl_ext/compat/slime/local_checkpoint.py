@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.patch import apply_patch
-from torchrl_ext.codecs.slime.current import INDEX_NAME, parse_index
+from torchrl_ext.compat.slime.current import INDEX_NAME, parse_index
+from torchrl_ext.compat.slime.foreign import ForeignVersions
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError
 from torchrl_ext.files import open_regular
@@ -41,7 +42,6 @@ from torchrl_ext.stores.opening import admit
 from torchrl_ext.stores.versions import Held, Version
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.foreign import ForeignVersions
 from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.weights.tensorfile import CHUNK_BYTES, TensorFile
 

@@ -9,7 +9,7 @@ import zstandard
 from safetensors.torch import load, save
 
 from torchrl_ext.codecs.patch import SparsePatch, diff
-from torchrl_ext.codecs.slime.first import build_flush, flush_buckets, flush_name, parse_flush
+from torchrl_ext.compat.slime.first import build_flush, flush_buckets, flush_name, parse_flush
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.types import ParamMeta
 

@@ -14,11 +14,11 @@ import threading
 import pytest
 from safetensors.torch import load_file
 
+from tests.compat.test_slime_chains import write_slime
 from tests.processes import finished
 from tests.transports.chains import checkpoint, flip, folder, published, same, step, weights
-from tests.versions.test_slime_chains import write_slime
+from torchrl_ext.compat.slime.local_checkpoint import LocalCheckpoint
 from torchrl_ext.errors import ConfigError, DeadlineError, IntegrityError, WeightSyncError
-from torchrl_ext.versions.local_checkpoint import LocalCheckpoint
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def state_number(local):
 
 _PULL = """
 import os, signal, sys
-from torchrl_ext.versions import local_checkpoint as module
+from torchrl_ext.compat.slime import local_checkpoint as module
 left = int(sys.argv[4])
 def counted(name):
     original = getattr(module, name)

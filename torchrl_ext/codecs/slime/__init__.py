@@ -1,1 +1,0 @@
-"""slime's encodings and files, byte for byte."""
