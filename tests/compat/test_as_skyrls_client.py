@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import torchrl_ext as tx
-from tests.compat.layouts import write_skyrl
 from tests.compat.skyrl_client import made, sent
+from tests.compat.test_slime_chains import write_slime
 from tests.rpc.servers import CONFIG, GOOD, Resting, failed, initialised, running
-from tests.transports.chains import checkpoint, step, weights
+from tests.transports.chains import checkpoint, folder, step, weights
 from torchrl_ext.compat.skyrl import PauseMode, transport_for
 from torchrl_ext.errors import ConfigError, EngineError, StoreError
 
@@ -277,7 +277,7 @@ def test_a_folder_that_is_named_is_joined_once_and_its_versions_are_staged(serve
     for version in (1, 2):
         old = {name: tensor.clone() for name, tensor in own.items()}
         step(own, version)
-        write_skyrl(tmp_path / "sync", version, old, own)
+        write_slime(folder(tmp_path / "sync", version), version, old, own, "xor", "xxh3-128")
     init = {"base_model_path": str(base), "local_checkpoint_dir": "/nvme/x", "cloud_download_workers": 4}
     client.run(client.init_weight_update_communicator(init))
     assert not sent(server, "init_weight_transfer_engine")
@@ -287,7 +287,7 @@ def test_a_folder_that_is_named_is_joined_once_and_its_versions_are_staged(serve
         client.run(client.fetch_weights(3, sync_dir=str(tmp_path / "sync")))
     client.run(client.fetch_weights(1, sync_dir=str(tmp_path / "sync")))
     there = pickle.loads(pickle.dumps(client))
-    there.run(there.fetch_weights(2, uri=f"{tmp_path}/sync/delta-00000002"))
+    there.run(there.fetch_weights(2, uri=f"{tmp_path}/sync/weight_v000002"))
     told = [body["init_info"] for _, body in sent(server, "init_weight_transfer_engine")]
     steps = [(one["kind"], one.get("version")) for one in told if one["kind"] in ("join", "prefetch")]
     assert steps == [("join", None), ("prefetch", 1), ("prefetch", 2)]
@@ -309,7 +309,7 @@ def test_a_folder_that_engines_left_for_another_trainer_is_joined_again(server, 
     base = checkpoint(tmp_path / "base", weights())
     own = weights()
     step(own, 1)
-    write_skyrl(tmp_path / "sync", 1, weights(), own)
+    write_slime(folder(tmp_path / "sync", 1), 1, weights(), own, "xor", "xxh3-128")
     client.run(client.init_weight_update_communicator({"base_model_path": str(base)}))
     client.run(client.fetch_weights(1, sync_dir=str(tmp_path / "sync")))
     answers = [initialised, failed("worker 0: EngineError: no transport was joined.")]

@@ -177,7 +177,6 @@ class TestSkyRL:
 
     def test_what_its_publisher_writes_is_read_here(self, published):
         root, base, history = published
-        assert same(trainer_at(root, base=base).receive_weights(WAIT_S), history[3])
         found = every_version(root, base)
         assert all(same(found[version], history[version]) for version in history)
 

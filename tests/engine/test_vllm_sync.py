@@ -5,10 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import torchrl_ext as tx
-from tests.compat.layouts import write_skyrl
+from tests.compat.test_slime_chains import write_slime
 from tests.engine.following import Follows, FollowsInBfloat16, Recovers, sending
 from tests.engine.served import assert_spans, until_met
 from tests.models import PROMPT, greedy, tiny_model
+from tests.transports.chains import folder
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 
 pytestmark = pytest.mark.engine
@@ -85,7 +86,7 @@ def test_a_request_that_was_frozen_goes_on_as_the_new_weights_would(vllm, tmp_pa
         until_met(frozen)
 
 
-def test_versions_of_skyrls_folder_are_served_by_its_trainers_own_order_of_calls(vllm, checkpoint, tmp_path):
+def test_versions_of_a_folder_are_served_by_skyrls_own_order_of_calls(vllm, checkpoint, tmp_path):
     held, root = dict(tiny_model(0).state_dict()), tmp_path / "sync"
     with sending("disk", tmp_path / "other", vllm) as sender:
         sender.update_weights(held)  # the folder's versions begin with what the server was started with
@@ -93,7 +94,7 @@ def test_versions_of_skyrls_folder_are_served_by_its_trainers_own_order_of_calls
     client.run(client.init_weight_update_communicator({"base_model_path": str(checkpoint)}))
     for version, seed in ((1, 36), (2, 37)):
         model = tiny_model(seed)
-        write_skyrl(root, version, held, model.state_dict())
+        write_slime(folder(root, version), version, held, model.state_dict(), "xor", "xxh3-128")
         held = dict(model.state_dict())
         client.run(client.fetch_weights(version, sync_dir=str(root)))
         assert not vllm.paused()

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.compat.layouts import write_skyrl
+from tests.compat.test_slime_chains import write_slime
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import files_of, maps_of, python
+from tests.transports.chains import folder
 from torchrl_ext.bench.runner import track_peak
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, UpdateError
@@ -189,7 +190,7 @@ def test_the_sleep_around_an_update_frees_the_weights_and_the_frozen_requests_go
     client.close()
 
 
-def test_versions_of_skyrls_folder_are_served_by_its_trainers_own_order_of_calls(server, engine, checkpoint, tmp_path):
+def test_versions_of_a_folder_are_served_by_skyrls_own_order_of_calls(server, engine, checkpoint, tmp_path):
     def begin_anew():
         other = tx.WeightSender(tx.make_transport("disk", root=tmp_path / "other"), engine)
         other.update_weights(tiny_model(0))
@@ -204,7 +205,7 @@ def test_versions_of_skyrls_folder_are_served_by_its_trainers_own_order_of_calls
     held = dict(tiny_model(0).state_dict())
     for version, seed in ((1, 4), (2, 5)):
         model = tiny_model(seed)
-        write_skyrl(root, version, held, model.state_dict())
+        write_slime(folder(root, version), version, held, model.state_dict(), "xor", "xxh3-128")
         held = dict(model.state_dict())
         told = {"target_version": version, "version": version, "sync_dir": str(root)}
         client.run(client.fetch_weights(version, sync_dir=str(root)))

@@ -8,7 +8,6 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 import torchrl_ext as tx
-from tests.compat.layouts import write_skyrl
 from tests.compat.test_slime_chains import write_slime
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.transports.chains import folder
@@ -44,13 +43,6 @@ def by_slime(root, seeds, base):
         held = tensors(seed)
 
 
-def by_skyrl(root, seeds, base):
-    held = tensors(0)
-    for version, seed in enumerate(seeds, start=1):
-        write_skyrl(root, version, held, tensors(seed))
-        held = tensors(seed)
-
-
 def by_slime_in_full(root, seeds, base):
     for version, seed in enumerate(seeds, start=1):
         tiny_model(seed).save_pretrained(folder(root, version))
@@ -74,7 +66,7 @@ def says(engine, count=8):
     return output.token_ids
 
 
-@pytest.mark.parametrize("publish", [by_disk, by_deltas, by_slime, by_skyrl, by_slime_in_full])
+@pytest.mark.parametrize("publish", [by_disk, by_deltas, by_slime, by_slime_in_full])
 def test_the_newest_version_of_a_root_is_put_in_service_whoever_published_it(engine, base, tmp_path, publish):
     publish(tmp_path / "root", [5, 6], base)
     root, client = PublishedRoot(tmp_path / "root", base), tx.make_engine("inprocess", engine=engine)
@@ -115,7 +107,7 @@ def test_damaged_files_are_not_served_and_the_next_good_version_is(engine, base,
     assert client.rows()[0].state == "serving" and says(engine) == greedy(tiny_model(6), PROMPT, 8)
 
 
-@pytest.mark.parametrize("publish", [by_deltas, by_slime, by_skyrl])
+@pytest.mark.parametrize("publish", [by_deltas, by_slime])
 def test_a_call_of_another_trainer_lands_versions_that_are_decoded_with_all_old_bytes(engine, base, tmp_path, publish):
     publish(tmp_path / "root", [5, 6], base)
     told = {"model_path": str(tmp_path / "root"), "load_format": "delta", "weight_version": "two"}
@@ -137,7 +129,7 @@ def test_what_is_not_there_or_leads_back_to_nothing_known_is_named(base, tmp_pat
     assert PublishedRoot(tmp_path, base).newest() is None
     with pytest.raises(StoreError, match="holds no version"):
         PublishedRoot.of_path(str(tmp_path), base)
-    by_skyrl(tmp_path, [5], base)
+    by_slime(tmp_path, [5], base)
     with pytest.raises(StoreError, match="holds no version 9"):
         PublishedRoot(tmp_path, base).contents(9)
     with pytest.raises(ConfigError, match="--base"):

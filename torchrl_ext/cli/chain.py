@@ -13,13 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_ext.compat.convert import LAYOUTS, Rebuilt, convert
+from torchrl_ext.compat.convert import LAYOUTS, Rebuilt, convert, skyrls_versions
 from torchrl_ext.compat.slime.foreign import ForeignVersions
 from torchrl_ext.errors import ConfigError, IntegrityError, WeightSyncError
 from torchrl_ext.stores import LocalStore, Store, open_store, version_name
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.stores.peers import as_chain
 from torchrl_ext.types import Info, ParamMeta, dtype_name
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.open_route import OpenRoute
@@ -60,7 +59,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     unpack.add_argument("--shard-bytes", type=int, default=4 << 30, help="bound on the tensors of one file")
     anew = action("convert", "write every version anew, in our layout or another library's")
     anew.add_argument("out", metavar="OUT_DIR")
-    anew.add_argument("--to", required=True, choices=LAYOUTS, help="slime-first: its format of June 2026 and before")
+    anew.add_argument("--to", required=True, choices=LAYOUTS)
     compare = action("diff", "which tensors differ between two versions, and how much of them")
     compare.add_argument("a", type=int)
     compare.add_argument("b", type=int)
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         0; 1 where `verify` finds damage, or cannot check a version.
     """
     options = dict(_option(text) for text in args.storage_option)
-    chain = Reader(as_chain(open_store(args.root, options)), args.base)
+    chain = Reader(open_store(args.root, options), args.base)
     if not chain.store.available():
         raise ConfigError(f"there is nothing at {args.root}", expected="a root that a delta transport publishes into")
     document, lines = _ACTIONS[args.action](chain, args)
@@ -279,7 +278,8 @@ def _materialize(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[s
 
 
 def _convert(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
-    rows = convert(reader.rebuilt(), args.out, args.to, reader.base)
+    versions = skyrls_versions(reader.store, reader.base) or reader.rebuilt()
+    rows = convert(versions, args.out, args.to, reader.base)
     document = {"path": os.path.abspath(args.out), "to": args.to, "versions": rows}
     lines = [f"{row['version']:>8}  {row['kind']:<15}{row['bytes']:>16,} bytes" for row in rows]
     return document, [*lines, f"{len(rows)} versions are in {document['path']}"]

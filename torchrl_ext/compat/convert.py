@@ -1,50 +1,37 @@
 """The writing of a chain anew, in the layout of this library or of another one that follows versions as files.
 
 Every version is rebuilt and compared with its digests first, so that nothing damaged is passed on; a delta is taken
-anew between two of them. `torchrl_ext.stores.peers` has the sources of SkyRL's layout.
+anew between two of them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import uuid
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain as joined
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, NamedTuple, final
 
-import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Encoded, make_codec
 from torchrl_ext.codecs.pipeline import encode_tensors
-from torchrl_ext.compat.slime.container import Entry, build_safetensors
-from torchrl_ext.compat.slime.current import checksum
+from torchrl_ext.compat.skyrl.deltas import delta_files, delta_name, holds_deltas, read_versions
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.stores import Chain, LocalStore, version_name
+from torchrl_ext.stores import Chain, LocalStore, Store, version_name
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.types import Info, ParamMeta, dtype_name
+from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.containers import Flushes, NewDelta, Whole
 from torchrl_ext.versions.writer import ChainWriter
-from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.digests import byte_view
+from torchrl_ext.weights.checkpoint import CheckpointSource, companion_files
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["LAYOUTS", "Rebuilt", "convert"]
-
-LAYOUTS: Final = ("ours", "slime", "slime-first", "skyrl")
-"""The layouts that `convert` writes."""
+__all__ = ["LAYOUTS", "Rebuilt", "convert", "skyrls_versions"]
 
 _SHARD_BYTES: Final = 4 << 30
-_PAYLOAD_BYTES: Final = 1 << 30  # of SkyRL's files, by default
-_CHECKSUM: Final = "xxh3-128"
-
-_Files = Generator[tuple[str, bytes], None, None]
 
 
 @final
@@ -74,6 +61,57 @@ class Rebuilt(WeightSource):
         return self.beside
 
 
+class _Layout(NamedTuple):
+    """How versions lie in a root of another library.
+
+    Attributes:
+        encoding: of deltas.
+        files: yields name and content of each file of a delta.
+        folder: the name of a version's directory.
+        last: an empty file that ends every version; none where "".
+        deltas_only: there are no full versions, and no number is left out.
+    """
+
+    encoding: str
+    files: Callable[[NewDelta, Iterable[Encoded]], Iterator[tuple[str, bytes]]]
+    folder: Callable[[int], str] = version_name
+    last: str = ""
+    deltas_only: bool = False
+
+
+def _whole_files(delta: NewDelta, changes: Iterable[Encoded]) -> Iterator[tuple[str, bytes]]:
+    return ((name, data) for name, data, _ in Whole().files(delta, changes))
+
+
+def _flush_files(delta: NewDelta, changes: Iterable[Encoded]) -> Iterator[tuple[str, bytes]]:
+    return ((name, data) for name, data, _ in Flushes().files(delta, changes))
+
+
+_FOREIGN: Final = {
+    "slime": _Layout("xor", _whole_files),
+    "slime-first": _Layout("deltas_zstd", _flush_files, last="DONE"),
+    "skyrl": _Layout("xor", delta_files, delta_name, deltas_only=True),
+}
+
+LAYOUTS: Final = ("ours", *_FOREIGN)
+"""The layouts that `convert` writes; ``slime-first`` is slime's format of June 2026 and before."""
+
+
+def skyrls_versions(store: Store, base: str | None) -> Iterator[Rebuilt] | None:
+    """Return the versions that SkyRL published into ``store``; None where it publishes nothing there.
+
+    Raises:
+        ConfigError, IntegrityError: while they are iterated; as `torchrl_ext.compat.skyrl.deltas.read_versions`.
+    """
+    if not holds_deltas(store):
+        return None
+    beside = {} if base is None else companion_files(base)
+    return (
+        Rebuilt(number=number, whole=False, tensors=tensors, beside=beside)
+        for number, tensors in read_versions(store, base)
+    )
+
+
 def convert(versions: Iterable[Rebuilt], folder: str | os.PathLike[str], layout: str, base: str | None) -> list[Info]:
     """Write versions into a new directory.
 
@@ -98,14 +136,16 @@ def convert(versions: Iterable[Rebuilt], folder: str | os.PathLike[str], layout:
     path = Path(os.path.abspath(folder))
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path} exists already", expected="a new or empty directory", state="nothing was written")
-    if layout == "skyrl" and base is None:
+    if layout != "ours" and _FOREIGN[layout].deltas_only and base is None:
         raise ConfigError(
-            "SkyRL has no full versions: all of them lead back to a checkpoint",
+            f"layout {layout!r} has no full versions: all of them lead back to a checkpoint",
             expected="the checkpoint with which its engines start",
             state="nothing was written",
             hint="name its directory with --base",
         )
-    rows = list(_as_ours(versions, path, base) if layout == "ours" else _Foreign(path, layout, base).write(versions))
+    rows = list(
+        _as_ours(versions, path, base) if layout == "ours" else _Writer(path, _FOREIGN[layout], base).write(versions)
+    )
     for row in rows:
         files = (path / row.pop("folder")).rglob("*")
         row["bytes"] = sum(file.stat().st_size for file in files if file.is_file())
@@ -138,24 +178,23 @@ def _as_ours(versions: Iterable[Rebuilt], path: Path, base: str | None) -> Itera
 
 
 @final
-class _Foreign:
-    """A root in the layout of another library, while it is written.
+class _Writer:
+    """Writes a root in the layout of another library.
 
     Args:
         path: the directory.
-        layout: its name.
+        layout: how versions lie there.
         base: checkpoint directory that is version 0.
     """
 
-    def __init__(self, path: Path, layout: str, base: str | None) -> None:
+    def __init__(self, path: Path, layout: _Layout, base: str | None) -> None:
         self._path, self._layout = path, layout
-        self._codec = make_codec("deltas_zstd" if layout == "slime-first" else "xor")
-        self._files = _OF_LAYOUT[layout]
+        self._codec = make_codec(layout.encoding)
         self._held: dict[str, Tensor] = {}
         self._number: int | None = None
         if base is not None:
             self._number, self._base = 0, CheckpointSource(base)
-        self._readable = False  # whether a version without files would be known for one, in slime's first format
+        self._readable = False  # whether readers would take a folder without files for a version
 
     def write(self, versions: Iterable[Rebuilt]) -> Iterator[Info]:
         """Write every version, and yield what it became."""
@@ -163,30 +202,30 @@ class _Foreign:
         store.own()
         try:
             for version in versions:
-                folder = f"delta-{version.number:08d}" if self._layout == "skyrl" else version_name(version.number)
+                folder = self._layout.folder(version.number)
                 with store.draft(folder) as draft:
                     delta = self._follows(version) and self._delta(draft, version)
                     if not delta:
                         self._whole(draft, version)
-                    if self._layout == "slime-first":
-                        draft.write("DONE", b"")
+                    if self._layout.last:
+                        draft.write(self._layout.last, b"")
                 self._number = version.number
                 yield {"version": version.number, "kind": "delta" if delta else "keyframe", "folder": folder}
         finally:
             store.disown()
 
     def _follows(self, version: Rebuilt) -> bool:
-        """Return whether a version is to be a delta on what is held; what the base is is read here.
+        """Return whether a version is to be a delta on what is held; reads the base where that is first.
 
         Raises:
             ConfigError: it has to be one, and cannot.
         """
-        must = self._layout == "skyrl"
+        must = self._layout.deltas_only
         if self._number != version.number - 1:
             if must:
                 raise ConfigError(
                     f"version {version.number} follows on version {self._number} here",
-                    expected=f"version {version.number - 1}: SkyRL counts from its base on, and leaves none out",
+                    expected=f"version {version.number - 1}: this layout counts from the base on, and leaves none out",
                     hint="convert a root that was kept from its first version on (keep_files=True)",
                 )
             return False
@@ -218,67 +257,12 @@ class _Foreign:
             digests={},
         )
         pairs = ((meta.name, self._held[meta.name], version.tensors[meta.name]) for meta in params)
-        files = self._files(new, encode_tensors(pairs, self._codec, follow=True))
-        with closing(files):
-            for name, data in files:
-                draft.write(name, data)
-                wrote = self._readable = True
+        for name, data in self._layout.files(new, encode_tensors(pairs, self._codec, follow=True)):
+            draft.write(name, data)
+            wrote = self._readable = True
         return wrote or self._readable
 
     def _whole(self, draft: Draft, version: Rebuilt) -> None:
         FullWriter(_SHARD_BYTES).write(draft, version, version.number, "")
         os.unlink(draft.path / MANIFEST)  # which is ours
         self._held, self._readable = {name: tensor.clone() for name, tensor in version}, False
-
-
-def _slimes(container: Whole | Flushes) -> Callable[[NewDelta, Iterable[Encoded]], _Files]:
-    def files(delta: NewDelta, changes: Iterable[Encoded]) -> _Files:
-        for name, data, _ in container.files(delta, changes):
-            yield name, data
-
-    return files
-
-
-def _skyrls(delta: NewDelta, changes: Iterable[Encoded]) -> _Files:
-    """Yield SkyRL's files of a delta, the manifest last."""
-    rows, names, waiting, size = list[Info](), list[str](), dict[str, bytes](), 0
-    for change in joined(changes, [None]):
-        payload = b"" if change is None else change.payload
-        if waiting and (change is None or size + len(payload) > _PAYLOAD_BYTES):
-            names.append(f"delta-rank00000-file{len(names):06d}.safetensors")
-            entries = {name: Entry(torch.uint8, (len(data),), data) for name, data in waiting.items()}
-            yield names[-1], build_safetensors(entries, {})
-            waiting, size = {}, 0
-        if change is None or not change.changed:
-            continue
-        meta = change.meta
-        waiting[meta.name], size = payload, size + len(payload)
-        rows.append(
-            {
-                "name": meta.name,
-                "dtype": dtype_name(meta.dtype),
-                "shape": list(meta.shape),
-                "uncompressed_num_bytes": meta.nbytes,
-                "compressed_num_bytes": len(payload),
-                "payload_file": f"delta-rank00000-file{len(names):06d}.safetensors",
-                "payload_key": meta.name,
-                "checksum": checksum(_CHECKSUM, byte_view(delta.tensors[meta.name]).numpy()),
-                "checksum_algorithm": _CHECKSUM,
-            }
-        )
-    manifest: dict[str, Any] = {
-        "version": delta.version,
-        "base_version": delta.base[1],
-        "tensors": rows,
-        "total_uncompressed_num_bytes": sum(row["uncompressed_num_bytes"] for row in rows),
-        "total_compressed_num_bytes": sum(row["compressed_num_bytes"] for row in rows),
-        "payload_files": names,
-    }
-    yield MANIFEST, json.dumps(manifest).encode()
-
-
-_OF_LAYOUT = {
-    "slime": _slimes(Whole()),
-    "slime-first": _slimes(Flushes()),
-    "skyrl": _skyrls,
-}

@@ -10,7 +10,6 @@ from typing import Any
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores.base import Store
 from torchrl_ext.stores.local import LocalStore
-from torchrl_ext.stores.peers import as_chain
 
 __all__ = ["ROOTS_VARIABLE", "admit", "open_store"]
 
@@ -71,7 +70,7 @@ def _without_password(root: str) -> str:
 
 
 def open_store(root: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Store:
-    """Return the store at ``root``; of a directory into which SkyRL publishes, a view as a chain, to read.
+    """Return the store at ``root``.
 
     Args:
         root: a directory, ``file://`` and a directory, or another URL that fsspec knows (``s3://bucket/prefix``).
@@ -94,4 +93,4 @@ def open_store(root: str | os.PathLike[str], options: Mapping[str, Any] | None =
         return ObjectStore(name, **(options or {}))
     if options:
         raise ConfigError(f"{name} is a directory, which takes no storage_options", expected="a URL such as s3://...")
-    return as_chain(LocalStore(name.removeprefix("file://")))
+    return LocalStore(name.removeprefix("file://"))

@@ -14,7 +14,7 @@ verified and staged while the engine serves, and committed in a short pause. The
 process is involved. Without, it is a checkpoint directory, loaded whole, beside any backend or none.
 
 ``POST /pull_weights`` with ``{"local_checkpoint_dir", "source_dir", "target_version"}`` brings a checkpoint directory
-on each worker's host to a version (`torchrl_ext.compat.slime.local_checkpoint`) while the engine serves; nothing is loaded.
+on each worker's host to a version while the engine serves; nothing is loaded.
 
 Where the server has an API key, these routes and those of adapters want it too; vLLM's own check knows only the
 prefixes of its own (`vllm.entrypoints.serve.middleware.authenticate`).
