@@ -23,7 +23,7 @@ from torchrl_ext.errors import ConfigError
 
 log = logging.getLogger("torchrl_ext")
 
-__all__ = ["Make", "Makes", "Registry", "engines", "transports"]
+__all__ = ["Make", "Makes", "Registry", "containers", "encodings", "engines", "others", "transports"]
 
 
 class Registry:
@@ -233,3 +233,50 @@ engines = Makes(
     },
     group="torchrl_ext.engines",
 )
+
+encodings = Registry(
+    "encoding",
+    {
+        "ulp": ("codecs.ulp:UlpCodec", "gaps and ulp steps, rANS; the fast one"),
+        "context": (
+            "codecs.ulp:ContextCodec",
+            "gaps and ulp steps in the context of the base's exponent, rANS; the tight one",
+        ),
+        "dense": ("codecs.dense:DenseCodec", "the whole new tensor in byte planes"),
+        "auto": ("codecs.auto:AutoCodec", "picks per tensor by measured density and link speed"),
+        "indices": ("compat.slime.encodings:indices", "int32 positions and values (slime's first format)"),
+        "deltas": ("compat.slime.encodings:deltas", "position gaps of 16 or 32 bits and values (slime's first format)"),
+        "deltas_zstd": (
+            "compat.slime.encodings:deltas_zstd",
+            "deltas, the whole file in zstd (slime's first format)",
+        ),
+        "xor": ("compat.slime.encodings:XorCodec", "new ^ old in zstd (slime's current format)"),
+        "overwrite": (
+            "compat.slime.encodings:OverwriteCodec",
+            "byte positions and bytes in zstd (slime's current format)",
+        ),
+    },
+)
+
+containers = Registry(
+    "container",
+    {
+        "packed": ("versions.containers:Packed", "payloads one after the other"),
+        "flushes": ("compat.slime.containers:Flushes", "slime's first files, beside a manifest of ours"),
+        "whole": ("compat.slime.containers:Whole", "slime's current files, beside a manifest of ours"),
+        "foreign flushes": ("compat.slime.containers:foreign_flushes", "the first files that slime itself wrote"),
+        "foreign whole": ("compat.slime.containers:foreign_whole", "the current files that slime itself wrote"),
+    },
+)
+
+others = Registry(
+    "part of another library's formats",
+    {
+        "chain": ("compat.slime.foreign:ForeignVersions", "the versions that slime wrote"),
+        "local_checkpoint": (
+            "compat.slime.local_checkpoint:LocalCheckpoint",
+            "a checkpoint on an engine's host that follows versions",
+        ),
+    },
+)
+"""What the core uses of `torchrl_ext.compat` without importing it; `torchrl_ext.versions.others` has the contracts."""

@@ -2,8 +2,8 @@
 
 A codec is a frozen dataclass that turns what changed in one tensor into bytes and back. It knows tensors and bytes
 only: `torchrl_ext.kernels.base.Kernels.diff` finds what changed, on whichever device the tensors are, and files,
-versions and stores come later. To add one, write `Codec`'s abstract methods and register the class in
-`torchrl_ext.codecs.base.encodings`; `tests/codecs/contract.py` runs over every registered name.
+versions and stores come later. To add one, write `Codec`'s abstract methods and add the class to
+`torchrl_ext.registry.encodings`; `tests/codecs/contract.py` runs over every registered name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.kernels.base import Words
 from torchrl_ext.kernels.host import Part
-from torchrl_ext.registry import Registry
+from torchrl_ext.registry import encodings
 from torchrl_ext.types import Info, ParamMeta
 
 __all__ = ["Block", "Codec", "Encoded", "Needs", "Reads", "codec_from_json", "encodings", "make_codec", "needs_base"]
@@ -91,6 +91,8 @@ class Codec(ABC):
     """Whether a payload ends with the xxh3-64 of everything before, little-endian (`torchrl_ext.codecs.ulp`)."""
     reads: ClassVar[Reads] = "changed"
     """What `encode_block` reads."""
+    container: ClassVar[str] = "packed"
+    """How payloads are laid out in files; one of `torchrl_ext.registry.containers`."""
 
     def block_units(self, unit: Unit, count: int) -> int:
         """Return the units per independently coded range of a tensor of ``count`` units: all, unless a codec cuts."""
@@ -144,29 +146,6 @@ class Codec(ABC):
                 f"encoding {self.name!r} of {meta.name!r} cannot be decoded alone", hint="pass base=, the old tensor"
             )
         return same(meta, base)[0]
-
-
-encodings = Registry("encoding")
-for _name, _path, _summary in (
-    ("ulp", "codecs.ulp:UlpCodec", "gaps and ulp steps, rANS; the fast one"),
-    (
-        "context",
-        "codecs.ulp:ContextCodec",
-        "gaps and ulp steps in the context of the base's exponent, rANS; the tight one",
-    ),
-    ("dense", "codecs.dense:DenseCodec", "the whole new tensor in byte planes"),
-    ("auto", "codecs.auto:AutoCodec", "picks per tensor by measured density and link speed"),
-    ("indices", "compat.slime.encodings:IndicesCodec", "int32 positions and values (slime's first format)"),
-    (
-        "deltas",
-        "compat.slime.encodings:DeltasCodec",
-        "position gaps of 16 or 32 bits and values (slime's first format)",
-    ),
-    ("deltas_zstd", "compat.slime.encodings:DeltasZstdCodec", "deltas, the whole file in zstd (slime's first format)"),
-    ("xor", "compat.slime.encodings:XorCodec", "new ^ old in zstd (slime's current format)"),
-    ("overwrite", "compat.slime.encodings:OverwriteCodec", "byte positions and bytes in zstd (slime's current format)"),
-):
-    encodings.register(_name, f"torchrl_ext.{_path}", _summary)
 
 
 def make_codec(name: str, **settings: Any) -> Codec:

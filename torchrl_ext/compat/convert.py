@@ -18,13 +18,14 @@ from torch import Tensor
 from torchrl_ext.codecs.base import Encoded, make_codec
 from torchrl_ext.codecs.pipeline import encode_tensors
 from torchrl_ext.compat.skyrl.deltas import delta_files, delta_name, holds_deltas, read_versions
+from torchrl_ext.compat.slime.containers import Flushes, Whole
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.stores import Chain, LocalStore, Store, version_name
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_writer import FullWriter
-from torchrl_ext.versions.containers import Flushes, NewDelta, Whole
+from torchrl_ext.versions.containers import NewDelta
 from torchrl_ext.versions.writer import ChainWriter
 from torchrl_ext.weights.checkpoint import CheckpointSource, companion_files
 from torchrl_ext.weights.source import WeightSource

@@ -11,11 +11,12 @@ from torch import Tensor
 from torchrl_ext.codecs.patch import Patch, apply_patch, fold
 from torchrl_ext.codecs.pipeline import decode_tensors, worker_threads
 from torchrl_ext.errors import IntegrityError, ManifestError
+from torchrl_ext.registry import containers
 from torchrl_ext.stores.chain import Chain, Route
 from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, Manifest
 from torchrl_ext.stores.versions import Held
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.containers import CONTAINERS, Decode
+from torchrl_ext.versions.containers import Container, Decode
 from torchrl_ext.versions.shards.parts import CONTAINER, Wanted, incomplete, read_parts
 from torchrl_ext.weights.digests import position_digest
 from torchrl_ext.weights.source import WeightSource
@@ -123,12 +124,13 @@ class OpenRoute:
             self.read_bytes += size
             if len(files[name]) != size:
                 raise incomplete(where, name, manifest, len(files[name]))
-        if manifest.container not in CONTAINERS:
+        if manifest.container not in containers.names():
             raise ManifestError(
                 f"{where} is laid out in a form unknown here: there is no container {manifest.container!r}",
-                expected=f"one of {', '.join((*CONTAINERS, CONTAINER))}",
+                expected=f"one of {', '.join((*containers.names(), CONTAINER))}",
             )
-        return CONTAINERS[manifest.container].read(manifest, files, where)
+        container: Container = containers.make(manifest.container)
+        return container.read(manifest, files, where)
 
     def first(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor as it is where the route starts, from the keyframe or the base.

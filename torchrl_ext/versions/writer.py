@@ -14,7 +14,6 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded
 from torchrl_ext.codecs.pipeline import encode_tensors
-from torchrl_ext.compat.slime.current import CHECKSUMS
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import Store, version_name
 from torchrl_ext.stores.base import Draft
@@ -70,7 +69,7 @@ class ChainWriter:
         keyframe_every: int,
         base: str | None,
         keep_files: bool,
-        checksum: str = CHECKSUMS[0],
+        checksum: str = "xxh3-128",
         baseline: Callable[[], Baseline] | None = None,
     ) -> None:
         self._store, self._chain, self._run_id = store, chain, run_id

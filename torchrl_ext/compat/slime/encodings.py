@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Final, cast, final
 
 import numpy as np
@@ -28,7 +29,7 @@ from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.kernels.host import Part
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["DeltasCodec", "DeltasZstdCodec", "IndicesCodec", "OverwriteCodec", "XorCodec"]
+__all__ = ["ElementsCodec", "OverwriteCodec", "XorCodec", "deltas", "deltas_zstd", "indices"]
 
 _LEVEL: Final = 1
 
@@ -39,6 +40,7 @@ class _FrameCodec(Codec):
 
     needs: ClassVar[Needs] = "all"
     reads: ClassVar[Reads] = "either"
+    container: ClassVar[str] = "whole"
 
     @abstractmethod
     def _bytes(self, unit: Unit, block: Block) -> np.ndarray | bytes:
@@ -147,11 +149,18 @@ def _changed_bytes(unit: Unit, part: Part) -> tuple[np.ndarray, np.ndarray]:
     return (first[:, None] + np.arange(unit.width, dtype="<u4"))[differ], after[differ]
 
 
+@final
 @dataclass(frozen=True, kw_only=True)
-class _SparseCodec(Codec):
-    """What the encodings of the first format share: all but their names."""
+class ElementsCodec(Codec):
+    """Hands positions and values to the container `flushes`, which codes them by the name of the encoding.
+
+    Attributes:
+        name: ``"indices"``, ``"deltas"`` or ``"deltas_zstd"``.
+    """
 
     needs: ClassVar[Needs] = "nothing"
+    container: ClassVar[str] = "flushes"
+    name: str  # type: ignore[misc]  # of one class, three encodings
 
     def block_units(self, unit: Unit, count: int) -> int:
         return 1 << 20
@@ -179,25 +188,4 @@ def _row(unit: Unit) -> np.dtype[np.void]:
     return np.dtype([("place", "<i8"), ("value", unit.dtype)])
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class IndicesCodec(_SparseCodec):
-    """Codes int32 positions and values, in files of slime's first format."""
-
-    name: ClassVar[str] = "indices"
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class DeltasCodec(_SparseCodec):
-    """Codes position gaps of 16 or 32 bits and values, in files of slime's first format."""
-
-    name: ClassVar[str] = "deltas"
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class DeltasZstdCodec(_SparseCodec):
-    """Codes as `DeltasCodec` does, with each file compressed."""
-
-    name: ClassVar[str] = "deltas_zstd"
+indices, deltas, deltas_zstd = (partial(ElementsCodec, name=name) for name in ("indices", "deltas", "deltas_zstd"))

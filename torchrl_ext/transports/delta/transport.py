@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from torchrl_ext.codecs.base import encodings, make_codec, needs_base
 from torchrl_ext.codecs.pipeline import worker_threads
-from torchrl_ext.compat.slime.current import CHECKSUMS
 from torchrl_ext.compat.slime.foreign import ForeignVersions
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.devices import usable_device
@@ -60,7 +59,8 @@ class DeltaTransport(StandaloneTransport):
         files: as in `DiskTransport`, for keyframes.
         settings: of the encoding.
         storage_options: of the fsspec filesystem behind a URL; they are not told to workers.
-        checksum: of tensors, in files of encodings ``"xor"`` and ``"overwrite"``; one of slime's `CHECKSUMS`.
+        checksum: of tensors, in files of encodings ``"xor"`` and ``"overwrite"``: ``"xxh3-128"``, ``"blake3"``,
+            ``"adler32"`` or ``"sha256"``.
         post_write_hook: function, or ``"module:function"``, to call with the root and the name of a complete version.
         pre_read_hook: to call with the root, and a version if it takes two, before a reader looks for one. A worker in
             an engine takes it from its own environment variable ``TORCHRL_EXT_PRE_READ_HOOK``, never from the trainer.
@@ -110,7 +110,7 @@ class DeltaTransport(StandaloneTransport):
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
         settings: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        checksum: str = CHECKSUMS[0],
+        checksum: str = "xxh3-128",
         post_write_hook: str | Callable[[str, str], Any] | None = None,
         pre_read_hook: str | Callable[..., Any] | None = None,
         baseline_device: Any = None,
