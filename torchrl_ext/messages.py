@@ -213,7 +213,7 @@ class Prefetch(Connected, frozen=True, kw_only=True):
 class Pull(Message, frozen=True, kw_only=True):
     """Tells workers to update a checkpoint on their host to a published version, while the engine serves; see `Poll`.
 
-    The workers do not load it (`torchrl_ext.compat.slime.local_checkpoint`).
+    The workers do not load it (`torchrl_ext.versions.others.LocalCheckpoint`).
 
     Attributes:
         source: directory of the published versions.
@@ -227,7 +227,7 @@ class Pull(Message, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, body: Any) -> Pull:
-        """Make the message from the body of ``POST /pull_weights``, as slime's trainers send it.
+        """Make the message from the body of ``POST /pull_weights``.
 
         Raises:
             ConfigError: a field is missing or has the wrong type; the message names it.

@@ -1,8 +1,8 @@
 """``torchrl-ext bench delta``: size and speed of every encoding, each beside its reference in the same run.
 
 Data: consecutive checkpoints of a fine-tuning run that is trained here, and synthetic pairs from 0.1 to 100 % density.
-References: a plain copy of the same bytes, xor and overwrite in zstd with a checksum of every tensor (what slime
-publishes), int32 + bf16 (what most others send), and two entropy bounds. Also what the first versions of a fresh
+References: a plain copy of the same bytes, xor and overwrite in zstd with a checksum of every tensor (what others
+publish), int32 + bf16 (what most others send), and two entropy bounds. Also what the first versions of a fresh
 trainer and a fresh engine take, beside the time that their compiled loops take.
 """
 
@@ -21,6 +21,7 @@ from typing import Any, ClassVar, cast, final
 
 import numpy as np
 import torch
+import xxhash
 from rich.table import Table
 from torch import Tensor
 
@@ -31,11 +32,11 @@ from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Reads, make_cod
 from torchrl_ext.codecs.patch import Patch
 from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.codecs.units import Unit, units
-from torchrl_ext.compat.slime.current import DeltaIndex, build_shard, checksum, shard_name
+from torchrl_ext.registry import containers
 from torchrl_ext.stores import version_name
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.containers import NewDelta
+from torchrl_ext.versions.containers import Container, NewDelta
 from torchrl_ext.weights.digests import position_digest
 
 __all__ = ["add_arguments", "measure", "measure_encode", "measure_sizes", "tables"]
@@ -106,7 +107,7 @@ def measure_sizes(pair: Pair, threads: int) -> dict[str, Any]:
     changed, plain, inside = (sum(column) for column in zip(*counted, strict=True))
     total = sum(new.nbytes for _, _, new in pair)
     sizes = {"int32 + bf16": 6 * changed}
-    sizes |= {name: _shard_bytes(pair, name, threads) for name in ("xor", "overwrite")}
+    sizes |= {name: _whole_bytes(pair, name, threads) for name in ("xor", "overwrite")}
     sizes |= {name: _packed_bytes(pair, make_codec(name), threads) for name in OURS}
     return {
         "parameters": total // 2,
@@ -124,9 +125,8 @@ def measure_sizes(pair: Pair, threads: int) -> dict[str, Any]:
     }
 
 
-def _packed_bytes(pair: Pair, codec: Codec, threads: int) -> int:
-    """Return the bytes of files and manifest of a version in our own container."""
-    delta = NewDelta(
+def _delta(pair: Pair, codec: Codec) -> NewDelta:
+    return NewDelta(
         version=2,
         base=("0" * 32, 1),
         run_id="0" * 32,
@@ -135,20 +135,21 @@ def _packed_bytes(pair: Pair, codec: Codec, threads: int) -> int:
         tensors={name: new for name, _, new in pair},
         digests={name: position_digest(old) for name, old, _ in pair},  # real ones, since a manifest is compressed
     )
+
+
+def _packed_bytes(pair: Pair, codec: Codec, threads: int) -> int:
+    """Return the bytes of files and manifest of a version in our own container."""
     with MemoryStore().draft(version_name(2)) as draft:
-        manifest = delta.write(encode_tensors(pair, codec, threads=threads), draft)
+        manifest = _delta(pair, codec).write(encode_tensors(pair, codec, threads=threads), draft)
     return sum(manifest.files.values()) + len(manifest.to_bytes())
 
 
-def _shard_bytes(pair: Pair, name: str, threads: int) -> int:
-    """Return the bytes of shard and index in slime's layout."""
-    news = {name: new for name, _, new in pair}
-    encoded = [one for one in encode_tensors(pair, make_codec(name), threads=threads) if one.changed]
-    payloads = {one.meta.name: one.payload for one in encoded}
-    sums = {one: checksum("xxh3-128", units(news[one]).view(np.uint8)) for one in payloads}
-    weight_map = dict.fromkeys(payloads, shard_name(0, 1))
-    index = DeltaIndex(version=2, base_version=1, delta_encoding=name, weight_map=weight_map)
-    return len(build_shard(payloads, sums)) + len(index.to_bytes())
+def _whole_bytes(pair: Pair, name: str, threads: int) -> int:
+    """Return the bytes of payloads and index in the container ``whole``, which has no manifest of ours."""
+    codec = make_codec(name)
+    container: Container = containers.make(codec.container)
+    files = container.files(_delta(pair, codec), encode_tensors(pair, codec, threads=threads))
+    return sum(len(data) for _, data, _ in files)
 
 
 # speeds
@@ -209,7 +210,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Summed(Codec):
-    """Runs another codec and, in the same thread, takes the checksum of the new tensor that slime's files carry.
+    """Runs another codec and, in the same thread, takes the checksum of the new tensor that others' files carry.
 
     Our own format needs none: the tensor's digest comes from the pass that finds the changes.
     """
@@ -221,7 +222,7 @@ class _Summed(Codec):
 
     def encode_block(self, unit: Unit, block: Block) -> bytes:
         new = cast("np.ndarray[Any, Any]", block.new)  # every unit is there for a codec that needs "all"
-        checksum("xxh3-128", new.view(np.uint8))
+        xxhash.xxh3_128_hexdigest(new.view(np.uint8).data)
         return self.inner.encode_block(unit, block)
 
     def join(self, count: int, blocks: list[bytes]) -> bytes:

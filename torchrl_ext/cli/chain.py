@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from torchrl_ext.compat.convert import LAYOUTS, Rebuilt, convert, skyrls_versions
-from torchrl_ext.compat.slime.foreign import ForeignVersions
 from torchrl_ext.errors import ConfigError, IntegrityError, WeightSyncError
 from torchrl_ext.stores import LocalStore, Store, open_store, version_name
 from torchrl_ext.stores.chain import Chain
@@ -22,6 +21,7 @@ from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.types import Info, ParamMeta, dtype_name
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.open_route import OpenRoute
+from torchrl_ext.versions.others import view_of
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.weights.checkpoint import companion_files
 from torchrl_ext.weights.source import WeightSource
@@ -89,7 +89,7 @@ class Reader:
 
     def __init__(self, store: Store, base: str | None) -> None:
         self.store, self.base = store, base and os.path.abspath(base)
-        self.chain = Chain(store, foreign=ForeignVersions(store, self.base, settles=True))
+        self.chain = Chain(store, view=view_of(store, self.base, settles=True))
 
     def follower(self, keep: bool = False) -> ChainReader:
         found = ChainReader(self.chain, lambda number, full: PublishedVersion(self.store, number, full), self.base)

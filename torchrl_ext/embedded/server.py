@@ -48,7 +48,7 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
 
     Args:
         api_key: bearer token that every route but ``/health`` requires; None requires none.
-        routes: additional routes, such as those of `torchrl_ext.compat.slime.embedded`.
+        routes: additional routes, such as those that `torchrl_ext.compat` has for other trainers.
     """
     scheduler = engine.scheduler
 

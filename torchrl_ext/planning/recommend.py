@@ -1,6 +1,6 @@
 """Recommend an entry point and a transport for a deployment, with the predicted cost of an update.
 
-The goals come from the external-engine guides of slime and vime; `torchrl_ext.planning.costs` predicts the costs.
+The goals come from other systems' guides to external engines; `torchrl_ext.planning.costs` predicts the costs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`ServerInfo`: a parsed answer to ``/server_info``.
 
 vLLM answers with nested settings under ``vllm_config``, the embedded engine with flat settings and a field ``engine``,
-SGLang with flat settings. SGLang's field names, in all releases, are taken from slime's engine discovery.
+SGLang with flat settings. SGLang's field names are those of all its releases.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Serve a job's models, each behind a router, with engines that the job owns or external ones.
 
-Owned engines are watched and restarted; external ones are left alone (slime's and vime's rule for external engines).
+Owned engines are watched and restarted; external ones are left alone.
 """
 
 from __future__ import annotations

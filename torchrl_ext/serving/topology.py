@@ -1,6 +1,6 @@
 """Read the YAML file that plans a training job's engines: models, server groups, devices, overrides.
 
-The keys and their resolution are those of vime's ``--vllm-config`` and slime's ``--sglang-config``::
+The keys and their resolution are those of the options ``--vllm-config`` and ``--sglang-config`` of the seeds::
 
     vllm:
       - name: actor

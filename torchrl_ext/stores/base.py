@@ -119,16 +119,6 @@ class Store(ABC):
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of each value directly under ``folder``, by name; {} where nothing is."""
 
-    def changed_at(self, folder: str) -> float | None:
-        """Return when anything directly under ``folder`` changed last, temporaries too; None if that is not known.
-
-        In seconds since the epoch, by the clock of whoever holds the files.
-
-        Raises:
-            StoreError: it cannot be found out.
-        """
-        return None
-
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove a value, or everything under a folder; readers see all of it or nothing. Missing is fine.

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from torchrl_ext.errors import IntegrityError, StoreError, WeightSyncError
 from torchrl_ext.stores.base import Store, seconds_left
 from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, Manifest
-from torchrl_ext.stores.versions import NAME, Foreign, Held, Version, read_version, version_name
+from torchrl_ext.stores.versions import NAME, ChainView, Held, Version, read_version, version_name
 
 __all__ = ["Chain", "Route"]
 
@@ -65,7 +65,7 @@ class Chain:
 
     Args:
         store: where the versions are; one writer at a time.
-        foreign: reads versions without a manifest of ours.
+        view: reads versions that have no manifest of ours.
         lease_s: how long a reader's lease holds, in seconds; a reader that takes longer starts over.
 
     Attributes:
@@ -73,10 +73,10 @@ class Chain:
             them.
     """
 
-    def __init__(self, store: Store, *, foreign: Foreign | None = None, lease_s: float = 600.0) -> None:
+    def __init__(self, store: Store, *, view: ChainView | None = None, lease_s: float = 600.0) -> None:
         self.store = store
         self.known: dict[int, Version] = {}
-        self._foreign, self._lease_s = foreign, lease_s
+        self.view, self._lease_s = view, lease_s
         self._keyframes: dict[int, bool] = {}
         self._offered: tuple[int, str | None] = (0, None)
         self._told: set[str] = set()
@@ -102,13 +102,7 @@ class Chain:
             IntegrityError: the pointer holds something else than a number.
         """
         newest = self._complete(self._pointed())
-        if newest or self._foreign is None:
-            return newest
-        for number in reversed(self.numbers()):
-            with suppress(FileNotFoundError):
-                if self._foreign.finished(number):
-                    return number
-        return 0
+        return newest if newest or self.view is None else self.view.latest()
 
     def advance(self, version: int) -> None:
         """Move the pointer forward to ``version``.
@@ -155,31 +149,13 @@ class Chain:
             FileNotFoundError: there is no such version (any more).
             IntegrityError: its manifest is damaged, or says that it is another version.
         """
-        below: list[tuple[int, int | None]] = []
-        at = number
-        while at not in self.known:
+        if number not in self.known:
             try:
-                self.known[at] = read_version(self.store, at)
-                break
+                self.known[number] = read_version(self.store, number)
             except FileNotFoundError:
-                if self._foreign is None:
+                if self.view is None:
                     raise
-            try:  # another library's deltas name only what changes: the rest is known from its base
-                base = self._foreign.base(at)
-            except FileNotFoundError as error:
-                if at == number:
-                    raise
-                raise IntegrityError(
-                    f"{version_name(at)} in {self.store.url}, to which version {number} leads back, is missing",
-                    state="nothing was read",
-                ) from error
-            below.append((at, base))
-            if not base:
-                break
-            at = base
-        for at, base in reversed(below):
-            assert self._foreign is not None
-            self.known[at] = self._foreign.read(at, self.known[base].params if base else None)
+                self.view.read(number, self.known)
         return self.known[number]
 
     def offered(self, version: int) -> None:
@@ -202,7 +178,7 @@ class Chain:
             if read_version(self.store, version).run_id != run_id:
                 return True
             self._offered = seen
-        return self._foreign is not None and self._foreign.replaced(version, run_id)
+        return self.view is not None and self.view.replaced(version, run_id)
 
     def _stamp(self, version: int) -> str | None:
         return self.store.stamp(f"{version_name(version)}/{MANIFEST}")

@@ -249,18 +249,6 @@ class LocalStore(Store):
                 found[name] = status.st_size
         return found
 
-    def changed_at(self, folder: str) -> float | None:
-        path, found = f"{self.url}/{checked_key(folder)}", list[float]()
-        try:
-            found.append(os.stat(path).st_mtime)
-            with os.scandir(path) as entries:
-                found += [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            raise self._failed("list", error) from error
-        return max(found, default=None)
-
     # its helpers
 
     def _lock(self, descriptor: int) -> bool:

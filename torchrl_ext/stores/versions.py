@@ -1,8 +1,9 @@
-"""One version in a store: its name, its manifests, and the contract of a reader of another library's versions."""
+"""One version in a store: its name, its manifests, and the contract of a view of another library's versions."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
@@ -12,7 +13,7 @@ from torchrl_ext.stores.base import Store
 from torchrl_ext.stores.manifest import LARGEST, MANIFEST, DeltaManifest, Manifest, read_manifest
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["BESIDE", "NAME", "Foreign", "Held", "Version", "read_version", "version_name", "version_number"]
+__all__ = ["BESIDE", "NAME", "ChainView", "Held", "Version", "read_version", "version_name", "version_number"]
 
 BESIDE = "delta"
 """The folder of a keyframe that holds its delta."""
@@ -83,25 +84,37 @@ def read_version(store: Store, number: int) -> Version:
     return Version(run_id=found.run_id, params=params, full=full, delta=delta, folder=folder if delta else "")
 
 
-class Foreign(Protocol):
-    """A reader of versions that another library wrote, which have no manifest of ours.
+class ChainView(Protocol):
+    """The versions that another library wrote into a root, which have no manifest of ours.
 
-    Each method raises FileNotFoundError where there is no such version, or a part of it only, which is being written;
-    and IntegrityError where it is damaged, or was left unfinished.
+    Methods raise FileNotFoundError for a version that is absent or still being written, and IntegrityError for one that
+    is damaged or was left unfinished.
     """
 
-    def finished(self, number: int) -> bool:
-        """Return whether a version is complete, as far as its files show that."""
+    def latest(self) -> int:
+        """Return the number of the newest complete version; 0 before the first."""
+
+    def read(self, number: int, known: dict[int, Version]) -> None:
+        """Add a version to ``known``, and the versions that it leads back to and that are not in it yet.
+
+        Raises:
+            ConfigError: the versions lead back to a base checkpoint, and none was given.
+        """
 
     def replaced(self, number: int, run_id: str) -> bool:
         """Return whether another complete version than the one that was read as ``run_id`` has the number now."""
 
-    def base(self, number: int) -> int | None:
-        """Return the number of a version's base, which is 0 for the first checkpoint; None for a full version."""
+    def is_part(self, name: str) -> bool:
+        """Return whether a version may come in several calls, each with some files of names such as ``name``."""
 
-    def read(self, number: int, params: tuple[ParamMeta, ...] | None) -> Version:
-        """Return a version whose base has ``params``; None where the base is the checkpoint that everything began with.
+    def expect(self, number: int, files: Collection[str] | None, held: Held | None) -> bool:
+        """Take these files for all that there is of a version.
 
-        Raises:
-            ConfigError: that checkpoint is needed, and was not given.
+        Args:
+            number: the version.
+            files: their names; None ends this.
+            held: the version that the reader holds.
+
+        Returns:
+            Whether other files of the version landed before, so that these are values that go on top.
         """

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from torchrl_ext.compat.slime.local_checkpoint import LocalCheckpoint
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
 from torchrl_ext.landing.loader import WeightLoader
@@ -27,6 +26,7 @@ from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import Info
 from torchrl_ext.versions.hooks import PRE_READ_HOOK, read_hook
+from torchrl_ext.versions.others import local_checkpoint
 
 __all__ = ["WorkerEnd", "joined", "pull", "words_of"]
 
@@ -229,7 +229,7 @@ def pull(message: Pull, base: str | None) -> None:
         WeightSyncError: as `LocalCheckpoint.pull`; or the hook cannot be imported.
     """
     before = read_hook(os.environ.get(PRE_READ_HOOK))
-    LocalCheckpoint(message.directory, base).pull(message.source, message.version, before=before)
+    local_checkpoint(message.directory, base).pull(message.source, message.version, before=before)
 
 
 def words_of(error: BaseException) -> str:

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, final
 
 from torch import Tensor
 
-from torchrl_ext.compat.slime.local_checkpoint import LocalCheckpoint
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError, StaleBaseError, StoreError
 from torchrl_ext.stores import Chain, LocalStore, version_name
@@ -25,6 +24,7 @@ from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.hooks import hook_at
+from torchrl_ext.versions.others import LocalCheckpoint, local_checkpoint
 
 __all__ = ["DiskTransport"]
 
@@ -55,7 +55,7 @@ class DiskTransport(StandaloneTransport):
             whole checkpoints.
         post_write_hook: as in `DeltaTransport`.
         local_dir: directory on each engine's host, into which a version is copied while the engine serves, to be loaded
-            from there (`torchrl_ext.compat.slime.local_checkpoint`); one for all engines of a host. None loads from
+            from there (`torchrl_ext.versions.others`); one for all engines of a host. None loads from
             ``root``, as engines without our plugin always do.
         timeout_s: deadline of every wait, in seconds.
 
@@ -89,7 +89,7 @@ class DiskTransport(StandaloneTransport):
         self._versions = Chain(self._store)
         self._keep_files, self._wrote = keep_files, hook_at(post_write_hook)
         self._seen_at = self._store.root if seen_at is None else Path(seen_at)
-        self._local = None if local_dir is None else LocalCheckpoint(local_dir)
+        self._local = None if local_dir is None else local_checkpoint(local_dir)
         self._full, self._adapter = FullWriter(shard_bytes, files, adapter=adapter), adapter
         self._run_id = uuid.uuid4().hex
         self._shared = SharedRoot(self._store, self._run_id)
@@ -182,7 +182,7 @@ class DiskTransport(StandaloneTransport):
         offer = Offer.from_json(info, "the offer of a disk transport")
         store = LocalStore(offer.root)
         offer.find(store, within)
-        local = None if offer.local_dir is None else LocalCheckpoint(offer.local_dir)
+        local = None if offer.local_dir is None else local_checkpoint(offer.local_dir)
         return DiskReader(store, local)
 
 

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from torchrl_ext.codecs.base import codec_from_json, needs_base
-from torchrl_ext.compat.slime.foreign import ForeignVersions, is_flush
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.messages import Files
 from torchrl_ext.stores import Chain, open_store, version_name, version_number
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.opening import admit
+from torchrl_ext.stores.versions import ChainView
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import Info, decoded
+from torchrl_ext.versions.others import view_of
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
 __all__ = ["Joined", "PublishedRoot"]
@@ -46,7 +47,7 @@ class Joined(NamedTuple):
 
 @final
 class PublishedRoot:
-    """A root into which another process publishes, ours or one whose versions `open_store` can show.
+    """A root into which another process publishes, this library or another one (`torchrl_ext.versions.others.view_of`).
 
     Args:
         root: directory or URL, which engines reach under the same path.
@@ -119,22 +120,23 @@ class PublishedRoot:
         Args:
             version: the number.
             files: the names of all of its files, as a call gives them; None for a call that names none.
-            parts: the call may name some of the files of a version in slime's first format, which comes in several
-                calls. The caller has paused the engine, and resumes it after the last one.
+            parts: the call may name some of the files of a version whose format comes in several calls. The caller
+                has paused the engine, and resumes it after the last one.
 
         Returns:
-            The parameters; and the names in ``files`` where they are of slime's first format, else None.
+            The parameters; and the names in ``files`` where they are of such a format, else None.
 
         Raises:
             StoreError: there is no such version, or a file of it is missing.
             ConfigError: ``files`` is no list of names, or names only a part of the version where ``parts`` is false.
         """
         here = set(self._store.list(version_name(version)))
-        flushes = files is not None and all(map(is_flush, decoded(files, Files, "files"))) and MANIFEST not in here
-        if flushes and (lost := sorted({*files} - here)):
+        names = [] if files is None else decoded(files, Files, "files")
+        parted = files is not None and MANIFEST not in here and all(map(self._view().is_part, names))
+        if parted and (lost := sorted({*files} - here)):
             raise self._absent(version, f", or not {lost[0]} of it")
-        own = sorted(files) if flushes else None
-        if parts and flushes and self._base_here is not None:
+        own = sorted(files) if parted else None
+        if parts and parted and self._base_here is not None:
             # the versions before may be gone, and change no name or shape
             return [meta.to_json() for meta in CheckpointSource(self._base_here).params()], own
         try:
@@ -142,7 +144,7 @@ class PublishedRoot:
         except FileNotFoundError as error:
             raise self._absent(version) from error
         left = sorted(name for name in here - {*(files or here)} if name.endswith((".safetensors", ".bin")))
-        if left and MANIFEST not in here and not (parts and flushes):
+        if left and MANIFEST not in here and not (parts and parted):
             raise ConfigError(
                 f"the call names only a part of version {version}: not {left[0]}",
                 expected="all of its files in one call, or a pause of the caller's own before the first of several",
@@ -203,7 +205,10 @@ class PublishedRoot:
         self._shared.clear()
 
     def _chain(self) -> Chain:
-        return Chain(self._store, foreign=ForeignVersions(self._store, self._base_here))
+        return Chain(self._store, view=self._view())
+
+    def _view(self) -> ChainView:
+        return view_of(self._store, self._base_here)
 
     def _absent(self, version: int, more: str = "") -> StoreError:
         return StoreError(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.patch import Patch, apply_patch
-from torchrl_ext.compat.slime.foreign import ForeignVersions
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.stores.chain import Chain
@@ -66,7 +65,7 @@ class ChainReader:
         self._again = 0
         self.read_bytes = 0
 
-    def expect(self, version: int, files: Sequence[str] | None, label: str | None, foreign: ForeignVersions) -> None:
+    def expect(self, version: int, files: Sequence[str] | None, label: str | None) -> None:
         """Take note of how ``version`` comes; see `torchrl_ext.transports.base.WorkerEnd.stage`.
 
         Where ``label`` is the number before, what is held has it too: versions that change nothing may leave no folder.
@@ -75,14 +74,14 @@ class ChainReader:
             version: its number.
             files: of one part; None for all of it.
             label: what the weights in service are called.
-            foreign: reads the chain's versions of slime's first format.
 
         Raises:
             FileNotFoundError: one of the files is not there.
         """
         if files:
             self._catch_up()
-        self._again = version if foreign.expect(version, files, self.held) else 0
+        view = self.chain.view
+        self._again = version if view is not None and view.expect(version, files, self.held) else 0
         if files and self.held is not None and self.held[1] < version - 1 and label == str(version - 1):
             self.held = self.held[0], version - 1
 

@@ -182,7 +182,7 @@ class TensorFile:
         return tuple(meta for meta, _ in self.entries.values())
 
     def no_payloads(self) -> None:
-        """Make sure that this is no file of slime's deltas: bytes by name, whose metadata name the same checksums.
+        """Make sure that this is no file of deltas of another library: bytes by name, with checksums as metadata.
 
         Raises:
             IntegrityError: it is one.

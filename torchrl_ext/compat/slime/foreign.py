@@ -7,10 +7,11 @@ bytes, and nothing names their base but the number before them.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import final
 
 import xxhash
@@ -19,14 +20,14 @@ from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.compat.slime.current import CHECKSUMS, INDEX_NAME, DeltaIndex, parse_index
 from torchrl_ext.compat.slime.first import flush_name
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.stores import Chain, Manifest, Placed, Store, version_name
+from torchrl_ext.stores import Chain, LocalStore, Manifest, Placed, Store, version_name
 from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, DeltaParam
-from torchrl_ext.stores.versions import Held, Version
+from torchrl_ext.stores.versions import Held, Version, read_version
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.tensorfile import TensorFile
 
-__all__ = ["ForeignVersions", "is_flush"]
+__all__ = ["ForeignVersions"]
 
 SETTLE_S = 2.0
 """How long nothing may change in the newest folder of the first format until it counts as complete, in seconds."""
@@ -39,7 +40,7 @@ _FLUSH = re.compile(r"rank(\d{1,9})_flush(\d{1,9})\.safetensors")
 
 @final
 class ForeignVersions:
-    """Reads the versions that slime wrote, as a `torchrl_ext.stores.versions.Foreign`.
+    """Reads the versions that slime wrote, as a `torchrl_ext.stores.versions.ChainView`.
 
     With an index, a version is complete when every file that it names is there. The first format has no last file: its
     writer begins a version when it is done with the one before, and its documentation promises a file ``DONE``. A
@@ -59,20 +60,10 @@ class ForeignVersions:
         self._settled: tuple[int, frozenset[tuple[str, int]]] = 0, frozenset()
         self._parts: tuple[int, dict[str, int], dict[str, int]] = -1, {}, {}  # a version, its part to read, what landed
 
+    def is_part(self, name: str) -> bool:
+        return _FLUSH.fullmatch(name) is not None
+
     def expect(self, number: int, files: Collection[str] | None, held: Held | None) -> bool:
-        """Take these flush files for all that there is of a version; its run id is that of all that were announced.
-
-        Args:
-            number: the version.
-            files: their names; None ends this.
-            held: the version that the reader holds.
-
-        Returns:
-            Whether other files of the version landed before, so that these are values that go on top.
-
-        Raises:
-            FileNotFoundError: one of them is not there.
-        """
         _, _, landed = self._parts
         self._parts = -1, {}, {}
         if files is None:
@@ -82,14 +73,34 @@ class ForeignVersions:
         self._parts = number, part, {**(landed if again else {}), **part}
         return again
 
-    def finished(self, number: int) -> bool:
-        names = self._names(number)
-        if INDEX_NAME in names:
-            return names.issuperset(self._index(number)[1].values())
-        settled, files = self._settled
-        if number == settled and files <= self._store.sizes(version_name(number)).items():
-            return True  # a reader that has it goes back to no older one while more comes
-        return self.base(number) is None or self._over(number, names) or self._quiet(number, names)
+    def latest(self) -> int:
+        for number in reversed(Chain(self._store).numbers()):
+            with suppress(FileNotFoundError):
+                if self._finished(number):
+                    return number
+        return 0
+
+    def read(self, number: int, known: dict[int, Version]) -> None:
+        below: list[tuple[int, int | None]] = []  # versions of the format, with their bases: deltas name what changes
+        at: int | None = number
+        while at and at not in known:
+            if at != number:
+                with suppress(FileNotFoundError):
+                    known[at] = read_version(self._store, at)
+                    break
+            try:
+                base = self._base_of(at)
+            except FileNotFoundError as error:
+                if at == number:
+                    raise
+                raise IntegrityError(
+                    f"{version_name(at)} in {self._store.url}, to which version {number} leads back, is missing",
+                    state="nothing was read",
+                ) from error
+            below.append((at, base))
+            at = base
+        for at, base in reversed(below):
+            known[at] = self._read(at, known[base].params if base else None)
 
     def replaced(self, number: int, run_id: str) -> bool:
         if not run_id.startswith(_RUN):
@@ -100,10 +111,19 @@ class ForeignVersions:
             return self._run_of_full(number, where) != run_id
         if not _flushes(names) or index is not None or _run(self._sizes(number, _flushes(names))) == run_id:
             return False
-        self.base(number)  # raises where a part is missing
+        self._base_of(number)  # raises where a part is missing
         return self._over(number, names) or self._quiet(number, names)
 
-    def base(self, number: int) -> int | None:
+    def _finished(self, number: int) -> bool:
+        names = self._names(number)
+        if INDEX_NAME in names:
+            return names.issuperset(self._index(number)[1].values())
+        settled, files = self._settled
+        if number == settled and files <= self._store.sizes(version_name(number)).items():
+            return True  # a reader that has it goes back to no older one while more comes
+        return self._base_of(number) is None or self._over(number, names) or self._quiet(number, names)
+
+    def _base_of(self, number: int) -> int | None:
         if number == self._parts[0]:
             return number - 1
         names = self._names(number)
@@ -124,7 +144,7 @@ class ForeignVersions:
             )
         raise FileNotFoundError(f"{self._store.url}/{version_name(number)}")
 
-    def read(self, number: int, params: tuple[ParamMeta, ...] | None) -> Version:
+    def _read(self, number: int, params: tuple[ParamMeta, ...] | None) -> Version:
         folder, names = version_name(number), self._names(number)
         index, where = self._index(number) if INDEX_NAME in names else (None, None)
         if index is None and (where is not None or _LONE in names):
@@ -208,7 +228,7 @@ class ForeignVersions:
         if not self._settles or not _flushes(names):
             return False
         folder, now_s = version_name(number), time.monotonic()
-        files, changed_s = frozenset(self._store.sizes(folder).items()), self._store.changed_at(folder)
+        files, changed_s = frozenset(self._store.sizes(folder).items()), _changed_at(self._store, folder)
         if self._seen[0] != (number, files, changed_s):
             self._seen = (number, files, changed_s), now_s
         quiet = now_s - self._seen[1] >= SETTLE_S
@@ -272,9 +292,16 @@ class ForeignVersions:
         return _run(files, repr(stamps).encode())
 
 
-def is_flush(name: str) -> bool:
-    """Return whether a file has a name of the first format."""
-    return _FLUSH.fullmatch(name) is not None
+def _changed_at(store: Store, folder: str) -> float | None:
+    """Return when anything directly under ``folder`` changed last, in seconds since 1970; None if that is not known."""
+    if not isinstance(store, LocalStore):
+        return None
+    try:
+        with os.scandir(store.root / folder) as entries:
+            changed = [entry.stat(follow_symlinks=False).st_mtime for entry in entries]
+        return max(*changed, os.stat(store.root / folder).st_mtime) if changed else None
+    except OSError:  # some file went meanwhile, say
+        return None
 
 
 def _flushes(names: Iterable[str]) -> list[str]:

@@ -141,7 +141,7 @@ class LocalCheckpoint:
                 self._seed(base, _plain(base), None)
                 self._settle("", 0, None)
             return
-        chain = Chain(store, foreign=ForeignVersions(store, self._base))
+        chain = Chain(store, view=ForeignVersions(store, self._base))
         if held is not None and held[1] and not store.list(version_name(held[1])):  # it says no more what it was
             chain.known[held[1]] = Version(run_id=held[0], params=tuple(meta for meta, _ in self._places().values()))
         try:

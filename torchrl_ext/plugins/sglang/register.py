@@ -1,4 +1,4 @@
-"""Entry point of group ``sglang.srt.plugins``, by which a stock SGLang follows our transports and slime's ``"delta"``.
+"""Entry point of group ``sglang.srt.plugins``, by which a stock SGLang follows our transports and ``"delta"`` loads.
 
 SGLang (0.5.13 and later) calls `register` in each of its processes and then applies the hooks. They run in schedulers,
 which hold the model, and in the process that looks up adapters by name (`torchrl_ext.plugins.sglang.adapters`):

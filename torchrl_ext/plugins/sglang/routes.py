@@ -1,4 +1,4 @@
-"""Routes of slime's SGLang that a stock one lacks: ``POST /pull_weights`` and ``GET /get_weight_version``.
+"""Routes that other trainers call and a stock SGLang lacks: ``POST /pull_weights`` and ``GET /get_weight_version``.
 
 They are added where SGLang makes the object that its routes call (`TokenizerManager`), in the process of its HTTP
 server. Servers with ``--tokenizer-worker-num`` above 1 load no plugin there, and have not got them.
@@ -99,7 +99,7 @@ def init(original: Callable[..., Any], manager: Any, *args: Any, **settings: Any
         try:
             _add(server.app, manager)
         except Exception as error:  # noqa: BLE001 - it would end the server at its start
-            log.warning("this SGLang gets no routes of ours, so that slime's trainers cannot have it pull: %r", error)
+            log.warning("this SGLang gets no routes of ours, so that no trainer can have it pull: %r", error)
 
 
 def _add(app: Any, manager: Any) -> None:

@@ -116,7 +116,7 @@ class SGLangWorker:
 
     @torch.inference_mode()
     def land(self, path: str, call: Land) -> tuple[bool, str]:
-        """Bring the model to the version at ``path``, as slime's ``load_format="delta"`` wants it. Never raises.
+        """Bring the model to the version at ``path``, as ``load_format="delta"`` wants it. Never raises.
 
         Args:
             path: a version directory ``weight_v000007``, or the root that holds it (then the newest version is taken).

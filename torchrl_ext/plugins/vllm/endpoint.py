@@ -1,4 +1,4 @@
-"""Entry point of group ``vllm.endpoint_plugins``: slime's ``/update_weights_from_disk`` and ``/pull_weights``.
+"""Entry point of group ``vllm.endpoint_plugins``: ``/update_weights_from_disk`` and ``/pull_weights``.
 
 The routes of `torchrl_ext.plugins.vllm.adapters` come with it. In vLLM's development mode
 ``GET /is_sleeping`` also answers ``is_paused``, ``tags`` that sleep, ``dropped``, ``empty`` and ``whole``, so that a

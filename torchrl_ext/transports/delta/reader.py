@@ -11,7 +11,6 @@ from typing import Any, TypeVar, final
 from torch import Tensor
 
 from torchrl_ext.codecs.base import codec_from_json
-from torchrl_ext.compat.slime.foreign import ForeignVersions
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.landing.loader import Changes
@@ -27,6 +26,7 @@ from torchrl_ext.types import Info, Wire
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.hooks import PRE_READ_HOOK, read_hook
 from torchrl_ext.versions.open_route import OpenRoute
+from torchrl_ext.versions.others import view_of
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.versions.warm import Warming
 from torchrl_ext.weights.shards.blocks import Block
@@ -87,8 +87,7 @@ class DeltaReader(WorkerEnd, Mailbox):
         slices: Mapping[str, tuple[Block, ...]] | None = None,
     ) -> None:
         self._store, self._hook = store, read_hook(hook)
-        self._foreign = ForeignVersions(store, base, settles=True)
-        self._chain = Chain(store, foreign=self._foreign)
+        self._chain = Chain(store, view=view_of(store, base, settles=True))
         self._broadcast = None if group is None else Broadcast(group, store, self._chain)
         opener = self._broadcast.full.open if self._broadcast is not None else lambda *of: PublishedVersion(store, *of)
         self._reader = ChainReader(self._chain, opener, base, local_dir)
@@ -143,7 +142,7 @@ class DeltaReader(WorkerEnd, Mailbox):
         files: Sequence[str] | None = None,
         label: str | None = None,
     ) -> Changes | None:
-        self._reader.expect(version, files, label, self._foreign)
+        self._reader.expect(version, files, label)
         return self._reach(version, partial(self._changes, version, held, within), within)
 
     def _changes(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 from torchrl_ext.codecs.base import encodings, make_codec, needs_base
 from torchrl_ext.codecs.pipeline import worker_threads
-from torchrl_ext.compat.slime.foreign import ForeignVersions
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.devices import usable_device
 from torchrl_ext.errors import ConfigError, TransportError
@@ -30,6 +29,7 @@ from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.hooks import hook_at
+from torchrl_ext.versions.others import view_of
 from torchrl_ext.versions.shards.copies import RankCopies, steps
 from torchrl_ext.versions.shards.own import OwnBlocks
 from torchrl_ext.versions.warm import Warming
@@ -164,7 +164,7 @@ class DeltaTransport(StandaloneTransport):
         self._wrote, self._before_read = hook_at(post_write_hook), pre_read_hook
         self._base = None if base is None else os.path.abspath(local_checkpoint(base))
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
-        self._chain = Chain(self._store, foreign=ForeignVersions(self._store, self._base, settles=True))
+        self._chain = Chain(self._store, view=view_of(self._store, self._base, settles=True))
         where = None if baseline_device is None else usable_device(baseline_device)
         self._own = OwnBlocks(where) if by_shard else None
         self._writer = ChainWriter(

@@ -1,4 +1,4 @@
-"""vime's and slime's guide to external engines: others start the engines, and each row of its table is tried on them.
+"""The guides to external engines of two systems: others start the engines, and each row of its table is tried on them.
 
 Both systems print the same guide, one for vLLM and one for SGLang: which of full and delta updates, over a process
 group or over files, suits which deployment.
