@@ -14,11 +14,16 @@ from safetensors.torch import load_file, save_file
 
 from tests.hostile import refused_or_right, worse_text
 from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
+from torchrl_ext.compat.convert import Rebuilt, convert
 from torchrl_ext.compat.slime.first import build_flush, parse_flush
 from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.stores import Chain, open_store
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.others import view_of
+from torchrl_ext.versions.reader import ChainReader
+from torchrl_ext.weights.digests import position_digest, tensor_digest
 
 METAS = [ParamMeta.of(name, tensor) for name, tensor in weights().items()]
 
@@ -195,6 +200,24 @@ class TestIndexes:
         (folder(root, 3) / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(IntegrityError, match=rf"{late.name} does not hold 'c.count'"):
             trainer_at(root).receive_weights(WAIT_S)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("layout", ["slime", "slime-first"])
+def test_an_engine_builds_on_the_base_only_where_it_holds_the_base(tmp_path, layout, changed):
+    """These deltas name no digests of their base, so whoever holds something else reads everything."""
+    base, held, new = checkpoint(tmp_path / "base", weights()), weights(), weights()
+    step(new, 1)
+    convert([Rebuilt(number=1, whole=False, tensors=new)], tmp_path / "root", layout, str(base))
+    if changed:
+        step(held, 2)
+    store = open_store(tmp_path / "root")
+    chain = Chain(store, view=view_of(store, str(base)))
+    reader = ChainReader(chain, lambda *of: PublishedVersion(store, *of), str(base))
+    reader.adopt(1, lambda: {name: position_digest(tensor).hex() for name, tensor in held.items()})
+    assert reader.held == (None if changed else ("", 0))
+    assert (reader.changes(1) is None) == changed
+    assert same(dict(reader.tensors(reader.open(1), {})), new)
 
 
 def renumber(source, target, version):

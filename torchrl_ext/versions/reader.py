@@ -22,6 +22,7 @@ from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
 from torchrl_ext.versions.shards.parts import Wanted
 from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.digests import position_digest
 from torchrl_ext.weights.shards.blocks import Block
 
 __all__ = ["ChainReader", "host_copy"]
@@ -141,10 +142,19 @@ class ChainReader:
                 self.held, self._params = (base.run_id, base.version), _by_name(params)
                 return
         if based and self._base is not None:
-            same_base({meta.name: own[meta.name] for meta in params if meta.name in own}, origin, where)
+            if origin.base_digests:
+                same_base({meta.name: own[meta.name] for meta in params if meta.name in own}, origin, where)
+            elif not self._is_base(own):
+                return  # another library's deltas do not name their base: all is read anew
             pairs = self._base() if mirrored else ()
             self.mirror = {name: host_copy(tensor, self._copies) for name, tensor in pairs if name in mirrored}
             self.held, self._params = (origin.base_run_id, 0), _by_name(params)
+
+    def _is_base(self, own: Mapping[str, str]) -> bool:
+        """Return whether tensors with these digests are those of the base checkpoint."""
+        assert self._base is not None
+        pairs = ((own[name], tensor) for name, tensor in self._base() if name in own)
+        return all(digest == position_digest(tensor).hex() for digest, tensor in pairs)
 
     def _back(self, target: int) -> Iterator[tuple[str, DeltaManifest]]:
         """Yield the deltas that lead to ``target``, the last one first, as far as there is no keyframe and no gap."""
