@@ -82,8 +82,8 @@ class ForeignVersions:
 
     def read(self, number: int, known: dict[int, Version]) -> None:
         below: list[tuple[int, int | None]] = []  # versions of the format, with their bases: deltas name what changes
-        at: int | None = number
-        while at and at not in known:
+        at = number
+        while at not in known:
             if at != number:
                 with suppress(FileNotFoundError):
                     known[at] = read_version(self._store, at)
@@ -98,6 +98,8 @@ class ForeignVersions:
                     state="nothing was read",
                 ) from error
             below.append((at, base))
+            if not base:
+                break
             at = base
         for at, base in reversed(below):
             known[at] = self._read(at, known[base].params if base else None)
