@@ -18,6 +18,7 @@ from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.manifest import DeltaManifest, DeltaParam, DeltaPart
 from torchrl_ext.testing import any_bits
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.payloads import Payloads
 from torchrl_ext.versions.shards.own import OwnBlocks
 from torchrl_ext.versions.shards.parts import flat_positions, read_parts
 from torchrl_ext.weights.digests import PositionDigest, block_words, position_digest
@@ -121,12 +122,19 @@ def two_parts(first, second, blocks):
     )  # fmt: skip
 
 
+def read(store, manifest, wanted=lambda name: None):
+    payloads = Payloads(store)
+    decoders = read_parts(payloads, "v", manifest, wanted)
+    payloads.read()
+    return decoders, payloads.nbytes
+
+
 LEFT, RIGHT = Block((0, 0), (4, 3)), Block((0, 3), (4, 6))
 
 
 def test_parts_side_by_side_become_one_patch_in_order():
     store, manifest = two_parts("ulp", "ulp", (LEFT, RIGHT))
-    decoders, count = read_parts(store, "v", manifest, lambda name: None)
+    decoders, count = read(store, manifest)
     patch = decoders["w"](None)
     assert patch.indices.tolist() == list(range(24))
     assert count == manifest.files["rank00000-00001.bin"]
@@ -135,18 +143,18 @@ def test_parts_side_by_side_become_one_patch_in_order():
 def test_only_what_is_wanted_is_read():
     store, manifest = two_parts("ulp", "ulp", (LEFT, RIGHT))
     store.gap_bytes = 0
-    decoders, count = read_parts(store, "v", manifest, lambda name: (Block((1, 4), (2, 5)),))
+    decoders, count = read(store, manifest, lambda name: (Block((1, 4), (2, 5)),))
     assert count == manifest.params[0].parts[1].nbytes
     assert decoders["w"](None).indices.tolist() == [3, 4, 5, 9, 10, 11, 15, 16, 17, 21, 22, 23]
-    assert read_parts(store, "v", manifest, lambda name: ()) == ({}, 0)
+    assert read(store, manifest, lambda name: ()) == ({}, 0)
 
 
 def test_parts_that_meet_or_are_coded_in_two_ways_are_refused():
     store, manifest = two_parts("ulp", "ulp", (LEFT, Block((0, 2), (4, 5))))
     with pytest.raises(IntegrityError, match="'w' has indices that do not increase"):
-        read_parts(store, "v", manifest, lambda name: None)[0]["w"](None)
+        read(store, manifest)[0]["w"](None)
     store, manifest = two_parts("ulp", "dense", (LEFT, RIGHT))
     with pytest.raises(IntegrityError, match="some parts of 'w' are steps"):
-        read_parts(store, "v", manifest, lambda name: None)[0]["w"](None)
-    merged = read_parts(store, "v", manifest, lambda name: None)[0]["w"](torch.zeros(4, 6))
+        read(store, manifest)[0]["w"](None)
+    merged = read(store, manifest)[0]["w"](torch.zeros(4, 6))
     assert merged.values.view(np.float32).tolist() == [1.0] * 24

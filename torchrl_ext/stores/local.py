@@ -206,9 +206,9 @@ class LocalStore(Store):
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         try:
-            descriptor, _ = open_regular(f"{self.url}/{checked_key(key)}", within=self.url)
+            descriptor, size = open_regular(f"{self.url}/{checked_key(key)}", within=self.url)
             with open(descriptor, "rb", buffering=0) as file:
-                return [_read_at(file.fileno(), first, nbytes) for first, nbytes in spans]
+                return [_read_at(file.fileno(), first, min(nbytes, size - first)) for first, nbytes in spans]
         except FileNotFoundError:
             raise
         except OSError as error:

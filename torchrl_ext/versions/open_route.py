@@ -1,8 +1,9 @@
-"""A route through a chain with its files open, so that it can be read when versions on it are collected later."""
+"""A route through a chain, open for reading: collection cannot take away what has still to be read of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
@@ -17,7 +18,8 @@ from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, Manifest
 from torchrl_ext.stores.versions import Held
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.containers import Container, Decode
-from torchrl_ext.versions.shards.parts import CONTAINER, Wanted, incomplete, read_parts
+from torchrl_ext.versions.payloads import Payloads, incomplete
+from torchrl_ext.versions.shards.parts import CONTAINER, Wanted, read_parts
 from torchrl_ext.weights.digests import position_digest
 from torchrl_ext.weights.source import WeightSource
 
@@ -42,7 +44,9 @@ OpenBase = Callable[[], WeightSource]
 
 
 class OpenRoute:
-    """A route with its deltas read and its keyframe open, so that collection cannot take them away.
+    """A route with its keyframe open, and with its deltas read, or read while the route is used where they are many.
+
+    Memory for payloads is bounded by `torchrl_ext.versions.payloads`, however many versions the route leads through.
 
     Args:
         chain: the versions.
@@ -63,7 +67,6 @@ class OpenRoute:
         published: that keyframe, its files open.
         base: what stands in for a keyframe where the route starts at version 0.
         digests: position digest of every tensor where the route ends, by name; none where it ends at a keyframe.
-        read_bytes: bytes of payloads that were read.
     """
 
     def __init__(
@@ -86,12 +89,14 @@ class OpenRoute:
         self._changed: set[str] = set()
         self._wanted: Wanted = wanted if wanted is not None and self.held is not None else _all
         self.digests: dict[str, str] = {}
-        self.read_bytes = 0
+        self._payloads, self._whole_bytes = Payloads(chain.store), 0
+        self._leases = ExitStack()
         try:
             for folder, manifest in route.deltas:
                 decoders = self._decoders(chain, folder, manifest)
                 self.deltas.append((f"{chain.store.url}/{folder}", manifest, decoders))
                 self._changed |= decoders.keys()
+            self._payloads.read()
         except BaseException:
             self.close()
             raise
@@ -100,37 +105,44 @@ class OpenRoute:
                 self.digests[row.meta.name] = row.digest
 
     def _decoders(self, chain: Chain, folder: str, manifest: DeltaManifest) -> Mapping[str, Decode]:
-        """Read what a delta consists of, as far as it is wanted, and return what decodes the change of each parameter.
+        """Return what decodes the change of each parameter in a delta, as far as it is wanted.
 
         Raises:
             FileNotFoundError: it was collected.
             IntegrityError, ManifestError: as `torchrl_ext.versions.containers.Container.read`.
         """
         where, files, name = f"{chain.store.url}/{folder}", dict[str, memoryview](), ""
-        try:
-            if manifest.container == CONTAINER:
-                decoders, count = read_parts(chain.store, folder, manifest, self._wanted)
-                self.read_bytes += count
-                return decoders
-            for name in manifest.files:
-                files[name] = memoryview(chain.store.get(f"{folder}/{name}"))
-        except FileNotFoundError as error:
-            there = chain.store.list(folder)
-            if MANIFEST not in there:  # collected in between
-                raise
-            lost = name or next((file for file in manifest.files if file not in there), "a file")
-            raise incomplete(where, lost, manifest, None) from error
-        for name, size in manifest.files.items():
-            self.read_bytes += size
-            if len(files[name]) != size:
-                raise incomplete(where, name, manifest, len(files[name]))
+        if manifest.container in ("packed", CONTAINER):
+            wanted = self._wanted if manifest.container == CONTAINER else _all
+            return read_parts(self._payloads, folder, manifest, wanted)
         if manifest.container not in containers.names():
             raise ManifestError(
                 f"{where} is laid out in a form unknown here: there is no container {manifest.container!r}",
                 expected=f"one of {', '.join((*containers.names(), CONTAINER))}",
             )
         container: Container = containers.make(manifest.container)
+        try:
+            for name in manifest.files:
+                files[name] = memoryview(chain.store.get(f"{folder}/{name}"))
+        except FileNotFoundError as error:
+            if MANIFEST not in chain.store.list(folder):  # collected in between
+                raise
+            raise incomplete(where, name, manifest, None) from error
+        for name, size in manifest.files.items():
+            self._whole_bytes += size
+            if len(files[name]) != size:
+                raise incomplete(where, name, manifest, len(files[name]))
         return container.read(manifest, files, where)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of payloads that are read: when the route is opened, or later where it is `streamed`."""
+        return self._payloads.nbytes + self._whole_bytes
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the store is still read from, as deltas that take more than a bound are."""
+        return self._payloads.streamed
 
     def first(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor as it is where the route starts, from the keyframe or the base.
@@ -229,10 +241,15 @@ class OpenRoute:
             hint="a delta was applied to another base; let the trainer publish a keyframe",
         )
 
+    def keep(self, lease: ExitStack) -> None:
+        """Hold a lease until the route is closed."""
+        self._leases = lease
+
     def close(self) -> None:
-        """Close the files. May be called twice."""
+        """Close the files, and give up the lease. May be called twice."""
         if self.published is not None:
             self.published.close()
+        self._leases.close()
 
 
 def same_base(digests: Mapping[str, str], delta: DeltaManifest, where: str) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 
 import torch
@@ -61,6 +61,7 @@ class ChainReader:
         self.mirror: dict[str, Tensor] = {}
         self._params: dict[str, ParamMeta] = {}
         self._landed: Changes | None = None
+        self._staged: OpenRoute | None = None  # of the changes that were returned last
         self._retained: Callable[[str], bool] = lambda name: False
         self._slices: Mapping[str, tuple[Block, ...]] = {}
         self._again = 0
@@ -196,12 +197,14 @@ class ChainReader:
         """Return the changes from the version held to ``target``; None where only a full version leads there."""
         if self._landed is not None:
             self._catch_up()
+        self._close_staged()
         if self.held is None:
             return None
         route = self._open(target, self.remember(target), self._blocks)
         if route.held is None:
             route.close()
             return None
+        self._staged = route
         return Changes(
             held=self.held,
             reached=route.reached,
@@ -225,8 +228,11 @@ class ChainReader:
                     raise FileNotFoundError(f"version {target} in {self.chain.store.url}") from error
                 raise
             try:
-                with self.chain.leased(route.first):
+                with ExitStack() as lease:
+                    lease.enter_context(self.chain.leased(route.first))
                     opened = OpenRoute(self.chain, route, target, self._open_full, held, self._base, wanted)
+                    if opened.streamed:
+                        opened.keep(lease.pop_all())
                 self.read_bytes = opened.read_bytes
                 break
             except FileNotFoundError:
@@ -289,6 +295,12 @@ class ChainReader:
             self._landed = changes
         else:
             self.held = changes.reached
+            self._close_staged()
+
+    def _close_staged(self) -> None:
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.close()
 
     def _catch_up(self) -> None:
         """Bring the mirror to what landed last. Where that fails nothing is held, and the next version read in full.
@@ -308,6 +320,8 @@ class ChainReader:
                 "host copies could not follow to version %d, the next is read whole: %s", changes.reached[1], error
             )
             return
+        finally:
+            self._close_staged()
         self.held = changes.reached
 
     def _from_start(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

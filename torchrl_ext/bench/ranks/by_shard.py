@@ -27,6 +27,7 @@ from torchrl_ext.stores import Chain, open_store
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.types import ParamMeta, SyncReport
+from torchrl_ext.versions.payloads import Payloads
 from torchrl_ext.versions.shards.parts import read_parts
 from torchrl_ext.weights.shards.blocks import Block
 
@@ -103,7 +104,9 @@ def delta_by_shard(
         halves = {}
         for axis, name in enumerate(("rows", "columns")):
             wanted = partial(_half, metas, axis)
-            halves[name] = read_parts(chain.store, version.folder, version.delta, wanted)[1] / written
+            payloads = Payloads(chain.store)
+            read_parts(payloads, version.folder, version.delta, wanted)
+            halves[name] = payloads.nbytes / written
     model = sum(meta.nbytes for meta in metas.values())
     rows = [{key: row[key] / model for key in ("copies", "delta", "keyframe")} for row in found]
     most = max(row["copies"] + row["delta"] for row in rows)

@@ -1,9 +1,8 @@
-"""Reading a delta that trainer ranks wrote block by block: only the parts that are wanted, and those as one patch."""
+"""Decoding the parts of a delta that are wanted, in whatever blocks trainer ranks wrote them, as one patch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -14,13 +13,13 @@ from torchrl_ext.codecs.base import Codec, codec_from_json
 from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, StepPatch, index_dtype
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.stores import Store
-from torchrl_ext.stores.manifest import DeltaManifest, DeltaPart
+from torchrl_ext.stores.manifest import DeltaManifest, DeltaParam, DeltaPart
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.containers import Decode, compare_payload
+from torchrl_ext.versions.containers import Decode
+from torchrl_ext.versions.payloads import Payloads
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["CONTAINER", "Wanted", "flat_positions", "incomplete", "read_parts"]
+__all__ = ["CONTAINER", "Wanted", "flat_positions", "read_parts"]
 
 CONTAINER = "shards"
 """The name of the layout in manifests: as ``packed``, each rank with files of its own."""
@@ -30,89 +29,39 @@ Wanted = Callable[[str], Sequence[Block] | None]
 
 
 class _Part(NamedTuple):
-    """A part of a parameter's change, which was read."""
+    """A part of a parameter's change; ``payload`` returns its bytes."""
 
     block: Block
     codec: Codec
-    payload: memoryview
+    payload: Callable[[], memoryview]
 
 
-@dataclass
-class _Span:
-    """Neighbouring payloads of a file, which are read at once: from ``first`` to ``end``, in bytes."""
-
-    first: int
-    end: int
-    rows: list[tuple[ParamMeta, DeltaPart]]
-
-
-def read_parts(store: Store, folder: str, manifest: DeltaManifest, wanted: Wanted) -> tuple[Mapping[str, Decode], int]:
-    """Read the parts of a delta that meet what is wanted.
+def read_parts(payloads: Payloads, folder: str, manifest: DeltaManifest, wanted: Wanted) -> Mapping[str, Decode]:
+    """Return what decodes the payloads of a delta that meet what is wanted.
 
     Args:
-        store: where it is.
-        folder: of its files there.
+        payloads: takes the payloads, and reads them.
+        folder: of the delta's files.
         manifest: of the delta.
         wanted: which blocks of each parameter.
 
     Returns:
-        For each parameter of which something was read a call that decodes that; and how many bytes were read.
+        For each parameter of which something is wanted, a call that decodes that.
 
     Raises:
-        FileNotFoundError: a file is gone.
-        IntegrityError: a file is shorter than the manifest says, or a part is damaged; names the tensor and the file.
         ManifestError: an encoding that is not known here.
     """
-    where, codecs = f"{store.url}/{folder}", list(map(codec_from_json, manifest.codecs))
-    by_file: dict[str, list[tuple[ParamMeta, DeltaPart]]] = {}
+    codecs = list(map(codec_from_json, manifest.codecs))
+    rows: list[tuple[ParamMeta, DeltaParam | DeltaPart, Codec]] = []
     for row in manifest.params:
         blocks = wanted(row.meta.name)
-        for part in row.parts:
-            if blocks is None or any(_block(part).meet(block) for block in blocks):
-                by_file.setdefault(part.file, []).append((row.meta, part))
-    found, total = dict[str, list[_Part]](), 0
-    for file, rows in by_file.items():
-        spans = _spans(rows, store.gap_bytes)
-        read = store.ranges(f"{folder}/{file}", [(span.first, span.end - span.first) for span in spans])
-        for span, data in zip(spans, read, strict=True):
-            total += len(data)
-            view = memoryview(data)
-            for meta, part in span.rows:
-                payload = view[part.offset - span.first :][: part.nbytes]
-                if len(payload) != part.nbytes:
-                    raise incomplete(where, file, manifest, span.first + len(data), meta.name)
-                compare_payload(payload, codecs[part.codec], part, meta, where, manifest.version)
-                found.setdefault(meta.name, []).append(_Part(_block(part), codecs[part.codec], payload))
-    metas = {row.meta.name: row.meta for row in manifest.params}
-    return {name: partial(_decode, metas[name], parts) for name, parts in found.items()}, total
-
-
-def incomplete(
-    where: str, file: str, manifest: DeltaManifest, found: int | None, name: str | None = None
-) -> IntegrityError:
-    """Return the error for a file of a delta that is missing or ends early; it names a tensor in the file.
-
-    Args:
-        where: the folder, for messages.
-        file: its name.
-        manifest: of the delta.
-        found: the bytes that there are; None where the file is missing.
-        name: the tensor; by default the first one that cannot be read.
-    """
-    if name is None:
-        rows = [(row, one) for row in manifest.params for one in row.payloads if one.file == file]
-        lost = (row.meta.name for row, one in rows if one.offset + one.nbytes > (found or 0))
-        name = next(lost, rows[0][0].meta.name if rows else None)
-    if found is None:
-        what = f"{where}/{file} is missing" + (f", which holds tensor {name!r}" if name else "")
-        expected, hint = "every file that the manifest names", "let the trainer publish again"
-    else:
-        what = f"{where}/{file} has {found} bytes" + (f", so that tensor {name!r} cannot be read" if name else "")
-        expected, hint = (
-            f"{manifest.files[file]}, as in the manifest",
-            "let the trainer publish again, and check the disk",
-        )
-    return IntegrityError(what, expected=expected, state=f"nothing of version {manifest.version} was used", hint=hint)
+        for one in row.payloads:
+            if blocks is None or any(_block(row.meta, one).meet(block) for block in blocks):
+                rows.append((row.meta, one, codecs[one.codec]))
+    found: dict[str, tuple[ParamMeta, list[_Part]]] = {}
+    for meta, one, codec, payload in payloads.add(folder, manifest, rows):
+        found.setdefault(meta.name, (meta, []))[1].append(_Part(_block(meta, one), codec, payload))
+    return {name: partial(_decode, *row) for name, row in found.items()}
 
 
 def flat_positions(meta: ParamMeta, block: Block, indices: np.ndarray) -> np.ndarray:
@@ -140,18 +89,10 @@ def flat_positions(meta: ParamMeta, block: Block, indices: np.ndarray) -> np.nda
     return found.astype(index_dtype(meta.numel * parts))
 
 
-def _block(part: DeltaPart) -> Block:
-    return Block(part.start, tuple(first + size for first, size in zip(part.start, part.sizes, strict=True)))
-
-
-def _spans(rows: list[tuple[ParamMeta, DeltaPart]], gap_bytes: int) -> list[_Span]:
-    spans: list[_Span] = []
-    for meta, part in sorted(rows, key=lambda row: row[1].offset):
-        if not spans or part.offset - spans[-1].end > gap_bytes:
-            spans.append(_Span(part.offset, part.offset, []))
-        spans[-1].end = max(spans[-1].end, part.offset + part.nbytes)
-        spans[-1].rows.append((meta, part))
-    return spans
+def _block(meta: ParamMeta, one: DeltaParam | DeltaPart) -> Block:
+    if isinstance(one, DeltaParam):
+        return Block.whole(meta.shape)
+    return Block(one.start, tuple(first + size for first, size in zip(one.start, one.sizes, strict=True)))
 
 
 def _decode(meta: ParamMeta, parts: Sequence[_Part], base: Tensor | None) -> Patch:
@@ -159,7 +100,7 @@ def _decode(meta: ParamMeta, parts: Sequence[_Part], base: Tensor | None) -> Pat
     whole, patches = Block.whole(meta.shape), list[tuple[Block, Patch]]()
     for block, codec, payload in parts:
         own = None if base is None else base[block.within(whole)].contiguous()
-        patches.append((block, codec.decode(payload, ParamMeta(meta.name, meta.dtype, block.shape), own)))
+        patches.append((block, codec.decode(payload(), ParamMeta(meta.name, meta.dtype, block.shape), own)))
     if len(patches) == 1 and patches[0][0] == whole:
         return patches[0][1]
     kinds = {isinstance(patch, StepPatch) for _, patch in patches}

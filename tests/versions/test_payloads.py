@@ -1,0 +1,113 @@
+"""Catching up over many versions: payloads in memory are bounded in bytes, and collection in between does no harm."""
+
+from __future__ import annotations
+
+import shutil
+import weakref
+
+import pytest
+import torch
+
+from tests.transports.chains import same
+from torchrl_ext.codecs.patch import apply_patch
+from torchrl_ext.errors import IntegrityError
+from torchrl_ext.stores import LocalStore
+from torchrl_ext.stores.chain import Chain
+from torchrl_ext.testing import any_bits
+from torchrl_ext.transports.delta.transport import DeltaTransport
+from torchrl_ext.versions import payloads
+from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.reader import ChainReader
+
+VERSIONS, TENSORS = 13, 12
+
+
+class Tracked(bytearray):
+    """Bytes of which the store learns when nobody holds them any more."""
+
+
+class CountingStore(LocalStore):
+    """Counts the bytes that it handed out and that are still in memory."""
+
+    live = most = read = 0
+
+    def ranges(self, key, spans):
+        found = [Tracked(data) for data in super().ranges(key, spans)]
+        for data in found:
+            self.live += len(data)
+            self.read += len(data)
+            weakref.finalize(data, self._gone, len(data))
+        self.most = max(self.most, self.live)
+        return found
+
+    def _gone(self, nbytes):
+        self.live -= nbytes
+
+
+@pytest.fixture
+def chain(tmp_path, monkeypatch):
+    """A reader that holds version 1 of 13 with host copies of everything, its store, and what each version is."""
+    monkeypatch.setattr(payloads, "HELD_BYTES", 64 << 10)
+    monkeypatch.setattr(payloads, "SPAN_BYTES", 4 << 10)
+    trainer = DeltaTransport(tmp_path / "root", keyframe_every=0)
+    own, history = {f"t{n}": any_bits(torch.bfloat16, 6000, seed=n) for n in range(TENSORS)}, {}
+    for version in range(1, VERSIONS + 1):
+        trainer.send_weights("policy", own)
+        history[version] = {name: tensor.clone() for name, tensor in own.items()}
+        for tensor in own.values():
+            tensor[torch.rand(tensor.shape) < 0.3] += 1
+    store = CountingStore(tmp_path / "root")
+    reader = ChainReader(Chain(store), lambda number, full: PublishedVersion(store, number, full))
+    reader.retain(lambda name: True)
+    assert same(dict(reader.tensors(reader.open(1), {})), history[1])
+    return reader, store, history
+
+
+def assert_bounded(store, route_bytes):
+    assert store.read == route_bytes > 3 * payloads.HELD_BYTES
+    assert store.most <= payloads.HELD_BYTES + 4 * payloads.SPAN_BYTES  # and what threads decode right now
+
+
+def test_changes_over_many_versions_hold_a_bounded_number_of_bytes_and_are_read_once(chain):
+    reader, store, history = chain
+    changes = reader.changes(VERSIONS)
+    tensors = {name: tensor.clone() for name, tensor in history[1].items()}
+    for patch in changes.patches(lambda name: True):
+        apply_patch(patch, tensors[patch.meta.name])
+    assert same(tensors, history[VERSIONS])
+    assert_bounded(store, reader.read_bytes)
+    assert len(store.list("readers")) == 1
+    reader.advance(changes)
+    assert reader.changes(VERSIONS) is not None and same(reader.mirror, history[VERSIONS])
+    assert store.list("readers") == []
+
+
+def test_a_reader_that_joins_streams_the_deltas_after_the_keyframe(chain):
+    _, store, history = chain
+    joined = ChainReader(Chain(store), lambda number, full: PublishedVersion(store, number, full))
+    route = joined.open(VERSIONS)
+    assert store.read == 0 and len(store.list("readers")) == 1
+    assert same(dict(joined.tensors(route, {})), history[VERSIONS])
+    assert_bounded(store, joined.read_bytes)
+    assert store.list("readers") == []
+
+
+def test_what_is_collected_while_it_is_read_names_a_tensor_and_the_next_attempt_is_whole(chain):
+    reader, store, history = chain
+    changes = reader.changes(VERSIONS)
+    shutil.rmtree(store.root / "weight_v000005")
+    with pytest.raises(IntegrityError, match=r"weight_v000005.* is missing, which holds tensor 't0'"):
+        list(changes.patches(lambda name: True))
+    assert same(reader.mirror, history[1])
+
+
+def test_damage_is_found_before_anything_is_made_of_it(chain):
+    reader, store, history = chain
+    path = store.root / "weight_v000007" / "delta-00001.bin"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(IntegrityError, match=r"tensor 't\d+' .*weight_v000007"):
+        list(reader.tensors(reader.open(VERSIONS), {}))
+    assert same(reader.mirror, history[1])
+    assert same(dict(reader.tensors(reader.open(6), {})), history[6])
