@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import pytest
@@ -142,19 +143,29 @@ def test_tensors_stream_through_threads_in_order_and_equal_to_one_thread(name):
             assert bytes_of(landed) == bytes_of(new)
 
 
-def test_large_tensors_are_not_taken_far_ahead_however_many_threads_there_are(monkeypatch):
-    monkeypatch.setattr(pipeline, "_AHEAD", 4 << 20)
-    tensor, taken, ahead = torch.zeros(1 << 20, dtype=torch.bfloat16), 0, 0
+@pytest.mark.parametrize("threads", [2, 16, 64])
+def test_the_bytes_taken_ahead_are_bounded_however_many_threads_there_are(threads, monkeypatch):
+    monkeypatch.setattr(pipeline, "_AHEAD", 16 << 20)
+    monkeypatch.setattr(pipeline, "_SMALL", 1 << 18)
+    sizes = [1 << 20, 1 << 10, 3 << 20, 1 << 17, 1 << 17, 1 << 17, 2 << 20] * 8
+    live = most = 0
+
+    def gone(nbytes):
+        nonlocal live
+        live -= nbytes
 
     def model():
-        nonlocal taken
-        for number in range(40):
-            taken += 1
-            yield f"w{number}", tensor, tensor
+        nonlocal live, most
+        for number, size in enumerate(sizes):
+            old, new = torch.zeros(1).bfloat16().expand(size), torch.zeros(size, dtype=torch.bfloat16)
+            live += new.nbytes
+            most = max(most, live)
+            weakref.finalize(new, gone, new.nbytes)
+            yield f"w{number}", old, new
 
-    for given, _ in enumerate(encode_tensors(model(), make_codec("ulp"), threads=16)):
-        ahead = max(ahead, taken - given)
-    assert ahead <= 3
+    assert len(list(encode_tensors(model(), make_codec("ulp"), threads=threads))) == len(sizes)
+    assert sum(2 * size for size in sizes) > 6 * pipeline._AHEAD
+    assert most <= pipeline._AHEAD + 3 * 2 * max(sizes) + 2 * 2 * pipeline._SMALL  # one more, and two being coded
 
 
 def test_an_error_in_a_worker_reaches_the_caller_and_a_stopped_stream_leaves_no_thread():
