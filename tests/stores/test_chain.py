@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import torchrl_ext as tx
+from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.base import MemoryStore
@@ -20,7 +21,10 @@ from torchrl_ext.stores.manifest import DeltaManifest, Manifest
 from torchrl_ext.stores.versions import version_name
 from torchrl_ext.testing import WAIT_S, same_bits
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.reader import ChainReader
+from torchrl_ext.versions.writer import ChainWriter
+from torchrl_ext.weights.source import MappingSource
 
 VERSIONS, EVERY = 1000, 40
 
@@ -167,20 +171,41 @@ class TestLeases:
 
 
 class Counting(LocalStore):
-    """A local store that counts the payload bytes that go through it; manifests are no payload."""
+    """A local store that counts the payload bytes that are read through it, and the manifests, which are no payload."""
 
-    def __init__(self, root):
-        super().__init__(root)
-        self.nbytes = 0
+    nbytes = manifests = 0
 
     def get(self, key, at_most=None):
         data = super().get(key, at_most)
         self.nbytes += 0 if key.endswith((".json", "latest")) else len(data)
+        self.manifests += key.endswith("manifest.json")
         return data
+
+    def ranges(self, key, spans):
+        found = super().ranges(key, spans)
+        self.nbytes += sum(map(len, found))
+        return found
 
     def local(self, folder, names):
         self.nbytes += sum((self.root / folder / name).stat().st_size for name in names)
         return super().local(folder, names)
+
+
+def test_a_writer_that_collects_reads_no_manifest_back(tmp_path):
+    store = Counting(tmp_path / "root")
+    store.own()
+    chain, own = Chain(store), {"w": torch.zeros(20)}
+    writer = ChainWriter(
+        store, chain, "r", codec=make_codec("ulp"), full=FullWriter(1 << 20), keyframe_every=3, base=None,
+        keep_files=False,
+    )  # fmt: skip
+    for version in range(1, 9):
+        own["w"][version] += 1
+        writer.publish(MappingSource(own), version)
+        writer.acknowledge()
+    assert (store.manifests, chain.numbers()) == (0, [7, 8])
+    Chain(store).collect()  # another process does not know what they are
+    assert store.manifests > 0
 
 
 @pytest.fixture(scope="module")

@@ -104,8 +104,12 @@ class Chain:
         newest = self._complete(self._pointed())
         return newest if newest or self.view is None else self.view.latest()
 
-    def advance(self, version: int) -> None:
+    def advance(self, version: int, *, keyframe: bool | None = None) -> None:
         """Move the pointer forward to ``version``.
+
+        Args:
+            version: the version, which is complete.
+            keyframe: whether it is one, where the caller knows it; `collect` reads its manifest otherwise.
 
         Raises:
             StoreError: it is at a newer version already.
@@ -119,6 +123,8 @@ class Chain:
             )
         if version > pointed:
             self.store.put(_LATEST, b"%d\n" % version)
+        if keyframe is not None:
+            self._keyframes[version] = keyframe
 
     def _pointed(self) -> int:
         try:

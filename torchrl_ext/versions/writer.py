@@ -122,7 +122,7 @@ class ChainWriter:
         except BaseException:
             baseline.drain()
             raise
-        self._chain.advance(version)
+        self._chain.advance(version, keyframe=keyframe)
         baseline.version = (self._run_id, version)
         self._since_keyframe = 0 if keyframe else self._since_keyframe + 1
         return manifest
