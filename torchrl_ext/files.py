@@ -1,16 +1,78 @@
-"""Opening files that others wrote: only regular files, and only where they are said to be."""
+"""Files that others wrote: only regular ones are opened, and only where they are said to be."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, final
 
 from torchrl_ext.errors import IntegrityError
 
-__all__ = ["open_regular"]
+__all__ = ["LocalFile", "OpenFile", "open_regular"]
 
 _Path = str | os.PathLike[str]
+
+
+class OpenFile(ABC):
+    """A file, or an object in a bucket, that is open for reading at any position.
+
+    Attributes:
+        path: where it is, for messages.
+        nbytes: its size.
+        chunk_bytes: how many bytes are best read at once.
+    """
+
+    chunk_bytes: ClassVar[int] = 1 << 20
+
+    path: str
+    nbytes: int
+
+    def ahead(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Fetch ranges together that are about to be read, where that saves time.
+
+        Args:
+            spans: first byte and number of bytes of each. What was fetched stays in memory until the next call.
+
+        Raises:
+            OSError, StoreError: they cannot be read.
+        """
+        return
+
+    @abstractmethod
+    def read_into(self, view: memoryview, offset: int) -> int:
+        """Fill ``view``, or the beginning of it, from byte ``offset`` on; return how many bytes; 0 at the end.
+
+        Raises:
+            OSError, StoreError: it cannot be read.
+        """
+
+    def close(self) -> None:
+        """Release it. May be called twice."""
+        return
+
+
+@final
+class LocalFile(OpenFile):
+    """A regular file, which stays readable when it is unlinked; arguments and errors are those of `open_regular`."""
+
+    _descriptor = -1
+
+    def __init__(self, path: _Path, *, within: _Path | None = None) -> None:
+        self.path = os.fspath(path)
+        self._descriptor, self.nbytes = open_regular(path, within=within)
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        return os.preadv(self._descriptor, [view], offset)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    __del__ = close
 
 
 def open_regular(path: _Path, *, within: _Path | None = None) -> tuple[int, int]:

@@ -1,8 +1,9 @@
-"""Catching up over many versions: payloads in memory are bounded in bytes, and collection in between does no harm."""
+"""Memory for what is read of a chain is bounded in bytes, and collection in between does no harm."""
 
 from __future__ import annotations
 
 import shutil
+import uuid
 import weakref
 
 import pytest
@@ -12,10 +13,12 @@ from tests.transports.chains import same
 from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores import LocalStore
+from torchrl_ext.stores import object as objects
 from torchrl_ext.stores.chain import Chain
+from torchrl_ext.stores.object import ObjectStore
 from torchrl_ext.testing import any_bits
 from torchrl_ext.transports.delta.transport import DeltaTransport
-from torchrl_ext.versions import payloads
+from torchrl_ext.versions import checkpoint_reader, payloads
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.reader import ChainReader
 
@@ -26,8 +29,8 @@ class Tracked(bytearray):
     """Bytes of which the store learns when nobody holds them any more."""
 
 
-class CountingStore(LocalStore):
-    """Counts the bytes that it handed out and that are still in memory."""
+class Counting:
+    """Counts the bytes that a store handed out and that are still in memory."""
 
     live = most = read = 0
 
@@ -42,6 +45,21 @@ class CountingStore(LocalStore):
 
     def _gone(self, nbytes):
         self.live -= nbytes
+
+
+class CountingStore(Counting, LocalStore):
+    """A directory."""
+
+
+class CountingBucket(Counting, ObjectStore):
+    """A bucket from which no whole value but a manifest can be read."""
+
+    def local(self, folder, names):
+        raise AssertionError(f"{folder} was staged")
+
+    def get(self, key, at_most=None):
+        assert at_most is not None, key
+        return super().get(key, at_most)
 
 
 @pytest.fixture
@@ -111,3 +129,56 @@ def test_damage_is_found_before_anything_is_made_of_it(chain):
         list(reader.tensors(reader.open(VERSIONS), {}))
     assert same(reader.mirror, history[1])
     assert same(dict(reader.tensors(reader.open(6), {})), history[6])
+
+
+class TestABucketsKeyframe:
+    @pytest.fixture
+    def bucket(self, monkeypatch):
+        monkeypatch.setattr(objects, "_PIECE_BYTES", 2 << 10)
+        monkeypatch.setattr(objects._Object, "chunk_bytes", 16 << 10)
+        monkeypatch.setattr(checkpoint_reader, "_AHEAD_BYTES", 16 << 10)
+        return CountingBucket(f"memory://{uuid.uuid4().hex}/root")
+
+    def publish(self, bucket, shard_bytes=60 << 10):
+        sizes = [3, 700, 100_000, 1, 5000, 0, 9000, 20_001, 12] * 2
+        dtypes = [torch.bfloat16, torch.float32, torch.int8]
+        own = {f"t{n}": any_bits(dtypes[n % 3], size, seed=n) for n, size in enumerate(sizes)}
+        trainer = DeltaTransport(bucket.url, shard_bytes=shard_bytes)
+        trainer.send_weights("policy", own)
+        return trainer, own
+
+    def reader(self, bucket):
+        return ChainReader(Chain(bucket), lambda number, full: PublishedVersion(bucket, number, full))
+
+    def test_it_is_read_in_ranges_and_no_disk_is_used(self, bucket):
+        _, own = self.publish(bucket)
+        reader = self.reader(bucket)
+        route = reader.open(1)
+        assert len(bucket.list("readers")) == 1  # what is open is lost with its removal
+        bucket.most = 0
+        assert same(dict(reader.tensors(route, {})), own)
+        assert bucket.most <= 4 * objects._Object.chunk_bytes < sum(t.nbytes for t in own.values()) / 5
+        assert bucket.list("readers") == []
+
+    def test_tensors_that_are_filled_in_place_are_verified_before(self, bucket):
+        _, own = self.publish(bucket)
+        held = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+        reader = self.reader(bucket)
+        assert same(dict(reader.tensors(reader.open(1), held)), own) and same(held, own)
+        file = sorted(name for name in bucket.list("weight_v000001") if name.endswith(".safetensors"))[-1]
+        content = bytearray(bucket.get(f"weight_v000001/{file}", 1 << 30))
+        content[-1] ^= 1
+        bucket.put(f"weight_v000001/{file}", bytes(content))
+        held = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+        reader = self.reader(bucket)
+        with pytest.raises(IntegrityError, match=rf"in memory://.*{file} is damaged"):
+            list(reader.tensors(reader.open(1), held))
+        assert not any(tensor.any() for tensor in held.values())
+
+    def test_one_that_goes_while_it_is_read_is_told(self, bucket):
+        self.publish(bucket)
+        reader = self.reader(bucket)
+        route = reader.open(1)
+        bucket.delete("weight_v000001")
+        with pytest.raises(IntegrityError, match=r"model-\d+-of-\d+.safetensors was removed while it was read"):
+            list(reader.tensors(route, {}))

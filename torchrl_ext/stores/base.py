@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NoReturn
 import xxhash
 
 from torchrl_ext.errors import IntegrityError, StoreError
+from torchrl_ext.files import OpenFile
 
 __all__ = ["Draft", "MemoryStore", "Store", "checked_key", "seconds_left"]
 
@@ -62,6 +63,9 @@ class Store(ABC):
     gap_bytes: ClassVar[int] = 4096
     """To read so many bytes that nobody wants, between two wanted ranges, takes less time than another request."""
 
+    reads_removed: ClassVar[bool] = True
+    """Whether a value that is open can still be read when it was removed."""
+
     url: str
     owned: bool = False
 
@@ -99,6 +103,14 @@ class Store(ABC):
         """
         data = self.get(key)
         return [data[first : first + nbytes] for first, nbytes in spans]
+
+    def open(self, key: str) -> OpenFile:
+        """Open a value, to read parts of it; the caller closes it.
+
+        Raises:
+            FileNotFoundError, IntegrityError, StoreError: as `get`.
+        """
+        return _InMemory(f"{self.url}/{key}", self.get(key))
 
     @abstractmethod
     def stamp(self, key: str) -> str | None:
@@ -193,6 +205,18 @@ def seconds_left(until: Any) -> float | None:
     if isinstance(until, bool) or not isinstance(until, (int, float)) or abs(until) > 1e15 or math.isnan(until):
         return None
     return until - time.time()
+
+
+class _InMemory(OpenFile):
+    """A value that was read at once."""
+
+    def __init__(self, path: str, data: bytes) -> None:
+        self.path, self.nbytes, self._data = path, len(data), data
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        data = self._data[offset : offset + len(view)]
+        view[: len(data)] = data
+        return len(data)
 
 
 class _MemoryDraft(Draft):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrl_ext.errors import IntegrityError, StoreError, WeightSyncError
-from torchrl_ext.files import open_regular
+from torchrl_ext.files import LocalFile, OpenFile, open_regular
 from torchrl_ext.stores.base import Draft, Store, checked_key
 
 __all__ = ["TEMPORARY", "LocalStore"]
@@ -209,6 +209,14 @@ class LocalStore(Store):
             descriptor, size = open_regular(f"{self.url}/{checked_key(key)}", within=self.url)
             with open(descriptor, "rb", buffering=0) as file:
                 return [_read_at(file.fileno(), first, min(nbytes, size - first)) for first, nbytes in spans]
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise self._failed("read", error) from error
+
+    def open(self, key: str) -> OpenFile:
+        try:
+            return LocalFile(f"{self.url}/{checked_key(key)}", within=self.url)
         except FileNotFoundError:
             raise
         except OSError as error:

@@ -15,12 +15,15 @@ import logging
 import shutil
 import tempfile
 import uuid
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, final
 
 from torchrl_ext.errors import ConfigError, IntegrityError, StoreError, WeightSyncError
+from torchrl_ext.files import OpenFile
 from torchrl_ext.stores.base import Draft, Store, checked_key
 from torchrl_ext.stores.local import TEMPORARY
 from torchrl_ext.stores.owners import Owners
@@ -30,6 +33,7 @@ __all__ = ["ObjectStore"]
 log = logging.getLogger("torchrl_ext")
 
 _CLAIM, _TOKEN = ".claim", 32
+_PIECE_BYTES = 8 << 20  # of one request
 _Result = TypeVar("_Result")
 
 
@@ -46,6 +50,7 @@ class ObjectStore(Store):
     """
 
     locked: ClassVar[bool] = False
+    reads_removed: ClassVar[bool] = False
     gap_bytes: ClassVar[int] = 256 << 10
 
     def __init__(self, url: str, **storage_options: Any) -> None:
@@ -187,6 +192,9 @@ class ObjectStore(Store):
 
         return self._call("read", key, read) if spans else []
 
+    def open(self, key: str) -> OpenFile:
+        return _Object(self, key, self._call("look for", key, self._fs.info)["size"])
+
     def stamp(self, key: str) -> str | None:
         try:
             return str(self._call("look for", key, self._fs.ukey))
@@ -267,6 +275,46 @@ class ObjectStore(Store):
             raise StoreError(
                 f"cannot {doing} {self.url}/{key}: {error!r}", hint="check address, credentials and network"
             ) from error
+
+
+@final
+class _Object(OpenFile):
+    """An object that is read in ranges, of which several are requested at once."""
+
+    chunk_bytes: ClassVar[int] = 64 << 20
+
+    def __init__(self, store: ObjectStore, key: str, nbytes: int) -> None:
+        self.path, self.nbytes, self._store, self._key = f"{store.url}/{key}", nbytes, store, key
+        self._fetched: list[tuple[int, bytes]] = []
+
+    def ahead(self, spans: Sequence[tuple[int, int]]) -> None:
+        self._fetched, joined = [], list[list[int]]()
+        for first, nbytes in sorted(spans):
+            if not joined or first > joined[-1][1]:
+                joined.append([first, first])
+            joined[-1][1] = max(joined[-1][1], first + nbytes)
+        self._fetched = [one for first, end in joined for one in self._pieces(first, end)]
+
+    def read_into(self, view: memoryview, offset: int) -> int:
+        at = bisect_right(self._fetched, offset, key=itemgetter(0)) - 1
+        if at >= 0 and offset < self._fetched[at][0] + len(self._fetched[at][1]):
+            first, data = self._fetched[at]
+            part = memoryview(data)[offset - first :][: len(view)]
+            view[: len(part)] = part
+            return len(part)
+        count = 0
+        for first, data in self._pieces(offset, offset + min(len(view), self.chunk_bytes)):
+            view[first - offset :][: len(data)] = data
+            count += len(data)
+        return count
+
+    def _pieces(self, first: int, end: int) -> list[tuple[int, bytes]]:
+        starts = range(first, min(end, self.nbytes), _PIECE_BYTES)
+        spans = [(start, min(_PIECE_BYTES, end - start)) for start in starts]
+        return list(zip(starts, self._store.ranges(self._key, spans), strict=True))
+
+    def close(self) -> None:
+        self._fetched = []
 
 
 def _creates(fs: Any) -> bool:

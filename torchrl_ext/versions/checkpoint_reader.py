@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from operator import attrgetter
 from pathlib import Path
 
@@ -13,18 +12,21 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import IntegrityError, ManifestError
+from torchrl_ext.files import LocalFile
 from torchrl_ext.stores import Manifest, Placed, Store, version_name
 from torchrl_ext.stores.versions import read_version
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.tensorfile import CHUNK_BYTES, TensorFile
+from torchrl_ext.weights.tensorfile import TensorFile
 
 __all__ = ["PublishedVersion"]
 
-_AHEAD_BYTES = 8 << 20  # small tensors are read and handed over together
+_AHEAD_BYTES = 8 << 20  # small tensors are read and handed over together; from a bucket more of them
 
 
 class PublishedVersion:
-    """The manifest and the open files of one full version, which stays readable while it is pruned.
+    """The manifest and the open files of one full version, which is read in ranges.
+
+    On a file system it stays readable while it is pruned; in a bucket, the reader needs a lease until it is done.
 
     Args:
         store: where the version is.
@@ -38,7 +40,7 @@ class PublishedVersion:
 
     Attributes:
         number, manifest: as given, or read.
-        path: the directory of its files.
+        path: where its files are: a directory, or a URL.
     """
 
     def __init__(self, store: Store, number: int, manifest: Manifest | None = None, *, at: Path | None = None) -> None:
@@ -54,21 +56,21 @@ class PublishedVersion:
         self.number, self.manifest = number, manifest
         self._files: dict[str, TensorFile] = {}
         self._verified: set[str] = set()
-        self._staged = ExitStack()
+        folder = version_name(number)
+        self.path = f"{store.url}/{folder}" if at is None else str(at)
         try:
-            needed = sorted(set(map(attrgetter("file"), manifest.params)))
-            self.path = self._staged.enter_context(store.local(version_name(number), needed)) if at is None else at
-            for name in needed:
+            for name in sorted(set(map(attrgetter("file"), manifest.params))):
                 try:
-                    file = self._files[name] = TensorFile(self.path / name, within=self.path.parent)
+                    found_at = store.open(f"{folder}/{name}") if at is None else LocalFile(at / name, within=at.parent)
                 except FileNotFoundError as error:
-                    if not self.path.is_dir():  # pruned in between
+                    if at is None and not (store.reads_removed and store.list(folder)):  # pruned in between
                         raise
                     raise IntegrityError(
-                        f"{self.path / name} is missing",
+                        f"{self.path}/{name} is missing",
                         expected="every file that the manifest names",
                         hint="send again",
                     ) from error
+                file = self._files[name] = TensorFile(found_at)
                 if file.nbytes != manifest.files[name]:
                     raise IntegrityError(
                         f"{file.path} has {file.nbytes:,} bytes",
@@ -77,7 +79,7 @@ class PublishedVersion:
             for placed in manifest.params:
                 entry = self._files[placed.file].entries.get(placed.meta.name)
                 if entry is None or entry[0] != placed.meta:
-                    raise IntegrityError(f"{self.path / placed.file} does not hold {placed.meta}, as the manifest says")
+                    raise IntegrityError(f"{self.path}/{placed.file} does not hold {placed.meta}, as the manifest says")
         except BaseException:
             self.close()
             raise
@@ -122,9 +124,10 @@ class PublishedVersion:
         Raises:
             IntegrityError: names the first tensor whose bytes differ, and its file.
         """
-        scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-        for placed in self._of(names):
-            if placed.meta.name not in self._verified:
+        scratch = torch.empty(max((file.chunk_bytes for file in self._files.values()), default=0), dtype=torch.uint8)
+        for batch in self._batches(placed for placed in self._of(names) if placed.meta.name not in self._verified):
+            self._fetch(batch)
+            for placed in batch:
                 self._compare(placed, self._files[placed.file].checksum(placed.meta.name, scratch))
                 self._verified.add(placed.meta.name)
 
@@ -141,13 +144,7 @@ class PublishedVersion:
         """
         if into:
             self.verify(names)
-        batches, held = list[list[Placed]]([[]]), 0
-        for placed in self._of(names):
-            if batches[-1] and held + placed.meta.nbytes > _AHEAD_BYTES:
-                batches.append([])
-                held = 0
-            batches[-1].append(placed)
-            held += placed.meta.nbytes
+        batches = self._batches(self._of(names))
         with ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-read") as ahead:
             pending = ahead.submit(self._read, batches[0], into)
             for following in (*batches[1:], []):
@@ -163,10 +160,29 @@ class PublishedVersion:
         """Close the files. May be called twice."""
         for file in self._files.values():
             file.close()
-        self._staged.close()
+
+    def _batches(self, rows: Iterable[Placed]) -> list[list[Placed]]:
+        """Return tensors in order, as many together as are read together."""
+        batches, held = list[list[Placed]]([[]]), 0
+        for placed in rows:
+            if batches[-1] and held + placed.meta.nbytes > max(_AHEAD_BYTES, self._files[placed.file].chunk_bytes):
+                batches.append([])
+                held = 0
+            batches[-1].append(placed)
+            held += placed.meta.nbytes
+        return batches
+
+    def _fetch(self, batch: list[Placed]) -> None:
+        """Fetch tensors that are read next, where several are read together, and let those before them go."""
+        names: dict[str, list[str]] = {}
+        for placed in batch if len(batch) > 1 else ():  # a single one may be large
+            names.setdefault(placed.file, []).append(placed.meta.name)
+        for file, opened in self._files.items():
+            opened.ahead(names.get(file, ()))
 
     def _read(self, batch: list[Placed], into: Mapping[str, Tensor]) -> deque[tuple[str, Tensor]]:
         read = deque[tuple[str, Tensor]]()
+        self._fetch(batch)
         for placed in batch:
             target = into.get(placed.meta.name)
             direct = (
@@ -183,7 +199,7 @@ class PublishedVersion:
     def _compare(self, placed: Placed, checksum: str) -> None:
         if placed.checksum not in ("", checksum):
             raise IntegrityError(
-                f"tensor {placed.meta.name!r} in {self.path / placed.file} is damaged",
+                f"tensor {placed.meta.name!r} in {self.path}/{placed.file} is damaged",
                 expected=f"xxh3-128 {placed.checksum}, found {checksum}",
                 state=f"nothing of version {self.number} was used beyond the tensors before it",
                 hint="let the trainer send again, and check the disk",

@@ -114,7 +114,7 @@ class FullWriter:
         names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         renamed = dict(zip(kept, names, strict=False))
         for file, name in renamed.items():
-            _link(base.path / file, draft.path / name)
+            _link(Path(base.path) / file, draft.path / name)
         head = Manifest(
             version=version,
             run_id=run_id,

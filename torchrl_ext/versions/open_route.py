@@ -141,8 +141,8 @@ class OpenRoute:
 
     @property
     def streamed(self) -> bool:
-        """Whether the store is still read from, as deltas that take more than a bound are."""
-        return self._payloads.streamed
+        """Whether reading on needs versions to stay in the store: deltas that are many, or a keyframe in a bucket."""
+        return self._payloads.streamed or (self.published is not None and not self._payloads.store.reads_removed)
 
     def first(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor as it is where the route starts, from the keyframe or the base.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -61,7 +61,7 @@ class Payloads:
 
     def add(
         self, folder: str, manifest: DeltaManifest, rows: Iterable[tuple[ParamMeta, DeltaParam | DeltaPart, Codec]]
-    ) -> list[tuple[ParamMeta, DeltaParam | DeltaPart, Codec, Callable[[], memoryview]]]:
+    ) -> Sequence[tuple[ParamMeta, DeltaParam | DeltaPart, Codec, Callable[[], memoryview]]]:
         """Add payloads of a delta, and return them, each with a call that returns its bytes.
 
         The calls raise IntegrityError where a payload is damaged, or is gone from the store; it names the tensor.

@@ -19,8 +19,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.files import open_regular
+from torchrl_ext.errors import IntegrityError, ManifestError, WeightSyncError
+from torchrl_ext.files import LocalFile, OpenFile
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import byte_view
 
@@ -33,6 +33,7 @@ At 4 MiB a publication took twice the processor time (two cores with 2 MiB each)
 """
 
 _HEADER_LIMIT = 100_000_000  # of the reference implementation
+_HEADER_AHEAD = 256 << 10  # bytes, which hold most headers
 _TORCH_NAMES = {  # in the order of the reference writer, last first
     "BOOL": "bool",
     "U8": "uint8",
@@ -137,7 +138,7 @@ class TensorFile:
     It stays readable while it is open, even when it was unlinked meanwhile.
 
     Args:
-        path: the file.
+        path: the file, or what is open of one, which is closed with this object.
         within: a directory that the file has to lie in, whatever links lead to it; None for anywhere.
 
     Raises:
@@ -146,21 +147,30 @@ class TensorFile:
             ``within``.
 
     Attributes:
+        nbytes: size of the file.
+        chunk_bytes: how many bytes are best read at once.
         entries: what each tensor is, and its first byte behind the header, by name.
     """
 
-    _descriptor = -1
+    _file: OpenFile | None = None
 
-    def __init__(self, path: str | os.PathLike[str], *, within: str | os.PathLike[str] | None = None) -> None:
-        self.path = os.fspath(path)
-        try:
-            self._descriptor, self.nbytes = open_regular(self.path, within=within)
-        except FileNotFoundError:
-            raise
-        except (OSError, ValueError) as error:  # a circle of links, no permission
-            raise self._damaged(f"cannot be opened: {error}") from error
+    def __init__(
+        self, path: str | os.PathLike[str] | OpenFile, *, within: str | os.PathLike[str] | None = None
+    ) -> None:
+        if isinstance(path, OpenFile):
+            self.path, self._file = path.path, path
+        else:
+            self.path = os.fspath(path)
+            try:
+                self._file = LocalFile(path, within=within)
+            except FileNotFoundError:
+                raise
+            except (OSError, ValueError) as error:  # a circle of links, no permission
+                raise self._damaged(f"cannot be opened: {error}") from error
+        self.nbytes, self.chunk_bytes = self._file.nbytes, self._file.chunk_bytes
         try:
             size = bytearray(8)
+            self._file.ahead([(0, min(self.nbytes, self.chunk_bytes, _HEADER_AHEAD))])
             if self.nbytes < 8:
                 raise self._damaged(f"has only {self.nbytes} bytes")
             self._fill(memoryview(size), 0)
@@ -169,6 +179,7 @@ class TensorFile:
                 raise self._damaged(f"claims a header of {length:,} bytes")
             text, self._begin = bytearray(length), 8 + length
             self._fill(memoryview(text), 8)
+            self._file.ahead(())
             self.entries, self._metadata = parse_header(text, self.nbytes - self._begin)
         except HEADER_DAMAGE as error:
             self.close()
@@ -201,6 +212,19 @@ class TensorFile:
                 hint="name a full version; where the index says that this is one, it is damaged",
             )
 
+    def ahead(self, names: Iterable[str]) -> None:
+        """Fetch tensors that are read or checksummed next, together where that saves time; see `OpenFile.ahead`.
+
+        Raises:
+            IntegrityError: the file is gone.
+        """
+        rows = (self.entries[name] for name in names)
+        try:
+            if self._file is not None:
+                self._file.ahead([(self._begin + first, meta.nbytes) for meta, first in rows])
+        except FileNotFoundError as error:
+            raise self._damaged(f"was removed while it was read: {error}") from error
+
     def read(self, name: str, into: Tensor | None = None) -> tuple[Tensor, str]:
         """Read one tensor; return it with the xxh3-128 of the bytes that were read (32 hex digits).
 
@@ -216,8 +240,8 @@ class TensorFile:
         meta, first = self.entries[name]
         tensor = torch.empty(meta.shape, dtype=meta.dtype) if into is None else into
         view, hasher = byte_view(tensor).numpy().data, xxhash.xxh3_128()
-        for begin in range(0, len(view), CHUNK_BYTES):
-            chunk = view[begin : begin + CHUNK_BYTES]
+        for begin in range(0, len(view), self.chunk_bytes):
+            chunk = view[begin : begin + self.chunk_bytes]
             self._fill(chunk, self._begin + first + begin)
             hasher.update(chunk)
         return tensor, hasher.hexdigest()
@@ -234,16 +258,16 @@ class TensorFile:
 
     def close(self) -> None:
         """Close the file. May be called twice."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    __del__ = close
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _fill(self, view: memoryview, offset: int) -> None:
         while view:
             try:
-                count = os.preadv(self._descriptor, [view], offset)
+                count = 0 if self._file is None else self._file.read_into(view, offset)
+            except WeightSyncError:
+                raise
             except OSError as error:
                 raise self._damaged(f"cannot be read at byte {offset:,}: {error}") from error
             if count == 0:
