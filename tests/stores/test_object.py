@@ -53,14 +53,18 @@ def test_values_come_back_are_listed_and_go(store):
 def test_a_draft_that_fails_leaves_nothing(store):
     with pytest.raises(ValueError, match="half-way"), store.draft("folder") as draft:
         draft.write("one", b"1")
-        raise ValueError("half-way")
+        with draft.append("two") as append:
+            append(b"2")
+            raise ValueError("half-way")
     assert store.list() == []
     with store.draft("folder") as draft:
-        (draft.path / "large").write_bytes(b"2")
+        with draft.append("large") as append:
+            append(b"2")
+            append(memoryview(b"4"))
         draft.write("manifest.json", b"3")
     assert store.list("folder") == ["large", "manifest.json"]
     with store.local("folder", ["large"]) as path:
-        assert (path / "large").read_bytes() == b"2"
+        assert (path / "large").read_bytes() == b"24"
     assert not path.exists()
     with pytest.raises(StoreError, match="exists already"), store.draft("folder"):
         pass

@@ -91,6 +91,22 @@ class Turns:
         return result
 
 
+class Upload:
+    """An object that is there when it is closed, as one that is uploaded in parts."""
+
+    def __init__(self, fs, path):
+        self.fs, self.path, self.content = fs, path, bytearray()
+
+    def write(self, data):
+        self.content += data
+
+    def close(self):
+        self.fs.pipe_file(self.path, bytes(self.content))
+
+    def discard(self):
+        self.content.clear()
+
+
 class Shaken(MemoryFileSystem):
     """Objects in memory; every request is a step of its writer."""
 
@@ -109,9 +125,10 @@ class Shaken(MemoryFileSystem):
     def pipe_file(self, path, value, mode="overwrite", **kwargs):
         return self.turns.step(lambda: MemoryFileSystem.pipe_file(self, path, value, mode=mode))
 
-    def put_file(self, lpath, rpath, **kwargs):
-        with open(lpath, "rb") as file:
-            self.pipe_file(rpath, file.read())
+    def open(self, path, mode="rb", block_size=None, **kwargs):
+        if block_size is not None:
+            return Upload(self, self._strip_protocol(path))
+        return super().open(path, mode, **kwargs)
 
     def cat_file(self, path, start=None, end=None, **kwargs):
         return self.turns.step(lambda: MemoryFileSystem.cat_file(self, path, start, end))
@@ -174,7 +191,8 @@ class Bucket:
         number = versions.newest() + 1
         try:
             with store.draft(version_name(number)) as draft:
-                (draft.path / "data").write_bytes(content)
+                with draft.append("data") as append:
+                    append(content)
                 draft.write("manifest.json", content)
             versions.advance(number)
         except StoreError:

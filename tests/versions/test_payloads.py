@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 import uuid
 import weakref
 
@@ -18,7 +19,7 @@ from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.object import ObjectStore
 from torchrl_ext.testing import any_bits
 from torchrl_ext.transports.delta.transport import DeltaTransport
-from torchrl_ext.versions import checkpoint_reader, payloads
+from torchrl_ext.versions import checkpoint_reader, checkpoint_writer, payloads
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.reader import ChainReader
 
@@ -137,6 +138,8 @@ class TestABucketsKeyframe:
         monkeypatch.setattr(objects, "_PIECE_BYTES", 2 << 10)
         monkeypatch.setattr(objects._Object, "chunk_bytes", 16 << 10)
         monkeypatch.setattr(checkpoint_reader, "_AHEAD_BYTES", 16 << 10)
+        monkeypatch.setattr(checkpoint_writer, "PART_BYTES", 4 << 10)
+        monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
         return CountingBucket(f"memory://{uuid.uuid4().hex}/root")
 
     def publish(self, bucket, shard_bytes=60 << 10):

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -26,8 +26,11 @@ class Draft(ABC):
     """A folder that is being written, which nobody reads before the `Store.draft` block that made it ends.
 
     Attributes:
+        appends: files are written by `append`, from the first byte to the last. Where they are not, there is a `path`.
         path: a local directory: files written into it directly, and synced, belong to the folder too.
     """
+
+    appends: ClassVar[bool] = False
 
     path: Path
 
@@ -42,6 +45,16 @@ class Draft(ABC):
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
         """Write one file durably, after all that were written before; a ``/`` in its name makes a folder."""
+
+    def append(self, name: str) -> AbstractContextManager[Callable[[bytes | memoryview], object]]:
+        """Open a file for writing, and return what appends bytes to it; the file is complete when the block ends.
+
+        Several files may be open at once, each in a thread of its own.
+
+        Raises:
+            StoreError: as `Store.put`.
+        """
+        raise StoreError(f"{name} cannot be written piece by piece", state="nothing was written")
 
 
 class Store(ABC):

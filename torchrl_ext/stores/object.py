@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-import shutil
 import tempfile
 import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, final
@@ -28,12 +27,14 @@ from torchrl_ext.stores.base import Draft, Store, checked_key
 from torchrl_ext.stores.local import TEMPORARY
 from torchrl_ext.stores.owners import Owners
 
-__all__ = ["ObjectStore"]
+__all__ = ["PART_BYTES", "ObjectStore"]
 
 log = logging.getLogger("torchrl_ext")
 
 _CLAIM, _TOKEN = ".claim", 32
 _PIECE_BYTES = 8 << 20  # of one request
+PART_BYTES = 32 << 20
+"""Bytes of one part of an object that is uploaded in parts, which are held in memory."""
 _Result = TypeVar("_Result")
 
 
@@ -116,25 +117,16 @@ class ObjectStore(Store):
 
     @contextmanager
     def draft(self, folder: str, needed_bytes: int = 0) -> Iterator[Draft]:
-        with self._staging(folder) as staging:
-            if needed_bytes and shutil.disk_usage(staging).free < needed_bytes:
-                raise StoreError(
-                    f"a version is staged in {staging}, where {shutil.disk_usage(staging).free:,} bytes are free",
-                    expected=f"{needed_bytes:,} bytes",
-                    state="nothing was written",
-                    hint="free some space, or point TMPDIR elsewhere",
-                )
-            draft = _ObjectDraft(staging, folder, self)
-            draft.claim()
-            try:
-                if self.owned:
-                    self._owners.require()  # after the claim: who comes as the owner from now on sees the folder
-                yield draft
-                draft.upload()
-            except BaseException:
-                draft.withdraw()
-                raise
-            draft.settle()
+        draft = _ObjectDraft(folder, self)
+        draft.claim()
+        try:
+            if self.owned:
+                self._owners.require()  # after the claim: who comes as the owner from now on sees the folder
+            yield draft
+        except BaseException:
+            draft.withdraw()
+            raise
+        draft.settle()
 
     def add(self, place: str, name: str, data: bytes) -> None:
         folder, _, token = place.rpartition(":")
@@ -251,9 +243,18 @@ class ObjectStore(Store):
                 hint="free some space, or point TMPDIR elsewhere",
             ) from error
 
-    def put_file(self, path: str, key: str) -> None:
-        """Put the content of a local file, as `put`."""
-        self._call("write", key, lambda target: self._fs.put_file(path, target))
+    @contextmanager
+    def append(self, key: str) -> Iterator[Callable[[bytes | memoryview], object]]:
+        """Put a value piece by piece: `Draft.append` for a key."""
+        file = self._call("write", key, lambda path: self._fs.open(path, "wb", block_size=PART_BYTES))
+        try:
+            yield lambda data: self._call("write", key, lambda _: file.write(data))
+        except BaseException:
+            with suppress(Exception):  # the value is removed with the draft
+                file.discard()
+                file.closed = True  # else fsspec completes the upload when the file is freed
+            raise
+        self._call("write", key, lambda _: file.close())
 
     def _overwrites(self) -> bool:
         """Return whether creating a key again replaces its value."""
@@ -331,8 +332,10 @@ def _creates(fs: Any) -> bool:
 class _ObjectDraft(Draft):
     """A draft under a folder that it claims: nobody else writes there, so it may remove what it wrote."""
 
-    def __init__(self, path: Path, folder: str, store: ObjectStore) -> None:
-        self.path, self._folder, self._store = path, folder, store
+    appends: ClassVar[bool] = True
+
+    def __init__(self, folder: str, store: ObjectStore) -> None:
+        self._folder, self._store = folder, store
         self._claim, self._token = f"{folder}/{_CLAIM}", uuid.uuid4().hex
         self._written: list[str] = []
         self._unknown = self._shared = False
@@ -360,7 +363,6 @@ class _ObjectDraft(Draft):
             )
 
     def write(self, name: str, data: bytes) -> None:
-        self.upload()
         key = f"{self._folder}/{name}"
         try:
             created = self._store.create(key, data)
@@ -377,13 +379,10 @@ class _ObjectDraft(Draft):
             )
         self._written.append(key)
 
-    def upload(self) -> None:
-        """Move the files of the local directory into the store, which frees their space."""
-        for file in sorted(self.path.iterdir()):
-            key = f"{self._folder}/{file.name}"
-            self._written.append(key)
-            self._store.put_file(str(file), key)
-            file.unlink()
+    def append(self, name: str) -> AbstractContextManager[Callable[[bytes | memoryview], object]]:
+        key = f"{self._folder}/{name}"
+        self._written.append(key)
+        return self._store.append(key)
 
     def settle(self) -> None:
         """Remove the claim, as the complete folder shows by itself that it is taken."""

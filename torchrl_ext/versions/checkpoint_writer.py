@@ -24,9 +24,10 @@ from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.stores import Manifest, Placed
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores.object import PART_BYTES
 from torchrl_ext.types import ParamMeta, Part
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.tensor_writer import write_shards
+from torchrl_ext.versions.tensor_writer import append_shards, plan_appended, write_shards
 from torchrl_ext.weights.checkpoint import companion_files
 from torchrl_ext.weights.source import WeightSource, checked
 from torchrl_ext.weights.tensorfile import CHUNK_BYTES, Layout, plan_shards
@@ -35,6 +36,7 @@ __all__ = ["FullWriter"]
 
 _INDEX = "model.safetensors.index.json"
 _IN_FLIGHT_BYTES = 64 << 20
+_LANES = 8  # files that are uploaded beside each other
 
 
 class FullWriter:
@@ -75,7 +77,10 @@ class FullWriter:
             ManifestError: the source does not yield what it declares.
         """
         params = source.params()
-        shards = plan_shards(params, self._shard_bytes, "adapter_model" if self._adapter else "model")
+        if draft.appends and not self._adapter:
+            shards = plan_appended(params, self._shard_bytes, _LANES, PART_BYTES)
+        else:
+            shards = plan_shards(params, self._shard_bytes, "adapter_model" if self._adapter else "model")
         head = Manifest(version=version, run_id=run_id, params=(), files={})
         return self._write(draft, source, head, params, shards, checked(source, params))
 
@@ -155,9 +160,11 @@ class FullWriter:
             total = {"total_size": sum(map(attrgetter("nbytes"), params)), "version": f"{head.version:06d}"}
             in_order = {meta.name: where[meta.name] for meta in params}
             files[_INDEX] = (json.dumps({"metadata": total, "weight_map": in_order}, indent=2) + "\n").encode()
-        sums = write_shards(
-            draft.path, shards, pairs, in_flight_bytes=min(max(1, self._shard_bytes // 2), _IN_FLIGHT_BYTES)
-        )
+        if draft.appends:
+            sums = append_shards(draft, shards, pairs, lanes=_LANES, in_flight_bytes=_LANES * PART_BYTES)
+        else:
+            in_flight = min(max(1, self._shard_bytes // 2), _IN_FLIGHT_BYTES)
+            sums = write_shards(draft.path, shards, pairs, in_flight_bytes=in_flight)
         for shard in shards:
             sizes[shard.name] = shard.nbytes
             for meta in shard.params:
