@@ -269,6 +269,7 @@ class Chain:
 
         It is a small file, ``{"first": version, "until": seconds since 1970}``, which runs out by itself if its reader
         dies. A store that this process may not write to gives no lease: the reader starts over when something is gone.
+        So it does where its clock and the trainer's differ by more than the lease, which is then held to have run out.
         """
         key = f"{_READERS}/{uuid.uuid4().hex}"
         with suppress(StoreError):
