@@ -52,7 +52,7 @@ from torchrl_ext.stores import Chain
 from torchrl_ext.weights.source import MappingSource
 root, point = sys.argv[1:]
 weights = {"x": torch.full((500,), 1.0), "y": torch.arange(500.0)}
-def stop(*_):
+def stop(*_, **__):
     print("now", flush=True)
     sys.stdin.read()
 class Hanging(MappingSource):
