@@ -76,13 +76,13 @@ trainer.send_weights(weights)
 KILLED_READER = """
 import sys, torchrl_ext as tx
 from torchrl_ext.stores import LocalStore
-real = LocalStore.get
-def get(self, key, at_most=None):
+real = LocalStore.ranges
+def ranges(self, key, spans):
     if key.endswith(".bin"):
         print("reading", flush=True)
         sys.stdin.read()
-    return real(self, key, at_most)
-LocalStore.get = get
+    return real(self, key, spans)
+LocalStore.ranges = ranges
 tx.DeltaTransport(sys.argv[1]).receive_weights(60)
 """
 
