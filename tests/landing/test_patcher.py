@@ -10,6 +10,7 @@ from torchrl_ext.codecs.units import unit_of, units
 from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError
 from torchrl_ext.kernels.base import kernels_on
 from torchrl_ext.kernels.torch_ops import TorchKernels
+from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.landing.patcher import READ_BACK_VERSIONS, Patcher, Piece, as_bits, compare, identity
 from torchrl_ext.landing.placement import record
 from torchrl_ext.testing import same_bits
@@ -303,6 +304,25 @@ def test_another_base_is_found_while_staging_and_named():
     assert all(torch.equal(as_bits(live[name]), as_bits(tensor)) for name, tensor in kept.items())
     with pytest.raises(NotConnectedError):
         patcher.commit()
+
+
+@pytest.mark.parametrize("how", ["data", "parameter"])
+def test_parameters_that_are_replaced_between_stage_and_commit_are_not_passed_by(how):
+    module = torch.nn.Linear(3, 2)
+    old = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    loader, new = TensorsLoader(module), {name: tensor + 1 for name, tensor in old.items()}
+    loader.check(ParamMeta.of(name, tensor) for name, tensor in old.items())
+    loader.stage(Step(old, new))
+    if how == "data":
+        module.weight.data = old["weight"].clone()
+    else:
+        module.weight = torch.nn.Parameter(old["weight"].clone())
+    with pytest.raises(NotConnectedError, match="were replaced"):
+        loader.commit()
+    assert all(torch.equal(tensor, old[name]) for name, tensor in module.state_dict().items())
+    loader.stage(Step(old, new))
+    loader.commit()
+    assert all(torch.equal(tensor, new[name]) for name, tensor in module.state_dict().items())
 
 
 def test_what_waits_for_the_pause_takes_no_more_than_twice_the_payload():

@@ -23,6 +23,7 @@ from torchrl_ext.weights.source import (
     ModuleSource,
     full,
     inner_model,
+    is_distributed,
     is_mapping,
     is_tensordict_module,
     named_tensors,
@@ -250,6 +251,7 @@ class TensorsLoader(WeightLoader, Patchable):
         self._patcher: Patcher | None = None  # this and the next are kept from `stage` to `commit`
         self._spelling: Spelling | None = None
         self._patched: dict[str, int] = {}  # addresses of what the patcher writes into
+        self._live: list[int] = []  # and of every tensor then
         self._whole: dict[str, Tensor] = {}
 
     def targets(self) -> Mapping[str, Tensor]:
@@ -331,6 +333,12 @@ class TensorsLoader(WeightLoader, Patchable):
     def commit(self) -> None:
         if self._patcher is None or self._spelling is None:
             raise NotConnectedError("there are no staged changes", hint="stage them first")
+        if _addresses(self._own()) != self._live:
+            raise NotConnectedError(
+                "parameters were replaced since the changes were staged",
+                state="nothing was changed",
+                hint="stage the changes again, or load a full version",
+            )
         self._patcher.commit()
         if self._whole:
             self._spelling.assemble(self._whole)
@@ -341,7 +349,7 @@ class TensorsLoader(WeightLoader, Patchable):
         from torchrl_ext.landing.patcher import Patcher, identity
 
         spelled, sent = self._spelled(), self._sent
-        self._spelling = spelled
+        self._spelling, self._live = spelled, _addresses(self._own())
         once = set(map(itemgetter(0), self._target.rows())) if sent is None else set()
         wanted, memory = {}, {}
         for name, tensor in spelled.places.items():
@@ -381,6 +389,10 @@ class TensorsLoader(WeightLoader, Patchable):
         own = dict(self._own())
         groups = () if self._module is None else groups_of(self._module, own.items)
         return Spelling(own, groups, self._sent if sent is None else sent)
+
+
+def _addresses(tensors: Iterable[tuple[str, Tensor]]) -> list[int]:
+    return [id(tensor) if is_distributed(tensor) else tensor.data_ptr() for _, tensor in tensors]
 
 
 def as_loader(target: Any) -> WeightLoader:
