@@ -156,7 +156,8 @@ def rehearsing(*, needed=True, refused=False, restored=True):
         if refused and not question.get("ask"):
             return failed("layer.0 (Experts): not as after a cold start")
         proof = "sent" if question.get("ask") and needed else "rehearsed"
-        told = {"needed": needed and bool(question.get("ask")), "proof": proof, "restored": restored, "layers": []}
+        layers = [{"verdict": "in place", "kernel": "RMSNorm", "layers": 1, "first": f"norm.{n}"} for n in range(99)]
+        told = {"needed": needed and bool(question.get("ask")), "proof": proof, "restored": restored, "layers": layers}
         workers = [
             json.dumps({"worker": 0, **told}),
             json.dumps({"worker": 1, **told, "proof": min(proof, "in place")}),

@@ -211,17 +211,19 @@ class VLLMPort(HTTPPort):
 
     def _say(self, message: Message) -> list[Info]:
         """Send workers a message that loads nothing."""
-        body = {"init_info": message.to_json()}
+        route, body = "/init_weight_transfer_engine", {"init_info": message.to_json()}
         try:
-            answer: Any = self._post("/init_weight_transfer_engine", body, timeout_s=self.timeout_s)
+            with self._explained():
+                answer = self.http.call("POST", route, body, timeout_s=self.timeout_s)
+                if ANSWERS in answer.text:  # in an error, whose own message would be shortened
+                    with suppress(ValueError):
+                        return answers_in(answer.json())
+                return answers_in(answer.checked_json())
         except EngineRefusedError as error:
             if _is_of_another_backend(error):
                 wanted = f"weight-transfer backend {BACKEND!r}"
                 raise restated(error, error.what, expected=wanted, hint=_FLAGS) from error
-            if ANSWERS not in error.what:
-                raise
-            answer = error.what
-        return answers_in(answer)
+            raise
 
     def abandon(self) -> None:
         with suppress(EngineRefusedError):  # workers may have no open update any more
