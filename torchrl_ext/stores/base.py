@@ -7,10 +7,10 @@ import os
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import xxhash
 
@@ -190,14 +190,6 @@ class Store(ABC):
         raise StoreError(f"{self.url} takes files from one process only", state="nothing was written")
 
     @abstractmethod
-    def local(self, folder: str, names: Iterable[str]) -> AbstractContextManager[Path]:
-        """Return a local directory that holds files of a folder, until the block ends.
-
-        Raises:
-            FileNotFoundError: the folder is gone, where files have to be fetched.
-        """
-
-    @abstractmethod
     def available(self) -> bool:
         """Return whether the store can be reached."""
 
@@ -302,9 +294,6 @@ class MemoryStore(Store):
         yield draft
         for name, data in draft.files.items():
             self._values[f"{folder}/{name}"] = data
-
-    def local(self, folder: str, names: Iterable[str]) -> NoReturn:
-        raise StoreError(f"{self.url} holds {folder} in no directory", state="nothing was read")
 
     def available(self) -> bool:
         return True

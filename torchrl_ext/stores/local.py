@@ -14,7 +14,7 @@ import shutil
 import stat
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,10 +178,6 @@ class LocalStore(Store):
             raise self._failed("remove", error) from error
 
     # reader
-
-    @contextmanager
-    def local(self, folder: str, names: Iterable[str]) -> Iterator[Path]:
-        yield self.root / checked_key(folder)
 
     def available(self) -> bool:
         return self.root.is_dir()

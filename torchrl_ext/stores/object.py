@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import inspect
 import logging
-import tempfile
 import uuid
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, ClassVar, TypeVar, final
 
 from torchrl_ext.errors import ConfigError, IntegrityError, StoreError, WeightSyncError
@@ -209,39 +207,12 @@ class ObjectStore(Store):
         rows = {row["name"].rstrip("/").rsplit("/", 1)[-1]: row for row in found if row["name"].rstrip("/") != base}
         return {name: row for name, row in rows.items() if name and not name.startswith(".")}
 
-    @contextmanager
-    def local(self, folder: str, names: Iterable[str]) -> Iterator[Path]:
-        with self._staging(folder) as staging:
-            for name in names:
-                target = str(staging / checked_key(name))
-
-                def fetch(path: str, target: str = target) -> None:
-                    self._fs.get_file(path, target)
-
-                self._call("fetch", f"{folder}/{name}", fetch)
-            yield staging
-
     def available(self) -> bool:
         try:
             self.list()
         except StoreError:
             return False
         return True
-
-    @contextmanager
-    def _staging(self, folder: str) -> Iterator[Path]:
-        """Make a local directory for files of a folder, which is there while the block runs."""
-        try:
-            with tempfile.TemporaryDirectory(prefix="torchrl-ext-", ignore_cleanup_errors=True) as path:
-                yield Path(path)
-        except OSError as error:
-            if isinstance(error, (FileNotFoundError, WeightSyncError)):
-                raise
-            raise StoreError(
-                f"cannot stage {folder} of {self.url} in {tempfile.gettempdir()}: {error}",
-                state=f"{self.url} holds what it held",
-                hint="free some space, or point TMPDIR elsewhere",
-            ) from error
 
     @contextmanager
     def append(self, key: str) -> Iterator[Callable[[bytes | memoryview], object]]:

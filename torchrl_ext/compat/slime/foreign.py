@@ -271,12 +271,11 @@ class ForeignVersions:
         placed: dict[str, Placed] = {}
         run_id = self._run_of_full(number, where)  # before it is read: what is replaced meanwhile is read again
         files = self._sizes(number, {_LONE} if where is None else {*where.values()})
-        with self._store.local(folder, files) as path:
-            for name in files:
-                with closing(TensorFile(path / name, within=path.parent)) as file:
-                    file.no_payloads()
-                    held, files[name] = file.params(), file.nbytes
-                placed |= {meta.name: Placed(meta=meta, file=name, checksum="") for meta in held}
+        for name in files:
+            with closing(TensorFile(self._store.open(f"{folder}/{name}"))) as file:
+                file.no_payloads()
+                files[name] = file.nbytes
+                placed |= {meta.name: Placed(meta=meta, file=name, checksum="") for meta in file.params()}
         for tensor, name in (where or {}).items():
             if tensor not in placed or placed[tensor].file != name:
                 raise IntegrityError(

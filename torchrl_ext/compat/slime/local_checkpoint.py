@@ -8,8 +8,7 @@ whose files lies ``.weight_sync/`` with
 
 ``state.json`` goes before the first byte changes and comes back when the last one is durable, so it never stands beside
 files that are not what it says: without it, slime's readers and this one copy a whole version first. Ours has more
-fields, which slime's reader passes over: the run that published the version, what tells a full version from one that
-replaced it, and the base checkpoint.
+fields, which slime's reader passes over: the run that published the version, and the base checkpoint.
 """
 
 from __future__ import annotations
@@ -19,10 +18,8 @@ import json
 import logging
 import mmap
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Final, final
@@ -35,7 +32,7 @@ from torchrl_ext.compat.slime.current import INDEX_NAME, parse_index
 from torchrl_ext.compat.slime.foreign import ForeignVersions
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError
-from torchrl_ext.files import open_regular
+from torchrl_ext.files import LocalFile, OpenFile
 from torchrl_ext.stores import Chain, Manifest, Store, open_store, version_name
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.opening import admit
@@ -43,7 +40,7 @@ from torchrl_ext.stores.versions import Held, Version
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.open_route import OpenRoute
-from torchrl_ext.weights.tensorfile import CHUNK_BYTES, TensorFile
+from torchrl_ext.weights.tensorfile import TensorFile
 
 __all__ = ["LocalCheckpoint"]
 
@@ -51,7 +48,6 @@ log = logging.getLogger("torchrl_ext")
 
 _SYNC: Final = ".weight_sync"
 _STATE: Final = "state.json"
-_LONE: Final = "model.safetensors"
 _TAKEN: Final = (".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm")
 """Endings of files that are taken over from a published version, and none that a shell, say, would look for."""
 _LOCK_S: Final = 3600.0  # other workers of the host may copy a large model meanwhile
@@ -76,7 +72,7 @@ class LocalCheckpoint:
     def version(self) -> int | None:
         """The version that the files are; None where that is not known: none yet, or a change was interrupted."""
         held = self._held()
-        return None if held is None else held[0][1]
+        return None if held is None else held[1]
 
     def pull(
         self,
@@ -109,14 +105,11 @@ class LocalCheckpoint:
             before(source, version)
         with self._locked(timeout_s):
             store, held = open_store(source), self._held()
-            if held is not None and held[1] and (now := _stamp(store, held[0][1])) and now != held[1]:
-                held = None  # another full version has the number now
-            start = None if held is None else held[0]
             try:
                 try:
-                    self._bring(store, version, start)
+                    self._bring(store, version, held)
                 except (IntegrityError, ManifestError) as error:
-                    if start is None:
+                    if held is None:
                         raise
                     log.warning("%s is copied anew: %s", self.directory, error)
                     self._bring(store, version, None)
@@ -137,131 +130,104 @@ class LocalCheckpoint:
         """Bring the files from version ``held`` to ``version``; from any state where it is None."""
         if version == 0:
             if held is None or held[1]:
-                base = self._known_base()
-                self._seed(base, _plain(base), None)
-                self._settle("", 0, None)
+                self._seed_base()
+                self._settle("", 0)
             return
         chain = Chain(store, view=ForeignVersions(store, self._base))
-        if held is not None and held[1] and not store.list(version_name(held[1])):  # it says no more what it was
-            chain.known[held[1]] = Version(run_id=held[0], params=tuple(meta for meta, _ in self._places().values()))
+        if held is not None and held[1] and not store.list(version_name(held[1])):  # nothing else describes it
+            params = tuple(ParamMeta.of(name, tensor) for name, tensor in self._mapped()[1].items())
+            chain.known[held[1]] = Version(run_id=held[0], params=params)
         try:
             route = chain.route(version, held, based=self._base is not None)
         except (ConfigError, IntegrityError):
             if self._base is None:
                 self._known_base(f"version {version} of {store.url} cannot be reached without its base, and ")
             raise
-        keyframe = route.keyframe
-        start = route.start if keyframe is None else (keyframe.run_id, keyframe.version)
-        kept = keyframe is None and held is not None and start is not None and held[1] == start[1]
-        with chain.leased(route.first):
-            opened = OpenRoute(
-                chain,
-                replace(route, keyframe=None, start=start),
-                version,
-                partial(PublishedVersion, store),
-                start,
-                None,
-            )
-            if keyframe is not None:
-                names = [name for name in store.sizes(version_name(keyframe.version)) if _is_taken(name)]
-                with store.local(version_name(keyframe.version), names) as path:
-                    self._seed(str(path), names, keyframe, within=path)
-            elif not kept:
-                base = self._known_base()
-                self._seed(base, _plain(base), None)
+        opens = partial(PublishedVersion, store)
+        with chain.leased(route.first), closing(OpenRoute(chain, route, version, opens, held, None)) as opened:
+            if route.keyframe is not None:
+                self._seed_keyframe(store, route.keyframe)
+            elif held is None or route.start is None or route.start[1] != held[1]:
+                self._seed_base()
             elif route.deltas:
                 self._unsettle()
             else:
                 return
             self._apply(opened)
-        end = chain.version(version)
-        self._settle(end.run_id, version, None if end.full is None else _stamp(store, version))
+        self._settle(*opened.reached)
 
-    def _seed(self, source: str, names: Iterable[str], manifest: Manifest | None, within: Path | None = None) -> None:
-        """Copy files, verify them by the manifest where there is one, and remove all others.
+    def _seed_keyframe(self, store: Store, manifest: Manifest) -> None:
+        """Copy the files of a published version, and verify the copies by its manifest."""
+        folder = version_name(manifest.version)
+        self._seed({name: partial(store.open, f"{folder}/{name}") for name in store.sizes(folder) if _is_taken(name)})
+        with closing(PublishedVersion(store, manifest.version, manifest, at=self.directory)) as copied:
+            copied.verify({row.meta.name for row in manifest.params if row.checksum})
 
-        Links may not lead out of ``within``; those of the engine's own checkpoint may lead anywhere.
-        """
+    def _seed_base(self) -> None:
+        """Copy the files of the engine's own checkpoint, whose links may lead anywhere."""
+        with os.scandir(self._known_base()) as entries:
+            files = {entry.name: entry.path for entry in entries if entry.is_file() and entry.name != MANIFEST}
+        self._seed({name: partial(LocalFile, path) for name, path in files.items()})
+
+    def _seed(self, files: Mapping[str, Callable[[], OpenFile]]) -> None:
+        """Copy files, which are opened one after the other, and remove all others."""
         self._unsettle()
-        names = sorted(names)
-        for name in names:
+        for name, opens in files.items():
             target = self.directory / name
             with suppress(FileNotFoundError):  # whoever has the old file mapped keeps it
                 target.unlink()
-            _copy(f"{source}/{name}", target, within)
+            with closing(opens()) as source:
+                _copy(source, target)
         for path in self.directory.iterdir():
-            if path.is_file() and path.name not in names:
+            if path.is_file() and path.name not in files:
                 path.unlink()
-        scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
-        rows = () if manifest is None else manifest.params
-        for name in sorted({row.file for row in rows if row.checksum}):
-            file = TensorFile(self.directory / name)
-            for row in (row for row in rows if row.file == name):
-                if row.meta.name not in file.entries or file.checksum(row.meta.name, scratch) != row.checksum:
-                    raise IntegrityError(
-                        f"tensor {row.meta.name!r} in {source}/{name} is damaged",
-                        expected=f"xxh3-128 {row.checksum}",
-                        state=f"{self.directory} is copied anew by the next call",
-                        hint="let the trainer publish again, and check the disk",
-                    )
-            file.close()
 
     def _apply(self, route: OpenRoute) -> None:
         """Write what changes on a route into the files, and make it durable."""
-        places = self._places()
-        for meta in route.params if route.deltas else ():
-            if meta.name not in places or places[meta.name][0] != meta:
+        if not route.deltas:
+            return
+        paths, tensors = self._mapped()
+        for meta in route.params:
+            found = ParamMeta.of(meta.name, tensors[meta.name]) if meta.name in tensors else "no such tensor"
+            if found != meta:
                 raise ManifestError(
                     f"the versions have a tensor {meta}",
-                    expected=str(places.get(meta.name, ("no such tensor",))[0]),
+                    expected=str(found),
                     state=f"{self.directory} holds a checkpoint of another model",
                 )
-        maps: dict[Path, mmap.mmap] = {}
-        tensors = {name: self._mapped(*place, maps) for name, place in places.items()} if route.deltas else {}
         for patch in route.patches(tensors, lambda name: True):
-            name = patch.meta.name
-            tensor = tensors[name]
+            tensor = tensors[patch.meta.name]
             apply_patch(patch, tensor)
-            route.verify(name, tensor)
-        for path, mapped in maps.items():
-            mapped.flush()
+            route.verify(patch.meta.name, tensor)
+        for path in paths:
             _sync(path)
 
-    def _places(self) -> dict[str, tuple[ParamMeta, tuple[Path, int]]]:
-        """Return what each tensor of the directory is, with its file and its first byte there, by name."""
+    def _mapped(self) -> tuple[list[Path], dict[str, Tensor]]:
+        """Return the files of the weights, and each tensor in them by name, whose memory is the file."""
         index, where = self.directory / INDEX_NAME, None
         with suppress(FileNotFoundError):
             where = parse_index(index.read_bytes(), str(index))[1]
         files = {path.name for path in self.directory.glob("*.safetensors")} if where is None else {*where.values()}
-        found: dict[str, tuple[ParamMeta, tuple[Path, int]]] = {}
-        for file in sorted(files):
-            path = self.directory / file
-            opened = TensorFile(path)
-            begin = opened.nbytes - sum(meta.nbytes for meta, _ in opened.entries.values())
-            opened.close()
+        paths, tensors = [self.directory / file for file in sorted(files)], dict[str, Tensor]()
+        for path in paths:
+            with closing(TensorFile(path)) as opened, open(path, "r+b") as file:
+                begin = opened.nbytes - sum(meta.nbytes for meta in opened.params())
+                mapped = mmap.mmap(file.fileno(), 0)
             for name, (meta, first) in opened.entries.items():
-                if where is None or where.get(name) == file:
-                    found[name] = meta, (path, begin + first)
-        return found
-
-    def _mapped(self, meta: ParamMeta, place: tuple[Path, int], maps: dict[Path, mmap.mmap]) -> Tensor:
-        """Return a tensor that is the bytes of a file."""
-        path, first = place
-        if not meta.numel:
-            return torch.empty(meta.shape, dtype=meta.dtype)
-        if path not in maps:
-            with open(path, "r+b") as file:
-                maps[path] = mmap.mmap(file.fileno(), 0)
-        count = meta.nbytes // meta.dtype.itemsize
-        return torch.frombuffer(maps[path], dtype=meta.dtype, count=count, offset=first).view(meta.shape)
+                if where is None or where.get(name) == path.name:
+                    flat = torch.empty(0, dtype=meta.dtype)
+                    if meta.numel:
+                        flat = torch.frombuffer(mapped, dtype=meta.dtype, count=meta.numel, offset=begin + first)
+                    tensors[name] = flat.view(meta.shape)
+        return paths, tensors
 
     # which version it is
 
-    def _held(self) -> tuple[Held, str | None] | None:
-        """Return what the state says: run and number, and the stamp of a full version; None where it cannot be used."""
+    def _held(self) -> Held | None:
+        """Return the run and the number that the state names; None where it cannot be used."""
         try:
             told = json.loads((self._sync / _STATE).read_bytes())
-            number, run, stamp = int(told["version"]), told["run"], told.get("stamp")
+            number, run = int(told["version"]), told["run"]
             if number < 0 or not isinstance(run, str) or told["base"] != self._base:
                 raise ValueError(f"it is of base {told['base']!r}")
         except FileNotFoundError:
@@ -269,16 +235,16 @@ class LocalCheckpoint:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # slime's own has no run
             log.warning("%s says nothing of use: %r", self._sync / _STATE, error)
             return None
-        return (run, number), stamp
+        return run, number
 
     def _unsettle(self) -> None:
         """Remove the state, durably: from here on the files are none that a delta could be applied to."""
         (self._sync / _STATE).unlink(missing_ok=True)
         _sync(self._sync)
 
-    def _settle(self, run: str, version: int, stamp: str | None) -> None:
+    def _settle(self, run: str, version: int) -> None:
         _sync(self.directory)
-        state = {"version": f"{version:06d}", "run": run, "base": self._base, "stamp": stamp}
+        state = {"version": f"{version:06d}", "run": run, "base": self._base}
         draft = self._sync / f"{_STATE}.tmp"
         draft.write_text(json.dumps(state))
         _sync(draft)
@@ -342,36 +308,21 @@ def _taken(descriptor: int) -> bool:
     return False
 
 
-def _stamp(store: Store, version: int) -> str | None:
-    """Return what tells another library's full version from one that replaced it: it names no run."""
-    found = (store.stamp(f"{version_name(version)}/{name}") for name in (INDEX_NAME, _LONE))
-    return next(filter(None, found), None) if version else None
-
-
-def _plain(directory: str) -> list[str]:
-    return [entry.name for entry in os.scandir(directory) if entry.is_file() and entry.name != MANIFEST]
-
-
 def _is_taken(name: str) -> bool:
     return name.endswith(_TAKEN) and not name.startswith(".") and name != MANIFEST
 
 
-def _copy(source: str, target: Path, within: Path | None) -> None:
-    """Copy a file's bytes durably, sharing blocks where the filesystem can."""
-    descriptor, size = open_regular(source, within=within)
-    with open(descriptor, "rb") as old, open(target, "xb") as new:
-        left = size
-        with suppress(OSError):  # no such call between these two filesystems
-            while left and (count := os.copy_file_range(old.fileno(), new.fileno(), left)):
-                left -= count
-        if left:
-            for file in (old, new):
-                file.seek(size - left)
-            shutil.copyfileobj(old, new, CHUNK_BYTES)
+def _copy(source: OpenFile, target: Path) -> None:
+    """Copy a file's bytes durably."""
+    buffer, size = memoryview(bytearray(min(source.nbytes, source.chunk_bytes))), 0
+    with open(target, "xb") as new:
+        while count := source.read_into(buffer, size):
+            new.write(buffer[:count])
+            size += count
         new.flush()
         os.fsync(new.fileno())
-        if os.fstat(new.fileno()).st_size != size:
-            raise IntegrityError(f"{source} changed while it was copied", expected=f"{size:,} bytes")
+    if size != source.nbytes:
+        raise IntegrityError(f"{source.path} changed while it was copied", expected=f"{source.nbytes:,} bytes")
 
 
 def _sync(path: Path) -> None:
