@@ -15,12 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain as joined
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Encoded, make_codec
 from torchrl_ext.codecs.patch import apply_patch
-from torchrl_ext.compat.slime.container import Entry, build_safetensors, parse_safetensors
+from torchrl_ext.compat.slime.container import build_payloads, parse_safetensors
 from torchrl_ext.compat.slime.current import checksum
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.stores import Store
@@ -105,7 +104,7 @@ def _apply(store: Store, number: int, tensors: Mapping[str, Tensor]) -> None:
             raise _damaged(f"{where}/{file}", f"it and the manifest differ in {sorted(entries.keys() ^ sums.keys())}")
         for name, (kind, stated) in sums.items():
             tensor = tensors[name]
-            apply_patch(xor.decode(entries[name].data, ParamMeta.of(name, tensor), tensor), tensor)
+            apply_patch(xor.decode(entries[name][1], ParamMeta.of(name, tensor), tensor), tensor)
             if (found := checksum(kind, byte_view(tensor).numpy())) != stated:
                 raise _damaged(f"{where}/{file}", f"tensor {name!r} becomes {found}, not {kind} {stated}")
 
@@ -131,8 +130,7 @@ def delta_files(delta: NewDelta, changes: Iterable[Encoded]) -> Iterator[tuple[s
         payload = b"" if change is None else change.payload
         if waiting and (change is None or size + len(payload) > PAYLOAD_BYTES):
             names.append(f"delta-rank00000-file{len(names):06d}.safetensors")
-            entries = {name: Entry(torch.uint8, (len(data),), data) for name, data in waiting.items()}
-            yield names[-1], build_safetensors(entries, {})
+            yield names[-1], build_payloads(waiting)
             waiting, size = {}, 0
         if change is None or not change.changed:
             continue

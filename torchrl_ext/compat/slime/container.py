@@ -1,56 +1,34 @@
-"""Safetensors files as bytes, built and parsed here so that nothing in a file from elsewhere is trusted.
-
-Format: https://github.com/huggingface/safetensors#format. Eight bytes little-endian length, a JSON header padded with
-spaces to a multiple of eight, then the data without holes. Tensors lie in the order of the reference writer: wider
-dtypes first, then by name.
-"""
+"""Safetensors files as bytes; nothing is trusted in one from elsewhere."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from safetensors.torch import save
 
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.weights.tensorfile import FORMAT_NAMES, HEADER_DAMAGE, parse_header
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.tensorfile import HEADER_DAMAGE, parse_header
 
-__all__ = ["Entry", "build_safetensors", "parse_safetensors"]
+__all__ = ["Buffer", "build_payloads", "parse_safetensors"]
 
 Buffer = bytes | bytearray | memoryview
 
-_ORDER = {dtype: rank for rank, dtype in enumerate(FORMAT_NAMES)}
 _LARGEST_HEADER = 100_000_000  # the reference reader's limit
 
 
-class Entry(NamedTuple):
-    """One tensor of a safetensors file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    data: Buffer
-
-
-def build_safetensors(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes of a safetensors file."""
-    names = sorted(entries, key=lambda name: (-_ORDER[entries[name].dtype], name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    at = 0
-    for name in names:
-        entry = entries[name]
-        end = at + memoryview(entry.data).nbytes
-        header[name] = {"dtype": FORMAT_NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join((len(text).to_bytes(8, "little"), text, *(entries[name].data for name in names)))
+def build_payloads(payloads: Mapping[str, Buffer], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the bytes of a file that holds each payload as one tensor of bytes (U8)."""
+    tensors = {name: torch.tensor(np.frombuffer(data, np.uint8)) for name, data in payloads.items()}
+    return save(tensors, None if metadata is None else dict(metadata))
 
 
 def parse_safetensors(
     data: Buffer, where: str, header_bytes: int = _LARGEST_HEADER
-) -> tuple[dict[str, str], dict[str, Entry]]:
-    """Return metadata and entries of a safetensors file; the entries share its memory.
+) -> tuple[dict[str, str], dict[str, tuple[ParamMeta, memoryview]]]:
+    """Return the metadata of a safetensors file, and what each tensor is with its bytes, which share the file's memory.
 
     Args:
         data: untrusted bytes.
@@ -62,24 +40,17 @@ def parse_safetensors(
     """
     view = memoryview(data).cast("B")
     length = int.from_bytes(view[:8], "little") if len(view) >= 8 else -1
-    if not 2 <= length <= min(len(view) - 8, header_bytes):
-        raise _bad(where, f"its header would take {length} bytes of {len(view)}")
-    body = view[8 + length :]
     try:
+        if not 2 <= length <= min(len(view) - 8, header_bytes):
+            raise ValueError(f"its header would take {length} bytes of {len(view)}")
+        body = view[8 + length :]
         found, metadata = parse_header(bytes(view[8 : 8 + length]), len(body))
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("its metadata is no mapping of strings")
     except HEADER_DAMAGE as error:
-        raise _bad(where, f"its header cannot be right: {error}") from None
-    entries = {
-        name: Entry(meta.dtype, meta.shape, body[begin : begin + meta.nbytes]) for name, (meta, begin) in found.items()
-    }
-    return metadata, entries
-
-
-def _bad(where: str, why: str) -> IntegrityError:
-    return IntegrityError(
-        f"{where} is damaged: {why}",
-        state="nothing of it was used",
-        hint="fetch the file again, or catch up from a keyframe",
-    )
+        raise IntegrityError(
+            f"{where} is damaged: {error}",
+            state="nothing of it was used",
+            hint="fetch the file again, or catch up from a keyframe",
+        ) from None
+    return metadata, {name: (meta, body[begin : begin + meta.nbytes]) for name, (meta, begin) in found.items()}

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import xxhash
 
-from torchrl_ext.compat.slime.container import Buffer, Entry, build_safetensors, parse_safetensors
+from torchrl_ext.compat.slime.container import Buffer, build_payloads, parse_safetensors
 from torchrl_ext.errors import ConfigError, IntegrityError
 
 __all__ = [
@@ -88,8 +88,7 @@ def build_shard(payloads: Mapping[str, Buffer], checksums: Mapping[str, str]) ->
     """
     if set(payloads) != set(checksums):
         raise ConfigError(f"payloads without checksum, or the reverse: {sorted(set(payloads) ^ set(checksums))}")
-    entries = {name: Entry(torch.uint8, (memoryview(data).nbytes,), data) for name, data in payloads.items()}
-    return build_safetensors(entries, checksums)
+    return build_payloads(payloads, checksums)
 
 
 def parse_shard(data: Buffer, where: str) -> Shard:
@@ -99,12 +98,12 @@ def parse_shard(data: Buffer, where: str) -> Shard:
         IntegrityError: it is damaged; names file and tensor.
     """
     metadata, entries = parse_safetensors(data, where)
-    for name, entry in entries.items():
-        if entry.dtype != torch.uint8 or len(entry.shape) != 1:
-            raise IntegrityError(f"{where}: payload of {name!r} is {entry.dtype}{list(entry.shape)}", expected="U8[n]")
+    for name, (meta, _) in entries.items():
+        if meta.dtype != torch.uint8 or len(meta.shape) != 1:
+            raise IntegrityError(f"{where}: payload of {name!r} is {meta}", expected="U8[n]")
         if name not in metadata:
             raise IntegrityError(f"{where}: tensor {name!r} has no checksum")
-    return Shard({name: memoryview(entry.data) for name, entry in entries.items()}, {n: metadata[n] for n in entries})
+    return Shard({name: payload for name, (_, payload) in entries.items()}, {name: metadata[name] for name in entries})
 
 
 @dataclass(frozen=True, kw_only=True)

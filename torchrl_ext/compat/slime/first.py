@@ -21,11 +21,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 import zstandard
+from safetensors.torch import save
 
 from torchrl_ext.codecs.frames import decompress
 from torchrl_ext.codecs.patch import SparsePatch, index_dtype
 from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.compat.slime.container import Buffer, Entry, build_safetensors, parse_safetensors
+from torchrl_ext.compat.slime.container import Buffer, parse_safetensors
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.types import ParamMeta, dtype_name
 from torchrl_ext.weights.tensorfile import FORMAT_NAMES
@@ -144,11 +145,8 @@ def build_flush(patches: Iterable[SparsePatch], encoding: str, *, current_versio
         "current_version": current_version,
         "checksum": str(checksum(where, what, dtype)),
     }
-    entries = {
-        "__positions__": Entry(torch.uint8, where.shape, where.data),
-        "__values__": Entry(dtype, what.shape, what.view(np.uint8).data),
-    }
-    data = build_safetensors(entries, metadata)
+    tensors = {"__positions__": torch.from_numpy(where), "__values__": torch.from_numpy(what).view(dtype)}
+    data = save(tensors, metadata)
     return zstandard.ZstdCompressor(level=1, threads=-1).compress(data) if encoding == "deltas_zstd" else data
 
 
@@ -184,7 +182,7 @@ def parse_flush(data: Buffer, where: str, params: Mapping[str, ParamMeta]) -> Fl
     if bytes(memoryview(data)[:4]) == _MAGIC:
         data = decompress(data, head + sum((4 + meta.dtype.itemsize) * meta.numel for meta in params.values()), where)
     metadata, entries = parse_safetensors(data, where, head)
-    if set(entries) != {"__positions__", "__values__"} or entries["__positions__"].dtype != torch.uint8:
+    if set(entries) != {"__positions__", "__values__"} or entries["__positions__"][0].dtype != torch.uint8:
         raise _bad(where, f"it holds {sorted(entries)}", "__positions__ (U8) and __values__")
     encoding = metadata.get("encoding")
     if encoding not in ENCODINGS:
@@ -196,9 +194,9 @@ def parse_flush(data: Buffer, where: str, params: Mapping[str, ParamMeta]) -> Fl
             raise ValueError("params is no list")
     except (ValueError, RecursionError) as error:
         raise _bad(where, f"its metadata cannot be read: {error}") from None
-    dtype = entries["__values__"].dtype
-    positions = np.frombuffer(entries["__positions__"].data, np.uint8)
-    values = np.frombuffer(entries["__values__"].data, unit_of(dtype).dtype)
+    dtype = entries["__values__"][0].dtype
+    positions = np.frombuffer(entries["__positions__"][1], np.uint8)
+    values = np.frombuffer(entries["__values__"][1], unit_of(dtype).dtype)
     found = checksum(positions.copy(), values.copy(), dtype)
     if found != stated:
         raise _bad(where, f"its checksum is {found}", f"{stated}")
