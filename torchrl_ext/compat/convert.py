@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor
 
@@ -67,30 +67,22 @@ class _Layout(NamedTuple):
 
     Attributes:
         encoding: of deltas.
-        files: yields name and content of each file of a delta.
+        files: yields name and content of each file of a delta, and maybe more.
         folder: the name of a version's directory.
         last: an empty file that ends every version; none where "".
         deltas_only: there are no full versions, and no number is left out.
     """
 
     encoding: str
-    files: Callable[[NewDelta, Iterable[Encoded]], Iterator[tuple[str, bytes]]]
+    files: Callable[[NewDelta, Iterable[Encoded]], Iterator[tuple[Any, ...]]]
     folder: Callable[[int], str] = version_name
     last: str = ""
     deltas_only: bool = False
 
 
-def _whole_files(delta: NewDelta, changes: Iterable[Encoded]) -> Iterator[tuple[str, bytes]]:
-    return ((name, data) for name, data, _ in Whole().files(delta, changes))
-
-
-def _flush_files(delta: NewDelta, changes: Iterable[Encoded]) -> Iterator[tuple[str, bytes]]:
-    return ((name, data) for name, data, _ in Flushes().files(delta, changes))
-
-
 _FOREIGN: Final = {
-    "slime": _Layout("xor", _whole_files),
-    "slime-first": _Layout("deltas_zstd", _flush_files, last="DONE"),
+    "slime": _Layout("xor", Whole().files),
+    "slime-first": _Layout("deltas_zstd", Flushes().files, last="DONE"),
     "skyrl": _Layout("xor", delta_files, delta_name, deltas_only=True),
 }
 
@@ -144,38 +136,38 @@ def convert(versions: Iterable[Rebuilt], folder: str | os.PathLike[str], layout:
             state="nothing was written",
             hint="name its directory with --base",
         )
-    rows = list(
-        _as_ours(versions, path, base) if layout == "ours" else _Writer(path, _FOREIGN[layout], base).write(versions)
-    )
+    store = LocalStore(path)
+    store.own()
+    try:
+        if layout == "ours":
+            rows = list(_as_ours(store, versions, base))
+        else:
+            rows = list(_Writer(store, _FOREIGN[layout], base).write(versions))
+    finally:
+        store.disown()
     for row in rows:
         files = (path / row.pop("folder")).rglob("*")
         row["bytes"] = sum(file.stat().st_size for file in files if file.is_file())
     return rows
 
 
-def _as_ours(versions: Iterable[Rebuilt], path: Path, base: str | None) -> Iterator[Info]:
-    store = LocalStore(path)
-    store.own()
-    chain, writer = Chain(store), None
-    try:
-        for version in versions:
-            if writer is None:
-                writer = ChainWriter(
-                    store,
-                    chain,
-                    uuid.uuid4().hex,
-                    codec=make_codec("auto", whole_base=False),
-                    full=FullWriter(_SHARD_BYTES),
-                    keyframe_every=0,
-                    base=None if version.whole else base,
-                    keep_files=True,
-                )
-            delta = writer.publish(version, version.number, keyframe=version.whole)
-            writer.acknowledge()
-            kind = "keyframe" if delta is None else "keyframe+delta" if version.whole else "delta"
-            yield {"version": version.number, "kind": kind, "folder": version_name(version.number)}
-    finally:
-        store.disown()
+def _as_ours(store: Store, versions: Iterable[Rebuilt], base: str | None) -> Iterator[Info]:
+    writer = None
+    for version in versions:
+        writer = writer or ChainWriter(
+            store,
+            Chain(store),
+            uuid.uuid4().hex,
+            codec=make_codec("auto", whole_base=False),
+            full=FullWriter(_SHARD_BYTES),
+            keyframe_every=0,
+            base=None if version.whole else base,
+            keep_files=True,
+        )
+        delta = writer.publish(version, version.number, keyframe=version.whole)
+        writer.acknowledge()
+        kind = "keyframe" if delta is None else "keyframe+delta" if version.whole else "delta"
+        yield {"version": version.number, "kind": kind, "folder": version_name(version.number)}
 
 
 @final
@@ -183,13 +175,13 @@ class _Writer:
     """Writes a root in the layout of another library.
 
     Args:
-        path: the directory.
+        store: the root, which is owned.
         layout: how versions lie there.
         base: checkpoint directory that is version 0.
     """
 
-    def __init__(self, path: Path, layout: _Layout, base: str | None) -> None:
-        self._path, self._layout = path, layout
+    def __init__(self, store: Store, layout: _Layout, base: str | None) -> None:
+        self._store, self._layout = store, layout
         self._codec = make_codec(layout.encoding)
         self._held: dict[str, Tensor] = {}
         self._number: int | None = None
@@ -199,21 +191,16 @@ class _Writer:
 
     def write(self, versions: Iterable[Rebuilt]) -> Iterator[Info]:
         """Write every version, and yield what it became."""
-        store = LocalStore(self._path)
-        store.own()
-        try:
-            for version in versions:
-                folder = self._layout.folder(version.number)
-                with store.draft(folder) as draft:
-                    delta = self._follows(version) and self._delta(draft, version)
-                    if not delta:
-                        self._whole(draft, version)
-                    if self._layout.last:
-                        draft.write(self._layout.last, b"")
-                self._number = version.number
-                yield {"version": version.number, "kind": "delta" if delta else "keyframe", "folder": folder}
-        finally:
-            store.disown()
+        for version in versions:
+            folder = self._layout.folder(version.number)
+            with self._store.draft(folder) as draft:
+                delta = self._follows(version) and self._delta(draft, version)
+                if not delta:
+                    self._whole(draft, version)
+                if self._layout.last:
+                    draft.write(self._layout.last, b"")
+            self._number = version.number
+            yield {"version": version.number, "kind": "delta" if delta else "keyframe", "folder": folder}
 
     def _follows(self, version: Rebuilt) -> bool:
         """Return whether a version is to be a delta on what is held; reads the base where that is first.
@@ -258,7 +245,7 @@ class _Writer:
             digests={},
         )
         pairs = ((meta.name, self._held[meta.name], version.tensors[meta.name]) for meta in params)
-        for name, data in self._layout.files(new, encode_tensors(pairs, self._codec, follow=True)):
+        for name, data, *_ in self._layout.files(new, encode_tensors(pairs, self._codec, follow=True)):
             draft.write(name, data)
             wrote = self._readable = True
         return wrote or self._readable
