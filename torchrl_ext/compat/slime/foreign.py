@@ -107,8 +107,7 @@ class ForeignVersions:
     def replaced(self, number: int, run_id: str) -> bool:
         if not run_id.startswith(_RUN):
             return False
-        names = self._names(number)
-        index, where = self._index(number) if INDEX_NAME in names else (None, None)
+        names, index, where = self._look(number)
         if index is None and (where is not None or _LONE in names):
             return self._run_of_full(number, where) != run_id
         if not _flushes(names) or index is not None or _run(self._sizes(number, _flushes(names))) == run_id:
@@ -117,9 +116,9 @@ class ForeignVersions:
         return self._over(number, names) or self._quiet(number, names)
 
     def _finished(self, number: int) -> bool:
-        names = self._names(number)
-        if INDEX_NAME in names:
-            return names.issuperset(self._index(number)[1].values())
+        names, _, where = self._look(number)
+        if where is not None:
+            return names.issuperset(where.values())
         settled, files = self._settled
         if number == settled and files <= self._store.sizes(version_name(number)).items():
             return True  # a reader that has it goes back to no older one while more comes
@@ -128,27 +127,16 @@ class ForeignVersions:
     def _base_of(self, number: int) -> int | None:
         if number == self._parts[0]:
             return number - 1
-        names = self._names(number)
-        if INDEX_NAME in names:
-            delta, _ = self._index(number)
-            return None if delta is None else delta.base_version
-        if _LONE in names:
-            return None
+        names, index, where = self._look(number)
+        if where is not None or _LONE in names:
+            return None if index is None else index.base_version
         flushes, lacks = _flushes(names), _lacks(names)
         if lacks is None and (flushes or self._unchanged(number, names)):
             return number - 1
-        if flushes and self._over(number, names):
-            raise IntegrityError(
-                f"{self._store.url}/{version_name(number)} was left unfinished: {lacks}",
-                expected="the flush files of every rank, counted from 0, before the next version begins",
-                state="nothing was read",
-                hint="let the trainer publish a full version",
-            )
-        raise FileNotFoundError(f"{self._store.url}/{version_name(number)}")
+        raise self._unfinished(number, lacks, over=bool(flushes) and self._over(number, names))
 
     def _read(self, number: int, params: tuple[ParamMeta, ...] | None) -> Version:
-        folder, names = version_name(number), self._names(number)
-        index, where = self._index(number) if INDEX_NAME in names else (None, None)
+        folder, (names, index, where) = version_name(number), self._look(number)
         if index is None and (where is not None or _LONE in names):
             full = self._full(number, folder, where)
             return Version(run_id=full.run_id, params=tuple(row.meta for row in full.params), full=full)
@@ -185,38 +173,53 @@ class ForeignVersions:
 
     def _check(self, index: DeltaIndex, params: tuple[ParamMeta, ...], where: str) -> None:
         """Check that the delta of an index can be read, and is one of a model with these parameters."""
-        if index.delta_encoding not in ("xor", "overwrite") or index.compression_format != "zstd":
+        encoding, compression, kind = index.delta_encoding, index.compression_format, index.checksum_format
+        if encoding not in ("xor", "overwrite") or compression != "zstd" or kind not in CHECKSUMS:
             raise ManifestError(
-                f"{where} is coded as {index.delta_encoding!r} in {index.compression_format!r}",
-                expected="'xor' or 'overwrite' in 'zstd'",
+                f"{where} is coded as {encoding!r} in {compression!r}, with checksums {kind!r}",
+                expected=f"'xor' or 'overwrite' in 'zstd', with checksums {', '.join(CHECKSUMS)}",
             )
-        if index.checksum_format not in CHECKSUMS:
-            raise ManifestError(f"{where} has checksums {index.checksum_format!r}", expected=", ".join(CHECKSUMS))
         lost = min(index.weight_map.keys() - {meta.name for meta in params}, default=None)
         if lost is not None:
             raise ManifestError(f"{where} changes tensor {lost!r}, which its base has not", state="nothing was read")
 
-    def _names(self, number: int) -> frozenset[str]:
+    def _look(self, number: int) -> tuple[frozenset[str], DeltaIndex | None, Mapping[str, str] | None]:
+        """Return the names in a folder, and from its index what it says of a delta, and the file of each tensor."""
         names = frozenset(self._store.list(version_name(number)))
         if MANIFEST in names:  # it is one of ours
             raise FileNotFoundError(f"{self._store.url}/{version_name(number)}")
-        return names
+        if INDEX_NAME not in names:
+            return names, None, None
+        key = f"{version_name(number)}/{INDEX_NAME}"
+        index, files = parse_index(self._store.get(key), f"{self._store.url}/{key}")
+        if index is not None and (index.version != number or index.base_version >= number):
+            raise IntegrityError(
+                f"{self._store.url}/{key} says that it is version {index.version}, with version {index.base_version} "
+                "as its base",
+                expected=f"version {number}, and a base before it",
+                state="nothing was read",
+            )
+        return names, index, files
 
     def _sizes(self, number: int, names: Collection[str]) -> dict[str, int]:
         """Return the bytes of files of a version, by name; all of them have to be there."""
-        folder = version_name(number)
-        sizes = self._store.sizes(folder)
+        sizes = self._store.sizes(version_name(number))
         lost = min((name for name in names if name not in sizes), default=None)
-        if lost is not None and self._followed(number):
-            raise IntegrityError(
-                f"{self._store.url}/{folder}/{lost} is missing",
-                expected="every file of a version that another one follows",
-                state="nothing was read",
-                hint="let the trainer publish a full version",
-            )
         if lost is not None:
-            raise FileNotFoundError(f"{self._store.url}/{folder}/{lost}")
+            raise self._unfinished(number, f"{lost} is missing", over=self._followed(number))
         return {name: sizes[name] for name in sorted(names)}
+
+    def _unfinished(self, number: int, lacks: str | None, *, over: bool) -> Exception:
+        """Return the error for a version that lacks a file: it is damaged where its writer is done with it."""
+        where = f"{self._store.url}/{version_name(number)}"
+        if not over:
+            return FileNotFoundError(where if lacks is None else f"{where}: {lacks}")
+        return IntegrityError(
+            f"{where} was left unfinished: {lacks}",
+            expected="every file of a version that another one follows, and flush files counted from 0 on each rank",
+            state="nothing was read",
+            hint="let the trainer publish a full version",
+        )
 
     def _followed(self, number: int) -> bool:
         return any(other > number for other in Chain(self._store).numbers())
@@ -248,23 +251,6 @@ class ForeignVersions:
         held = ((frozenset(self._store.list(version_name(other))) - {_DONE} for other in side) for side in sides)
         nearest = (next(filter(None, folders), frozenset[str]()) for folders in held)
         return any(_flushes(names) and MANIFEST not in names for names in nearest)
-
-    def _index(self, number: int) -> tuple[DeltaIndex | None, Mapping[str, str]]:
-        """Return the index of a delta, None where it is no delta, and which file holds which tensor."""
-        key = f"{version_name(number)}/{INDEX_NAME}"
-        data, where = self._store.get(key), f"{self._store.url}/{key}"
-        index, places = parse_index(data, where)
-        if index is None:
-            return None, places
-        if index.version != number:
-            raise IntegrityError(f"{where} says that it is version {index.version}")
-        if index.base_version >= number:
-            raise IntegrityError(
-                f"{where} says that its base is version {index.base_version}",
-                expected=f"a version before {number}",
-                state="nothing was read",
-            )
-        return index, places
 
     def _full(self, number: int, folder: str, where: Mapping[str, str] | None) -> Manifest:
         """Return the manifest of a checkpoint; ``where`` says which file holds which tensor, if it has an index."""
