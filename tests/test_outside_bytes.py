@@ -20,8 +20,8 @@ from torchrl_ext.codecs.base import codec_from_json, encodings, make_codec
 from torchrl_ext.codecs.frames import decompress
 from torchrl_ext.codecs.patch import apply_patch, diff
 from torchrl_ext.codecs.pipeline import encode_tensor
-from torchrl_ext.compat.slime.container import parse_safetensors
-from torchrl_ext.compat.slime.current import DeltaIndex, build_shard, checksum, parse_index, parse_shard
+from torchrl_ext.compat.slime.container import build_payloads, parse_safetensors
+from torchrl_ext.compat.slime.current import DeltaIndex, checksum, parse_index, parse_shard
 from torchrl_ext.compat.slime.first import build_flush, parse_flush
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores import version_name
@@ -107,7 +107,7 @@ def test_words_and_rows():
 
 
 def test_safetensors_files_and_what_lies_in_them(tmp_path, chance):
-    shard = build_shard({"a": b"12345", "b": b"678"}, {"a": "0", "b": "1"})
+    shard = build_payloads({"a": b"12345", "b": b"678"}, {"a": "0", "b": "1"})
     for data in (save(OLD, {"format": "pt"}), shard):
         for _ in range(250):
             bad = worse_file(data, chance)
@@ -316,7 +316,7 @@ def test_files_of_others(name, chance):
     else:
         payload = encode_tensor(make_codec("xor"), METAS["b.weight"], OLD["b.weight"], NEW["b.weight"]).payload
         new = np.frombuffer(bytes_of(NEW["b.weight"]), np.uint8)
-        files = {"m.safetensors": build_shard({"b.weight": payload}, {"b.weight": checksum("xxh3-128", new)})}
+        files = {"m.safetensors": build_payloads({"b.weight": payload}, {"b.weight": checksum("xxh3-128", new)})}
         codecs = (make_codec("xor").to_json(),)
         rows = {"b.weight": {"changed": 1, "file": "m.safetensors", "checksum": "xxh3-128"}}
     from torchrl_ext.stores.manifest import DeltaParam

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchrl_ext.codecs.base import Encoded, codec_from_json
 from torchrl_ext.codecs.patch import Patch, SparsePatch, apply_patch, fold
 from torchrl_ext.compat.slime import current, first
+from torchrl_ext.compat.slime.container import build_payloads
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores.manifest import DeltaManifest, DeltaParam
 from torchrl_ext.versions.containers import Container, Decode, Files, NewDelta, Payload, damaged
@@ -105,7 +106,7 @@ class Whole(Container):
         for number, names in enumerate(shards):
             file, own = current.shard_name(number, len(shards)), {name: waiting.pop(name) for name in names}
             weight_map |= dict.fromkeys(names, file)
-            data = current.build_shard(
+            data = build_payloads(
                 {name: one.payload for name, one in own.items()}, {name: sums[name] for name in names}
             )
             payloads = [Payload(one, checksum=xxhash.xxh3_64_hexdigest(one.payload)) for one in own.values()]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import xxhash
 
-from torchrl_ext.compat.slime.container import Buffer, build_payloads, parse_safetensors
+from torchrl_ext.compat.slime.container import Buffer, parse_safetensors
 from torchrl_ext.errors import ConfigError, IntegrityError
 
 __all__ = [
@@ -28,7 +28,6 @@ __all__ = [
     "INDEX_NAME",
     "DeltaIndex",
     "Shard",
-    "build_shard",
     "checksum",
     "parse_index",
     "parse_shard",
@@ -78,17 +77,6 @@ class Shard(NamedTuple):
 
     payloads: Mapping[str, memoryview]
     checksums: Mapping[str, str]
-
-
-def build_shard(payloads: Mapping[str, Buffer], checksums: Mapping[str, str]) -> bytes:
-    """Return the bytes of one file.
-
-    Raises:
-        ConfigError: names of payloads and checksums differ.
-    """
-    if set(payloads) != set(checksums):
-        raise ConfigError(f"payloads without checksum, or the reverse: {sorted(set(payloads) ^ set(checksums))}")
-    return build_payloads(payloads, checksums)
 
 
 def parse_shard(data: Buffer, where: str) -> Shard:
