@@ -23,7 +23,7 @@ from torchrl_ext.errors import ConfigError
 
 log = logging.getLogger("torchrl_ext")
 
-__all__ = ["Make", "Makes", "Registry", "containers", "encodings", "engines", "others", "transports"]
+__all__ = ["Make", "Makes", "Registry", "containers", "encodings", "engines", "transports"]
 
 
 class Registry:
@@ -268,15 +268,3 @@ containers = Registry(
         "foreign whole": ("compat.slime.containers:foreign_whole", "the current files that slime itself wrote"),
     },
 )
-
-others = Registry(
-    "part of another library's formats",
-    {
-        "chain": ("compat.slime.foreign:ForeignVersions", "the versions that slime wrote"),
-        "local_checkpoint": (
-            "compat.slime.local_checkpoint:LocalCheckpoint",
-            "a checkpoint on an engine's host that follows versions",
-        ),
-    },
-)
-"""What the core uses of `torchrl_ext.compat` without importing it; `torchrl_ext.versions.others` has the contracts."""

@@ -1,17 +1,19 @@
-"""The parts of other libraries' formats that transports use; `torchrl_ext.registry.others` names their classes."""
+"""What transports use of `torchrl_ext.compat`, which is imported on first use."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
-from torchrl_ext.registry import others
 from torchrl_ext.stores import Store
 from torchrl_ext.stores.versions import ChainView
 
 __all__ = ["LocalCheckpoint", "local_checkpoint", "view_of"]
+
+_SLIME: Final = "torchrl_ext.compat.slime"
 
 
 class LocalCheckpoint(Protocol):
@@ -34,7 +36,7 @@ class LocalCheckpoint(Protocol):
 
 def local_checkpoint(directory: str | os.PathLike[str], base: str | os.PathLike[str] | None = None) -> LocalCheckpoint:
     """Return the checkpoint in ``directory``, which several processes may share; ``base`` is its version 0."""
-    return cast(LocalCheckpoint, others.make("local_checkpoint", directory=directory, base=base))
+    return cast(LocalCheckpoint, import_module(f"{_SLIME}.local_checkpoint").LocalCheckpoint(directory, base))
 
 
 def view_of(store: Store, base: str | None = None, *, settles: bool = False) -> ChainView:
@@ -46,4 +48,4 @@ def view_of(store: Store, base: str | None = None, *, settles: bool = False) -> 
         settles: take the newest version for complete once nothing changes in it, where its format marks no end. That
             depends on when one looks, so it is not for several workers that have to land the same version.
     """
-    return cast(ChainView, others.make("chain", store=store, base=base, settles=settles))
+    return cast(ChainView, import_module(f"{_SLIME}.foreign").ForeignVersions(store, base, settles=settles))
