@@ -68,12 +68,6 @@ class LocalCheckpoint:
         self._base = None if base is None or not os.path.isdir(base) else os.path.realpath(base)
         self._sync = self.directory / _SYNC
 
-    @property
-    def version(self) -> int | None:
-        """The version that the files are; None where that is not known: none yet, or a change was interrupted."""
-        held = self._held()
-        return None if held is None else held[1]
-
     def pull(
         self,
         source: str,
