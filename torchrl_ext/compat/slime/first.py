@@ -110,10 +110,8 @@ def build_flush(patches: Iterable[SparsePatch], encoding: str, *, current_versio
     """Return the bytes of one flush file.
 
     Raises:
-        ConfigError: unknown encoding, mixed dtypes, or a tensor that the format cannot carry.
+        ConfigError: mixed dtypes, or a tensor that the format cannot carry.
     """
-    if encoding not in ENCODINGS:
-        raise ConfigError(f"a flush file cannot be encoded as {encoding!r}", expected=f"one of {', '.join(ENCODINGS)}")
     patches = list(patches)
     if len({patch.meta.dtype for patch in patches}) != 1:
         raise ConfigError("a flush file holds parameters of exactly one dtype", hint="group them by `flush_buckets`")
@@ -200,19 +198,17 @@ def parse_flush(data: Buffer, where: str, params: Mapping[str, ParamMeta]) -> Fl
     found = checksum(positions.copy(), values.copy(), dtype)
     if found != stated:
         raise _bad(where, f"its checksum is {found}", f"{stated}")
-    patches, seen, at, element = [], set(), 0, 0
+    patches, at, element = dict[str, SparsePatch](), 0, 0
     for row in rows:
         patch = _patch(row, where, encoding, dtype, positions, values, params)
-        if patch.meta.name in seen:
+        if patches.setdefault(patch.meta.name, patch) is not patch:
             raise _bad(where, f"tensor {patch.meta.name!r} occurs twice")
         if row["pos_start"] != at or row["val_start"] != element:
             raise _bad(where, f"tensor {patch.meta.name!r} does not start where the one before it ends")
-        seen.add(patch.meta.name)
-        patches.append(patch)
         at, element = row["pos_end"], row["val_end"]
     if at != positions.size or element != values.size:
         raise _bad(where, f"its parameters end at {at} and {element}", f"{positions.size} and {values.size}")
-    return FlushFile(encoding=encoding, current_version=metadata.get("current_version", ""), patches=tuple(patches))
+    return FlushFile(encoding, metadata.get("current_version", ""), tuple(patches.values()))
 
 
 def _patch(
