@@ -67,7 +67,7 @@ class TestFilesOfOthers:
 
     def test_a_new_run_in_the_emptied_folder_is_followed_from_the_base(self, tmp_path, root):
         base, reader = checkpoint(tmp_path / "base", weights()), None
-        for run, count in ((1, 3), (2, 4)):
+        for run, count in ((1, 3), (2, 4), (3, 4)):
             shutil.rmtree(root, ignore_errors=True)
             own = weights()
             for version in range(1, count + 1):

@@ -108,9 +108,11 @@ class ForeignVersions:
         if not run_id.startswith(_RUN):
             return False
         names, index, where = self._look(number)
-        if index is None and (where is not None or _LONE in names):
+        if index is not None:
+            return _run(self._sizes(number, {*index.weight_map.values()}), index.to_bytes()) != run_id
+        if where is not None or _LONE in names:
             return self._run_of_full(number, where) != run_id
-        if not _flushes(names) or index is not None or _run(self._sizes(number, _flushes(names))) == run_id:
+        if not _flushes(names) or _run(self._sizes(number, _flushes(names))) == run_id:
             return False
         self._base_of(number)  # raises where a part is missing
         return self._over(number, names) or self._quiet(number, names)
