@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any
@@ -41,7 +41,7 @@ def shards_of_dtensor(meta: ParamMeta, tensor: Any) -> Iterator[Shard]:
         yield Shard(meta, Block.whole(meta.shape), tensor.detach().full_tensor, gathers=True, why=why)
         return
     held = [_held(size, split, place) for size, (split, place) in zip(meta.shape, _splits(tensor), strict=True)]
-    local, expected = _local(tensor).shape, tuple(map(_length, held))
+    local, expected = _local(tensor).shape, tuple(sum(stop - start for start, stop in runs) for runs in held)
     if tuple(local) != expected:
         raise ManifestError(
             f"this rank holds {list(local)} of {meta}, placed as {tensor.placements}",
@@ -116,48 +116,23 @@ def _order(split: tuple[_Split, ...]) -> tuple[int, ...] | None:
 
 @lru_cache(maxsize=4096)
 def _held(size: int, split: tuple[_Split, ...], place: tuple[int, ...]) -> _Runs:
-    """Return the indices along one dimension that lie at a place of the mesh's dimensions that split it."""
+    """Return the indices along one dimension that lie at a place of the mesh's dimensions that split it.
+
+    A split takes one of the chunks of `torch.chunk`: none of them is larger than the first, and the last may be empty.
+    """
     order = _order(split)
     if order is not None:
-        start, stop = 0, size
+        held = range(size)
         for index in order:
-            start, stop = _chunk(start, stop, split[index][0], place[index])
-        return ((start, stop),)
-    runs: _Runs = ((0, size),)
-    for (count, factor), at in zip(split, place, strict=True):
-        length, found = _length(runs), list[tuple[int, int]]()
-        for part in range(factor):  # each is split, and every rank has a piece of each
-            found += _cut(runs, *_chunk(*_chunk(0, length, factor, part), count, at))
-        runs = _joined(found)
-    return runs
-
-
-def _chunk(start: int, stop: int, count: int, index: int) -> tuple[int, int]:
-    """Return the bounds of one of the chunks into which `torch.chunk` splits; of an empty one where these are fewer."""
-    size = -((start - stop) // count)
-    return min(start + index * size, stop), min(start + (index + 1) * size, stop)
-
-
-def _cut(runs: _Runs, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """Yield the indices at positions ``first <= position < last``."""
-    for start, stop in runs:
-        begin, end = max(start, start + first), min(stop, start + last)
-        if begin < end:
-            yield begin, end
-        first, last = first - (stop - start), last - (stop - start)
-
-
-def _joined(runs: Sequence[tuple[int, int]]) -> _Runs:
-    found: list[tuple[int, int]] = []
-    for start, stop in runs:
-        if found and found[-1][1] == start:
-            start = found.pop()[0]
-        found.append((start, stop))
-    return tuple(found)
-
-
-def _length(runs: _Runs) -> int:
-    return sum(stop - start for start, stop in runs)
+            chunk = -(-len(held) // split[index][0])
+            held = held[place[index] * chunk : (place[index] + 1) * chunk]
+        return ((held.start, held.stop),)
+    indices = torch.arange(size)
+    for (count, factor), at in zip(split, place, strict=True):  # of each of `factor` parts every rank has a chunk
+        chunks = [part.chunk(count)[at : at + 1] for part in indices.chunk(factor)]
+        indices = torch.cat([indices[:0], *itertools.chain(*chunks)])
+    runs = indices.tensor_split((indices.diff() != 1).nonzero().flatten() + 1)
+    return tuple((int(run[0]), int(run[-1]) + 1) for run in runs if len(run))
 
 
 def _placed(runs: _Runs) -> Iterator[tuple[int, int, int]]:
