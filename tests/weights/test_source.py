@@ -15,7 +15,7 @@ from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.derived import MappedSource, regex_mapper
+from torchrl_ext.weights.derived import MappedSource, as_mapper
 from torchrl_ext.weights.source import MappingSource, ModuleSource, WeightSource, as_source, checked
 
 
@@ -148,7 +148,7 @@ class TestCast:
 
 class TestRenamed:
     def test_megatron_names_become_checkpoint_names(self):
-        mapper = regex_mapper(
+        mapper = as_mapper(
             {
                 r"module\.module\.embedding\.word_embeddings\.weight": r"model.embed_tokens.weight",
                 r"module\.module\.decoder\.layers\.(\d+)\.self_attention\.linear_proj\.(weight|bias)": (
@@ -183,10 +183,10 @@ class TestRenamed:
 
     def test_a_pattern_that_is_none_is_refused(self):
         with pytest.raises(ConfigError, match="is no regular expression"):
-            regex_mapper({"(": "x"})
+            as_mapper({"(": "x"})
 
     def test_the_first_pattern_that_matches_the_whole_name_wins(self):
-        mapper = regex_mapper({"a": "1", "a.*": "2", ".*": "3"})
+        mapper = as_mapper({"a": "1", "a.*": "2", ".*": "3"})
         assert [mapper(name) for name in ("a", "ab", "ba")] == ["1", "2", "3"]
 
 

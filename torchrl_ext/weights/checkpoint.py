@@ -166,16 +166,13 @@ class CheckpointSource(WeightSource):
     def params(self) -> tuple[ParamMeta, ...]:
         return self._params
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+    def pairs(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         read = self._reader()
         for meta in self._params:
-            yield meta.name, read(meta.name)
-
-    def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        read = self._reader()
-        for meta in self._params:
-            if meta.name in names:
+            if names is None or meta.name in names:
                 yield meta.name, read(meta.name)
+
+    __iter__ = pairs
 
     def shards(self) -> Iterator[Shard]:
         """Yield every tensor as a whole, on each rank: it is read when it is taken, and other ranks need not do so."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from operator import itemgetter
 from typing import final
 
@@ -19,7 +20,7 @@ from torchrl_ext.weights.peft import PeftSource
 from torchrl_ext.weights.shards.blocks import Shard
 from torchrl_ext.weights.source import MappingSource, Row, RowSource, WeightSource, gathered_in_order, named_tensors
 
-__all__ = ["ConvertedSource", "MappedSource", "as_mapper", "converted", "regex_mapper", "stacked"]
+__all__ = ["ConvertedSource", "MappedSource", "as_mapper", "converted", "stacked"]
 
 
 class MappedSource(WeightSource):
@@ -27,7 +28,7 @@ class MappedSource(WeightSource):
 
     Args:
         source: the source.
-        rename: trainer name -> checkpoint name, or what `regex_mapper` takes; None keeps the names.
+        rename: trainer name -> checkpoint name, or what `as_mapper` takes; None keeps the names.
         dtype: of the floating-point tensors, cast as they are sent (float32 master weights to a bfloat16 engine);
             integer and bool tensors stay as they are. None casts nothing.
 
@@ -74,7 +75,7 @@ class MappedSource(WeightSource):
         It rounds as a cast of the whole does, bit by bit; only the payload of a NaN that is widened may differ.
         """
         for shard in self._source.shards():
-            yield shard.under(self._mapped(shard.meta))
+            yield replace(shard, meta=self._mapped(shard.meta))
 
     def held(self) -> Mapping[str, Tensor]:
         return {
@@ -98,35 +99,32 @@ class MappedSource(WeightSource):
         return ParamMeta(self._rename(meta.name), dtype, meta.shape)
 
 
-def regex_mapper(table: Mapping[str, str]) -> Callable[[str], str]:
-    """Return a mapper that applies the first pattern which matches a whole name; other names stay.
+def as_mapper(mapper: Callable[[str], str] | Mapping[str, str]) -> Callable[[str], str]:
+    """Return a callable as it is, and for a table one that applies the first pattern which matches a whole name.
 
     Args:
-        table: pattern -> replacement (`re.Match.expand` syntax), tried in order.
+        mapper: a callable, or pattern -> replacement (`re.Match.expand` syntax), tried in order; other names stay.
 
     Raises:
         ConfigError: a pattern is no regular expression.
     """
+    if not isinstance(mapper, Mapping):
+        return mapper
     rules = []
-    for pattern, replacement in table.items():
+    for pattern, replacement in mapper.items():
         try:
             rules.append((re.compile(pattern), replacement))
         except re.error as error:
             raise ConfigError(f"name pattern {pattern!r} is no regular expression: {error}") from None
 
-    def mapper(name: str) -> str:
+    def mapped(name: str) -> str:
         for pattern, replacement in rules:
             match = pattern.fullmatch(name)
             if match:
                 return match.expand(replacement)
         return name
 
-    return mapper
-
-
-def as_mapper(mapper: Callable[[str], str] | Mapping[str, str]) -> Callable[[str], str]:
-    """Return a callable as it is, and the `regex_mapper` of a mapping."""
-    return regex_mapper(mapper) if isinstance(mapper, Mapping) else mapper
+    return mapped
 
 
 @final
@@ -157,20 +155,14 @@ class ConvertedSource(WeightSource):
                 found[meta.name] = meta
         return tuple(found.values())
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for group, rows in self._batches():
-            if group is None:
-                yield rows[0].name, rows[0].take()
-            else:  # nothing here keeps the tensors while the next ones are gathered
-                yield from _undone(group, rows)
-
-    def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def pairs(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Begin a pass over the tensors of these names; a group of which one is meant is taken as a whole."""
         for group, rows in self._batches():
-            if group is None and rows[0].name in names:
-                yield rows[0].name, rows[0].take()
-            elif group is not None and not group.results.keys().isdisjoint(names):
-                yield from (pair for pair in _undone(group, rows) if pair[0] in names)
+            results = [rows[0].name] if group is None else group.results
+            if names is None or any(name in names for name in results):
+                yield from (pair for pair in _made(group, rows) if names is None or pair[0] in names)
+
+    __iter__ = pairs
 
     def shards(self) -> Iterator[Shard]:
         """Yield the blocks that this rank holds, under the names of the checkpoint.
@@ -187,7 +179,7 @@ class ConvertedSource(WeightSource):
             local = list(rows[0].shards()) if places else []
             why = next((shard.why for shard in local if shard.gathers), "" if places else _COPIED)
             if why:
-                yield from gathered_in_order(metas, map(itemgetter(1), _undone(group, rows)), why)
+                yield from gathered_in_order(metas, map(itemgetter(1), _made(group, rows)), why)
                 continue
             for place, meta in zip(places, metas, strict=True):
                 yield from place.shards(meta, local)
@@ -227,8 +219,10 @@ class ConvertedSource(WeightSource):
 _COPIED = "its checkpoint tensor is a copy of more than one box of the module's"
 
 
-def _undone(group: Group, rows: Iterable[Row]) -> Iterator[tuple[str, Tensor]]:
-    yield from group.undo({row.name: row.take() for row in rows}).items()
+def _made(group: Group | None, rows: Iterable[Row]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a batch becomes; nothing here keeps its tensors while the next ones are gathered."""
+    undo = dict if group is None else group.undo
+    yield from undo({row.name: row.take() for row in rows}).items()
 
 
 def converted(source: RowSource, module: nn.Module) -> WeightSource:

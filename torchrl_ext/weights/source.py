@@ -215,14 +215,12 @@ class RowSource(WeightSource):
     def params(self) -> tuple[ParamMeta, ...]:
         return tuple([ParamMeta.of(row.name, row.tensor) for row in self.rows()])
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+    def pairs(self, names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         for row in self.rows():
-            yield row.name, row.take()
-
-    def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        for row in self.rows():
-            if row.name in names:
+            if names is None or row.name in names:
                 yield row.name, row.take()
+
+    __iter__ = pairs
 
     def shards(self) -> Iterator[Shard]:
         for row in self.rows():
@@ -377,7 +375,11 @@ def as_source(weights: Any) -> WeightSource:
         return weights
     weights = inner_model(weights)
     if isinstance(weights, nn.Module) and not is_tensordict_module(weights):
-        return source_of_module(weights)
+        from torchrl_ext.weights.derived import converted
+        from torchrl_ext.weights.peft import PeftSource, is_peft
+
+        require_whole(weights)
+        return converted(PeftSource(weights) if is_peft(weights) else ModuleSource(weights), weights)
     if is_mapping(weights) or is_tensordict_module(weights):
         return MappingSource(weights)
     if isinstance(weights, (str, os.PathLike)):
@@ -388,19 +390,6 @@ def as_source(weights: Any) -> WeightSource:
         f"a {type(weights).__name__} holds no weights that can be sent",
         expected="an nn.Module, a TensorDict, a mapping of tensors, a checkpoint directory or a WeightSource",
     )
-
-
-def source_of_module(module: nn.Module) -> WeightSource:
-    """Return the source for an `inner_model` that is a module.
-
-    Raises:
-        ConfigError: FSDP1 holds it in pieces.
-    """
-    from torchrl_ext.weights.derived import converted
-    from torchrl_ext.weights.peft import PeftSource, is_peft
-
-    require_whole(module)
-    return converted(PeftSource(module) if is_peft(module) else ModuleSource(module), module)
 
 
 def inner_model(model: Any) -> Any:

@@ -35,10 +35,6 @@ class Shard:
     gathers: bool = False
     why: str = ""
 
-    def under(self, meta: ParamMeta) -> Shard:
-        """Return this shard as one of another name or dtype."""
-        return Shard(meta, self.block, self.take, self.gathers, self.why)
-
 
 def checked_shards(
     shards: Iterable[Shard], params: Iterable[ParamMeta]
