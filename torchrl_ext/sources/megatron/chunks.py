@@ -50,9 +50,7 @@ def tensors_of(chunk: Chunk, ignore: Sequence[str] = ()) -> Iterator[tuple[str, 
 
 
 def _bare(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
+    return re.sub(r"\A(module\.)+", "", name)
 
 
 def require_plain_values(chunk: Chunk) -> None:

@@ -18,6 +18,10 @@ from torchrl_ext.weights.source import as_source
 __all__ = ["Architecture", "Shape", "config_of"]
 
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(\w+)\.experts\.(\d+)\.(gate_proj|w1)\.weight")
+_WRONG_VALUES = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
 
 Shape = tuple[int, ...]
 
@@ -83,6 +87,7 @@ class Architecture:
             ConfigError: transformers is not installed or cannot build the model, or the heads do not divide.
         """
         try:
+            from huggingface_hub import errors
             from transformers import AutoConfig, AutoModelForCausalLM
         except ImportError as error:
             raise ConfigError(
@@ -90,6 +95,7 @@ class Architecture:
                 expected="transformers in the trainer, which knows the names and shapes of a checkpoint",
                 hint="pip install transformers",
             ) from error
+        strict = getattr(errors, "StrictDataclassError", ValueError)  # newer configs are strict dataclasses
         family = str(config.get("model_type"))
         try:
             keys = {key: value for key, value in config.items() if key != "model_type"}
@@ -98,7 +104,7 @@ class Architecture:
                 built.tie_word_embeddings = tied
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(built)  # type: ignore[no-untyped-call]
-        except Exception as error:  # a wrong value fails wherever the model uses it first
+        except (*_WRONG_VALUES, strict) as error:  # a wrong value fails wherever the model uses it first
             raise ConfigError(
                 f"transformers cannot build the causal LM of a {family!r} config: {error}",
                 expected="the config.json of the model that is trained",

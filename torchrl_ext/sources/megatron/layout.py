@@ -36,10 +36,10 @@ class Ranks:
         ConfigError: a rank that is not below its size.
     """
 
-    tp: tuple[int, int]
-    pp: tuple[int, int]
-    ep: tuple[int, int]
-    etp: tuple[int, int]
+    tp: tuple[int, int] = (1, 0)
+    pp: tuple[int, int] = (1, 0)
+    ep: tuple[int, int] = (1, 0)
+    etp: tuple[int, int] = (1, 0)
 
     def __post_init__(self) -> None:
         for kind, (size, rank) in vars(self).items():
@@ -176,27 +176,23 @@ class _Local:
 
     def layer(self, to: str, routed: bool) -> Iterator[tuple[str, Found]]:
         """Yield names in a layer with their origins; ``to`` is where the layer is in the checkpoint."""
-        tp = self._ranks.tp
         for name in ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"):
             yield name, self.whole(f"{to}input_layernorm.weight")
         for name in ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"):
             yield name, self.whole(f"{to}post_attention_layernorm.weight")
         for kind in ("weight", "bias"):
             yield f"self_attention.linear_qkv.{kind}", self._qkv(to, kind)
-        yield "self_attention.linear_proj.weight", self.split(f"{to}self_attn.o_proj.weight", 1, tp)
+        yield "self_attention.linear_proj.weight", self.split(f"{to}self_attn.o_proj.weight", 1, self._ranks.tp)
         yield "self_attention.linear_proj.bias", self.whole(f"{to}self_attn.o_proj.bias")
         yield "self_attention.q_layernorm.weight", self.whole(f"{to}self_attn.q_norm.weight")
         yield "self_attention.k_layernorm.weight", self.whole(f"{to}self_attn.k_norm.weight")
         if not routed:
-            yield from self._mlp("mlp", f"{to}mlp.gate_proj", f"{to}mlp.up_proj", f"{to}mlp.down_proj", tp)
+            yield from self._mlp("mlp", f"{to}mlp")
             return
         yield "mlp.router.weight", self.whole(f"{to}{self._model.block}.gate.weight")
         yield from self._experts(to)
-        shared = f"{to}mlp.shared_expert"
-        yield "mlp.shared_experts.gate_weight", self.whole(f"{shared}_gate.weight")
-        yield from self._mlp(
-            "mlp.shared_experts", f"{shared}.gate_proj", f"{shared}.up_proj", f"{shared}.down_proj", tp
-        )
+        yield "mlp.shared_experts.gate_weight", self.whole(f"{to}mlp.shared_expert_gate.weight")
+        yield from self._mlp("mlp.shared_experts", f"{to}mlp.shared_expert")
 
     def whole(self, name: str) -> Found:
         """Every rank has all of it."""
@@ -222,11 +218,12 @@ class _Local:
         size = min(start + rows, vocabulary) - start
         return _one((Span(0, name, start, size),), (rows, hidden))
 
-    def _mlp(self, name: str, gate: str, up: str, down: str, ranks: tuple[int, int]) -> Iterator[tuple[str, Found]]:
+    def _mlp(self, name: str, to: str) -> Iterator[tuple[str, Found]]:
+        tp = self._ranks.tp
         for kind in ("weight", "bias"):
-            yield f"{name}.linear_fc1.{kind}", self._gate_and_up(f"{gate}.{kind}", f"{up}.{kind}", ranks)
-        yield f"{name}.linear_fc2.weight", self.split(f"{down}.weight", 1, ranks)
-        yield f"{name}.linear_fc2.bias", self.whole(f"{down}.bias")
+            yield f"{name}.linear_fc1.{kind}", self._gate_and_up(f"{to}.gate_proj.{kind}", f"{to}.up_proj.{kind}", tp)
+        yield f"{name}.linear_fc2.weight", self.split(f"{to}.down_proj.weight", 1, tp)
+        yield f"{name}.linear_fc2.bias", self.whole(f"{to}.down_proj.bias")
 
     def _gate_and_up(self, gate: str, up: str, ranks: tuple[int, int]) -> Found:
         """A rank's rows of the gate, and below them its rows of the other."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torchrl_ext.sources.megatron.families import Architecture, config_of
 from torchrl_ext.sources.megatron.gather import gathered
 from torchrl_ext.sources.megatron.layout import EMBEDDING, OUTPUT, Extra, Origin, Ranks, layers_of, origins
 from torchrl_ext.types import ParamMeta, dtype_name
-from torchrl_ext.weights.shards.blocks import Block, Shard
+from torchrl_ext.weights.shards.blocks import Shard
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["MegatronSource"]
@@ -105,7 +105,7 @@ class MegatronSource(WeightSource):
         self._require_layout(shapes)
         sent = self._dtype_of_tensors() if dtype is None else dtype
         self._params = tuple(ParamMeta(name, sent, shape) for name, shape in shapes.items())
-        self._pieces()
+        self._held()
 
     @classmethod
     def from_parallel_state(cls, model: Any, config: Any, parallel_state: Any, **more: Any) -> MegatronSource:
@@ -144,10 +144,9 @@ class MegatronSource(WeightSource):
         return self._params
 
     def shards(self) -> Iterator[Shard]:
-        held = self._pieces()
+        held = self._held()
         for meta in self._params:
-            for piece in held.get(meta.name, ()):
-                yield Shard(meta, piece.block, piece.take)
+            yield from held.get(meta.name, ())
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return gathered(self._params, self.shards)
@@ -167,9 +166,7 @@ class MegatronSource(WeightSource):
 
     def _require_layout(self, shapes: Mapping[str, Any]) -> None:
         """Refuse a checkpoint of which some tensor has no place in Megatron's layout, on any rank."""
-        one = (1, 0)
-        alone = Ranks(tp=one, pp=one, ep=one, etp=one)
-        found = origins(self._architecture, alone, range(self._architecture.layers), 0, self._names)
+        found = origins(self._architecture, Ranks(), range(self._architecture.layers), 0, self._names)
         known = {span.name for several in found.values() for origin in several for span in origin.spans}
         unknown = [name for name in shapes if name not in known]
         if unknown:
@@ -221,14 +218,14 @@ class MegatronSource(WeightSource):
             )
         return next(iter(of))
 
-    def _pieces(self) -> dict[str, list[_Piece]]:
-        """Return what this rank holds of each parameter.
+    def _held(self) -> dict[str, list[Shard]]:
+        """Return what this rank holds of each parameter, by name.
 
         Raises:
             ManifestError: a local tensor that is not known, missing, or of another shape.
         """
-        held: dict[str, list[_Piece]] = {}
-        shapes = {meta.name: meta.shape for meta in self._params}
+        held: dict[str, list[Shard]] = {}
+        metas = {meta.name: meta for meta in self._params}
         for chunk, layers in enumerate(self._layers):
             tensors = dict(tensors_of(self._chunks[chunk], self._ignore))
             table = [tensors[name] for name in (EMBEDDING, OUTPUT) if name in tensors and tensors[name].dim()]
@@ -237,12 +234,12 @@ class MegatronSource(WeightSource):
             where = f"chunk {chunk} of pipeline stage {self._ranks.pp[1]}"
             for name, tensor in tensors.items():
                 for origin in self._known(name, tensor, known, where):
-                    made = dict[str, list[_Piece]]()
+                    made = dict[str, list[Shard]]()
                     for span in origin.spans:
-                        pieces = made.setdefault(span.name, [])
+                        shards, meta = made.setdefault(span.name, []), metas[span.name]
                         if span.size:
-                            take = partial(origin.cut, tensor, span)
-                            pieces.append(_Piece(origin.block(span, shapes[span.name]), take))
+                            block = origin.block(span, meta.shape)
+                            shards.append(Shard(meta, block, partial(origin.cut, tensor, span)))
                     twice = next((result for result in made if result in held), None)
                     if twice is None:
                         held |= made
@@ -291,17 +288,12 @@ class MegatronSource(WeightSource):
                 needed = name not in self._names
             lacking = next((span.name for origin in found for span in origin.spans if span.name not in held), None)
             if needed and lacking is not None:
-                could = [repr(other) for other, those in known.items() if any(lacking in _of(one) for one in those)]
+                could = [
+                    repr(other)
+                    for other, several in known.items()
+                    if any(lacking == span.name for origin in several for span in origin.spans)
+                ]
                 raise ManifestError(
                     f"{where} has no {' nor '.join(could)}, of which {lacking!r} would be made",
                     hint="look at the config (`tied` for an output layer) and at how layers are shared out (`layers`)",
                 )
-
-
-class _Piece(NamedTuple):
-    block: Block
-    take: Callable[[], Tensor]
-
-
-def _of(origin: Origin) -> set[str]:
-    return {span.name for span in origin.spans}
