@@ -18,8 +18,8 @@ from torchrl_ext.weights.shards.blocks import Block, Shard
 
 __all__ = ["require_whole", "shards_of_dtensor"]
 
-_Runs = tuple[tuple[int, int], ...]
-"""Indices along one dimension, in order: ``start <= index < stop`` of each."""
+_Runs = tuple[tuple[int, int, int], ...]
+"""Indices along one dimension: ``start <= index < stop``, and the position of the first in the local tensor."""
 
 
 def shards_of_dtensor(meta: ParamMeta, tensor: Any) -> Iterator[Shard]:
@@ -41,7 +41,7 @@ def shards_of_dtensor(meta: ParamMeta, tensor: Any) -> Iterator[Shard]:
         yield Shard(meta, Block.whole(meta.shape), tensor.detach().full_tensor, gathers=True, why=why)
         return
     held = [_held(size, split, place) for size, (split, place) in zip(meta.shape, _splits(tensor), strict=True)]
-    local, expected = _local(tensor).shape, tuple(sum(stop - start for start, stop in runs) for runs in held)
+    local, expected = _local(tensor).shape, tuple(sum(stop - start for start, stop, _ in runs) for runs in held)
     if tuple(local) != expected:
         raise ManifestError(
             f"this rank holds {list(local)} of {meta}, placed as {tensor.placements}",
@@ -49,7 +49,7 @@ def shards_of_dtensor(meta: ParamMeta, tensor: Any) -> Iterator[Shard]:
             state="nothing was sent",
             hint="distribute it by distribute_tensor, parallelize_module or fully_shard",
         )
-    for runs in itertools.product(*map(_placed, held)):
+    for runs in itertools.product(*held):
         block = Block(tuple(start for start, _, _ in runs), tuple(stop for _, stop, _ in runs))
         if block.numel:
             there = tuple(slice(first, first + stop - start) for start, stop, first in runs)
@@ -126,21 +126,14 @@ def _held(size: int, split: tuple[_Split, ...], place: tuple[int, ...]) -> _Runs
         for index in order:
             chunk = -(-len(held) // split[index][0])
             held = held[place[index] * chunk : (place[index] + 1) * chunk]
-        return ((held.start, held.stop),)
+        return ((held.start, held.stop, 0),)
     indices = torch.arange(size)
     for (count, factor), at in zip(split, place, strict=True):  # of each of `factor` parts every rank has a chunk
         chunks = [part.chunk(count)[at : at + 1] for part in indices.chunk(factor)]
         indices = torch.cat([indices[:0], *itertools.chain(*chunks)])
-    runs = indices.tensor_split((indices.diff() != 1).nonzero().flatten() + 1)
-    return tuple((int(run[0]), int(run[-1]) + 1) for run in runs if len(run))
-
-
-def _placed(runs: _Runs) -> Iterator[tuple[int, int, int]]:
-    """Yield each run with the position in the local tensor where it begins."""
-    first = 0
-    for start, stop in runs:
-        yield start, stop, first
-        first += stop - start
+    firsts = ((indices.diff() != 1).nonzero().flatten() + 1).tolist()
+    found = itertools.pairwise([0, *firsts, len(indices)])
+    return tuple((int(indices[first]), int(indices[end - 1]) + 1, first) for first, end in found if first < end)
 
 
 def require_whole(module: nn.Module) -> None:
