@@ -223,8 +223,9 @@ class WeightSender:
         started = time.perf_counter()
         with self._ranks.leading() as session:
             source = self._source(weights, only)
-            held, only = source.held(), source.only
-            source.finite.look_ahead(held if only is None else {name: held[name] for name in only & held.keys()})
+            for name, tensor in source.held().items() if self._finite == "refuse" else ():  # before anything begins
+                if source.only is None or name in source.only:
+                    source.finite.look(name, tensor)
             try:
                 report = self._drive(source, weights, started)
             finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import final
 
 import torch
@@ -61,16 +61,6 @@ class FiniteCheck:
                 hint="look for what spoils the weights in training, or send them all the same with finite='warn'",
             )
         return nought
-
-    def look_ahead(self, held: Mapping[str, Tensor]) -> None:
-        """Look at tensors before the update begins, where a NaN or an infinity is refused.
-
-        Raises:
-            ManifestError: one of them has some.
-        """
-        if self._policy == "refuse":
-            for name, tensor in held.items():
-                self.look(name, tensor)
 
     @property
     def finite(self) -> bool | None:
