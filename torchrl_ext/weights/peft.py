@@ -64,17 +64,7 @@ class PeftSource(RowSource):
     def rows(self) -> Iterable[Row]:
         for name, tensor, layer in self._layers():
             made = "" if layer is None else "adapters are merged into it"
-            yield Row(name, tensor, partial(self._whole, tensor, layer), made)
-
-    def _whole(self, tensor: Tensor, layer: Any) -> Tensor:
-        return full(tensor if layer is None else self._merged(tensor, layer))
-
-    @torch.no_grad()
-    def _merged(self, tensor: Tensor, layer: Any) -> Tensor:
-        merged = tensor.detach().clone()
-        for adapter in _active(layer):
-            merged += layer.get_delta_weight(adapter)  # a wider adapter is rounded once, after the addition
-        return merged
+            yield Row(name, tensor, partial(_merged, tensor, layer), made)
 
     def files(self) -> Mapping[str, bytes]:
         return model_files(self._module)
@@ -88,8 +78,7 @@ class PeftSource(RowSource):
             path = _kept(name, layers, saved)
             if path is None:
                 continue
-            owner = path.removesuffix(".base_layer.weight") if path.endswith(".base_layer.weight") else None
-            layer = layers.get(owner) if owner is not None else None
+            layer = layers.get(path.removesuffix(".base_layer.weight"))
             layer = layer if layer is not None and _active(layer) else None
             checkpoint_name = path.replace(_PREFIX, "").replace(".base_layer.", ".")
             if checkpoint_name in names:
@@ -120,15 +109,22 @@ class PeftSource(RowSource):
                 if not isinstance(part, (Linear, Embedding, Conv2d, Conv3d)):
                     raise _refused(path, type(part).__name__)
                 for adapter in _active(part):
-                    if adapter in part.lora_variant or part.lora_bias.get(adapter):
-                        kind = (
-                            "LoRA with a bias"
-                            if part.lora_bias.get(adapter)
-                            else type(part.lora_variant[adapter]).__name__
-                        )
-                        raise _refused(path, kind)
+                    if part.lora_bias.get(adapter):
+                        raise _refused(path, "LoRA with a bias")
+                    if adapter in part.lora_variant:
+                        raise _refused(path, type(part.lora_variant[adapter]).__name__)
                 layers[path] = part
         return layers, saved
+
+
+@torch.no_grad()
+def _merged(tensor: Tensor, layer: Any) -> Tensor:
+    """Return a full weight, with what the active adapters of its layer, if it has any, add to it."""
+    if layer is not None:
+        tensor = tensor.detach().clone()
+        for adapter in _active(layer):
+            tensor += layer.get_delta_weight(adapter)  # a wider adapter is rounded once, after the addition
+    return full(tensor)
 
 
 def _active(layer: Any) -> list[str]:
