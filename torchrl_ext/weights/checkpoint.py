@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -150,9 +151,8 @@ class CheckpointSource(WeightSource):
         self._files: dict[str, str] = {}
         self._params: tuple[ParamMeta, ...] = ()
         for name in names:
-            file = self._open(name)
-            file.no_payloads()
-            file.close()  # opened again for each pass: a checkpoint of hundreds of files holds none in between
+            with closing(self._open(name)) as file:  # again for each pass: hundreds of files are not kept open
+                file.no_payloads()
             kept = [meta for meta in file.params() if where is None or where.get(meta.name) == name]
             for meta in kept:
                 if meta.name in self._files:

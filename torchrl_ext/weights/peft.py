@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, final
@@ -205,33 +206,30 @@ class AdapterFolder(WeightSource):
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = Path(folder)
+        self._tensors = Path(folder) / _TENSORS
+        config = Path(folder) / ADAPTER_CONFIG
         try:
-            self._files = {ADAPTER_CONFIG: (self._folder / ADAPTER_CONFIG).read_bytes()}
+            self._files = {ADAPTER_CONFIG: config.read_bytes()}
             _require_plain_lora(json.loads(self._files[ADAPTER_CONFIG]))
-            with_tensors = TensorFile(self._folder / _TENSORS)
+            with closing(TensorFile(self._tensors)) as file:
+                self._params = file.params()
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ConfigError(
                 f"{error.filename} is not there",
                 expected=f"an adapter as PEFT saves it: {ADAPTER_CONFIG} and {_TENSORS}",
             ) from None
+        except ConfigError:
+            raise
         except ValueError as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"{self._folder / ADAPTER_CONFIG} is no JSON: {error}") from error
-        self._params = tuple(with_tensors.params())
-        with_tensors.close()
+            raise ConfigError(f"{config} is no JSON: {error}") from error
 
     def params(self) -> tuple[ParamMeta, ...]:
         return self._params
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        file = TensorFile(self._folder / _TENSORS)
-        try:
+        with closing(TensorFile(self._tensors)) as file:
             for meta in self._params:
-                yield meta.name, file.read(meta.name, None)[0]
-        finally:
-            file.close()
+                yield meta.name, file.read(meta.name)[0]
 
     def files(self) -> Mapping[str, bytes]:
         return self._files

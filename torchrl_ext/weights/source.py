@@ -286,8 +286,7 @@ class MappingSource(_TensorsSource):
     def sent(self) -> dict[str, Tensor]:
         """Return tensors sorted by name, once ties are resolved: a TensorDict of a module sends the module's names."""
         sent = super().sent()
-        order = sorted(sent)
-        return sent if order == [*sent] else {name: sent[name] for name in order}
+        return {name: sent[name] for name in sorted(sent)}
 
 
 def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
