@@ -1,4 +1,4 @@
-"""Object stores: a real S3-compatible server in a process of its own, and fsspec's memory filesystem."""
+"""What every store does; and object stores: a real S3-compatible server, and fsspec's memory filesystem."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from tests.transports.test_contract import free_port
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
+
+ANYWHERE = pytest.mark.parametrize("place", ["s3", "memory", "local"], indirect=True)
 
 
 @pytest.fixture(params=["s3", "memory"])
 def place(request):
     """A root's URL and the options for it."""
+    if request.param == "local":
+        return request.getfixturevalue("tmp_path"), None
     if request.param == "memory":
         return f"memory://{uuid.uuid4().hex}/root", {}
     return f"s3://bucket/{uuid.uuid4().hex}", request.getfixturevalue("s3")
@@ -32,14 +35,17 @@ def store(place):
     return open_store(place[0], place[1])
 
 
+@ANYWHERE
 def test_values_come_back_are_listed_and_go(store):
     assert store.list() == [] and store.list("a") == []
     store.put("a/one", b"1")
     store.put("a/.hidden", b"2")
+    store.put("a/b/deep", b"")
+    assert (store.get("a/b/deep"), store.sizes("a/b")) == (b"", {"deep": 0})
     store.put("b", b"3")
     store.put("a/one", b"4")
     assert store.get("a/one") == b"4"
-    assert (store.list(), store.list("a")) == (["a", "b"], ["one"])
+    assert (store.list(), store.list("a")) == (["a", "b"], ["b", "one"])
     assert (store.sizes("a"), store.sizes("c")) == ({"one": 1}, {})
     store.delete("a")
     store.delete("a")
@@ -147,18 +153,6 @@ def test_what_cannot_be_collected_stays_and_fails_no_update(caplog):
     assert trainer.latest_version() == 2
 
 
-def test_an_engine_follows_a_bucket():
-    url = f"memory://{uuid.uuid4().hex}/root"  # an engine elsewhere takes the options of S3 from its environment
-    policy, served = torch.nn.Linear(30, 20), torch.nn.Linear(30, 20)
-    sender = tx.WeightSender(tx.make_transport("delta", root=url), InProcessEngine(served))
-    for _ in range(3):
-        with torch.no_grad():
-            policy.weight[0] += 1
-        assert sender.update_weights(policy).verified
-        assert same_bits(policy.weight.detach(), served.weight.detach())
-    sender.shutdown()
-
-
 def test_a_server_that_is_gone_is_told(s3):
     dead = {**s3, "endpoint_url": f"http://127.0.0.1:{free_port()}", "config_kwargs": {"retries": {"max_attempts": 0}}}
     store = open_store("s3://bucket/x", dead)
@@ -177,6 +171,7 @@ def test_options_for_a_directory_are_refused(tmp_path):
 
 
 class TestParts:
+    @ANYWHERE
     def test_ranges_are_those_of_the_value_and_end_with_it(self, place):
         store = open_store(*place)
         store.put("a/b", bytes(range(100)))

@@ -239,16 +239,6 @@ def test_no_interleaving_of_two_writers_loses_or_changes_a_version(monkeypatch):
 
 
 class TestOwners:
-    def test_a_second_trainer_is_refused_until_the_first_leaves(self, s3):
-        first, second = (open_store(url, s3) for url in [f"s3://bucket/{uuid.uuid4().hex}"] * 2)
-        first.own()
-        with pytest.raises(StoreError, match="another trainer publishes into s3://bucket/"):
-            second.own()
-        assert first.owned and not second.owned
-        first.disown()
-        second.own()
-        assert second.list("owners") == ["000002"]
-
     def test_a_trainer_that_is_forgotten_leaves_its_root(self):
         url = f"memory://{uuid.uuid4().hex}/root"
         open_store(url).own()
