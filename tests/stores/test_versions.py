@@ -6,7 +6,6 @@ import torch
 from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores import Chain, LocalStore, Manifest, Placed, version_name, version_number
 from torchrl_ext.stores.manifest import read_manifest
-from torchrl_ext.stores.versions import read_version
 from torchrl_ext.types import ParamMeta
 
 
@@ -64,27 +63,6 @@ def test_the_newest_number_counts_versions_that_the_pointer_never_reached(versio
     publish(versions, 2)
     (versions.store.root / version_name(3)).mkdir()
     assert (versions.latest(), versions.newest()) == (2, 3)
-
-
-def test_pruning_removes_what_is_older(versions):
-    for number in (1, 2, 3):
-        publish(versions, number)
-    versions.prune(before=3)
-    assert versions.numbers() == [3]
-
-
-def test_a_manifest_survives_its_bytes():
-    original = manifest(7)
-    assert read_manifest(original.to_bytes(), "here") == original
-    empty = manifest(1, params=(), files={})
-    assert read_manifest(empty.to_bytes(), "here") == empty
-
-
-def test_a_manifest_is_read_by_version(versions):
-    publish(versions, 4)
-    assert read_version(versions.store, 4).full == manifest(4)
-    with pytest.raises(FileNotFoundError):
-        read_version(versions.store, 5)
 
 
 @pytest.mark.parametrize(
