@@ -11,7 +11,7 @@ import torch
 import zstandard
 from xxhash import xxh3_128_hexdigest
 
-from tests.hostile import at_most_more_bytes
+from tests.hostile import at_most_more_bytes, worse_json
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores.manifest import DeltaManifest, DeltaParam, DeltaPart, Manifest, Placed, read_manifest
 from torchrl_ext.types import ParamMeta
@@ -82,6 +82,7 @@ def test_a_manifest_survives_its_bytes_and_plain_json_says_the_same(checksum):
     original = manifest(checksum=checksum)
     data = original.to_bytes()
     text = zstandard.decompress(data)
+    assert json.loads(text)["format_number"] == 2
     assert read_manifest(data, "here") == read_manifest(text, "here") == original
 
 
@@ -170,12 +171,6 @@ class TestContent:
     def test_a_manifest_of_the_first_format_is_read_without_a_checksum(self, make):
         assert read_manifest(json.dumps(first_format(make())).encode(), "here") == make()
 
-    def test_one_whose_parameters_were_emptied_is_refused(self, make):
-        text = unpacked(make())
-        begin, end = text.index(b'"params": [') + 11, text.index(b"\n  ],\n")
-        with pytest.raises(IntegrityError, match="here is damaged: its content is not that of its checksum"):
-            read_manifest(text[:begin] + text[end:], "here")
-
     def test_any_flipped_bit_is_noticed(self, make):
         text, chance = bytearray(unpacked(make())), random.Random(0)
         for _ in range(300):
@@ -197,8 +192,7 @@ class TestContent:
     def test_what_is_no_manifest_is_always_our_own_error(self, make):
         chance, refused, number = random.Random(1), 0, 1500
         for _ in range(number):
-            document = first_format(make())
-            worsen(document, chance)
+            document = worse_json(first_format(make()), chance)
             try:
                 found = read_manifest(json.dumps(document).encode(), "here")
             except IntegrityError as error:
@@ -207,7 +201,7 @@ class TestContent:
                 continue
             for row in found.params:  # what passed can be worked with
                 assert row.meta.nbytes >= 0 and isinstance(row.meta.name, str)
-            assert found.version > 0 or found == found
+            assert found.version >= 0
             assert sum(found.files.values()) >= 0
         assert refused > number // 2
 
@@ -215,33 +209,6 @@ class TestContent:
 def unpacked(found):
     data = found.to_bytes()
     return zstandard.decompress(data) if data[:1] == b"(" else data
-
-
-WORSE = [
-    None, True, False, -1, 0, 1.5, 1e300, float("nan"), float("inf"), -float("inf"), 1 << 63, 10**400, "", "x", "..",
-    "a/b", "\0", [], [None], {}, {"name": 1}, [[]], "9" * 40, "float32", "load", [1] * 70, {"": ""},
-]  # fmt: skip
-
-
-def worsen(document, chance):
-    """Replace, remove, repeat or cut something, somewhere."""
-    at = document
-    while True:
-        keys = list(at) if isinstance(at, dict) else range(len(at))
-        key = chance.choice(keys)
-        inner = at[key]
-        if not isinstance(inner, (dict, list)) or not inner or chance.random() < 0.2:
-            break
-        at = inner
-    kind = chance.random()
-    if kind < 0.6:
-        at[key] = chance.choice(WORSE)
-    elif kind < 0.8 or isinstance(at, dict):
-        del at[key]
-    elif kind < 0.9:
-        at.insert(key, at[key])
-    else:
-        del at[key:]
 
 
 class TestBombs:
@@ -259,7 +226,7 @@ class TestBombs:
                 read_manifest(b'{"params": [' + unit * 3_000_000 + b"0]}", "here")
 
     def test_large_models_are_none(self):
-        for rows in (manifest(30_000), parted(3_000, 8), full(30_000)):
+        for rows in (manifest(30_000), parted(3_000, 8), full(30_000), full(0)):
             assert read_manifest(rows.to_bytes(), "here") == rows
         alike = replace(
             manifest(0), params=tuple(replace(row, digest="0" * 32) for row in manifest(20_000).params[4::5])
