@@ -9,9 +9,9 @@ import torch
 
 from tests.codecs.data import DTYPES, bytes_of, pairs
 from torchrl_ext.codecs.base import Codec, codec_from_json
-from torchrl_ext.codecs.patch import apply_patch, fold
+from torchrl_ext.codecs.patch import apply_patch, diff, fold
 from torchrl_ext.codecs.pipeline import encode_tensor
-from torchrl_ext.errors import ConfigError, ManifestError, WeightSyncError
+from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta
 
 
@@ -29,8 +29,10 @@ class CodecContract:
                 except ConfigError:
                     assert dtype == torch.complex128  # the one dtype that safetensors has no name for
                     continue
-                assert coded.changed == (0 if bytes_of(old) == bytes_of(new) else coded.changed)
+                assert coded.changed == diff(meta, old, new).changed, meta
                 assert bool(coded.payload) == (bytes_of(old) != bytes_of(new)), meta
+                if codec.name in ("ulp", "context", "dense", "auto"):  # ours, whose framing is small
+                    assert len(coded.payload) <= meta.nbytes * 1.01 + 64, meta
                 landed = old.clone()
                 patch = coded.codec.decode(coded.payload, meta, old)
                 assert patch.changed >= coded.changed, meta
@@ -48,56 +50,11 @@ class CodecContract:
             apply_patch(patch, landed)
             assert bytes_of(landed) == bytes_of(new)
 
-    def test_shapes_do_not_matter_to_what_is_coded(self, codec: Codec):
-        old = torch.arange(24.0).reshape(2, 3, 4)
-        new = old.clone()
-        new[1, 2, 3] = -0.0
-        meta = ParamMeta.of("w", old)
-        patch = encode_tensor(codec, meta, old, new)
-        landed = old.clone()
-        apply_patch(patch.codec.decode(patch.payload, meta, old), landed)
-        assert bytes_of(landed) == bytes_of(new)
-
-    def test_a_strided_tensor_is_coded_by_its_values(self, codec: Codec):
-        old, new = torch.zeros(30, 20), torch.zeros(20, 30)
-        new[3, 4] = 1.0
-        meta = ParamMeta.of("w", old)
-        coded = encode_tensor(codec, meta, old, new.T)
-        landed = old.clone()
-        apply_patch(coded.codec.decode(coded.payload, meta, old), landed)
-        assert torch.equal(landed, new.T)
-
     def test_a_pair_of_different_shape_or_dtype_is_refused_by_name(self, codec: Codec):
         meta = ParamMeta("w", torch.float32, (4,))
         for other in (torch.zeros(5), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(2, 2)):
             with pytest.raises(ManifestError, match="'w'"):
                 encode_tensor(codec, meta, torch.zeros(4), other)
-
-    def test_a_damaged_payload_is_refused_by_name_or_gives_a_patch_of_the_tensor(self, codec: Codec):
-        generator = torch.Generator().manual_seed(3)
-        for meta, old, new in pairs(torch.bfloat16, (5000,)):
-            coded = encode_tensor(codec, meta, old, new)
-            size = len(coded.payload)
-            for _ in range(15 if size else 0):
-                bad = bytearray(coded.payload)
-                at = int(torch.randint(0, size, (1,), generator=generator))
-                bad[at] ^= 1 << int(torch.randint(0, 8, (1,), generator=generator))
-                self._refused_or_bounded(coded.codec, bytes(bad), meta, old)
-                self._refused_or_bounded(coded.codec, coded.payload[:at], meta, old)
-                self._refused_or_bounded(coded.codec, coded.payload + b"\0", meta, old)
-
-    def _refused_or_bounded(self, codec: Codec, payload: bytes, meta: ParamMeta, base: torch.Tensor) -> None:
-        """slime's formats leave some bytes unchecked (labels, or all but the tensor's own checksum in the file).
-
-        Whatever decodes must fit the tensor; of our own encodings nothing does.
-        """
-        try:
-            patch = codec.decode(payload, meta, base)
-        except WeightSyncError as error:
-            assert meta.name in str(error)
-        else:
-            assert codec.name not in ("ulp", "context", "dense") or not payload
-            apply_patch(patch, base.clone())
 
     def test_a_chain_folds_into_one_patch(self, codec: Codec):
         generator = torch.Generator().manual_seed(5)

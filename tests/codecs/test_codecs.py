@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.codecs.contract import CodecContract
-from tests.codecs.data import DTYPES, bytes_of, pairs
+from tests.codecs.data import bytes_of, pairs
 from torchrl_ext.codecs import pipeline
 from torchrl_ext.codecs.base import Codec, codec_from_json, encodings, make_codec
 from torchrl_ext.codecs.patch import apply_patch
@@ -29,48 +29,16 @@ class TestEveryCodec(CodecContract):
     pass
 
 
-@pytest.mark.parametrize("name", ["ulp", "context", "dense", "auto"])
-def test_our_encodings_are_never_larger_than_the_tensor_by_more_than_their_framing(name):
-    codec = make_codec(name)
-    for dtype in DTYPES:
-        for meta, old, new in pairs(dtype):
-            assert len(encode_tensor(codec, meta, old, new).payload) <= meta.nbytes * 1.01 + 64, meta
-
-
-@pytest.mark.parametrize("name", ["ulp", "context"])
-def test_a_flipped_bit_anywhere_is_found(name):
+@pytest.mark.parametrize("name", ["ulp", "context", "dense"])
+def test_a_flipped_bit_anywhere_is_found_and_so_is_another_end(name):
     meta, old, new = list(pairs(torch.bfloat16, (4097,)))[4]
     coded = encode_tensor(make_codec(name), meta, old, new)
     for at in range(len(coded.payload)):
         bad = bytearray(coded.payload)
         bad[at] ^= 0x10
-        with pytest.raises(IntegrityError, match=r"bfloat16\.4097"):
-            coded.codec.decode(bytes(bad), meta, old)
-
-
-@pytest.mark.parametrize("name", ["ulp", "context"])
-def test_bytes_with_a_valid_checksum_are_still_not_trusted(name):
-    """A payload that was made with hostile intent has a checksum that fits."""
-    import xxhash
-
-    generator = torch.Generator().manual_seed(11)
-    codec = make_codec(name, block_log2=12)
-    refused = 0
-    for meta, old, new in pairs(torch.bfloat16, (20_000,)):
-        payload = encode_tensor(codec, meta, old, new).payload
-        for _ in range(60 if payload else 0):
-            bad = bytearray(payload[:-8])
-            for _ in range(int(torch.randint(1, 4, (1,), generator=generator))):
-                bad[int(torch.randint(0, len(bad), (1,), generator=generator))] = int(
-                    torch.randint(0, 256, (1,), generator=generator)
-                )
-            bad += xxhash.xxh3_64_digest(bytes(bad))[::-1]
-            try:
-                apply_patch(codec.decode(bytes(bad), meta, old), old.clone())
-            except IntegrityError as error:
-                refused += 1
-                assert meta.name in str(error)
-    assert refused > 100
+        for payload in (bytes(bad), coded.payload[:at] or b"\0", coded.payload + b"\0"):
+            with pytest.raises(IntegrityError, match=r"bfloat16\.4097"):
+                coded.codec.decode(payload, meta, old)
 
 
 def test_a_payload_is_refused_by_a_tensor_of_another_size():
@@ -90,18 +58,6 @@ def test_context_finds_another_base_where_the_changes_do_not_fit_it():
         coded.codec.decode(coded.payload, meta, torch.full_like(old, 3.0))
 
 
-def test_nan_payloads_and_the_sign_of_zero_are_changes():
-    old = torch.tensor([0x0000, 0x7FC0, 0x7F80, 0x3F80], dtype=torch.int16).view(torch.bfloat16)
-    new = torch.tensor([-0x8000, 0x7FC1, 0x7FFF, 0x3F80], dtype=torch.int16).view(torch.bfloat16)
-    meta = ParamMeta.of("w", old)
-    for name in encodings.names():
-        coded = encode_tensor(make_codec(name), meta, old, new)
-        landed = old.clone()
-        apply_patch(coded.codec.decode(coded.payload, meta, old), landed)
-        assert coded.changed == 3
-        assert bytes_of(landed) == bytes_of(new)
-
-
 def test_a_codec_that_nobody_knows_is_refused_with_the_names_that_exist():
     with pytest.raises(ManifestError, match="brotli"):
         codec_from_json({"name": "brotli"})
@@ -119,20 +75,24 @@ def test_dtypes_that_are_no_plain_bytes_are_refused():
         encode_tensor(make_codec("ulp"), ParamMeta("w", old.dtype, (4,)), old, old)
 
 
-@pytest.mark.parametrize("name", ["ulp", "context", "dense", "auto", "xor"])
+@pytest.mark.parametrize("name", ["ulp", "context", "dense", "auto", "xor", "indices"])
 def test_tensors_stream_through_threads_in_order_and_equal_to_one_thread(name):
     generator = torch.Generator().manual_seed(2)
     model = []
-    for row, size in enumerate((10, 3_000_000, 0, 700_000, 900_000, 5, 1_500_000)):
+    for row, size in enumerate((10, 1_500_000, 0, 300_000, 900_000, 5, 1_100_000)):
         old = torch.randn(size, generator=generator).to(torch.bfloat16)
         new = (old.view(torch.int16) + (torch.rand(size, generator=generator) < 0.01)).view(torch.bfloat16)
         model.append((f"t{row}", old, new))
-    codec = make_codec(name) if name in ("auto", "xor") else make_codec(name, block_log2=20)
+    codec = make_codec(name, block_log2=18) if name in ("ulp", "context", "dense") else make_codec(name)
     coded = list(encode_tensors(iter(model), codec, threads=3))
     assert [one.meta.name for one in coded] == [name for name, _, _ in model]
     for one, (_, old, new) in zip(coded, model, strict=True):
         assert one.payload == encode_tensor(codec, one.meta, old, new).payload
         assert one.changed == int((old.view(torch.int16) != new.view(torch.int16)).sum())
+    copies = [(name, old.clone(), new) for name, old, new in model]
+    followed = encode_tensors(copies, codec, threads=2, follow=True)
+    assert [one.payload for one in followed] == [one.payload for one in coded]
+    assert all(bytes_of(old) == bytes_of(new) for _, old, new in copies)
     calls = [
         partial(one.codec.decode, one.payload, one.meta, old) for one, (_, old, _) in zip(coded, model, strict=True)
     ]

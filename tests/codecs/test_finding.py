@@ -1,15 +1,12 @@
-"""The loops that find what changed, on their own: with and without vector instructions; and tensors that follow."""
+"""The loops that find what changed, on their own: with and without vector instructions."""
 
 from __future__ import annotations
 
 import itertools
 
 import numpy as np
-import pytest
 import torch
 
-from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.codecs.pipeline import encode_tensors
 from torchrl_ext.kernels.host import HostKernels, Search
 from torchrl_ext.kernels.host_lists import CHUNK, list_by_vectors, list_by_words, list_changes
 from torchrl_ext.kernels.host_loops import digest_change
@@ -88,18 +85,3 @@ def test_what_was_found_is_not_overwritten_by_what_is_found_next():
     first = HostKernels().diff(tensors[0], tensors[1])
     HostKernels().diff(tensors[1], tensors[2])
     assert torch.equal(first.before, tensors[0]) and torch.equal(first.after, tensors[1])
-
-
-@pytest.mark.parametrize("name", ["ulp", "context", "dense", "xor", "indices", "auto"])
-def test_a_stream_that_follows_codes_the_same_and_leaves_old_tensors_new(name):
-    generator = torch.Generator().manual_seed(1)
-    model = []
-    for row, size in enumerate((10, 2_000_000, 0, 1_100_000, 500)):
-        old = torch.randn(size, generator=generator).bfloat16()
-        model.append((f"t{row}", old, torch.where(torch.rand(size, generator=generator) < 0.02, -old, old)))
-    codec = make_codec(name)
-    expected = [one.payload for one in encode_tensors(model, codec, threads=2)]
-    copies = [(row, old.clone(), new) for row, old, new in model]
-    assert [one.payload for one in encode_tensors(copies, codec, threads=2, follow=True)] == expected
-    for _, old, new in copies:
-        assert torch.equal(old.view(torch.int16), new.view(torch.int16))

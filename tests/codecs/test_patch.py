@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from tests.codecs.data import bytes_of
-from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.patch import DensePatch, SparsePatch, StepPatch, apply_patch, diff, fold
-from torchrl_ext.codecs.pipeline import encode_tensor
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.types import ParamMeta
 
@@ -110,19 +108,3 @@ def test_a_patch_lands_only_in_the_tensor_that_it_is_for():
         apply_patch(bits([1], [1]), torch.zeros(20))
     with pytest.raises(ConfigError, match="contiguous"):
         apply_patch(bits([1], [1]), torch.zeros(5, 4, dtype=torch.bfloat16).T)
-
-
-def test_a_long_chain_of_ulp_payloads_folds_to_the_last_checkpoint():
-    generator = torch.Generator().manual_seed(9)
-    chain = [torch.randn(10_000, generator=generator).to(torch.bfloat16)]
-    meta, codec, patches = ParamMeta.of("w", chain[0]), make_codec("ulp"), []
-    for _ in range(30):
-        step = torch.randint(-1, 2, (10_000,), dtype=torch.int16, generator=generator)
-        step *= torch.rand(10_000, generator=generator) < 0.02
-        chain.append((chain[-1].view(torch.int16) + step).view(torch.bfloat16))
-        patches.append(codec.decode(encode_tensor(codec, meta, chain[-2], chain[-1]).payload, meta))
-    tensor = chain[0].clone()
-    folded = fold(patches)
-    apply_patch(folded, tensor)
-    assert bytes_of(tensor) == bytes_of(chain[-1])
-    assert folded.changed == diff(meta, chain[0], chain[-1]).changed
