@@ -6,11 +6,8 @@ import json
 
 import pytest
 import torch
-import zstandard
 
-from tests.transports.chains import folder, same, trainer_at
-from tests.transports.chains import step as plain_step
-from tests.transports.chains import weights as plain_weights
+from tests.transports.chains import same, trainer_at
 from tests.transports.shard_ranks import Blocks, chunk, cut, in_parts, step, weights
 from torchrl_ext.cli.main import main
 from torchrl_ext.deadline import Deadline
@@ -44,22 +41,6 @@ class TestOneRank:
                 trainer.shutdown()
         containers = [Chain(LocalStore(root)).version(version).delta.container for version in (2, 4, 6)]
         assert containers == ["packed", "shards", "packed"]
-
-    def test_both_kinds_of_version_say_the_same_of_the_tensors(self, tmp_path):
-        documents, digests = [], []
-        for by_shard in (False, True):
-            root, own = tmp_path / str(by_shard), plain_weights()
-            trainer = trainer_at(root, by_shard=by_shard, keyframe_every=0)
-            trainer.send_weights("policy", own)
-            plain_step(own, 1)
-            trainer.send_weights("policy", own)
-            documents.append(json.loads(zstandard.decompress((folder(root, 2) / "manifest.json").read_bytes())))
-            digests.append([row.digest for row in Chain(LocalStore(root)).version(2).delta.params])
-        plain, parted = documents
-        assert digests[0] == digests[1]
-        assert (plain["format_number"], parted["format_number"]) == (2, 3)
-        assert [len(row) for row in plain["params"]] == [9, 9, 4]
-        assert [len(row) for row in parted["params"]] == [5, 5, 4]
 
     def test_tools_read_it(self, root, tmp_path, capsys):
         trainer, own = trainer_at(root, by_shard=True, keyframe_every=3, keep_files=True), weights()

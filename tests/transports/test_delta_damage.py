@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.processes import python
 from tests.transports.chains import Spoiled, flip, folder, published, rewrite, same, step, trainer_at, weights
 from torchrl_ext.errors import IntegrityError, ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.stores import LocalStore
@@ -138,12 +137,6 @@ class TestDamage:
         assert not any(tensor.view(torch.uint8).any() for tensor in served.values())
         assert sender.update_weights(own).verified
         assert same(served, own)
-
-    def test_a_root_on_which_another_trainer_works_is_refused(self, root):
-        keep = trainer_at(root)
-        keep.send_weights("policy", weights())
-        with pytest.raises(AssertionError, match="another trainer publishes into"):
-            python("import sys, torchrl_ext as tx; tx.DeltaTransport(sys.argv[1]).send_weights({})", root)
 
 
 def test_a_delta_of_another_model_is_refused_by_name(tmp_path, root):

@@ -8,10 +8,8 @@ import threading
 import pytest
 import torch
 
-from tests.processes import python, running_python
-from tests.transports.chains import folder, published, same, step, trainer_at, weights
-from torchrl_ext.stores import LocalStore
-from torchrl_ext.stores.chain import Chain
+from tests.processes import running_python
+from tests.transports.chains import published, same, step, trainer_at, weights
 from torchrl_ext.testing import WAIT_S
 
 
@@ -41,9 +39,6 @@ class TestKilled:
         assert list((root / "readers").iterdir())
         trainer.send_weights("policy", own)
         assert same(trainer_at(root).receive_weights(WAIT_S), own)
-
-    def test_a_full_disk_half_way_costs_one_version(self, root):
-        python(LIMITED, root)
 
 
 KILLED_TRAINER = """
@@ -86,27 +81,6 @@ LocalStore.ranges = ranges
 tx.DeltaTransport(sys.argv[1]).receive_weights(60)
 """
 
-LIMITED = """
-import resource, signal, sys, torch, torchrl_ext as tx
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-trainer, weights = tx.DeltaTransport(sys.argv[1], keyframe_every=0), {"x": torch.randn(50_000)}
-reader = tx.DeltaTransport(sys.argv[1])
-trainer.send_weights(weights)
-weights["x"] = torch.randn(50_000)
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
-try:
-    trainer.send_weights(weights)
-except tx.errors.StoreError as error:
-    assert "File too large" in str(error), error
-else:
-    raise AssertionError("nothing failed")
-assert not reader.receive_weights(60)["x"].equal(weights["x"])
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-trainer.send_weights(weights)
-assert reader.receive_weights(60)["x"].equal(weights["x"])
-assert tx.DeltaTransport(sys.argv[1]).receive_weights(60)["x"].equal(weights["x"])
-"""
-
 
 class TestCollection:
     def test_never_races_readers_that_join_and_follow(self, root):
@@ -139,16 +113,3 @@ class TestCollection:
         assert not failures, failures
         assert len(set(seen)) > 3
         assert len(list(root.glob("weight_v*"))) <= 6
-
-    def test_a_lease_keeps_versions_and_an_expired_one_does_not(self, root):
-        trainer, own, _ = published(root, 2, keyframe_every=2)
-        chain = Chain(LocalStore(root))
-        with chain.leased(chain.route(2).first):
-            for version in range(3, 8):
-                step(own, version)
-                trainer.send_weights("policy", own)
-            assert folder(root, 2).exists()
-        expired = Chain(LocalStore(root), lease_s=-1.0)
-        with expired.leased(expired.route(7).first):
-            trainer.send_weights("policy", own)
-            assert not folder(root, 2).exists()

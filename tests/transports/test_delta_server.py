@@ -15,9 +15,14 @@ from torchrl_ext.rollout.client import InferenceClient
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with EmbeddedServer(tiny_checkpoint(tmp_path_factory.mktemp("model")), dtype="float32", threads=1) as running:
-        yield running
+def server(s3, tmp_path_factory):
+    """An engine whose environment has the credentials of the object store."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", s3["endpoint_url"])
+        patch.setenv("AWS_ACCESS_KEY_ID", s3["key"])
+        patch.setenv("AWS_SECRET_ACCESS_KEY", s3["secret"])
+        with EmbeddedServer(tiny_checkpoint(tmp_path_factory.mktemp("model")), dtype="float32", threads=1) as running:
+            yield running
 
 
 def test_a_damaged_delta_is_refused_and_the_old_version_serves_until_the_next_one_lands(server, tmp_path):
@@ -53,21 +58,16 @@ def test_a_damaged_delta_is_refused_and_the_old_version_serves_until_the_next_on
     sender.shutdown()
 
 
-def test_an_engine_in_another_process_follows_a_bucket(s3, tmp_path, monkeypatch):
+def test_an_engine_in_another_process_follows_a_bucket(server, s3):
     """Credentials are each side's own: the trainer's are settings here, the engine's come from its environment."""
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3["endpoint_url"])
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3["key"])
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3["secret"])
-    policy = tiny_model(seed=1)
-    with EmbeddedServer(tiny_checkpoint(tmp_path / "model"), dtype="float32", threads=1) as server:
-        client = InferenceClient(server.url, timeout_s=120)
-        transport = tx.make_transport("delta", root="s3://bucket/engine", storage_options=s3)
-        sender = tx.WeightSender(transport, tx.make_engine("embedded", url=server.url))
-        for step in range(3):
-            report = sender.update_weights(policy)
-            assert report.verified and report.engines[0].state == "serving"
-            (found,) = client.generate([PROMPT], max_tokens=12, temperature=0.0, ignore_eos=True)
-            assert list(found.token_ids) == greedy(policy, PROMPT, 12)
-            with torch.no_grad():
-                policy.lm_head.weight[step * 7].neg_()
-        sender.shutdown()
+    policy, client = tiny_model(seed=1), InferenceClient(server.url, timeout_s=120)
+    transport = tx.make_transport("delta", root="s3://bucket/engine", storage_options=s3)
+    sender = tx.WeightSender(transport, tx.make_engine("embedded", url=server.url))
+    for step in range(3):
+        report = sender.update_weights(policy)
+        assert report.verified and report.engines[0].state == "serving"
+        (found,) = client.generate([PROMPT], max_tokens=12, temperature=0.0, ignore_eos=True)
+        assert list(found.token_ids) == greedy(policy, PROMPT, 12)
+        with torch.no_grad():
+            policy.lm_head.weight[step * 7].neg_()
+    sender.shutdown()

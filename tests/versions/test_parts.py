@@ -132,14 +132,6 @@ def read(store, manifest, wanted=lambda name: None):
 LEFT, RIGHT = Block((0, 0), (4, 3)), Block((0, 3), (4, 6))
 
 
-def test_parts_side_by_side_become_one_patch_in_order():
-    store, manifest = two_parts("ulp", "ulp", (LEFT, RIGHT))
-    decoders, count = read(store, manifest)
-    patch = decoders["w"](None)
-    assert patch.indices.tolist() == list(range(24))
-    assert count == manifest.files["rank00000-00001.bin"]
-
-
 def test_only_what_is_wanted_is_read():
     store, manifest = two_parts("ulp", "ulp", (LEFT, RIGHT))
     store.gap_bytes = 0
