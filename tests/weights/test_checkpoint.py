@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,16 +49,10 @@ def test_no_file_stays_open_after_construction(sharded):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_missing_shard_is_named(sharded):
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, path.stat().st_size - 1)])
+def test_a_missing_or_truncated_shard_is_named(sharded, damage):
     victim = sorted(sharded.glob("*.safetensors"))[1]
-    victim.unlink()
-    with pytest.raises(IntegrityError, match=victim.name):
-        CheckpointSource(sharded)
-
-
-def test_a_truncated_shard_is_named(sharded):
-    victim = sorted(sharded.glob("*.safetensors"))[1]
-    os.truncate(victim, victim.stat().st_size - 1)
+    damage(victim)
     with pytest.raises(IntegrityError, match=victim.name):
         CheckpointSource(sharded)
 

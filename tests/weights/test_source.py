@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import ClassVar
 
 import pytest
 import torch
@@ -46,13 +45,6 @@ def test_values_are_those_of_the_moment_and_carry_no_gradient():
     found = dict(source)["weight"]
     assert not found.requires_grad
     assert bool((found == 7).all())
-
-
-def test_tied_parameters_travel_once_under_the_first_name():
-    model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)})
-    model["head"].weight = model["embed"].weight
-    assert names(model) == ["embed.weight"]
-    assert [name for name, _ in as_source(model)] == ["embed.weight"]
 
 
 def test_tensors_tied_by_memory_alone_travel_once():
@@ -231,23 +223,3 @@ def test_a_tensordict_of_a_module_sends_tied_tensors_under_the_modules_name():
     model = nn.ModuleDict({"z_embed": nn.Embedding(5, 3), "a_head": nn.Linear(3, 5, bias=False)})
     model["a_head"].weight = model["z_embed"].weight
     assert names(TensorDict.from_module(model)) == names(model) == ["z_embed.weight"]
-
-
-def test_shards_that_are_taken_out_of_order_are_refused_and_do_not_give_another_tensor():
-    first, second = PlainSource().shards()
-    with pytest.raises(ManifestError, match=f"{second.meta.name}.* out of order"):
-        second.take()
-    first, second = PlainSource().shards()
-    assert torch.equal(first.take(), PlainSource.tensors["a"]) and torch.equal(second.take(), PlainSource.tensors["b"])
-
-
-class PlainSource(WeightSource):
-    """A source that has only the methods that it must have."""
-
-    tensors: ClassVar = {"a": torch.ones(2), "b": torch.zeros(2)}
-
-    def params(self):
-        return tuple(ParamMeta.of(name, tensor) for name, tensor in self.tensors.items())
-
-    def __iter__(self):
-        return iter(self.tensors.items())

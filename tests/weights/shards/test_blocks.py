@@ -103,6 +103,9 @@ def test_a_source_of_another_kind_gives_whole_tensors_of_one_pass():
     assert [shard.gathers for shard in shards] == [True, True]
     assert [shard.take().numel() for shard in shards] == [2, 0]
     assert source.passes == 1
+    _, second = source.shards()
+    with pytest.raises(ManifestError, match=r"b.* out of order"):  # and does not give another tensor
+        second.take()
 
 
 META = ParamMeta("w", torch.float32, (4, 6))
