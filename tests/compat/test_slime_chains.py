@@ -43,13 +43,6 @@ class TestFilesOfOthers:
             apply_slime(folder(root, version), held, version)
             assert same(held, history[version])
 
-    def test_files_of_slimes_first_format_hold_positions_and_values(self, root):
-        published(root, 2, encoding="deltas_zstd", keyframe_every=0)
-        names = sorted(path.name for path in folder(root, 2).glob("rank*"))
-        assert names == ["rank0000_flush000000.safetensors", "rank0000_flush000001.safetensors"]
-        raw = (folder(root, 2) / names[0]).read_bytes()
-        assert raw[:4] == b"\x28\xb5\x2f\xfd"
-
     @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
     @pytest.mark.parametrize("checksum", ["xxh3-128", "adler32"])
     def test_a_chain_that_slime_wrote_is_followed_from_its_checkpoint(self, tmp_path, root, encoding, checksum):

@@ -184,33 +184,3 @@ def test_a_hostile_file_is_refused_with_file_and_tensor_named(change, why):
     with pytest.raises(IntegrityError, match=why) as caught:
         parse_flush(tampered(change), "weight_v000007/rank0000_flush000000", {"a.weight": A, "b.weight": B})
     assert "rank0000_flush000000" in str(caught.value)
-
-
-def test_damage_anywhere_is_refused_or_leaves_the_patches_as_they_were():
-    generator = torch.Generator().manual_seed(1)
-    for encoding in ("indices", "deltas_zstd"):
-        data = build_flush(PATCHES, encoding, current_version="7")
-        refused = 0
-        for _ in range(300):
-            bad = bytearray(data)
-            at = int(torch.randint(0, len(bad), (1,), generator=generator))
-            bad[at] ^= 1 << int(torch.randint(0, 8, (1,), generator=generator))
-            try:
-                parse_flush(bytes(bad), "f", {"a.weight": A, "b.weight": B})
-            except IntegrityError:
-                refused += 1
-        assert refused > 200
-        for end in range(0, len(data), 7):
-            with pytest.raises(IntegrityError):
-                parse_flush(data[:end], "f", {"a.weight": A, "b.weight": B})
-
-
-def test_a_compressed_bomb_is_not_unpacked():
-    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 26))
-    with pytest.raises(IntegrityError, match="67108864"):
-        parse_flush(bomb, "f", {"b.weight": B})
-    stream = zstandard.ZstdCompressor(level=1).compressobj()
-    silent = stream.compress(bytes(1 << 26)) + stream.flush()
-    assert zstandard.frame_content_size(silent) == -1
-    with pytest.raises(IntegrityError, match="more than"):
-        parse_flush(silent, "f", {"b.weight": B})
