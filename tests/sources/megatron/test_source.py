@@ -22,7 +22,6 @@ from torchrl_ext.sources.megatron.source import MegatronSource
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.source import as_source
 
 SIZES = {
     "vocab_size": 37,
@@ -238,14 +237,6 @@ def test_the_shards_of_all_ranks_are_the_checkpoint(family, changes, layout):
         assert torch.equal(held_by, torch.ones(tensor.shape)), name
 
 
-def test_a_rank_of_padding_alone_holds_nothing_of_the_vocabulary():
-    settings = config("qwen3")
-    *_, (held, place) = ranks_of(full_tensors(settings), settings, tp=4)
-    names = {shard.meta.name for shard in source_of(held, settings, place).shards()}
-    assert not names & {"model.embed_tokens.weight", "lm_head.weight"}
-    assert "model.norm.weight" in names
-
-
 @pytest.mark.parametrize("family", [*CONFIGS, "granite", "seed_oss"])
 def test_names_and_shapes_are_those_that_transformers_saves(family, tmp_path):
     settings = config(family)
@@ -261,29 +252,6 @@ def test_no_transformers_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"transformers cannot be imported.*pip install transformers"):
         MegatronSource(held, settings, **place)
-
-
-def test_the_values_are_those_of_the_moment():
-    settings = config("qwen3")
-    [(held, place)] = ranks_of(full_tensors(settings), settings)
-    shards = list(source_of(held, settings, place).shards())
-    held[0]["decoder.final_layernorm.weight"].fill_(5)
-    [shard] = [shard for shard in shards if shard.meta.name == "model.norm.weight"]
-    assert torch.equal(shard.take(), torch.full((16,), 5.0))
-
-
-def test_a_single_rank_keeps_an_engine_at_its_weights():
-    from transformers import AutoModelForCausalLM, Qwen3Config
-
-    settings = config("qwen3", tie_word_embeddings=True)
-    full = full_tensors(settings)
-    [(held, place)] = ranks_of(full, settings)
-    served = AutoModelForCausalLM.from_config(Qwen3Config(**settings), dtype=torch.float32)
-    sender = tx.WeightSender(tx.MemoryTransport(), InProcessEngine(served))
-    sender.register_model(tx.MegatronSource(held, settings, **place))
-    sender.update_weights(tx.MegatronSource(held, settings, **place))
-    for name, tensor in as_source(served):
-        assert torch.equal(tensor, full[name]), name
 
 
 def test_tensors_are_sent_in_the_dtype_that_was_asked_for():
