@@ -20,10 +20,8 @@ def working(way, monkeypatch):
 
 CASES = [
     ("auto", True),
-    ("ulp", True),
     ("ulp", False),
     ("context", True),
-    ("deltas_zstd", True),
     ("xor", False),
 ]
 
