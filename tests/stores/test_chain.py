@@ -13,13 +13,13 @@ import torch
 
 import torchrl_ext as tx
 from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.errors import IntegrityError
+from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import DeltaManifest, Manifest
-from torchrl_ext.stores.versions import version_name
-from torchrl_ext.testing import WAIT_S, same_bits
+from torchrl_ext.stores.versions import version_name, version_number
+from torchrl_ext.testing import same_bits
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.reader import ChainReader
@@ -62,6 +62,32 @@ def chain_of(**versions):
 
 def taken(route):
     return (route.keyframe and route.keyframe.version, [manifest.version for _, manifest in route.deltas])
+
+
+class TestNumbers:
+    @pytest.mark.parametrize("number", [0, 7, 999_999, 1_000_000, 123_456_789])
+    def test_a_version_number_survives_its_name(self, number):
+        assert version_number(version_name(number)) == number
+
+    @pytest.mark.parametrize(
+        "name", ["weight_v7", "weight_v0000007", "weight_v00000x", "weight_v000007.tmp", "latest", ""]
+    )
+    def test_other_names_are_no_versions(self, name):
+        assert version_number(name) is None
+
+    def test_versions_are_listed_oldest_first_whatever_their_digits(self, tmp_path):
+        for name in (*map(version_name, (999_999, 3, 1_000_000)), "other"):
+            (tmp_path / name).mkdir()
+        assert Chain(LocalStore(tmp_path)).numbers() == [3, 999_999, 1_000_000]
+
+    def test_the_pointer_only_moves_forward(self):
+        chain = Chain(MemoryStore())
+        assert chain.latest() == 0
+        chain.advance(5)
+        chain.advance(5)
+        with pytest.raises(StoreError, match="go back from version 5 to 4"):
+            chain.advance(4)
+        assert chain.latest() == 5
 
 
 class TestRoutes:
@@ -249,13 +275,3 @@ class TestAThousandVersions:
             received = dict(reader.tensors(reader.open(version), {}))
             assert store.nbytes - before <= 1.2 * needed
             assert all(same_bits(received[name], tensor) for name, tensor in kept[version].items())
-
-    def test_collection_leaves_one_keyframe_and_its_deltas(self, thousand, tmp_path):
-        root, kept = thousand
-        chain = Chain(LocalStore(root))
-        removed = chain.collect()
-        left = chain.numbers()
-        assert len(removed) + len(left) == VERSIONS
-        assert len(left) <= EVERY
-        received = tx.make_transport("delta", root=root).receive_weights(WAIT_S)
-        assert all(same_bits(received[name], tensor) for name, tensor in kept[VERSIONS].items())

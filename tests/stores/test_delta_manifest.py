@@ -86,9 +86,26 @@ def test_a_manifest_survives_its_bytes_and_plain_json_says_the_same(checksum):
     assert read_manifest(data, "here") == read_manifest(text, "here") == original
 
 
-def test_a_manifest_of_another_kind_is_refused():
-    text = json.dumps({**first_format(manifest()), "format": "torchrl_ext.other"}).encode()
-    with pytest.raises(IntegrityError, match=r"is format 'torchrl_ext.other'"):
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b"{}", b"null", b"\xff", b"[" * 100_000, full().to_bytes()[:-20]],
+    ids=["empty", "a list", "no fields", "null", "not utf-8", "deep", "truncated"],
+)
+def test_bytes_that_are_no_manifest_are_refused_by_name(content):
+    with pytest.raises(IntegrityError, match="here is damaged"):
+        read_manifest(content, "here")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": "torchrl_ext.other"}, "is format 'torchrl_ext.other'"),
+        ({"base_version": 7}, "its base is version 7"),
+    ],
+)
+def test_a_manifest_of_another_kind_or_on_a_later_version_is_refused(change, said):
+    text = json.dumps(first_format(manifest()) | change).encode()
+    with pytest.raises(IntegrityError, match=said):
         read_manifest(text, "here")
 
 

@@ -42,7 +42,7 @@ for i in range(10**9):
     with running_python(script, store.root) as child:
         assert child.stdout.readline() == "ready\n"
         seen = set()
-        while len(seen) < 20:
+        while len(seen) < 8:  # each of them read many times
             value = store.get("key")
             assert len(value) == 100_000
             assert len(set(value)) == 1
@@ -54,14 +54,6 @@ def test_keys_that_lead_out_of_the_store_are_refused(store, key):
     for call in (store.get, store.delete, lambda key: store.put(key, b"")):
         with pytest.raises(StoreError, match="is not a name inside a store"):
             call(key)
-
-
-def test_a_draft_appears_as_a_whole_at_its_end(store):
-    with store.draft("folder") as draft:
-        draft.write("one", b"1")
-        (draft.path / "two").write_bytes(b"2")
-        assert store.list() == []
-    assert store.list("folder") == ["one", "two"]
 
 
 def test_a_draft_that_fails_leaves_nothing(store):

@@ -74,7 +74,11 @@ def test_a_draft_that_fails_leaves_nothing(store):
         pass
 
 
-@pytest.mark.parametrize("encoding", ["auto", "xor", "deltas_zstd"])
+@pytest.mark.parametrize(
+    ("place", "encoding"),
+    [("s3", "auto"), ("s3", "xor"), ("memory", "auto"), ("memory", "deltas_zstd")],
+    indirect=["place"],
+)
 def test_a_chain_is_published_followed_joined_and_collected(place, encoding):
     url, options = place
     trainer, follower = (

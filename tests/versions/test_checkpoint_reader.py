@@ -13,6 +13,7 @@ import torch
 import torchrl_ext as tx
 from tests.processes import running_python
 from tests.transports import disk_ends
+from tests.transports.chains import flip
 from tests.transports.disk_ends import joined, publish, weights
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
@@ -42,13 +43,6 @@ class TestVisibility:
 
 
 class TestReading:
-    def test_a_receiver_may_wait_before_the_root_exists(self, root, worker):
-        assert worker.receive_weights(0.05) is None
-        trainer = tx.DiskTransport(root)
-        trainer.send_weights("policy", weights(1))
-        assert worker.receive_weights(0.0)["w00"][0] == 1
-        trainer.shutdown()
-
     @pytest.mark.parametrize("transport", ["disk", "delta"])
     @pytest.mark.parametrize("runs", [(1, 1, 1), (2, 2, 2), (2, 1)], ids=str)
     def test_a_new_run_in_an_emptied_root_is_followed_whatever_its_number(self, root, transport, runs):
@@ -91,7 +85,7 @@ class TestReading:
 
     def test_damage_is_found_while_the_engine_serves(self, root, trainer, worker):
         publish(trainer, weights(1), 1)
-        flip(root / "weight_v000001" / "model-00003-of-00010.safetensors")
+        flip(root / "weight_v000001" / "model-00003-of-00010.safetensors", -1)
         with pytest.raises(IntegrityError, match="model-00003-of-00010"):
             worker.attend(Deadline(WAIT_S)).stage(1, None, Deadline(WAIT_S))
 
@@ -119,12 +113,6 @@ for _ in range(40):
 """
 
 
-def flip(path, at=-1):
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
-
-
 class TestDamage:
     @pytest.fixture
     def folder(self, root, trainer):
@@ -133,7 +121,7 @@ class TestDamage:
 
     @pytest.mark.parametrize("into", ["weights", "model"])
     def test_a_flipped_bit_names_tensor_and_file_and_changes_nothing(self, folder, worker, into):
-        flip(folder / "model-00010-of-00010.safetensors")
+        flip(folder / "model-00010-of-00010.safetensors", -1)
         held = {name: torch.zeros_like(tensor) for name, tensor in weights(0).items()}
         with pytest.raises(IntegrityError, match=r"'w19' in .*model-00010-of-00010\.safetensors is damaged"):
             worker.receive_weights(0.0, **{into: held})
@@ -216,8 +204,9 @@ class TestDamage:
         with pytest.raises(IntegrityError, match=said):
             tx.make_transport(transport, root=root).receive_weights(0.0)
 
-    def test_a_pointer_that_holds_something_else_is_told(self, root, folder, worker):
-        (root / "latest").write_text("weight_v000001")
+    @pytest.mark.parametrize("text", [b"", b"-1", b"1.5", b"weight_v000001", b"9" * 30, b"9" * 19])
+    def test_a_pointer_that_is_no_number_is_told(self, root, folder, worker, text):
+        (root / "latest").write_bytes(text)
         with pytest.raises(IntegrityError, match="the pointer 'latest'"):
             worker.receive_weights(0.0)
 
