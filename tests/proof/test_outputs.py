@@ -2,9 +2,8 @@
 
 import json
 import math
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
-import httpx
 import pytest
 import torch
 from torch import nn
@@ -190,17 +189,12 @@ class TestReport:
                 assert 0 < report.spans["probe"] <= report.spans["total"]
                 assert row.proof == "outputs"
 
-    def test_without_a_bound_gaps_are_reported_and_nothing_is_refused(self):
-        liar = Lying()
-        with sending(liar.engine, max_gap=None) as sender:
-            (row,) = sender.update_weights(tiny_model(1)).engines
-            assert row.max_gap > 0.1 and row.state == "serving" and row.error is None and row.proof != "outputs"
-
-    def test_a_gap_without_bounds_survives_json(self):
+    def test_without_a_bound_gaps_are_reported_and_nothing_is_refused_and_one_without_end_survives_json(self):
         liar = Lying(by=math.nan)
         with sending(liar.engine, max_gap=None) as sender:
             report = sender.update_weights(tiny_model(1))
-        assert report.engines[0].max_gap == math.inf
+        (row,) = report.engines
+        assert (row.max_gap, row.state, row.error) == (math.inf, "serving", None) and row.proof != "outputs"
         told = json.loads(json.dumps(report.to_json(), allow_nan=False))["engines"][0]
         assert float(told["max_gap"]) == math.inf
 
@@ -285,20 +279,14 @@ class TestLiars:
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory):
-    """An honest one, and one whose rotary positions turn at another speed, which no digest sees."""
-    honest = tiny_checkpoint(tmp_path_factory.mktemp("model") / "honest")
-    other = tiny_checkpoint(tmp_path_factory.mktemp("model") / "other")
-    config = json.loads((other / "config.json").read_text())
-    turning = config["rope_parameters"]
-    (other / "config.json").write_text(json.dumps(config | {"rope_parameters": turning | {"rope_theta": 100.0}}))
-    with ExitStack() as ends:
-        yield [ends.enter_context(EmbeddedServer(path, dtype="float32")) for path in (honest, other)]
+def server(tmp_path_factory):
+    with EmbeddedServer(tiny_checkpoint(tmp_path_factory.mktemp("model")), dtype="float32") as running:
+        yield running
 
 
 class TestEmbedded:
-    def test_it_says_what_the_trainer_says_serving_or_paused(self, servers):
-        engine, model = tx.make_engine("embedded", url=servers[0].url), tiny_model(7)
+    def test_it_says_what_the_trainer_says_serving_or_paused(self, server):
+        engine, model = tx.make_engine("embedded", url=server.url), tiny_model(7)
         with sending(engine, transport="ipc") as sender:
             (row,) = sender.update_weights(model).engines
             assert row.kind == "embedded" and 0 <= row.mean_gap <= row.max_gap < 1e-5
@@ -308,15 +296,6 @@ class TestEmbedded:
             assert engine.logprobs(prompts) == serving
             engine.resume()
         assert gaps(hand_made(model, prompts), serving)[0] < 1e-4
-
-    def test_a_fleet_names_the_one_that_computes_something_else(self, servers):
-        urls = [server.url for server in servers]
-        engines = [tx.make_engine("embedded", url=url) for url in urls]
-        with sending(*engines, transport="ipc") as sender:
-            with pytest.raises(UpdateError, match=f"{urls[1]} computes other outputs") as told:
-                sender.update_weights(tiny_model(8))
-            assert [row.state for row in told.value.rows] == ["serving", "paused"]
-            assert [httpx.get(f"{url}/is_paused").json()["is_paused"] for url in urls] == [False, True]
 
     def test_a_gap_in_half_precision_is_within_its_bound(self, tmp_path):
         model = tiny_model(9, torch.bfloat16)
@@ -344,8 +323,8 @@ class TestEmbedded:
         ("prompts", "said"),
         [([[1, VOCAB]], "has no token"), ([[]], "0 tokens"), ([[1] * 600], "600 tokens"), ([["a"]], "Expected `int`")],
     )
-    def test_prompts_that_are_none_are_refused(self, servers, prompts, said):
-        engine = tx.make_engine("embedded", url=servers[0].url)
+    def test_prompts_that_are_none_are_refused(self, server, prompts, said):
+        engine = tx.make_engine("embedded", url=server.url)
         with pytest.raises(tx.WeightSyncError, match=said):
             engine.logprobs(prompts)
         engine.close()
