@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -12,7 +12,7 @@ from torchrl_ext.kernels.base import Piece
 from torchrl_ext.landing.placement import Landing, Placement
 from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.view import Block, Walk
+from torchrl_ext.weights.view import Block, View, Walk, overlap
 
 __all__ = ["Slices", "apart", "land", "merged"]
 
@@ -113,57 +113,18 @@ def land(tensor: Tensor, pieces: Iterable[Piece]) -> None:
 
 
 def merged(blocks: Iterable[Block]) -> tuple[Block, ...]:
-    """Return disjoint blocks that have every element of these, in order, and as few of them as is simple.
-
-    Neighbours that make up a block become one, and so does the smallest block around those that overlap.
-    """
-    left = list(set(blocks))
-    while True:
-        left = _disjoint(grown := _grown(left))
-        if len(left) == len(grown):
-            return tuple(sorted(left))
-
-
-def _grown(blocks: list[Block]) -> list[Block]:
-    """Return the same elements as fewer blocks, each of neighbours that make up a block; only overlaps stay such."""
-    while True:
-        before = len(blocks)
-        for dim in range(len(blocks[0].start) if blocks else 0):
-            blocks = _joined(blocks, dim)
-        if len(blocks) == before:
-            return blocks
-
-
-def _joined(blocks: list[Block], dim: int) -> list[Block]:
-    """Return blocks of which no two end and begin at the same place along ``dim`` and are alike in all others."""
-    rows: dict[object, list[Block]] = {}
-    for block in blocks:
-        rest = (*block.start[:dim], *block.start[dim + 1 :]), (*block.stop[:dim], *block.stop[dim + 1 :])
-        rows.setdefault(rest, []).append(block)
-    found = []
-    for row in rows.values():
-        row.sort(key=lambda block: block.start[dim])
-        newest = row[0]
-        for block in row[1:]:
-            if block.start[dim] == newest.stop[dim]:
-                newest = _around(newest, block)
-            else:
-                found.append(newest)
-                newest = block
-        found.append(newest)
-    return found
-
-
-def _disjoint(blocks: list[Block]) -> list[Block]:
-    """Return blocks of which those that met were replaced by the one around them, once."""
+    """Return disjoint blocks, in order, that have every element of these; two that overlap or make up a block join."""
     found: list[Block] = []
-    for block in sorted(blocks):
-        meets = [one for one in found if one.meet(block) is not None]
-        for one in meets:
-            found.remove(one)
-            block = _around(block, one)
+    for block in sorted(set(blocks)):
+        while (other := next((one for one in reversed(found) if _joins(one, block)), None)) is not None:
+            found.remove(other)
+            block = _around(other, block)
         found.append(block)
-    return found
+    return tuple(sorted(found))
+
+
+def _joins(one: Block, other: Block) -> bool:
+    return one.meet(other) is not None or _around(one, other).numel == one.numel + other.numel
 
 
 def _around(one: Block, other: Block) -> Block:
@@ -188,43 +149,30 @@ def _walks(meta: ParamMeta, landings: Collection[Landing]) -> list[tuple[Walk, L
 def _laid(block: Block, walks: Iterable[tuple[Walk, Landing]], live: Mapping[str, Tensor]) -> Tensor | None:
     """Return the live memory of a block, seen with the block's shape; None where no strides lead through it."""
     own = [(walk, landing) for walk, landing in walks if block.contains(walk.block)]
-    params = {landing.param for _, landing in own}
-    if any(walk.along() is None for walk, _ in own):
-        return None  # there are others' elements between its own
-    if len(params) != 1 or len(blocks := {walk.block for walk, _ in own}) < len(own) or _grown([*blocks]) != [block]:
+    own.sort(key=lambda one: sum(map(int.__ne__, one[0].start, block.start)))
+    params, boxes = {landing.param for _, landing in own}, [walk.block for walk, _ in own]
+    if len(params) != 1 or sum(box.numel for box in boxes) != block.numel or overlap(boxes):
         return None  # in several parameters, or some of it twice
     strides: dict[int, int] = {}
-    for dim, to in (pair for walk, landing in own for pair in _strides(walk, landing)):
-        if strides.setdefault(dim, to) != to:
-            return None
-    own.sort(key=lambda one: sum(map(int.__ne__, one[0].start, block.start)))
+    for walk, landing in own:
+        along = walk.along()
+        if along is None:
+            return None  # there are others' elements between its own
+        for dim, steps in enumerate(along):
+            for step in steps:
+                to = landing.target.strides[step.view] * (step.stride // landing.source.strides[step.view])
+                if strides.setdefault(dim, to) * step.by[dim] != to:  # the finest step comes first, and is by one
+                    return None
     first = own[0][1].target.offset
     for walk, landing in own:
-        steps = {dim: at - start for dim, (at, start) in enumerate(zip(walk.start, block.start, strict=True))}
-        rest = landing.target.offset - first - sum(by * strides.get(dim, 0) for dim, by in steps.items())
-        unknown = [dim for dim, by in steps.items() if by and dim not in strides]
-        if len(unknown) == 1 and rest > 0 and rest % steps[unknown[0]] == 0:
-            strides[unknown[0]] = rest // steps[unknown[0]]
+        steps_to = {dim: at - start for dim, (at, start) in enumerate(zip(walk.start, block.start, strict=True))}
+        rest = landing.target.offset - first - sum(by * strides.get(dim, 0) for dim, by in steps_to.items())
+        unknown = [dim for dim, by in steps_to.items() if by and dim not in strides]
+        if len(unknown) == 1 and rest > 0 and rest % steps_to[unknown[0]] == 0:
+            strides[unknown[0]] = rest // steps_to[unknown[0]]
         elif unknown or rest:
             return None
     if any(size > 1 and strides.get(dim, 0) < 1 for dim, size in enumerate(block.shape)):
         return None
-    param = live[params.pop()].detach()
-    return param.as_strided(block.shape, [strides.get(dim, 1) for dim in range(len(block.shape))], _at(param, first))
-
-
-def _strides(walk: Walk, landing: Landing) -> Iterator[tuple[int, int]]:
-    """Yield for dimensions of the checkpoint tensor how far apart their elements lie in live memory; 0 if unevenly."""
-    for dim, steps in enumerate(walk.along() or ()):
-        expected = None
-        for step in steps:
-            to = landing.target.strides[step.view] * (step.stride // landing.source.strides[step.view])
-            if expected is None:
-                yield dim, to
-            elif to != expected:
-                yield dim, 0
-            expected = to * step.size
-
-
-def _at(param: Tensor, offset: int) -> int:
-    return int(param.storage_offset()) + offset
+    seen = View(block.shape, tuple(strides.get(dim, 1) for dim in range(len(block.shape))), first)
+    return seen.of(live[params.pop()].detach())
