@@ -8,6 +8,7 @@ in its blocks when something wants its values. What is not there is an error; no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -19,8 +20,6 @@ from torchrl_ext.types import ParamMeta, dtype_name
 from torchrl_ext.weights.view import Block, View
 
 __all__ = ["Sliced", "memory_of", "part_of"]
-
-_AT_ONCE = 1 << 20  # elements that are looked up one by one at once
 
 
 def memory_of(block: Block, parts: Iterable[tuple[Block, Tensor]]) -> Tensor | None:
@@ -44,7 +43,9 @@ def part_of(tensor: Tensor, block: Block) -> Tensor | None:
     """
     if not isinstance(tensor, Sliced):
         return tensor[block.within(Block.whole(tensor.shape))]
-    tensor.require_whole()
+    region = tensor._region
+    if region.storage_offset() or region.shape != tensor.meta.shape or not region.is_contiguous():
+        raise ConfigError(f"a view of {tensor.meta.name!r} stands where the full tensor was expected")
     return memory_of(block, tensor.parts)
 
 
@@ -105,16 +106,6 @@ class Sliced(Tensor):
             target.copy_(tensor[block.within(Block.whole(tensor.shape))])
         return into
 
-    def require_whole(self) -> None:
-        """Raise where this is a view, and not the full tensor.
-
-        Raises:
-            ConfigError: it is.
-        """
-        region = self._region
-        if region.storage_offset() or region.shape != self.meta.shape or not region.is_contiguous():
-            raise ConfigError(f"a view of {self.meta.name!r} stands where the full tensor was expected")
-
     def read(self) -> Tensor:
         """Return the elements of the region, of its shape: a view of a part where one has them all, else a copy.
 
@@ -128,30 +119,20 @@ class Sliced(Tensor):
         for block, data in self.parts:
             if walk is not None and block.contains(walk.block):
                 return walk.of(data, block)
-        return self._looked_up(view)
-
-    def _looked_up(self, view: View) -> Tensor:
-        """Return the elements of a view one by one, from whichever part has them."""
-        full = View.whole(self.meta.shape)
-        found = torch.empty(view.numel, dtype=self.meta.dtype, device=self.device)
-        for first, piece in zip(range(0, view.numel, _AT_ONCE), found.split(_AT_ONCE), strict=True):
-            at = view.positions(torch.arange(first, first + piece.numel(), device=self.device))
-            coordinates = [at // stride % size for size, stride in zip(full.sizes, full.strides, strict=True)]
-            there = torch.zeros_like(at, dtype=torch.bool)
-            for block, data in self.parts:
-                inside = torch.ones_like(there)
-                for own, start, stop in zip(coordinates, *block, strict=True):
-                    inside &= (own >= start) & (own < stop)
-                piece[inside] = data[
-                    tuple((own - start)[inside] for own, start in zip(coordinates, block.start, strict=True))
-                ]
-                there |= inside
-            if not there.all():
-                lost = [own[~there] for own in coordinates]
-                raise self._lost(
-                    Block(tuple(int(one.min()) for one in lost), tuple(int(one.max()) + 1 for one in lost))
-                )
-        return found.reshape(view.sizes)
+        around = Block.whole(self.meta.shape) if walk is None else walk.block
+        cut = view.of if walk is None else partial(walk.of, block=around)
+        found = torch.empty(around.shape, dtype=self.meta.dtype, device=self.device)
+        there = torch.zeros(around.shape, dtype=torch.bool, device=self.device)
+        for block, data in self.parts:
+            common = around.meet(block)
+            if common is not None:
+                found[common.within(around)] = data[common.within(block)]
+                there[common.within(around)] = True
+        lost = view.positions(cut(there).reshape(-1).logical_not().nonzero().squeeze(1))
+        if lost.numel():
+            at = torch.unravel_index(lost, self.meta.shape)
+            raise self._lost(Block(tuple(int(one.min()) for one in at), tuple(int(one.max()) + 1 for one in at)))
+        return cut(found)
 
     def _lost(self, block: Block) -> IntegrityError:
         held = ", ".join(str(own) for own, _ in self.parts) or "nothing"
