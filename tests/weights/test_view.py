@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.landing.views import VIEWS, made
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.hf_names import Place
+from torchrl_ext.weights.hf_names import shards_of_part
 from torchrl_ext.weights.shards.blocks import Shard
 from torchrl_ext.weights.view import Block, View, overlap, tiles, without
 
@@ -131,6 +131,12 @@ def windows(draw, full):
     return full.as_strided(sizes, strides, draw(st.integers(0, left)))
 
 
+def box(view, shape):
+    """The block of a contiguous tensor of which a view has each element once, as its walk tells."""
+    walk = view.walk(shape)
+    return None if walk is None or walk.along() is None else walk.block
+
+
 def hull_of(values, shape):
     """The smallest block around some elements of a tensor."""
     places = np.unravel_index(values.reshape(-1).numpy(), shape) if shape else ()
@@ -150,7 +156,7 @@ def test_a_view_is_what_torch_has_of_its_elements(data):
     assert [view.positions(index) for index in flat.tolist()] == seen.reshape(-1).tolist()
     hull = hull_of(seen, full.shape)
     once = len(set(seen.reshape(-1).tolist())) == seen.numel() == hull.numel
-    assert view.box(full.shape) in ((hull, None) if once else (None,))
+    assert box(view, full.shape) in ((hull, None) if once else (None,))
     walk = view.walk(full.shape)
     if walk is not None:
         assert walk.block == hull
@@ -168,16 +174,16 @@ def test_a_view_that_a_loader_takes_has_a_box_exactly_where_its_elements_are_one
         return
     hull = hull_of(seen, (8, 6)) if seen.numel() else None
     once = hull is not None and len(set(seen.reshape(-1).tolist())) == seen.numel() == hull.numel
-    assert View.seen(seen).box((8, 6)) == (hull if once else None)
+    assert box(View.seen(seen), (8, 6)) == (hull if once else None)
 
 
 def test_sides_of_one_and_tensors_without_elements_have_boxes_too():
-    assert View((), ()).box(()) == View((1, 1), (1, 1)).box(()) == Block((), ())
-    assert View((2, 1), (1, 1), 2).box((4, 1)) == Block((2, 0), (4, 1))
-    assert View((4,), (1,)).box((1, 4)) == Block((0, 0), (1, 4))
-    assert View((3,), (1,), 3).box((2, 1, 3)) == Block((1, 0, 0), (2, 1, 3))
-    assert View((0, 4), (4, 1)).box((0, 4)) is None
-    assert View((2, 2, 3), (2, 2, 3)).box((3, 4)) is None  # as many elements as a box, but not its own
+    assert box(View((), ()), ()) == box(View((1, 1), (1, 1)), ()) == Block((), ())
+    assert box(View((2, 1), (1, 1), 2), (4, 1)) == Block((2, 0), (4, 1))
+    assert box(View((4,), (1,)), (1, 4)) == Block((0, 0), (1, 4))
+    assert box(View((3,), (1,), 3), (2, 1, 3)) == Block((1, 0, 0), (2, 1, 3))
+    assert box(View((0, 4), (4, 1)), (0, 4)) is None
+    assert box(View((2, 2, 3), (2, 2, 3)), (3, 4)) is None  # as many elements as a box, but not its own
     assert View((1,), (1,)).walk((0,)) is None and View((1,), (1,), 7).walk((3, 2)) is None
 
 
@@ -200,7 +206,7 @@ def test_shards_of_a_view_are_together_the_view(data):
         if ends
     ]
     shards = [Shard(meta, box, lambda box=box: full[box.within(whole)]) for box in boxes or [whole]]
-    for one in Place(walk).shards(meta, shards):
+    for one in shards_of_part(meta, walk, shards):
         where, taken = found[tuple(map(slice, *one.block))], one.take()
         assert bool((where == -1).all()) and taken.shape == one.block.shape
         assert taken.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()

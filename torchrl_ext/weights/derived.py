@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import with_dtype
-from torchrl_ext.weights.hf_names import Group, groups_of
+from torchrl_ext.weights.hf_names import Group, groups_of, shards_of_part
 from torchrl_ext.weights.peft import PeftSource
 from torchrl_ext.weights.shards.blocks import Shard
 from torchrl_ext.weights.source import MappingSource, Row, RowSource, WeightSource, gathered_in_order, named_tensors
@@ -175,14 +175,13 @@ class ConvertedSource(WeightSource):
                 yield from rows[0].shards()
                 continue
             metas = group.params({row.name: row.tensor for row in rows})
-            places = group.places()
-            local = list(rows[0].shards()) if places else []
-            why = next((shard.why for shard in local if shard.gathers), "" if places else _COPIED)
+            local = list(rows[0].shards()) if group.walks else []
+            why = next((shard.why for shard in local if shard.gathers), "" if group.walks else _COPIED)
             if why:
                 yield from gathered_in_order(metas, map(itemgetter(1), _made(group, rows)), why)
                 continue
-            for place, meta in zip(places, metas, strict=True):
-                yield from place.shards(meta, local)
+            for walk, meta in zip(group.walks, metas, strict=True):
+                yield from shards_of_part(meta, walk, local)
 
     def held(self) -> Mapping[str, Tensor]:
         live, found = self._source.held(), {}

@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from functools import lru_cache, partial, reduce
+from functools import cached_property, partial, reduce
 from itertools import pairwise
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -28,39 +28,30 @@ from torchrl_ext.weights.shards.blocks import Shard
 from torchrl_ext.weights.source import full, is_distributed, named_tensors, same_memory, unwrapped
 from torchrl_ext.weights.view import View, Walk
 
-__all__ = ["Group", "Place", "Spelling", "groups_of"]
+__all__ = ["Group", "Spelling", "groups_of", "shards_of_part"]
 
 log = logging.getLogger("torchrl_ext")
 
 _PEFT = "base_model.model."
 
 
-class Place(NamedTuple):
-    """Where in a tensor of the module a checkpoint tensor lies.
+def shards_of_part(meta: ParamMeta, walk: Walk, shards: Iterable[Shard]) -> Iterator[Shard]:
+    """Yield what shards of a module's tensor hold of a checkpoint tensor that is a part of it, as views.
 
-    Attributes:
-        walk: a straight one through the module's tensor.
+    Args:
+        meta: the checkpoint tensor.
+        walk: a straight one through the module's tensor: that part.
+        shards: of the module's tensor.
     """
-
-    walk: Walk
-
-    def shards(self, meta: ParamMeta, shards: Iterable[Shard]) -> Iterator[Shard]:
-        """Yield the parts of the checkpoint tensor ``meta`` that shards of the module's tensor hold, as views."""
-        for shard in shards:
-            found = self.walk.restrict(shard.block)
-            if found is not None:
-                block, walk = found
-                yield Shard(meta, block, partial(_taken, walk, shard), shard.gathers, shard.why)
+    for shard in shards:
+        found = walk.restrict(shard.block)
+        if found is not None:
+            block, own = found
+            yield Shard(meta, block, partial(_taken, own, shard), shard.gathers, shard.why)
 
 
 def _taken(walk: Walk, shard: Shard) -> Tensor:
     return walk.of(shard.take(), shard.block)
-
-
-@lru_cache(maxsize=16384)
-def _place(view: View, shape: tuple[int, ...], strides: tuple[int, ...]) -> Place | None:
-    walk = view.walk(shape, strides)
-    return Place(walk) if walk is not None and walk.straight else None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,14 +89,15 @@ class Group:
         """Return the checkpoint tensors as views of their source, when they are not ``copied``."""
         return {name: view.of(tensor) for name, view in self.results.items()}
 
-    def places(self) -> list[Place]:
-        """Return where in the only source the results lie, in order; nothing where one has no straight walk there."""
+    @cached_property
+    def walks(self) -> list[Walk]:
+        """The straight walks through the only source to the results, in order; empty where one of them has none."""
         if self.copied:
             return []
         ((shape, strides),) = self.sources.values()
-        places = [_place(view, shape, strides) for view in self.results.values()]
-        found = [place for place in places if place is not None]
-        return found if len(found) == len(places) else []
+        walks = [view.walk(shape, strides) for view in self.results.values()]
+        found = [walk for walk in walks if walk is not None and walk.straight]
+        return found if len(found) == len(walks) else []
 
     @torch.no_grad()
     def undo(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -348,37 +340,30 @@ class Spelling:
     """
 
     def __init__(self, own: Mapping[str, Tensor], groups: Iterable[Group], sent: frozenset[str] | None = None) -> None:
-        self._own, self._sent = own, sent
+        self._own = own
         self._group_of: dict[str, Group] = {}
-        self._results: dict[str, Group] = {}
+        results: dict[str, Group] = {}
         for group in groups:  # a part of a shard is no view of it: sharded modules take their own names
             if not any(is_distributed(own[name]) for name in group.sources):
                 self._group_of |= dict.fromkeys(group.sources, group)
-                self._results |= dict.fromkeys(group.results, group)
-        plain = own.keys() - self._group_of.keys()
-        self._checkpoint = sent is None or sent <= plain | self._results.keys()
+                results |= dict.fromkeys(group.results, group)
+        self._direct: Set[str] = frozenset()  # live tensors of groups that the update brings by their own names
+        self._results: Set[str] = results.keys()  # checkpoint tensors that it means by their names
+        self._checkpoint = sent is None or sent <= (own.keys() - self._group_of.keys()) | results.keys()
+        if not self._checkpoint:
+            self._direct, self._results = self._group_of.keys() & sent, (results.keys() & sent) - own.keys()
+        self.copied = {name: group for name, group in results.items() if group.copied and name in self._results}
         self.places: dict[str, Tensor] = {}
-        self.copied: dict[str, Group] = {}
         self.source_of: dict[str, str] = {}
         for name, tensor in own.items():
-            of = self._group_of.get(name)
-            if of is None or self._takes_own(name):
-                self.places[name], self.source_of[name] = tensor.detach(), name
+            of, found = self._group_of.get(name), dict[str, Tensor]()
+            if of is None or name in self._direct:
+                found[name] = tensor.detach()
             if of is not None and not of.copied:
-                parts = {part: view for part, view in of.parts(tensor.detach()).items() if self._takes_result(part)}
-                self.places |= parts
-                self.source_of |= dict.fromkeys(parts, name)
-        for name, group in self._results.items():
-            if group.copied and self._takes_result(name):
-                self.copied[name] = group
-
-    def _takes_own(self, name: str) -> bool:
-        """Return whether the update means the live tensor of a group by this name."""
-        return not self._checkpoint and self._sent is not None and name in self._sent
-
-    def _takes_result(self, name: str) -> bool:
-        """Return whether the update means a checkpoint tensor by this name."""
-        return self._checkpoint or (name in (self._sent or ()) and name not in self._own)
+                parts = of.parts(tensor.detach()).items()
+                found |= {part: view for part, view in parts if part in self._results}
+            self.places |= found
+            self.source_of |= dict.fromkeys(found, name)
 
     def check(self, params: Iterable[ParamMeta], needed: Mapping[str, Tensor], *, partial: bool) -> None:
         """Refuse an update that cannot land.
@@ -425,8 +410,8 @@ class Spelling:
         """Return for each live tensor that does not come whole the first name of it that is missing."""
         absent = {name: name for name in self._own if name not in self._group_of and name not in given}
         for group in {*self._group_of.values()}:
-            direct = {name for name in group.sources if name in given and self._takes_own(name)}
-            parts = {name for name in group.results if name in given and self._takes_result(name)}
+            direct = given & self._direct & group.sources.keys()
+            parts = given & self._results & group.results.keys()
             if direct and parts:
                 raise ManifestError(
                     f"{min(direct)!r} is given twice: by itself, and as {min(parts)!r}", state="nothing was changed"

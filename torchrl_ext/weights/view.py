@@ -150,11 +150,6 @@ class View(NamedTuple):
         found = Walk(start, tuple(steps), self.sizes)
         return found if Block.whole(shape).contains(found.block) else None
 
-    def box(self, shape: Sequence[int]) -> Block | None:
-        """Return the block of a contiguous full tensor of which this view has each element once; None if it is none."""
-        walk = self.walk(shape)
-        return None if walk is None or walk.along() is None else walk.block
-
 
 class Step(NamedTuple):
     """One dimension of a walk.
