@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.kernels.base import Piece
@@ -176,8 +177,8 @@ class _Observer(TorchDispatchMode):
             return args[0]  # the live copy that a layer derives from its weights (SGLang's latent attention)
         out = func(*args, **kwargs)
         origin = self._origin((args, kwargs))
-        for tensor in _tensors(out):
-            if origin and tensor.is_meta and _key(tensor) not in self._views and _key(tensor) not in self._targets:
+        for tensor in _metas(out) if origin else ():
+            if _key(tensor) not in self._views and _key(tensor) not in self._targets:
                 self._kept.append(tensor)
                 self._origins[_key(tensor)] = self._origins.get(_key(tensor), frozenset()) | origin
         return out
@@ -209,11 +210,7 @@ class _Observer(TorchDispatchMode):
             )
 
     def _origin(self, value: Any) -> frozenset[str]:
-        found: frozenset[str] = frozenset()
-        for tensor in _tensors(value):
-            if tensor.is_meta:
-                found |= self._origins.get(_key(tensor), frozenset())
-        return found
+        return frozenset[str]().union(*(self._origins.get(_key(tensor), ()) for tensor in _metas(value)))
 
 
 _WRITES = {torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_}
@@ -239,14 +236,8 @@ def _keeps_data(target: Any, source: Any = None, *_: Any) -> bool:
     return isinstance(source, Tensor) and source.is_meta and not target.is_meta
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
+def _metas(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_meta]
 
 
 def _brief(error: Exception, limit: int = 300) -> str:
