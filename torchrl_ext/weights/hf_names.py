@@ -350,7 +350,7 @@ class Spelling:
         self._direct: Set[str] = frozenset()  # live tensors of groups that the update brings by their own names
         self._results: Set[str] = results.keys()  # checkpoint tensors that it means by their names
         self._checkpoint = sent is None or sent <= (own.keys() - self._group_of.keys()) | results.keys()
-        if not self._checkpoint:
+        if sent is not None and not self._checkpoint:
             self._direct, self._results = self._group_of.keys() & sent, (results.keys() & sent) - own.keys()
         self.copied = {name: group for name, group in results.items() if group.copied and name in self._results}
         self.places: dict[str, Tensor] = {}
