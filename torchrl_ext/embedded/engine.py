@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import re
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from torchrl_ext.devices import usable_device
 from torchrl_ext.embedded.scheduler import Scheduler
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, NotConnectedError
-from torchrl_ext.landing.dormant import Dormant
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Reset, Seal, Start, State, Verify
 from torchrl_ext.proof.scoring import score
@@ -22,6 +24,7 @@ from torchrl_ext.sync.inspection import followed, inspect
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import Info, ParamMeta, dtype_from_name
 from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.source import named_tensors
 
 __all__ = ["Engine"]
 
@@ -63,7 +66,7 @@ class Engine:
         self._receiver = WeightReceiver(self._loader)
         self._control = threading.Lock()
         self._updating = False
-        self._dormant = Dormant(model)
+        self._released: list[tuple[Tensor, tuple[int, ...]]] = []  # while the weights sleep, and their strides
         self._arrived: list[ParamMeta] = []
         self.asleep: frozenset[str] = frozenset()
         """The `TAGS` whose memory was released."""
@@ -100,7 +103,7 @@ class Engine:
             if level == 2:
                 self._receiver.invalidate(empty=True)
                 with self.scheduler.weights:
-                    self._dormant.drop()
+                    self._released = self._released or _release(self._model)
             self.asleep = TAGS
 
     def release_kv_cache(self) -> None:
@@ -132,7 +135,8 @@ class Engine:
             if self.asleep <= wanted:
                 self._refuse_torn(updating=self._updating)
             if "weights" in self.asleep & wanted:
-                self._dormant.restore()
+                _restore(self._released)
+                self._released = []
             self.asleep -= wanted
             if not self.asleep:
                 self.scheduler.resume()
@@ -272,7 +276,7 @@ class Engine:
         self.scheduler.stop()
         self._receiver.close()
 
-    @contextmanager
+    @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Hold the control lock; a call that moves weights may hold it for as long as it takes."""
         if not self._control.acquire(timeout=_BUSY_S):
@@ -286,7 +290,7 @@ class Engine:
         finally:
             self._control.release()
 
-    @contextmanager
+    @contextlib.contextmanager
     def _in_update(self, *, last: bool = False) -> Iterator[None]:
         """Take a step of an open update; the ``last`` step or a failed one ends the update."""
         with self._alone():
@@ -312,3 +316,25 @@ def _load_model(model_dir: str, dtype: str) -> Any:
         return AutoModelForCausalLM.from_pretrained(model_dir, dtype=wanted, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no causal LM can be loaded from {model_dir}: {error}") from error
+
+
+@torch.no_grad()
+def _release(module: nn.Module) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Give up the memory of a module's parameters and persistent buffers, and return these with their old strides.
+
+    Values are lost; names, shapes and dtypes stay, and so do `nn.Parameter` objects, tied ones tied.
+    """
+    found = {id(tensor): (tensor, tensor.stride()) for _, tensor in named_tensors(module)}
+    for tensor, _ in found.values():
+        tensor.data = tensor.new_zeros(()).expand(tensor.shape)
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc keeps what is freed unless it is asked
+        ctypes.CDLL(None).malloc_trim(0)
+    return [*found.values()]
+
+
+@torch.no_grad()
+def _restore(released: list[tuple[Tensor, tuple[int, ...]]]) -> None:
+    """Allocate the memory of tensors again, with undefined content."""
+    for tensor, strides in released:
+        tensor.data = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
