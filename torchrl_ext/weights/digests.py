@@ -20,6 +20,7 @@ somebody who makes collisions on purpose.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import mul
 
 import torch
 import xxhash
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from torchrl_ext.kernels.base import Piece, Words, flat_bits, kernels_on
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.weights.view import Block, View
 
 __all__ = ["PositionDigest", "block_words", "byte_view", "position_digest", "tensor_digest"]
 
@@ -86,7 +87,7 @@ def block_words(meta: ParamMeta, block: Block, tensor: Tensor) -> Words:
     shape, start = meta.shape, block.start
     if meta.dtype == torch.complex128:  # of two units per element
         tensor, shape, start = torch.view_as_real(tensor), (*shape, 2), (*start, 0)
-    strides = torch.empty(shape, device="meta").stride()
-    offset = sum(first * stride for first, stride in zip(start, strides, strict=True))
+    strides = View.whole(shape).strides
+    offset = sum(map(mul, start, strides))
     piece = Piece(destination=tensor, offset=offset, strides=strides)
     return kernels_on(tensor.device).words(piece)
