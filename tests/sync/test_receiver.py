@@ -13,6 +13,7 @@ from torchrl_ext.landing.loader import TensorsLoader, WeightLoader
 from torchrl_ext.messages import Join
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
+from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
 
 
@@ -152,8 +153,8 @@ class Whole(WeightLoader):
         for name, tensor in pairs:
             self.live[name].copy_(tensor)
 
-    def resident(self):
-        return iter(self.live.items())
+    def digests(self):
+        return {name: tensor_digest(tensor) for name, tensor in self.live.items()}
 
 
 def test_a_loader_that_takes_whole_tensors_needs_no_method_for_anything_else(tmp_path):

@@ -225,7 +225,6 @@ def test_either_names_land_and_read_back():
         assert same(own(held), own(sent))
         assert {name: tensor_digest(tensor) for name, tensor in update.items()}.items() <= loader.digests().items()
         assert loader.position_digests() == {name: position_digest(tensor).hex() for name, tensor in update.items()}
-        assert same({name: tensor for name, tensor in loader.resident() if name in update}, update)
         change(sent)
         source = dict(as_source(sent))
 

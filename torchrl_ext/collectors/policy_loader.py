@@ -90,9 +90,6 @@ class ModelLoader(WeightLoader, Patchable):
     def commit(self) -> None:
         self._current().commit()
 
-    def resident(self) -> Iterator[tuple[str, Tensor]]:
-        return self._current().resident()
-
     def digests(self) -> dict[str, str]:
         return self._current().digests() | {name: tensor_digest(tensor) for name, tensor in self._extra.items()}
 

@@ -6,7 +6,6 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,10 +109,6 @@ class WeightLoader(ABC):
     def reloaded(self) -> None:  # noqa: B027 - most engines leave nothing out
         """Do what the engine left out when it loaded the whole model by itself, past this loader."""
 
-    def resident(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the model holds now, in checkpoint coordinates, as far as it can be read back."""
-        return iter(())
-
     def proof(self) -> str:
         """Return what it proves of an update when `digests` agree.
 
@@ -125,10 +120,10 @@ class WeightLoader(ABC):
     def digests(self) -> dict[str, str]:
         """Return the `tensor_digest` of every parameter that the update brings (see `part`), in checkpoint coordinates.
 
-        Taken from what the model holds (`resident`). A loader whose runtime form cannot be read back answers with the
-        digests of what it handed to the model, and its docstring says so.
+        Taken from what the model holds, as far as it can be read back: by default nothing. A loader whose runtime form
+        cannot be read back answers with the digests of what it handed to the model, and its docstring says so.
         """
-        return {name: tensor_digest(tensor) for name, tensor in self.resident()}
+        return {}
 
 
 class Sliceable(ABC):
@@ -290,12 +285,6 @@ class TensorsLoader(WeightLoader, Patchable):
             spelled.assemble(whole)
         self._patcher = None
 
-    def names(self) -> frozenset[str]:
-        """Return every name that is taken: the target's own, and those of its checkpoint."""
-        own = dict(self._own())
-        groups = () if self._module is None else groups_of(self._module, own.items)
-        return frozenset(own).union(*(group.results for group in groups))
-
     def invalidate(self) -> None:
         self._patcher = None
 
@@ -350,7 +339,7 @@ class TensorsLoader(WeightLoader, Patchable):
 
         spelled, sent = self._spelled(), self._sent
         self._spelling, self._live = spelled, _addresses(self._own())
-        once = set(map(itemgetter(0), self._target.rows())) if sent is None else set()
+        once = self._target.sent() if sent is None else {}
         wanted, memory = {}, {}
         for name, tensor in spelled.places.items():
             if spelled.source_of[name] in once if sent is None else name in sent:
@@ -358,12 +347,6 @@ class TensorsLoader(WeightLoader, Patchable):
         if self._patcher is None or self._patched != memory:
             self._patcher, self._patched = Patcher(identity(wanted)), memory
         return self._patcher
-
-    def resident(self) -> Iterator[tuple[str, Tensor]]:
-        spelled = self._spelled()
-        for name, tensor in spelled.places.items():
-            yield name, full(tensor)
-        yield from spelled.assembled()
 
     def digests(self) -> dict[str, str]:
         spelled = self._spelled()
@@ -376,9 +359,7 @@ class TensorsLoader(WeightLoader, Patchable):
             if key not in taken:
                 taken[key] = tensor_digest(full(tensor))
             found[name] = taken[key]
-        for name, tensor in spelled.assembled(self._named) if spelled.copied else ():
-            found[name] = tensor_digest(tensor)
-        return found
+        return found | {name: tensor_digest(tensor) for name, tensor in spelled.assembled(self._named)}
 
     def _spelled(self, sent: frozenset[str] | None = None) -> Spelling:
         """Return every tensor under each of its names; a module's non-persistent buffers may be sent, and need not be.
