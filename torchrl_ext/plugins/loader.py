@@ -293,22 +293,16 @@ class PluginLoader(EngineLoader):
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Apply every pair, by the model's own loader; where slices come, some past it (`Slices.direct`)."""
         with torch.no_grad():
-            self._model.load_weights(self._slices_of(pairs) if self.takes_slices else self._passing(pairs))
+            self._model.load_weights(self._passing(pairs))
 
     def _passing(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what the model's loader takes; slices have no digests, as the transport has checked each block."""
+        sliced = self._sliced() if self.takes_slices else None
+        direct = self._direct if sliced is None else sliced.direct
         for name, tensor in pairs:
-            self._handed[name] = tensor_digest(tensor) if self.vouches and not self._readable(name) else ""
-            if name in self._direct:
-                land(tensor, self._pieces[name])
-            else:
-                yield name, tensor
-
-    def _slices_of(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the model's loader takes; no digests, as the transport has checked each block."""
-        sliced = self._sliced()
-        for name, tensor in pairs:
-            self._handed[name] = ""
-            if sliced is None or name not in sliced.direct:
+            digested = self.vouches and not self.takes_slices and not self._readable(name)
+            self._handed[name] = tensor_digest(tensor) if digested else ""
+            if name not in direct:
                 yield name, tensor
             elif tensor is not self._targets.get(name):
                 land(tensor, self._pieces[name])
