@@ -93,7 +93,7 @@ class Half(WeightLoader, Patchable, Sliceable):
 
     def __init__(self, number, count=2):
         self.number, self.count, self.pieces, self.live = number, count, {}, {}
-        self.coverage = {}
+        self.staged = {}
 
     def check(self, params):
         for meta in params:
@@ -134,7 +134,7 @@ class Half(WeightLoader, Patchable, Sliceable):
         self.patcher = self._patcher(meta for meta in params if meta.name != "uneven")
 
     def stage(self, changes):
-        self.coverage = self.patcher.stage(changes)
+        self.staged = self.patcher.stage(changes)
         self.whole_ones = dict(changes.whole(["uneven"]))
         self.expected = changes.digests
 
@@ -173,9 +173,9 @@ class TestSlices:
                     )
             step(own, version, share=0.1)
         delta = Chain(LocalStore(root)).version(5).delta
-        for name, (digest, _) in workers[0].target.coverage.items():  # parts of all workers add up
+        for name, digest in workers[0].target.staged.items():  # parts of all workers add up
             if len(own[name].shape) > 1 and own[name].numel():
-                digest = digest + workers[1].target.coverage[name][0]
+                digest = digest + workers[1].target.staged[name]
             assert digest.hex() == workers[0].target.expected[name]
         assert PositionDigest().hex() == workers[0].target.expected["nothing"]
         for worker in workers:

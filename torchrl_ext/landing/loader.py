@@ -295,19 +295,16 @@ class TensorsLoader(WeightLoader, Patchable):
         return "in place"
 
     def position_digests(self) -> dict[str, str]:
-        found = {name: digest.hex() for name, (digest, _) in self._patches().held().items()}
+        found = {name: digest.hex() for name, digest in self._patches().held().items()}
         return found | {name: position_digest(tensor).hex() for name, tensor in self._spelled().assembled()}
 
     def stage(self, changes: Changes) -> None:
         from torchrl_ext.landing.patcher import compare
 
-        found = {}
-        for name, (digest, _) in self._patches().stage(changes).items():
-            found[name] = digest
+        found = self._patches().stage(changes)
         copied = self._copied & changes.digests.keys()
         self._whole = dict(changes.whole(copied)) if copied else {}
-        for name, tensor in self._whole.items():
-            found[name] = position_digest(tensor)
+        found |= {name: position_digest(tensor) for name, tensor in self._whole.items()}
         dropped = sorted(changes.digests.keys() - found.keys())
         if dropped:
             raise ManifestError(
@@ -318,7 +315,6 @@ class TensorsLoader(WeightLoader, Patchable):
             )
         compare(found, changes.digests)
 
-    @torch.no_grad()
     def commit(self) -> None:
         if self._patcher is None or self._spelling is None:
             raise NotConnectedError("there are no staged changes", hint="stage them first")

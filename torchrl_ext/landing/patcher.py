@@ -22,21 +22,19 @@ from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import IntegrityError, NotConnectedError
 from torchrl_ext.kernels.base import BITS, Kernels, Piece, Writes, kernels_on
 from torchrl_ext.weights.digests import PositionDigest
+from torchrl_ext.weights.view import View
 
 if TYPE_CHECKING:
     from torchrl_ext.landing.loader import Changes
     from torchrl_ext.types import ParamMeta
 
-__all__ = ["READ_BACK_VERSIONS", "Coverage", "Patcher", "Piece", "as_bits", "compare", "holds", "identity", "read"]
+__all__ = ["READ_BACK_VERSIONS", "Patcher", "Piece", "as_bits", "compare", "holds", "identity", "read"]
 
 READ_BACK_VERSIONS = 8
 """Within so many versions that come as changes every tensor is read back from the live bytes once."""
 _LISTED = 1 << 18  # elements of a list on the host, which one thread writes
 _LISTED_ON_DEVICE = 1 << 22
 _THREADS = 4  # beyond these, memory is what is waited for
-
-Coverage = tuple[PositionDigest, int]
-"""Digest of the units of a tensor that a rank holds, and how many these are."""
 
 
 class _List(NamedTuple):
@@ -48,7 +46,8 @@ class _List(NamedTuple):
 
     def put(self) -> str | None:
         """Write, and return the name of a tensor that does not hold its values then."""
-        return [*self.names, None][self.kernels.write(self.writes)]
+        written = self.kernels.write(self.writes)
+        return self.names[written] if written < len(self.names) else None
 
 
 class _Copy(NamedTuple):
@@ -68,12 +67,11 @@ class _Copy(NamedTuple):
         return torch.tensor(same)
 
 
-class _Staged:
-    """What waits for the pause: a few lists, however many tensors change."""
+class _Lists:
+    """Gathers values for many tensors in a few lists."""
 
     def __init__(self) -> None:
-        self.lists: list[_List] = []
-        self.copies: list[_Copy] = []
+        self.closed: list[_List] = []
         self._open: dict[tuple[Any, ...], list[tuple[str, tuple[Tensor, Tensor, Tensor]]]] = {}
         self._counts: dict[tuple[Any, ...], int] = {}
 
@@ -85,15 +83,16 @@ class _Staged:
             if self._counts[key] >= most:
                 self._close(key)
 
-    def close(self) -> None:
-        """Make lists of what was added last."""
+    def close(self) -> list[_List]:
+        """Make lists of what was added last, and return all."""
         for key in [*self._open]:
             self._close(key)
+        return self.closed
 
     def _close(self, key: tuple[Any, ...]) -> None:
         names, runs = zip(*self._open.pop(key), strict=True)
         self._counts[key] = 0
-        self.lists.append(_List(names=list(names), writes=Writes.of(runs), kernels=key[0]))
+        self.closed.append(_List(names=list(names), writes=Writes.of(runs), kernels=key[0]))
 
 
 def _most(kernels: Kernels) -> int:
@@ -121,19 +120,15 @@ class Patcher:
 
     def __init__(self, pieces: Mapping[str, Sequence[Piece]], kernels: Kernels | None = None) -> None:
         self.pieces, self._kernels = pieces, kernels
-        self._held: dict[str, Coverage] = {}
-        self._staged: dict[str, Coverage] | None = None  # of the tensors that change
-        self._writes = _Staged()
+        self._held: dict[str, PositionDigest] = {}  # of what this rank has of each tensor, as far as it is known
+        self._staged: dict[str, PositionDigest] | None = None  # of the tensors that change
+        self._lists: list[_List] = []  # this and the next wait for the pause
+        self._copies: list[_Copy] = []
         self._damage: IntegrityError | None = None  # found while the model was in use; the next commit raises it
         self.others: set[str] = set()
-        sizes, self._turn = dict.fromkeys(pieces, 0), 0
-        for name, own in pieces.items():
-            for piece in own:
-                sizes[name] += piece.destination.nbytes
-        self._turns: list[list[str]] = [
-            [] for _ in range(READ_BACK_VERSIONS)
-        ]  # the tensors, in parts of about one size
-        filled = [0] * READ_BACK_VERSIONS
+        sizes = {name: sum(piece.destination.nbytes for piece in own) for name, own in pieces.items()}
+        self._turns: list[list[str]] = [[] for _ in range(READ_BACK_VERSIONS)]  # tensors, of about one size together
+        self._turn, filled = 0, [0] * READ_BACK_VERSIONS
         for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
             turn = filled.index(min(filled))
             self._turns[turn].append(name)
@@ -145,19 +140,19 @@ class Patcher:
         self._damage = None
         self.drop()
 
-    def held(self) -> dict[str, Coverage]:
-        """Return what this rank holds now of each tensor, from the bytes."""
+    def held(self) -> dict[str, PositionDigest]:
+        """Return the digest of what this rank holds now of each tensor, from the bytes."""
         self._held.clear()
-        return {name: self._coverage(name) for name in self.pieces}
+        return {name: self._digest(name) for name in self.pieces}
 
-    def stage(self, changes: Changes) -> dict[str, Coverage]:
+    def stage(self, changes: Changes) -> dict[str, PositionDigest]:
         """Translate the changes of the tensors that can be patched; steps are resolved against what is held now.
 
         A part of the tensors is read back first, all of them in `READ_BACK_VERSIONS` turns. Damage is raised by
         `commit`, and not here, where the model is in use and an error means that it serves on.
 
         Returns:
-            What this rank will hold of each tensor, for `compare`.
+            The digest of what this rank will hold of each tensor, for `compare`.
         """
         self.drop()
         self.others = set()
@@ -166,9 +161,9 @@ class Patcher:
         except IntegrityError as error:
             self._damage = error
         self._turn = (self._turn + 1) % READ_BACK_VERSIONS
-        writes, staged = _Staged(), dict[str, Coverage]()
+        lists, copies, staged = _Lists(), list[_Copy](), dict[str, PositionDigest]()
         for patch in changes.patches(self._wanted):
-            digest, count = self._coverage(patch.meta.name)
+            digest = self._digest(patch.meta.name)
             payload = torch.from_numpy(patch.values).view(BITS[patch.values.itemsize])
             if isinstance(patch, DensePatch):
                 digest = PositionDigest()
@@ -182,7 +177,7 @@ class Patcher:
                     whole = payload.as_strided(live.shape, piece.strides, piece.offset).to(live.device)
                     of_whole = Piece(destination=whole, offset=piece.offset, strides=piece.strides)
                     digest = digest.plus(kernels.words(of_whole))
-                    writes.copies.append(_Copy(patch.meta.name, as_bits(live), whole))
+                    copies.append(_Copy(patch.meta.name, as_bits(live), whole))
                     continue
                 bounds = np.array((piece.offset, piece.end), np.int64).astype(index)  # else all are converted
                 first, end = np.searchsorted(patch.indices, bounds).tolist()
@@ -194,13 +189,12 @@ class Patcher:
                 if own and target.nbytes <= offsets.nbytes + values.nbytes:  # quicker then, and less
                     every = target.clone()
                     kernels.scatter(every, offsets, values)
-                    writes.copies.append(_Copy(patch.meta.name, target, every))
+                    copies.append(_Copy(patch.meta.name, target, every))
                 elif values.numel():
-                    writes.add(patch.meta.name, target, offsets, values, kernels)
-            staged[patch.meta.name] = digest, count
-        writes.close()
-        self._writes, self._staged = writes, staged
-        return {name: staged[name] if name in staged else self._coverage(name) for name in self.pieces}
+                    lists.add(patch.meta.name, target, offsets, values, kernels)
+            staged[patch.meta.name] = digest
+        self._lists, self._copies, self._staged = lists.close(), copies, staged
+        return {name: staged[name] if name in staged else self._digest(name) for name in self.pieces}
 
     def _wanted(self, name: str) -> bool:
         if name in self.pieces:
@@ -211,14 +205,14 @@ class Patcher:
     @property
     def staged_bytes(self) -> int:
         """The bytes of memory that staged changes hold until the commit."""
-        tensors = [one.values for one in self._writes.copies]
-        tensors += [tensor for one in self._writes.lists for tensor in one.writes[1:]]
+        tensors = [one.values for one in self._copies]
+        tensors += [tensor for one in self._lists for tensor in one.writes[1:]]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         return sum(storage.nbytes() for storage in storages.values())
 
     def drop(self) -> None:
         """Forget what was staged."""
-        self._writes, self._staged = _Staged(), None
+        self._lists, self._copies, self._staged = [], [], None
 
     def commit(self) -> None:
         """Write what was staged, and read back what was written; nothing is written where `stage` found damage.
@@ -229,21 +223,20 @@ class Patcher:
         """
         if self._staged is None:
             raise NotConnectedError("there are no staged changes", hint="stage them first")
-        writes, staged, damage = self._writes, self._staged, self._damage
+        lists, copies, staged, damage = self._lists, self._copies, self._staged, self._damage
         self.drop()
         if damage is not None:
             self.forget()
             raise damage
-        threads = min(len(writes.lists), torch.get_num_threads())
-        if threads > 1 and all(one.kernels.on_host for one in writes.lists):  # no two of them meet
-            lost = [*_threads().map(_List.put, writes.lists)]
+        if len(lists) > 1 and torch.get_num_threads() > 1 and all(one.kernels.on_host for one in lists):
+            lost = [*_threads().map(_List.put, lists)]  # no two of them meet
         else:
-            lost = [one.put() for one in writes.lists]
-        fits = [one.put() for one in writes.copies]
-        for device in {flag.device for flag in fits}:
-            names = [one.name for one, flag in zip(writes.copies, fits, strict=True) if flag.device == device]
-            held = torch.stack([flag for flag in fits if flag.device == device]).tolist()
-            lost += [name for name, whole in zip(names, held, strict=True) if not whole]
+            lost = [one.put() for one in lists]
+        flags = [one.put() for one in copies]
+        for device in {flag.device for flag in flags}:  # waited for once
+            own = [(one.name, flag) for one, flag in zip(copies, flags, strict=True) if flag.device == device]
+            same = torch.stack([flag for _, flag in own]).tolist()
+            lost += [name for (name, _), whole in zip(own, same, strict=True) if not whole]
         self._held.update(staged)
         for name in filter(None, lost):
             raise _damaged(name, "the bits that were written, found others")
@@ -256,19 +249,19 @@ class Patcher:
         """
         for name in names:
             expected = self._held.pop(name, None)
-            found = self._coverage(name)
+            found = self._digest(name)
             if expected is not None and found != expected:
                 self._held[name] = expected
-                raise _damaged(name, f"digest {expected[0].hex()}, found {found[0].hex()}")
+                raise _damaged(name, f"digest {expected.hex()}, found {found.hex()}")
 
-    def _coverage(self, name: str) -> Coverage:
-        """Return what this rank holds of a tensor: as it was found or written last, else from the bytes."""
+    def _digest(self, name: str) -> PositionDigest:
+        """Return the digest of what this rank holds of a tensor: as found or written last, else from the bytes."""
         if name not in self._held:
-            digest, count = PositionDigest(), 0
+            digest = PositionDigest()
             for piece in self.pieces[name]:
                 kernels = self._kernels or kernels_on(piece.memory.device)
-                digest, count = digest.plus(kernels.words(piece)), count + piece.destination.numel()
-            self._held[name] = (digest, count)
+                digest = digest.plus(kernels.words(piece))
+            self._held[name] = digest
         return self._held[name]
 
 
@@ -292,8 +285,7 @@ def identity(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
     for name, tensor in tensors.items():
         if tensor.is_complex() and tensor.element_size() == 16:  # of two units per element
             tensor = torch.view_as_real(tensor)
-        strides = torch.empty(tensor.shape, device="meta").stride()
-        found[name] = [Piece(destination=tensor, offset=0, strides=strides)]
+        found[name] = [Piece(destination=tensor, offset=0, strides=View.whole(tensor.shape).strides)]
     return found
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.landing.loader import Changes
-from torchrl_ext.landing.patcher import Coverage, Patcher, Piece, compare, holds, read
+from torchrl_ext.landing.patcher import Patcher, Piece, compare, holds, read
 from torchrl_ext.landing.placement import Landing, Placement
 from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.plugins import refusals
@@ -74,7 +74,7 @@ class PluginLoader(EngineLoader):
         self._patcher = Patcher({})
         self._agreed: dict[str, tuple[Landing, ...]] = {}  # read at the start, and found to be the checkpoint's bytes
         self._handed: dict[str, str] = {}
-        self._coverage: dict[str, Coverage] = {}
+        self._staged: Mapping[str, PositionDigest] = {}
         self._expected: Mapping[str, str] = {}
         self._whole: list[tuple[str, Tensor]] = []
         self._opened: Collection[nn.Module] | None = None  # None: no layer had to be opened
@@ -378,7 +378,7 @@ class PluginLoader(EngineLoader):
     def stage(self, changes: Changes) -> None:
         """Translate changes of tensors that can be patched; bring the others to their new value on the host."""
         self._whole = []
-        self._coverage, self._expected = self._patcher.stage(changes), changes.digests
+        self._staged, self._expected = self._patcher.stage(changes), changes.digests
         names = self._loaded_with(self._patcher.others)
         self._whole = list(changes.whole(names)) if names else []
         compare({name: position_digest(tensor) for name, tensor in self._whole}, self._expected)
@@ -390,7 +390,7 @@ class PluginLoader(EngineLoader):
 
     def confirm(self) -> None:
         """Compare what all workers of the engine staged with the trainer's digests."""
-        compare(self._together(self._coverage), self._expected)
+        compare(self._together(self._staged), self._expected)
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -402,7 +402,7 @@ class PluginLoader(EngineLoader):
             self._model.load_weights(iter(whole))
             self._close(layers)
 
-    def _together(self, own: Mapping[str, Coverage]) -> dict[str, PositionDigest]:
+    def _together(self, own: Mapping[str, PositionDigest]) -> dict[str, PositionDigest]:
         """Return digests of the tensors that the workers hold together; those that overlap in part are left out."""
         return combine(own, self._patcher.pieces, self._params, self._group)
 

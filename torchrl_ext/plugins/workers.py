@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import distributed
 
 from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.landing.patcher import Coverage, Piece
+from torchrl_ext.kernels.base import Piece
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest
 
@@ -38,8 +38,8 @@ def agree(words: str, *groups: distributed.ProcessGroup) -> list[str]:
 
 
 def combine(
-    own: Mapping[str, Coverage],
-    pieces: Mapping[str, Iterable[Piece]],
+    own: Mapping[str, PositionDigest],
+    pieces: Mapping[str, Sequence[Piece]],
     params: Iterable[ParamMeta],
     group: distributed.ProcessGroup,
 ) -> dict[str, PositionDigest]:
@@ -48,7 +48,7 @@ def combine(
     Workers need not know the same tensors: with expert parallelism one may hold packed what another lacks.
 
     Args:
-        own: what this worker holds of each tensor; tensors that it cannot tell of are left out for all.
+        own: the digest of what this worker holds of each tensor; tensors that it cannot tell of are left out for all.
         pieces: where it holds it.
         params: the tensors, in the same order on every worker.
         group: the workers.
@@ -81,8 +81,8 @@ def _gather(row: torch.Tensor, group: distributed.ProcessGroup) -> list[torch.Te
     return every
 
 
-def _row(coverage: Coverage, pieces: Iterable[Piece]) -> tuple[int, int, int, int]:
+def _row(digest: PositionDigest, pieces: Sequence[Piece]) -> tuple[int, int, int, int]:
     """Return a worker's share as four int64: two digest words, its size, and where it lies."""
-    digest, count = coverage
+    count = sum(piece.destination.numel() for piece in pieces)
     first, second = (word - 2 * _SIGN if word >= _SIGN else word for word in (digest.first, digest.second))
     return first, second, count, hash(tuple((one.offset, tuple(one.destination.shape), one.strides) for one in pieces))
