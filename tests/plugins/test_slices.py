@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
@@ -408,6 +410,17 @@ def test_neighbours_become_one_block_and_so_does_what_overlaps():
     assert merged(grid) == (box((0, 3), (0, 6)),)
     corner = (box((0, 1), (0, 2)), box((1, 2), (0, 1)))
     assert merged(corner) == corner
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(*[st.tuples(st.integers(0, 5), st.integers(1, 3))] * 2), max_size=12))
+def test_merged_blocks_have_every_element_once_and_no_two_of_them_join(sides):
+    blocks = [Block(tuple(at for at, _ in own), tuple(at + size for at, size in own)) for own in sides]
+    found, whole, times = merged(blocks), Block.whole((8, 8)), torch.zeros(8, 8)
+    for block in found:
+        times[block.within(whole)] += 1
+    assert times.max() <= 1 and all((times[block.within(whole)] == 1).all() for block in blocks)
+    assert merged(found) == found == merged(reversed(blocks)) and len(found) <= len(blocks)
 
 
 def of(loader, seed, names, targets=None):

@@ -124,6 +124,8 @@ def merged(blocks: Iterable[Block]) -> tuple[Block, ...]:
 
 
 def _joins(one: Block, other: Block) -> bool:
+    if not (all(map(int.__ge__, one.stop, other.start)) and all(map(int.__ge__, other.stop, one.start))):
+        return False  # quick, as most of many blocks lie far apart
     return one.meet(other) is not None or _around(one, other).numel == one.numel + other.numel
 
 
