@@ -299,7 +299,7 @@ class ProcessedLoader(EngineLoader):
         self.check(as_source(self._start).params())
 
     def runtime(self):
-        return reachable(self.model, self.applied)
+        return reachable(self.model)
 
     def landings(self, name):
         return self._placement.landings[name]

@@ -13,7 +13,6 @@ from torchrl_ext.landing.loader import Patchable, Rehearsable, Sliceable, Weight
 from torchrl_ext.landing.placement import Landing
 from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.proof.rehearsal import IN_PLACE, REFUSED, UNPROVEN, Rehearsal, rehearse
-from torchrl_ext.proof.rules import Applied
 from torchrl_ext.proof.runtime import Reading
 from torchrl_ext.types import Info
 
@@ -30,14 +29,12 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         repairs: steps that `finish` and `commit` take after the engine's own processing, by name.
         vouches: digests of what is loaded will be asked for.
         takes_slices: the transport brings slices of tensors (`torchrl_ext.landing.sliced`).
-        applied: receives the rules (`torchrl_ext.proof.rules`) by which `runtime` left tensors out.
     """
 
     def __init__(self) -> None:
         self.touched, self.vouches = False, True
         self.repairs: frozenset[str] = frozenset(self.known_repairs())
         self.takes_slices = False
-        self.applied: set[Applied] = set()
         self._rehearsals: dict[bool, Rehearsal] = {}  # by whether slices came
         self._rehearsing = False
 
@@ -56,7 +53,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
 
     @abstractmethod
     def runtime(self) -> Iterator[Reading]:
-        """Yield every tensor that this worker computes with."""
+        """Yield every tensor that this worker computes with (`torchrl_ext.proof.runtime.reachable`)."""
 
     @abstractmethod
     def landings(self, name: str) -> Iterable[Landing]:
@@ -113,14 +110,16 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         return "in place" if verdicts <= {IN_PLACE} else "rehearsed"
 
     def unrehearsed(self, *, again: bool = False) -> bool:
-        return (self._rehearsed is None or again) and not self.touched and self.start_weights() is not None
+        return (self._rehearsed is None or again) and not self._why_not()
+
+    def _why_not(self) -> str:
+        """Return why no rehearsal is possible; "" if one is."""
+        if self.touched:
+            return "the engine no longer holds the weights that it was started with: start it again"
+        return "the engine was started without a checkpoint" if self.start_weights() is None else ""
 
     def rehearsal(self) -> Info:
-        if self._rehearsed is not None:
-            return self._rehearsed.to_json()
-        if self.touched:
-            return {"why": "the engine no longer holds the weights that it was started with: start it again"}
-        return {"why": "the engine was started without a checkpoint" if self.start_weights() is None else ""}
+        return {"why": self._why_not()} if self._rehearsed is None else self._rehearsed.to_json()
 
     @torch.no_grad()
     def rehearse(self) -> Info:
@@ -132,7 +131,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
             IntegrityError: the same, and the engine could not be brought back: it has to be started again.
         """
         self.ready()
-        if self.touched or self.start_weights() is None:
+        if self._why_not():
             return self.rehearsal()
         self._rehearsing = True
         try:

@@ -19,8 +19,8 @@ the model's loader.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -53,8 +53,8 @@ class Layer:
         name: path of the module.
         kernel: what computes in it.
         verdict: ``"in place"`` (every element is written where the placement says), ``"by reload"`` (the engine's own
-            processing restores it), ``"repaired"`` (that, and a further step), ``"unproven"`` (it keeps tensors where
-            the rehearsal does not look) or ``"refused"``.
+            processing restores it), ``"repaired"`` (that, and a further step), ``"unproven"`` (it keeps more objects
+            than are searched for tensors) or ``"refused"``.
         why: the step, or what is wrong.
     """
 
@@ -73,18 +73,16 @@ class Rehearsal:
         repairs: steps that are taken after each load from now on.
         changes: ``"in place"`` where changes may be written element by element, ``"by reload"`` where not.
         restored: the engine holds what it was started with.
-        seconds: its duration.
         loads: loads of the whole model.
-        applied: the `torchrl_ext.proof.rules` that decided something, and where, sorted.
+        rules: those of `torchrl_ext.proof.rules.RULES` that decided something, each with the tensors or places.
     """
 
     layers: tuple[Layer, ...] = ()
     repairs: tuple[str, ...] = ()
     changes: str = IN_PLACE
     restored: bool = True
-    seconds: float = 0.0
     loads: int = 0
-    applied: tuple[rules.Applied, ...] = ()
+    rules: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def refused(self) -> tuple[Layer, ...]:
@@ -95,8 +93,7 @@ class Rehearsal:
         """Return a JSON-safe summary.
 
         Args:
-            most: rows in ``layers``, which count layers by verdict, kernel and reason, and paths in ``unseen``, behind
-                which tensors were not compared. ``rules`` counts what each applied rule decided, and names the first.
+            most: rows in ``layers``, which count layers by verdict, kernel and reason, and names of each rule.
         """
         groups: dict[tuple[str, str, str], list[str]] = {}
         for layer in self.layers:
@@ -105,21 +102,13 @@ class Rehearsal:
             {"verdict": verdict, "kernel": kernel, "why": why, "layers": len(names), "first": names[0]}
             for (verdict, kernel, why), names in groups.items()
         ]
-        by_rule: dict[str, list[str]] = {}
-        for one in self.applied:
-            by_rule.setdefault(one.rule, []).append(one.path)
         return {
             "layers": rows[:most],
             "repairs": list(self.repairs),
             "changes": self.changes,
             "restored": self.restored,
-            "seconds": round(self.seconds, 3),
             "loads": self.loads,
-            "unseen": [one.path for one in self.applied if one.rule in rules.UNSEEN][:most],
-            "rules": [
-                {"rule": rule, "says": rules.RULES[rule], "tensors": len(paths), "first": paths[0]}
-                for rule, paths in by_rule.items()
-            ],
+            "rules": {rule: list(names[:most]) for rule, names in self.rules.items()},
         }
 
 
@@ -129,9 +118,7 @@ def rehearse(loader: EngineLoader) -> Rehearsal:
     Args:
         loader: of a model that holds the weights that it was started with.
     """
-    began = time.perf_counter()
-    loader.applied.clear()
-    cold = _Snapshot(loader, contents=True)
+    cold = _Snapshot(loader.runtime(), contents=True)
     start = _Start(loader, cold)
     known = tuple(loader.known_repairs())
     attempt = _attempt(loader, start, cold, known)
@@ -145,17 +132,13 @@ def rehearse(loader: EngineLoader) -> Rehearsal:
         loads += attempt.loads
     if attempt.wrong:
         loader.repairs = frozenset(known)
-    for one in loader.applied:
-        if one.rule in rules.UNSEEN:
-            log.warning("a rehearsal did not compare the tensors at %s: %s", one.path, rules.RULES[one.rule])
     return Rehearsal(
         layers=tuple(_verdicts(loader, start, attempt)),
         repairs=tuple(sorted(set(attempt.repaired.values()))),
         changes=attempt.changes,
         restored=attempt.restored,
-        seconds=time.perf_counter() - began,
         loads=loads,
-        applied=tuple(sorted(loader.applied)),
+        rules={rule: sorted(names) for rule, names in start.rules.items()},
     )
 
 
@@ -174,7 +157,7 @@ def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot, repairs: tupl
     try:
         _load(loader, start.changed())
         found.loads += 1
-        found.wrong.update(_unreached(loader, start, cold, _Snapshot(loader, contents=True, keep=True)))
+        found.wrong.update(_unreached(loader, start, cold))
         if not _take_back(loader, start, cold):
             found.loads += 2
             found.changes = BY_RELOAD
@@ -192,7 +175,7 @@ def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot, repairs: tupl
     except Exception as error:
         log.warning("the weights that the engine was started with could not be loaded again", exc_info=error)
         found.wrong.setdefault("", f"{type(error).__name__}: {error}")
-    left = cold.differing(_Snapshot(loader))
+    left = cold.differing(_Snapshot(loader.runtime()))
     found.wrong.update(
         {layer: f"{', '.join(sorted(names))} not as after a cold start" for layer, names in left.items()}
     )
@@ -208,7 +191,7 @@ def _take_back(loader: EngineLoader, start: _Start, cold: _Snapshot) -> bool:
     except IntegrityError as error:
         log.warning("changes cannot be written in place: %s", error)
         return False
-    left = cold.differing(_Snapshot(loader))
+    left = cold.differing(_Snapshot(loader.runtime()))
     if left:
         log.warning("changes that are written in place leave something else than a cold start: %s", left)
     return not left
@@ -227,6 +210,8 @@ class _Start:
         digests: position digest of each tensor, 32 hex digits.
         arriving: runtime parameter -> what the checkpoint brings to it.
         layers: layer -> names of the checkpoint tensors that land in it.
+        rules: the rules that decided something -> what they were applied to.
+        unproven: layers of which not everything was read.
     """
 
     def __init__(self, loader: EngineLoader, cold: _Snapshot) -> None:
@@ -234,11 +219,14 @@ class _Start:
         self.digests: dict[str, str] = {}
         self.arriving: dict[str, _Arriving] = {}
         self.layers: dict[str, list[str]] = {}
+        self.rules: defaultdict[str, set[str]] = defaultdict(set)
+        self.unproven: set[str] = set()
+        self.note(cold)
         for name, before in self:
             self.digests[name] = position_digest(before).hex()
             after = changed(name, before)[1] if chosen_positions(name, before).numel() else None
             if after is None and before.numel():
-                loader.applied.add(rules.Applied("indices", "", name))
+                self.rules["indices"].add(name)
             for landing in loader.landings(name):
                 self.layers.setdefault(_parent(landing.param), []).append(name)
                 if after is not None:
@@ -251,6 +239,13 @@ class _Start:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._loader.start_weights() or ())
+
+    def note(self, snapshot: _Snapshot) -> None:
+        """Note the places that a snapshot left out."""
+        for reading in snapshot.left_out:
+            self.rules[reading.left_out].add(reading.key)
+            if reading.left_out == "bound":
+                self.unproven.add(reading.layer)
 
     def changed(self) -> Iterator[tuple[str, Tensor]]:
         """Return a pass over the checkpoint with something changed in each tensor."""
@@ -275,27 +270,26 @@ class _Snapshot:
     """Digests of every tensor that can be reached now; of parameters also of their content, in any order.
 
     Args:
-        loader: whose model.
+        readings: of all tensors.
         contents: sum up the content of parameters.
-        keep: hold on to the tensors themselves, too; a kernel may have put others in their place meanwhile.
     """
 
-    def __init__(self, loader: EngineLoader, *, contents: bool = False, keep: bool = False) -> None:
+    def __init__(self, readings: Iterable[Reading], *, contents: bool = False) -> None:
         self.readings: dict[str, tuple[str, str]] = {}
-        self.tensors: dict[str, Reading] = {}
         self.contents: dict[str, PositionDigest] = {}
         self.answers: dict[str, Tensor] = {}
-        for reading in loader.runtime():
-            key = reading.key
-            tensor = reading.tensor  # its digest is computed on its device
+        self.left_out: list[Reading] = []
+        for reading in readings:
+            if reading.left_out:
+                self.left_out.append(reading)
+                continue
+            key, tensor = reading.key, reading.tensor  # its digest is computed on its device
             digest = tensor_digest(tensor) if tensor.device.type == "cpu" else position_digest(tensor).hex()
             self.readings[key] = (reading.layer, digest)
-            if keep:
-                self.tensors[key] = reading
             if contents and not reading.derived:
-                self.contents[key] = content(reading.tensor)
+                self.contents[key] = content(tensor)
             if reading.of:
-                self.answers[f"{reading.layer}.{reading.of}"] = reading.tensor.float()
+                self.answers[f"{reading.layer}.{reading.of}"] = tensor.float()
 
     def differing(self, other: _Snapshot) -> dict[str, list[str]]:
         """Return the names of what differs in ``other``, or is there on one side only, by layer."""
@@ -307,8 +301,11 @@ class _Snapshot:
         return found
 
 
-def _unreached(loader: EngineLoader, start: _Start, cold: _Snapshot, moved: _Snapshot) -> dict[str, str]:
+def _unreached(loader: EngineLoader, start: _Start, cold: _Snapshot) -> dict[str, str]:
     """Return the layers in which something stayed although every tensor of the checkpoint changed, each with why."""
+    now = {reading.key: reading for reading in loader.runtime()}  # held: a kernel may put others in their place
+    moved = _Snapshot(now.values(), contents=True)
+    start.note(moved)
     off = cold.differing(moved)
     found: dict[str, str] = {}
     for key, what in start.arriving.items():
@@ -317,40 +314,48 @@ def _unreached(loader: EngineLoader, start: _Start, cold: _Snapshot, moved: _Sna
         known = key in cold.readings and key in moved.readings
         if own not in off.get(layer, ()) if known else not off.get(layer):
             found[layer] = f"{names[0]} does not reach it when it is loaded again"
-        elif known and what.exact and (padding := _padding(cold.contents[key], moved.tensors[key], what)) is not None:
+        elif known and what.exact and (padding := _padding(cold.contents[key], now[key], what)) is not None:
             if moved.contents[key] != what.after + padding:
                 found[layer] = f"not all of {', '.join(names)} reaches it when it is loaded again"
         elif key in cold.answers and key in moved.answers:
-            loader.applied.add(rules.Applied("answer", layer, own))
+            start.rules["answer"].add(key)
             for name, landing in what.blocks:
                 if not _answers_differ(cold.answers[key], moved.answers[key], landing):
                     found[layer] = f"{name} does not reach all of it when it is loaded again"
-    still = []
-    for key, reading in moved.tensors.items():
-        if key in start.arriving or cold.readings.get(key) != moved.readings[key]:
+    near = []
+    for key, reading in now.items():
+        if reading.left_out or key in start.arriving or cold.readings.get(key) != moved.readings[key]:
             continue
-        if not rules.is_varied(reading.tensor):
-            rule = "uniform"
-        elif rules.is_table(key):
-            rule = "table"
-        elif reading.derived and reading.tensor.dim() > 1:
-            found[reading.layer] = f"{reading.name} is computed with, and no load changes it"
-            continue
-        elif not start.arriving and not reading.derived:
-            found[reading.layer] = f"{reading.name} stays what it was when everything is loaded again"
-            continue
+        rule = _excuse(reading, bool(start.arriving))
+        if rule:
+            start.rules[rule].add(key)
         else:
-            rule = "vector" if reading.derived else "unloaded"
+            found[reading.layer] = f"{reading.name} is computed with, and no load changes it"
         if rule != "uniform":
-            still.append(reading)
-        loader.applied.add(rules.Applied(rule, reading.layer, reading.name))
-    near = [reading for reading in still if reading.layer not in found]
+            near.append(reading)
+    near = [reading for reading in near if reading.layer not in found]
     for name, tensor in start if near else ():
         parents = {_parent(_parent(landing.param)) for landing in loader.landings(name)}
         for reading in near:
             if parents & {_parent(reading.layer), reading.layer} and _is_copy(reading.tensor, tensor):
                 found[reading.layer] = f"{reading.name} is a copy of {name}, and no load changes it"
     return found
+
+
+def _excuse(reading: Reading, placed: bool) -> str:
+    """Return the rule by which a tensor may stay as it was; "" if it may not.
+
+    Args:
+        reading: a tensor in which no checkpoint tensor is known to land.
+        placed: it is known where checkpoint tensors land.
+    """
+    if not rules.is_varied(reading.tensor):
+        return "uniform"
+    if rules.is_table(reading.key):
+        return "table"
+    if reading.derived:
+        return "vector" if reading.tensor.dim() <= 1 else ""
+    return "unloaded" if placed else ""
 
 
 def _padding(cold: PositionDigest, reading: Reading, what: _Arriving) -> PositionDigest | None:
@@ -385,14 +390,13 @@ def _parent(name: str) -> str:
 
 
 def _verdicts(loader: EngineLoader, start: _Start, attempt: _Attempt) -> Iterator[Layer]:
-    unseen: dict[str, str] = {one.layer: one.name for one in loader.applied if one.rule in rules.UNSEEN}
-    for layer in dict.fromkeys((*start.layers, *attempt.wrong, *unseen)) or ("",):
+    for layer in dict.fromkeys((*start.layers, *attempt.wrong, *start.unproven)) or ("",):
         verdict, why = BY_RELOAD, ""
         names = start.layers.get(layer, ())  # where none is known to land, none is written in place
         if layer in attempt.wrong:
             verdict, why = REFUSED, attempt.wrong[layer]
-        elif layer in unseen:
-            verdict, why = UNPROVEN, f"it may compute with tensors behind {unseen[layer]}, which were not compared"
+        elif layer in start.unproven:
+            verdict, why = UNPROVEN, f"more than {rules.OBJECTS:,} objects lie below it, and not all were searched"
         elif layer in attempt.repaired:
             verdict, why = REPAIRED, attempt.repaired[layer]
         elif attempt.changes == IN_PLACE and names and all(map(loader.patchable, names)):

@@ -7,21 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["DEPTH", "DIFFERING", "ENTRIES", "REQUESTS", "RULES", "SEARCHED", "UNSEEN", "Applied"]
-__all__ += ["could_be_weights", "is_table", "is_varied", "sample"]
+__all__ = ["DIFFERING", "OBJECTS", "REQUESTS", "RULES", "is_table", "is_varied", "sample"]
 
-DEPTH = 5
-"""Steps from a module to a tensor that is compared."""
-
-ENTRIES = 4096
-"""Objects in one container that are followed; numbers and strings do not count."""
-
-SEARCHED = 100_000
-"""Objects behind one limit of the walk that are searched for a tensor."""
+OBJECTS = 100_000
+"""Objects below one module in which tensors are looked for; numbers and strings do not count."""
 
 REQUESTS = frozenset({"kv_cache", "kv_caches", "forward_context", "static_forward_context"})
 """Attributes, by their full names, in which engines keep the state of requests, or the layers of other models."""
@@ -39,8 +31,7 @@ DIFFERING = 0.9
 
 RULES: Mapping[str, str] = MappingProxyType(
     {
-        "deep": f"tensors more than {DEPTH} steps below a module are not compared",
-        "long": f"objects in a container after the first {ENTRIES} are not compared",
+        "bound": f"a layer with more than {OBJECTS:,} objects below it is unproven",
         "requests": f"no load writes to what is called {', '.join(sorted(REQUESTS))}",
         "table": f"no load writes to a tensor with one of these words in its name: {', '.join(TABLES)}",
         "vector": "a derived tensor of one dimension may stay as it was",
@@ -51,33 +42,6 @@ RULES: Mapping[str, str] = MappingProxyType(
     }
 )
 """What each rule says, by name."""
-
-UNSEEN = frozenset({"deep", "long"})
-"""Rules that leave a layer unproven."""
-
-
-class Applied(NamedTuple):
-    """The application of one of the `RULES`.
-
-    Attributes:
-        rule: its name.
-        layer: path of the module; "" is the model itself.
-        name: of the tensor, or of the object that keeps it, below that module.
-    """
-
-    rule: str
-    layer: str
-    name: str
-
-    @property
-    def path(self) -> str:
-        """The name within the model."""
-        return f"{self.layer}.{self.name}" if self.layer else self.name
-
-
-def could_be_weights(path: str, tensor: Tensor) -> bool:
-    """Return whether a tensor could be made of weights: neither ``table`` nor ``uniform`` applies to it."""
-    return not is_table(path) and is_varied(tensor)
 
 
 def is_table(path: str) -> bool:

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
-from collections.abc import Iterator
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchrl_ext.proof.rules import DEPTH, ENTRIES, REQUESTS, SEARCHED, Applied, could_be_weights
+from torchrl_ext.proof.rules import OBJECTS, REQUESTS
 
 __all__ = ["Reading", "reachable"]
 
 _OWN = frozenset(vars(nn.Module()))
 _FOREIGN = ("torch", "numpy", "builtins", "collections", "logging", "threading", "transformers")
-_CONTAINERS = (list, tuple, set, frozenset, deque)
-_PLAIN = (str, bytes, int, float, type(None))
+_PLAIN = (*weakref.ProxyTypes, str, bytes, int, float, type(None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +38,7 @@ class Reading:
         tensor: the live tensor, or what the layer answers a fixed input where its weights cannot be read.
         derived: it is neither a parameter nor a buffer of its module.
         of: where it is an answer, shape (inputs, outputs): the parameter whose rows, one per output, made it.
+        left_out: the rule by which what lies here was not read; ``tensor`` is empty then.
     """
 
     layer: str
@@ -46,6 +46,7 @@ class Reading:
     tensor: Tensor
     derived: bool = False
     of: str = ""
+    left_out: str = ""
 
     @property
     def key(self) -> str:
@@ -53,148 +54,77 @@ class Reading:
         return f"{self.layer}.{self.name}" if self.layer else self.name
 
 
-def reachable(model: nn.Module, applied: set[Applied] | None = None) -> Iterator[Reading]:
-    """Yield every tensor that can be reached from the modules of a model.
+def reachable(model: nn.Module) -> Iterator[Reading]:
+    """Yield every tensor that can be reached from the modules of a model, and a reading of each place that is left out.
 
-    Parameters and buffers come under each of their names. Other tensors come once: below attributes, kernels,
-    containers and closures, at most `DEPTH` steps from a module and among the first `ENTRIES` objects in a container.
-    Tensors without data (on the meta device, or empty) are left out.
-
-    Args:
-        model: the model.
-        applied: receives the rules that left a tensor out. Behind a limit of the walk, only a place is named where a
-            search of `SEARCHED` objects finds a tensor that could be made of weights, or does not come to an end.
+    Parameters and buffers come under each of their names. Other tensors come once, from the nearest module: below
+    attributes, kernels, containers, closures, and the entries of dictionaries whose keys are strings or integers.
+    Tensors without data (on the meta device, or empty) do not come. The rules ``bound`` and ``requests`` leave places
+    out (`torchrl_ext.proof.rules`).
     """
-    applied = set() if applied is None else applied
-    walk = _Walk(applied)
-    modules = list(model.named_modules())
-    for layer, module in modules:
+    modules = dict(model.named_modules())
+    seen: set[Any] = {id(module) for module in modules.values()}  # and the places of tensors
+    ahead: deque[tuple[str, str, Any]] = deque()
+    for layer, module in modules.items():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is None or not _holds_data(tensor):
-                continue
             if name in REQUESTS:
-                applied.add(Applied("requests", layer, name))
-                continue
-            walk.is_new(tensor)
-            yield Reading(layer=layer, name=name, tensor=tensor)
-    walk.seen.update(id(module) for _, module in modules)
-    for layer, module in modules:
-        for name, value in list(vars(module).items()):
-            if name not in _OWN:
-                for path, tensor in walk.below(layer, name, value, DEPTH):
-                    yield Reading(layer=layer, name=path, tensor=tensor, derived=True)
-    walk.search()
-
-
-class _Walk:
-    """One pass over the objects that modules keep.
-
-    Args:
-        applied: as for `reachable`.
-
-    Attributes:
-        seen: identities of objects, and places of tensors, that need no second visit.
-    """
-
-    def __init__(self, applied: set[Applied]) -> None:
-        self.seen: set[Any] = set()
-        self._applied = applied
-        self._left: list[tuple[Applied, list[tuple[str, Any]]]] = []  # what the limits left out, by name
-
-    def below(self, layer: str, path: str, value: Any, depth: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield path and tensor of what ``value`` consists of, at most ``depth`` steps further."""
+                ahead.append((layer, name, tensor))
+            elif tensor is not None and _holds_data(tensor):
+                _is_new(tensor, seen)
+                yield Reading(layer=layer, name=name, tensor=tensor)
+        ahead.extend((layer, name, value) for name, value in vars(module).items() if name not in _OWN)
+    met: Counter[str] = Counter()
+    while ahead:
+        layer, path, value = ahead.popleft()
+        if issubclass(type(value), _PLAIN) or id(value) in seen:
+            continue
         if path.rpartition(".")[2] in REQUESTS:
-            if value is not None:
-                self._applied.add(Applied("requests", layer, path))
-            return
-        if isinstance(value, Tensor):
-            if self.is_new(value):
-                yield path, value
-            return
-        if id(value) in self.seen:
-            return
-        parts = _parts(value)
-        if depth == 0:
-            if found := [(f"{path}.{name}", part) for name, part in parts]:
-                self._left.append((Applied("deep", layer, path), found))
-            return
-        first = list(islice(parts, ENTRIES))
-        if rest := [(f"{path}.{name}", part) for name, part in parts]:
-            self._left.append((Applied("long", layer, path), rest))
-        for name, part in first:
-            self.seen.add(id(value))
-            yield from self.below(layer, f"{path}.{name}", part, depth - 1)
-
-    def search(self) -> None:
-        """Apply ``deep`` and ``long`` where tensors lie, or may lie, that the pass left out."""
-        for rule, ahead in self._left:
-            objects = deque(ahead)
-            for _ in range(SEARCHED):
-                if not objects:
-                    break
-                path, value = objects.popleft()
-                if isinstance(value, Tensor):
-                    if self.is_new(value) and could_be_weights(path, value):
-                        self._applied.add(rule)
-                        break
-                elif id(value) not in self.seen and path.rpartition(".")[2] not in REQUESTS:
-                    parts = [(f"{path}.{name}", part) for name, part in _parts(value)]
-                    if parts:
-                        self.seen.add(id(value))
-                    objects.extend(parts)
-            else:
-                self._applied.add(rule)
-
-    def is_new(self, tensor: Tensor) -> bool:
-        """Return whether a tensor holds data that was not met before."""
-        if not _holds_data(tensor):
-            return False
-        try:
-            place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        except RuntimeError:  # a tensor subclass without memory of its own
-            return False
-        if tensor.dtype is torch.int64 and tensor.numel() == 1:  # an address or a counter
-            return False
-        known = place in self.seen
-        self.seen.add(place)
-        return not known
+            yield Reading(layer=layer, name=path, tensor=torch.empty(0), left_out="requests")
+        elif isinstance(value, Tensor):
+            if _is_new(value, seen):
+                yield Reading(layer=layer, name=path, tensor=value, derived=True)
+        else:
+            seen.add(id(value))
+            for name, part in _parts(value):
+                if issubclass(type(part), _PLAIN):
+                    continue
+                met[layer] += 1
+                if met[layer] <= OBJECTS:
+                    ahead.append((layer, f"{path}.{name}", part))
+                elif met[layer] == OBJECTS + 1:
+                    yield Reading(layer=layer, name="...", tensor=torch.empty(0), left_out="bound")
 
 
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the objects that ``value`` consists of, by name, if there can be tensors among them."""
-    if isinstance(value, _CONTAINERS):
-        yield from ((i, part) for i, part in enumerate(list(value)) if not isinstance(part, _PLAIN))
-    elif isinstance(value, dict):
-        named = ((key, part) for key, part in list(value.items()) if isinstance(key, (str, int)))
-        yield from ((key, part) for key, part in named if not isinstance(part, _PLAIN))
-    elif isinstance(value, functools.partial):
-        yield from (*enumerate(value.args), *value.keywords.items(), ("func", value.func))
-    elif isinstance(value, types.MethodType):
-        yield "self", value.__self__
-    elif isinstance(value, types.FunctionType):
-        cells = value.__closure__ or ()
-        yield from ((name, _content(cell)) for name, cell in zip(value.__code__.co_freevars, cells, strict=True))
-        yield from (*enumerate(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items(), *vars(value).items())
-    elif isinstance(value, nn.Module):  # one that no other module has registered
-        yield from (*value._parameters.items(), *value._buffers.items(), *value._modules.items())
-        yield from ((name, part) for name, part in list(vars(value).items()) if name not in _OWN)
-    elif not _foreign(value):
-        yield from list(getattr(value, "__dict__", {}).items())
-        yield from _slots(value)
+def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the objects that ``value`` consists of, by name, if there can be tensors among them."""
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return enumerate(list(value))
+    if isinstance(value, dict):
+        return [(key, part) for key, part in list(value.items()) if isinstance(key, (str, int))]
+    if isinstance(value, functools.partial):
+        return [*enumerate(value.args), *value.keywords.items(), ("func", value.func)]
+    if isinstance(value, types.MethodType):
+        return [("self", value.__self__), ("func", value.__func__)]
+    if isinstance(value, types.FunctionType):
+        closed = zip(value.__code__.co_freevars, map(_content, value.__closure__ or ()), strict=True)
+        defaults = [*enumerate(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items()]
+        return [*closed, *defaults, *vars(value).items()]
+    if isinstance(value, nn.Module):  # one that no other module has registered
+        own = [(name, part) for name, part in vars(value).items() if name not in _OWN]
+        return [*value._parameters.items(), *value._buffers.items(), *value._modules.items(), *own]
+    if isinstance(value, (type, types.ModuleType)) or type(value).__module__.split(".")[0] in _FOREIGN:
+        return []
+    return [*getattr(value, "__dict__", {}).items(), *_slots(value)]
 
 
 def _slots(value: Any) -> Iterator[tuple[str, Any]]:
     for kind in type(value).__mro__:
-        for name, slot in vars(kind).items():
+        for name, slot in vars(kind).items() if "__slots__" in vars(kind) else ():
             if isinstance(slot, types.MemberDescriptorType):
                 try:
                     yield name, slot.__get__(value)
                 except AttributeError:  # not filled yet
                     continue
-
-
-def _foreign(value: Any) -> bool:
-    return isinstance(value, (type, types.ModuleType)) or type(value).__module__.split(".")[0] in _FOREIGN
 
 
 def _content(cell: Any) -> Any:
@@ -206,3 +136,16 @@ def _content(cell: Any) -> Any:
 
 def _holds_data(tensor: Tensor) -> bool:
     return tensor.device.type != "meta" and tensor.numel() > 0
+
+
+def _is_new(tensor: Tensor, seen: set[Any]) -> bool:
+    """Note the place of a tensor, and return whether it holds data that was not met before."""
+    if not _holds_data(tensor) or (tensor.dtype is torch.int64 and tensor.numel() == 1):  # an address or a counter
+        return False
+    try:
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    except RuntimeError:  # a tensor subclass without memory of its own
+        return False
+    known = place in seen
+    seen.add(place)
+    return not known

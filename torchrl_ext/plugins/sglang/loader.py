@@ -62,7 +62,7 @@ class SGLangLoader(PluginLoader):
     # what a rehearsal asks
 
     def runtime(self) -> Iterator[Reading]:
-        return reachable(self._model, self.applied)
+        return reachable(self._model)
 
     def rehearse(self) -> Info:
         try:

@@ -84,7 +84,7 @@ class VLLMLoader(PluginLoader):
         return tuple(step for step in REPAIRS if step not in left_out)
 
     def runtime(self) -> Iterator[Reading]:
-        return readings(self._model, self._dtype, self.applied)
+        return readings(self._model, self._dtype)
 
     def repaired(self) -> dict[str, str]:
         return dict(self._repaired)

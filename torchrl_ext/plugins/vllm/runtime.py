@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from torchrl_ext.landing.placement import Placement
 from torchrl_ext.plugins.vllm import names as vllm
-from torchrl_ext.proof.rules import Applied
 from torchrl_ext.proof.runtime import Reading, reachable
 
 __all__ = ["REPAIRS", "also_packed", "made_up", "readings"]
@@ -24,7 +23,7 @@ log = logging.getLogger("torchrl_ext")
 _ROWS = 4
 
 
-def readings(model: nn.Module, dtype: torch.dtype, applied: set[Applied]) -> Iterator[Reading]:
+def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
     """Yield every tensor that can be reached, and the outputs of packed and quantised linear layers for a fixed input.
 
     oneDNN keeps packed weights in memory of its own (vLLM on a CPU), behind a handle that does not show them.
@@ -32,9 +31,8 @@ def readings(model: nn.Module, dtype: torch.dtype, applied: set[Applied]) -> Ite
     Args:
         model: a worker's model.
         dtype: in which the engine computes.
-        applied: as for `reachable`.
     """
-    yield from reachable(model, applied)
+    yield from reachable(model)
     for path, layer in model.named_modules():
         multiplies = isinstance(layer, (vllm.LinearBase, vllm.ParallelLMHead))
         if multiplies and (_multiplies_packed(layer) or _is_quantised(layer)):
