@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
@@ -183,8 +183,9 @@ class Outputs:
         self.spans = {"probe": time.perf_counter() - began}
         return reference
 
-    def compared(self, engine: EngineClient, source: Sent, weights: Any, model: Any) -> AbstractContextManager[None]:
-        """Ask the trainer (`asked`), and return a context for one update that asks the engines when the update ends.
+    @contextmanager
+    def compared(self, engine: EngineClient, source: Sent, reference: Reference) -> Iterator[None]:
+        """Return a context for one update that asks the engines when the update ends.
 
         Every engine that serves the version is asked, also when the update failed for others. One that is beyond the
         bound, or gives no answer, is paused.
@@ -192,16 +193,12 @@ class Outputs:
         Args:
             engine: the sender's.
             source: its version is read when the update is over.
-            weights, model: as for `asked`.
+            reference: what `asked` returned for this update.
 
         Raises:
             ConfigError: the engine computes no log-probabilities; no engine was touched.
             EngineError: engines are beyond the bound, or gave no answer; not where the update failed already.
         """
-        return self._around(engine, source, self.asked(weights, model))
-
-    @contextmanager
-    def _around(self, engine: EngineClient, source: Sent, reference: Reference) -> Iterator[None]:
         self._found = {}
         began = time.perf_counter()
         for one in engine.each():

@@ -266,7 +266,8 @@ class WeightSender:
             source.version = self._next_version()
             if self._outputs is not None:
                 self._ranks.session.order("outputs", always=True)
-                compared = self._outputs.compared(self.engine, source, weights, self._model())
+                reference = self._outputs.asked(weights, self._model())
+                compared = self._outputs.compared(self.engine, source, reference)
             try:
                 with compared:
                     self._deliver(source)
