@@ -194,7 +194,7 @@ def test_an_engine_that_hides_a_stale_tensor_is_refused_or_says_that_it_is_unpro
         return
     report = sender.update_weights(checkpoint(1))
     assert not report.verified and not holds(stale, 1) and [*proofs, report.proof] == ["sent", "sent"]
-    assert engine.rehearsed[0]["rules"]["bound"] == [f"blocks.{i}.Absorbed...." for i in (0, 1)]
+    assert engine.rehearsed[0]["rules"]["bound"] == ["blocks.0.Absorbed", "blocks.1.Absorbed"]
     assert verdicts(engine)["Absorbed"] == "unproven" and verdicts(engine)["Packed"] == "by reload"
 
 
@@ -330,6 +330,6 @@ def test_a_complex_parameter_is_rehearsed(dtype, tmp_path):
 @settings(max_examples=50, deadline=None)
 def test_known_weights_differ_at_the_chosen_positions_and_nowhere_else(dtype, count, zero):
     tensor = (torch.zeros(count) if zero else torch.rand(count) + 1).to(dtype)
-    where, after = chosen_positions("w", tensor), changed("w", tensor)[1]
+    where, after = chosen_positions("w", tensor), changed("w", tensor)
     assert torch.equal((flat_bits(after) != flat_bits(tensor)).reshape(count, -1).any(1).nonzero().reshape(-1), where)
     assert where.numel() or (count < 32 and dtype in (torch.int8, torch.int64))

@@ -56,8 +56,8 @@ def chosen_positions(name: str, tensor: Tensor) -> Tensor:
     return whole.reshape(-1)[: int((whole.reshape(-1) < count).sum())]
 
 
-def changed(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """Return the name, and a copy of a checkpoint tensor that is changed at its `chosen_positions`.
+def changed(name: str, tensor: Tensor) -> Tensor:
+    """Return a copy of a checkpoint tensor that is changed at its `chosen_positions`.
 
     Floats come nearer to zero by a factor that differs between neighbours (no value overflows, no scale turns
     negative), zeros become small; integers lose or gain their lowest bit.
@@ -70,7 +70,7 @@ def changed(name: str, tensor: Tensor) -> tuple[str, Tensor]:
         flat[where] = torch.where(old == 0, 0.01 * factor, old * factor).to(tensor.dtype)
     elif where.numel():  # bool has no last bit
         flat[where] = flat[where] ^ 1
-    return name, flat.reshape(tensor.shape)
+    return flat.reshape(tensor.shape)
 
 
 def reverting_changes(

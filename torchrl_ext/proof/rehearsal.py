@@ -211,7 +211,6 @@ class _Start:
         arriving: runtime parameter -> what the checkpoint brings to it.
         layers: layer -> names of the checkpoint tensors that land in it.
         rules: the rules that decided something -> what they were applied to.
-        unproven: layers of which not everything was read.
     """
 
     def __init__(self, loader: EngineLoader, cold: _Snapshot) -> None:
@@ -220,11 +219,10 @@ class _Start:
         self.arriving: dict[str, _Arriving] = {}
         self.layers: dict[str, list[str]] = {}
         self.rules: defaultdict[str, set[str]] = defaultdict(set)
-        self.unproven: set[str] = set()
         self.note(cold)
         for name, before in self:
             self.digests[name] = position_digest(before).hex()
-            after = changed(name, before)[1] if chosen_positions(name, before).numel() else None
+            after = changed(name, before) if chosen_positions(name, before).numel() else None
             if after is None and before.numel():
                 self.rules["indices"].add(name)
             for landing in loader.landings(name):
@@ -244,12 +242,10 @@ class _Start:
         """Note the places that a snapshot left out."""
         for reading in snapshot.left_out:
             self.rules[reading.left_out].add(reading.key)
-            if reading.left_out == "bound":
-                self.unproven.add(reading.layer)
 
     def changed(self) -> Iterator[tuple[str, Tensor]]:
         """Return a pass over the checkpoint with something changed in each tensor."""
-        return (changed(name, tensor) for name, tensor in self)
+        return ((name, changed(name, tensor)) for name, tensor in self)
 
 
 @dataclass
@@ -390,12 +386,13 @@ def _parent(name: str) -> str:
 
 
 def _verdicts(loader: EngineLoader, start: _Start, attempt: _Attempt) -> Iterator[Layer]:
-    for layer in dict.fromkeys((*start.layers, *attempt.wrong, *start.unproven)) or ("",):
+    unproven = start.rules.get("bound", set())
+    for layer in dict.fromkeys((*start.layers, *attempt.wrong, *sorted(unproven))) or ("",):
         verdict, why = BY_RELOAD, ""
         names = start.layers.get(layer, ())  # where none is known to land, none is written in place
         if layer in attempt.wrong:
             verdict, why = REFUSED, attempt.wrong[layer]
-        elif layer in start.unproven:
+        elif layer in unproven:
             verdict, why = UNPROVEN, f"more than {rules.OBJECTS:,} objects lie below it, and not all were searched"
         elif layer in attempt.repaired:
             verdict, why = REPAIRED, attempt.repaired[layer]

@@ -34,7 +34,7 @@ class Reading:
 
     Attributes:
         layer: path of the module that it was reached from; "" is the model itself.
-        name: of the tensor below that module; ``"weight"``, ``"quant_method.moe_kernel.scale"``.
+        name: of the tensor below that module; ``"weight"``, ``"quant_method.moe_kernel.scale"``; "" is the module.
         tensor: the live tensor, or what the layer answers a fixed input where its weights cannot be read.
         derived: it is neither a parameter nor a buffer of its module.
         of: where it is an answer, shape (inputs, outputs): the parameter whose rows, one per output, made it.
@@ -51,7 +51,7 @@ class Reading:
     @property
     def key(self) -> str:
         """The name within the model."""
-        return f"{self.layer}.{self.name}" if self.layer else self.name
+        return ".".join(filter(None, (self.layer, self.name)))
 
 
 def reachable(model: nn.Module) -> Iterator[Reading]:
@@ -92,7 +92,7 @@ def reachable(model: nn.Module) -> Iterator[Reading]:
                 if met[layer] <= OBJECTS:
                     ahead.append((layer, f"{path}.{name}", part))
                 elif met[layer] == OBJECTS + 1:
-                    yield Reading(layer=layer, name="...", tensor=torch.empty(0), left_out="bound")
+                    yield Reading(layer=layer, name="", tensor=torch.empty(0), left_out="bound")
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
