@@ -143,10 +143,8 @@ class Outputs:
     """
 
     def __init__(self, max_gap: float | str | None, probe: Probe | Compute | None) -> None:
-        if isinstance(max_gap, str) and max_gap != "dtype":
-            raise ConfigError(f"max_gap cannot be {max_gap!r}", expected="a number of nats, None or 'dtype'")
-        if isinstance(max_gap, (int, float)) and not max_gap >= 0:
-            raise ConfigError(f"max_gap cannot be {max_gap}", expected="a number of nats, at least 0")
+        if max_gap is not None and max_gap != "dtype" and (isinstance(max_gap, str) or not max_gap >= 0):
+            raise ConfigError(f"max_gap cannot be {max_gap!r}", expected="at least 0 nats, None or 'dtype'")
         self._max_gap = max_gap
         self._probe = probe if isinstance(probe, Probe) else Probe(compute=probe)
         self._found: dict[str, Info] = {}
