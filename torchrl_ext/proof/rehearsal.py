@@ -122,14 +122,11 @@ def rehearse(loader: EngineLoader) -> Rehearsal:
     start = _Start(loader, cold)
     known = tuple(loader.known_repairs())
     attempt = _attempt(loader, start, cold, known)
-    loads = attempt.loads
     if attempt.wrong and loader.takes_slices:
         loader.land_whole()
         attempt = _attempt(loader, start, cold, known)
-        loads += attempt.loads
     if attempt.wrong and known:
         attempt = _attempt(loader, start, cold, ())
-        loads += attempt.loads
     if attempt.wrong:
         loader.repairs = frozenset(known)
     return Rehearsal(
@@ -137,7 +134,7 @@ def rehearse(loader: EngineLoader) -> Rehearsal:
         repairs=tuple(sorted(set(attempt.repaired.values()))),
         changes=attempt.changes,
         restored=attempt.restored,
-        loads=loads,
+        loads=start.loads,
         rules={rule: sorted(names) for rule, names in start.rules.items()},
     )
 
@@ -148,7 +145,6 @@ class _Attempt:
     repaired: Mapping[str, str] = field(default_factory=dict)  # layer -> the step
     changes: str = IN_PLACE
     restored: bool = True
-    loads: int = 0
 
 
 def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot, repairs: tuple[str, ...]) -> _Attempt:
@@ -156,22 +152,22 @@ def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot, repairs: tupl
     loader.repairs = frozenset(repairs)
     try:
         _load(loader, start.changed())
-        found.loads += 1
+        start.loads += 1
         found.wrong.update(_unreached(loader, start, cold))
         if not _take_back(loader, start, cold):
-            found.loads += 2
+            start.loads += 2
             found.changes = BY_RELOAD
             loader.land_whole()
             _load(loader, start.changed())
             if not _take_back(loader, start, cold):
                 found.wrong[""] = "changes do not land, neither in place nor by loading the whole model"
-        found.loads += 1
+        start.loads += 1
     except Exception as error:  # a loader may raise anything
         log.warning("a rehearsal failed", exc_info=error)
         found.wrong[""] = f"{type(error).__name__}: {error}"
     try:
         _load(loader, start)
-        found.loads += 1
+        start.loads += 1
     except Exception as error:
         log.warning("the weights that the engine was started with could not be loaded again", exc_info=error)
         found.wrong.setdefault("", f"{type(error).__name__}: {error}")
@@ -210,6 +206,7 @@ class _Start:
         digests: position digest of each tensor, 32 hex digits.
         arriving: runtime parameter -> what the checkpoint brings to it.
         layers: layer -> names of the checkpoint tensors that land in it.
+        loads: loads of the whole model so far; changes that are taken back count as one.
         rules: the rules that decided something -> what they were applied to.
     """
 
@@ -218,6 +215,7 @@ class _Start:
         self.digests: dict[str, str] = {}
         self.arriving: dict[str, _Arriving] = {}
         self.layers: dict[str, list[str]] = {}
+        self.loads = 0
         self.rules: defaultdict[str, set[str]] = defaultdict(set)
         self.note(cold)
         for name, before in self:
