@@ -117,7 +117,8 @@ class UpdateSource(WeightSource):
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes
             yield meta.name, tensor
 
-    __iter__ = pairs
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.pairs()
 
     def shards(self) -> Iterator[Shard]:
         """Yield this rank's blocks, and update `count` and `bytes`; raises ManifestError as `checked_shards` does."""

@@ -172,7 +172,8 @@ class CheckpointSource(WeightSource):
             if names is None or meta.name in names:
                 yield meta.name, read(meta.name)
 
-    __iter__ = pairs
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.pairs()
 
     def shards(self) -> Iterator[Shard]:
         """Yield every tensor as a whole, on each rank: it is read when it is taken, and other ranks need not do so."""

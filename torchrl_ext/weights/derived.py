@@ -162,7 +162,8 @@ class ConvertedSource(WeightSource):
             if names is None or any(name in names for name in results):
                 yield from (pair for pair in _made(group, rows) if names is None or pair[0] in names)
 
-    __iter__ = pairs
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.pairs()
 
     def shards(self) -> Iterator[Shard]:
         """Yield the blocks that this rank holds, under the names of the checkpoint.

@@ -220,7 +220,8 @@ class RowSource(WeightSource):
             if names is None or row.name in names:
                 yield row.name, row.take()
 
-    __iter__ = pairs
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self.pairs()
 
     def shards(self) -> Iterator[Shard]:
         for row in self.rows():
