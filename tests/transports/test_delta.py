@@ -249,7 +249,7 @@ class TestFleet:
         for version, number in enumerate((0, 1, 0, 0, 0, 1)):
             step(own, version)
             assert senders[number].update_weights(own).verified
-            assert same(dict(loaders[number].resident()), own)
+            assert same(loaders[number].targets(), own)
         assert [one.loads for one in loaders] == [1, 1]
 
     def test_an_engine_that_fails_acknowledges_nothing(self, root):
