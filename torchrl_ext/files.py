@@ -11,7 +11,7 @@ from typing import ClassVar, final
 
 from torchrl_ext.errors import IntegrityError
 
-__all__ = ["LocalFile", "OpenFile", "open_regular"]
+__all__ = ["LocalFile", "OpenFile", "open_regular", "sync"]
 
 _Path = str | os.PathLike[str]
 
@@ -111,6 +111,19 @@ def open_regular(path: _Path, *, within: _Path | None = None) -> tuple[int, int]
         os.close(descriptor)
         raise _special(path)
     return descriptor, found.st_size
+
+
+def sync(path: _Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk.
+
+    Raises:
+        OSError: it cannot be opened or written.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _special(path: _Path) -> IntegrityError:

@@ -266,7 +266,7 @@ def counted(name):
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*arguments, **settings)
     setattr(module, name, call)
-for name in ("apply_patch", "_sync", "_copy"):
+for name in ("apply_patch", "sync", "_copy"):
     counted(name)
 module.LocalCheckpoint(sys.argv[1], sys.argv[2]).pull(sys.argv[3], int(sys.argv[5]))
 """

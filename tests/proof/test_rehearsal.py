@@ -231,7 +231,9 @@ def test_what_engines_keep_beside_weights_leaves_no_layer_unproven():
 
 
 def closed_over(tensor):
-    unfilled = lambda: late  # noqa: E731
+    def unfilled():
+        return late
+
     if tensor is None:
         late = tensor
     return lambda: (unfilled, tensor)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrl_ext.errors import IntegrityError, StoreError, WeightSyncError
-from torchrl_ext.files import LocalFile, OpenFile, open_regular
+from torchrl_ext.files import LocalFile, OpenFile, open_regular, sync
 from torchrl_ext.stores.base import Draft, Store, checked_key
 
 __all__ = ["TEMPORARY", "LocalStore"]
@@ -54,7 +54,7 @@ class _LocalDraft(Draft):
             file.flush()
             os.fsync(file.fileno())
         if inner:
-            _sync_folder(os.path.dirname(path))
+            sync(os.path.dirname(path))
 
 
 class LocalStore(Store):
@@ -116,7 +116,7 @@ class LocalStore(Store):
                 with suppress(OSError):
                     os.unlink(temporary)
                 raise
-            _sync_folder(folder)
+            sync(folder)
         except OSError as error:
             raise self._failed("write", error, len(data)) from error
 
@@ -136,12 +136,12 @@ class LocalStore(Store):
             try:
                 os.mkdir(temporary)
                 yield _LocalDraft(Path(temporary))
-                _sync_folder(temporary)
+                sync(temporary)
                 os.rename(temporary, path)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
-            _sync_folder(self.url)
+            sync(self.url)
         except WeightSyncError:  # what the block raised; some are OSErrors too
             raise
         except OSError as error:
@@ -331,11 +331,3 @@ def _read_at(descriptor: int, first: int, nbytes: int) -> bytes:
         parts.append(part)
         first += len(part)
     return b"".join(parts) if len(parts) != 1 else parts[0]
-
-
-def _sync_folder(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -32,7 +32,7 @@ from torchrl_ext.compat.slime.current import INDEX_NAME, parse_index
 from torchrl_ext.compat.slime.foreign import ForeignVersions
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError
-from torchrl_ext.files import LocalFile, OpenFile
+from torchrl_ext.files import LocalFile, OpenFile, sync
 from torchrl_ext.stores import Chain, Manifest, Store, open_store, version_name
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.opening import admit
@@ -194,7 +194,7 @@ class LocalCheckpoint:
             apply_patch(patch, tensor)
             route.verify(patch.meta.name, tensor)
         for path in paths:
-            _sync(path)
+            sync(path)
 
     def _mapped(self) -> tuple[list[Path], dict[str, Tensor]]:
         """Return the files of the weights, and each tensor in them by name, whose memory is the file."""
@@ -234,16 +234,16 @@ class LocalCheckpoint:
     def _unsettle(self) -> None:
         """Remove the state, durably: from here on the files are none that a delta could be applied to."""
         (self._sync / _STATE).unlink(missing_ok=True)
-        _sync(self._sync)
+        sync(self._sync)
 
     def _settle(self, run: str, version: int) -> None:
-        _sync(self.directory)
+        sync(self.directory)
         state = {"version": f"{version:06d}", "run": run, "base": self._base}
         draft = self._sync / f"{_STATE}.tmp"
         draft.write_text(json.dumps(state))
-        _sync(draft)
+        sync(draft)
         os.replace(draft, self._sync / _STATE)
-        _sync(self._sync)
+        sync(self._sync)
 
     # who may change it
 
@@ -317,11 +317,3 @@ def _copy(source: OpenFile, target: Path) -> None:
         os.fsync(new.fileno())
     if size != source.nbytes:
         raise IntegrityError(f"{source.path} changed while it was copied", expected=f"{source.nbytes:,} bytes")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
