@@ -324,7 +324,16 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_ends_a_call_and_its_connection(recwarn, interruptible):
+@pytest.mark.parametrize("moment", ["while it waits", "before it waits"])
+def test_ctrl_c_ends_a_call_and_its_connection(recwarn, interruptible, monkeypatch, moment):
+    if moment == "before it waits":
+        begin = asyncio.run_coroutine_threadsafe
+
+        def begin_and_linger(call, loop):
+            begin(call, loop)
+            threading.Event().wait(LIMIT_S)
+
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", begin_and_linger)
     dripping, left = threading.Event(), threading.Event()
 
     def talk(connection, _):

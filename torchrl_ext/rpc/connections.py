@@ -80,11 +80,18 @@ def run(call: Coroutine[Any, Any, _T], name: str = HTTP) -> _T:
     if not can_wait(name):
         call.close()
         raise ConfigError("a call would wait for itself on the loop that runs it", hint="await it in place of run")
-    job = begin(call, name)
+    loop = _current(name).loop
     try:
-        return job.result()
-    finally:
-        job.cancel()
+        return begin(call, name).result()
+    except BaseException:  # ctrl-c may also come after begin has started the call and before it returns the future
+        loop.call_soon_threadsafe(_cancel, call, loop)
+        raise
+
+
+def _cancel(call: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> None:
+    for task in asyncio.all_tasks(loop):
+        if task.get_coro() is call:
+            task.cancel()
 
 
 async def each(calls: Sequence[Coroutine[Any, Any, _T]]) -> list[_T]:
