@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import fcntl
 import json
 import os
@@ -9,7 +10,6 @@ import random
 import shutil
 import signal
 import subprocess
-import threading
 
 import pytest
 from safetensors.torch import load_file
@@ -238,14 +238,9 @@ def test_a_hook_is_called_before_anything_is_looked_for(chain, root, local):
 
 def test_several_pull_at_once_and_one_that_cannot_get_in_says_so(chain, root, local):
     base, history = chain
-    threads = [
-        threading.Thread(target=LocalCheckpoint(local, base).pull, args=(str(root), version))
-        for version in (3, 3, 2, 3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        pulls = [threads.submit(LocalCheckpoint(local, base).pull, str(root), version) for version in (3, 3, 2, 3)]
+    assert [pull.result() for pull in pulls] == 4 * [None]
     assert same(read(local), history[number(local)])
     with open(local / ".weight_sync" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

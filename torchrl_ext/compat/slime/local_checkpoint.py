@@ -265,7 +265,9 @@ class LocalCheckpoint:
                     expected="a directory of its own, as files are replaced and removed there",
                     state="nothing was changed",
                 )
-        if self.directory.is_dir() and not self._sync.is_dir() and any(self.directory.iterdir()):
+        if (
+            self.directory.is_dir() and any(self.directory.iterdir()) and not self._sync.is_dir()
+        ):  # others make it first
             raise ConfigError(
                 f"{self.directory} holds files, and never was a local checkpoint",
                 expected="an empty directory, or a new one: what a version does not have is removed",
