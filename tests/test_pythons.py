@@ -70,7 +70,8 @@ class Stub(types.ModuleType):
     __path__ = []
     __version__ = "0"
     __getattr__ = lambda self, name: of_third_party(name)
-    __or__ = __ror__ = lambda self, other: self
+    __or__ = __ror__ = __sub__ = __lshift__ = __invert__ = __getitem__ = lambda self, *other: self
+    __setitem__ = lambda self, key, value: None
 
     def __call__(self, *given, **settings):
         return given[0] if len(given) == 1 and callable(given[0]) and not settings else self

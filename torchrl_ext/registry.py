@@ -237,13 +237,11 @@ engines = Makes(
 encodings = Registry(
     "encoding",
     {
-        "ulp": ("codecs.ulp:UlpCodec", "gaps and ulp steps, rANS; the fast one"),
-        "context": (
-            "codecs.ulp:ContextCodec",
-            "gaps and ulp steps in the context of the base's exponent, rANS; the tight one",
-        ),
-        "dense": ("codecs.dense:DenseCodec", "the whole new tensor in byte planes"),
-        "auto": ("codecs.auto:AutoCodec", "picks per tensor by measured density and link speed"),
+        "ulp": ("codecs.choice:ulp", "gaps and steps in units in the last place; the fast one"),
+        "context": ("codecs.choice:context", "the same, sorted by the exponent of the base; the tight one"),
+        "bitmap": ("codecs.choice:bitmap", "a bit for each unit, and the new ones; for links faster than coders"),
+        "dense": ("codecs.choice:dense", "the new units of every block that changes, in byte planes"),
+        "auto": ("codecs.choice:AutoBlocks", "picks for each block by what changed and the speed of the link"),
         "indices": ("compat.slime.encodings:indices", "int32 positions and values (slime's first format)"),
         "deltas": ("compat.slime.encodings:deltas", "position gaps of 16 or 32 bits and values (slime's first format)"),
         "deltas_zstd": (
@@ -261,10 +259,7 @@ encodings = Registry(
 containers = Registry(
     "container",
     {
-        "packed": ("versions.containers:Packed", "payloads one after the other"),
-        "flushes": ("compat.slime.containers:Flushes", "slime's first files, beside a manifest of ours"),
-        "whole": ("compat.slime.containers:Whole", "slime's current files, beside a manifest of ours"),
-        "foreign flushes": ("compat.slime.containers:foreign_flushes", "the first files that slime itself wrote"),
-        "foreign whole": ("compat.slime.containers:foreign_whole", "the current files that slime itself wrote"),
+        "flushes": ("compat.slime.containers:Flushes", "files of slime's first format"),
+        "whole": ("compat.slime.containers:Whole", "files of slime's current format"),
     },
 )

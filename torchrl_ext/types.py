@@ -32,6 +32,12 @@ API_KEY_VARIABLE = "TORCHRL_EXT_API_KEY"
 """Environment variable with the API key that an embedded engine requires and that our commands send to engines."""
 
 
+@functools.cache
+def _dtypes() -> dict[str, torch.dtype]:
+    """Return torch's dtypes by name: a table, since a manifest names one for each of very many parameters."""
+    return {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name: ``"bfloat16"`` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
@@ -43,8 +49,8 @@ def dtype_from_name(name: str) -> torch.dtype:
     Raises:
         ManifestError: torch has no dtype of this name.
     """
-    dtype = getattr(torch, name, None) if isinstance(name, str) and name.isidentifier() else None
-    if not isinstance(dtype, torch.dtype):
+    dtype = _dtypes().get(name) if isinstance(name, str) else None
+    if dtype is None:
         raise ManifestError(f"{name!r} is no dtype of torch {torch.__version__}")
     return dtype
 
@@ -60,7 +66,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
-_Size = Annotated[int, msgspec.Meta(ge=0, lt=2**48)]
+Shape = tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**48)], ...]
 
 
 def decoded(value: Any, kind: type[T], what: str, error: type[WeightSyncError] = ConfigError) -> T:
@@ -76,12 +82,13 @@ def decoded(value: Any, kind: type[T], what: str, error: type[WeightSyncError] =
         WeightSyncError: an ``error`` that gives the path of the invalid field and its bound.
     """
     try:
-        return msgspec.convert(value, kind, dec_hook=_decode_dtype)
+        return msgspec.convert(value, kind, dec_hook=decode_dtype)
     except (msgspec.ValidationError, ValueError, RecursionError) as cause:  # ValueError: a lone surrogate in a key
         raise error(f"{what} is malformed: {f'{cause}':.400}", state="unchanged") from None
 
 
-def _decode_dtype(kind: type, value: Any) -> Any:
+def decode_dtype(kind: type, value: Any) -> Any:
+    """Decode the name of a dtype, for msgspec's ``dec_hook``; raise ValueError if torch has none of this name."""
     assert kind is torch.dtype, kind  # the only type used here that msgspec does not know
     try:
         return dtype_from_name(value)
@@ -122,7 +129,7 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     name: str
     dtype: torch.dtype
-    shape: tuple[_Size, ...]
+    shape: Shape
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> ParamMeta:
@@ -281,6 +288,7 @@ class SyncReport:
             log-probabilities match the trainer's.
         rank_bytes: bytes that each trainer rank sent; empty if the transport does not count them.
         worker_bytes: bytes that each worker received; empty if the transport does not count them.
+        encoding: how changes were coded, and why so; empty for a full update.
         whole: tensors sent unsharded although the trainer or the engine is sharded -> the reason.
         part: only some tensors were sent (``only=``) and engines kept the others; `proof` covers those that were sent.
         finite: whether all tensors that this process checked are free of NaN and infinity; None if it checked none.
@@ -306,6 +314,7 @@ class SyncReport:
     proof: str = "sent"
     rank_bytes: tuple[int, ...] = ()
     worker_bytes: tuple[int, ...] = ()
+    encoding: str = ""
     whole: Mapping[str, str] = field(default_factory=dict)
     part: bool = False
     finite: bool | None = None

@@ -13,6 +13,11 @@ SUBJECTS = {
     "prompts": ("tests.bench.prompts", "how long a batch of prompts takes before its first byte leaves"),
     "commit": ("tests.bench.commit", "the pause of a delta, beside a bare scatter and a load of everything"),
     "calls": ("tests.bench.calls", "processor time of control calls that many threads make at once"),
+    "coding": ("tests.bench.coding", "kinds of blocks of changes, beside their entropy and a copy"),
+    "digest": ("tests.bench.digest", "digests of weights on the host, beside a copy of the same bytes"),
+    "encode": ("tests.bench.encode", "finding, coding and writing what changed, beside xor + zstd and a copy"),
+    "tiles": ("tests.bench.tiles", "what tiles cost a trainer, and which share of a delta a worker reads"),
+    "small": ("tests.bench.small", "an update of 60,000 small tensors, beside a clone of each"),
     "proof": ("tests.bench.proof", "reading back and rehearsing, beside the updates that they prove"),
 }
 

@@ -15,9 +15,10 @@ from rich.table import Table
 from torch import Tensor
 
 from torchrl_ext.bench.runner import at_most, rounds
-from torchrl_ext.codecs.patch import SparsePatch
+from torchrl_ext.codecs.streams import BLOCK_UNITS, StreamPatch
 from torchrl_ext.kernels.base import flat_bits, unsigned
 from torchrl_ext.landing.loader import Changes, TensorsLoader
+from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import as_source
 
@@ -107,13 +108,22 @@ def _forget_caches() -> None:
 
 
 def _flipped(live: dict[str, Tensor], changes: dict[str, np.ndarray]) -> Changes:
-    """The lowest bit of the elements at some indices flipped."""
+    """The lowest bit of the elements at some indices flipped, as blocks of one stream."""
+    table = ParamTable.of(ParamMeta.of(name, tensor) for name, tensor in live.items())
+    (stream,) = table.streams
+    positions = np.concatenate(
+        [first + index for first, index in zip(stream.first[:-1], changes.values(), strict=True)]
+    )
+    values = np.concatenate([unsigned(flat_bits(live[name]))[index] ^ 1 for name, index in changes.items()])
 
-    def patches(wanted: Callable[[str], bool]) -> Iterator[SparsePatch]:
-        for name, index in changes.items():
-            if wanted(name):
-                meta = ParamMeta.of(name, live[name])
-                yield SparsePatch(meta, index, unsigned(flat_bits(live[name]))[index] ^ 1)
+    def patches(wanted: Callable[[str], bool]) -> Iterator[StreamPatch]:
+        assert all(map(wanted, live))
+        for start in range(0, stream.size, BLOCK_UNITS):
+            size = min(BLOCK_UNITS, stream.size - start)
+            own = slice(*np.searchsorted(positions, (start, start + size)).tolist())
+            yield StreamPatch(
+                table, 0, start, size, (positions[own] - start).astype(np.int32), values[own], steps=False
+            )
 
     return Changes(patches=patches, digests={}, whole=lambda names: iter(()))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.bench.models import SIZES, make_model
 from torchrl_ext import registry
 from torchrl_ext.cli.environments import settings_for
+from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.landing.patcher import READ_BACK_VERSIONS, Patcher, identity
 from torchrl_ext.serving.server import start
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
@@ -87,7 +88,7 @@ def _change(tensors: dict[str, Tensor], density: float, seed: int) -> None:
 def _one_turn(tensors: dict[str, Tensor]) -> float:
     """Seconds to read back what one version reads back, taken over all turns: their sizes differ a little."""
     patcher = Patcher(identity(tensors))
-    patcher.held()
+    patcher.held(LINEAR)
     began = time.perf_counter()
     patcher.read_back(tensors)
     return (time.perf_counter() - began) / READ_BACK_VERSIONS

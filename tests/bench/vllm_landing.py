@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
     load_checkpoint_weight_patches,
 )
 
-from torchrl_ext.codecs.patch import DensePatch, SparsePatch
+from torchrl_ext.codecs.patch import SparsePatch
 from torchrl_ext.codecs.units import units
 from torchrl_ext.plugins.vllm.loader import VLLMLoader
 from torchrl_ext.plugins.vllm.register import register
@@ -39,11 +39,11 @@ _DENSE = 1 / 3  # from here on a transport sends the tensor itself, which is sma
 class _Step:
     """What `Patchable.stage` uses of a transport's changes."""
 
-    def __init__(self, patches: list[DensePatch | SparsePatch]) -> None:
+    def __init__(self, patches: list[SparsePatch]) -> None:
         self._patches = patches
         self.digests: Mapping[str, str] = {}  # nothing to compare with: digests are still computed
 
-    def patches(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[DensePatch | SparsePatch]:
+    def patches(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[SparsePatch]:
         return (patch for patch in self._patches if wanted(patch.meta.name))
 
     def whole(self, names: Any) -> Iterator[tuple[str, Tensor]]:
@@ -52,7 +52,7 @@ class _Step:
     @property
     def nbytes(self) -> int:
         """Decoded payload: indices and values."""
-        return sum(p.values.nbytes + (0 if isinstance(p, DensePatch) else p.indices.nbytes) for p in self._patches)
+        return sum(p.values.nbytes + (0 if p.changed == p.meta.numel else p.indices.nbytes) for p in self._patches)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -124,14 +124,15 @@ def _steps(tensors: dict[str, Tensor], elements: int) -> tuple[_Step, _Step]:
     """The last bit of ``elements`` scattered elements flipped, and flipped back."""
     generator = np.random.default_rng(elements)
     density = elements / sum(tensor.numel() for tensor in tensors.values())
-    forth: list[DensePatch | SparsePatch] = []
-    back: list[DensePatch | SparsePatch] = []
+    forth: list[SparsePatch] = []
+    back: list[SparsePatch] = []
     for name, tensor in tensors.items():
         old, meta = units(tensor), ParamMeta.of(name, tensor)
         if density >= _DENSE:
             new = old ^ (generator.random(old.size, np.float32) < density).astype(old.dtype)
-            forth.append(DensePatch(meta, new))
-            back.append(DensePatch(meta, old.copy()))
+            every = np.arange(old.size, dtype=np.int32)
+            forth.append(SparsePatch(meta, every, new))
+            back.append(SparsePatch(meta, every, old.copy()))
             continue
         where = np.flatnonzero(generator.random(old.size, np.float32) < density).astype(np.int32)
         if where.size:
@@ -144,7 +145,7 @@ def _theirs(step: _Step) -> list[CheckpointWeightPatch]:
     found = []
     for patch in step.patches():
         values = torch.from_numpy(patch.values.view(np.int16)).view(torch.bfloat16)
-        where = None if isinstance(patch, DensePatch) else torch.from_numpy(patch.indices)
+        where = None if patch.changed == patch.meta.numel else torch.from_numpy(patch.indices)
         meta = patch.meta
         found.append(CheckpointWeightPatch(meta.name, meta.shape, meta.dtype, values, where))
     return found

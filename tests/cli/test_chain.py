@@ -87,7 +87,19 @@ def test_what_somebody_began_to_write_is_no_version(root, capsys):
 def test_show_lists_the_tensors_of_a_version(root, capsys):
     found = asked(capsys, "show", root, 2)
     assert [(row["name"], row["changed"]) for row in found["tensors"]] == [("a", 1), ("b", 0)]
+    assert [(row["encoding"], row["file"]) for row in found["tensors"]] == [("ulp", "delta-00001.bin"), (None, None)]
     assert "version 9" in asked(capsys, "show", root, 9, status=1)["error"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "file"),
+    [("xor", "model-00000-of-00001.safetensors"), ("deltas", "rank0000_flush000000.safetensors")],
+)
+def test_show_says_in_which_file_of_another_layout_a_tensor_lies(tmp_path, capsys, encoding, file):
+    published(tmp_path / "root", 2, encoding=encoding, keyframe_every=0)
+    first, *_, last = asked(capsys, "show", tmp_path / "root", 2)["tensors"]
+    assert (first["encoding"], first["file"]) == (encoding, file) and first["changed"] > 0
+    assert (last["encoding"], last["file"], last["changed"]) == (None, None, 0)
 
 
 def test_verify_recomputes_and_names_what_is_damaged(root, capsys):

@@ -1,74 +1,133 @@
-"""What every codec promises; `tests/codecs/test_codecs.py` runs it over each registered name."""
+"""What every encoding of blocks promises; `tests/codecs/test_encodings.py` runs it over each registered name."""
 
 from __future__ import annotations
 
-import itertools
-
+import numpy as np
 import pytest
 import torch
 
 from tests.codecs.data import DTYPES, bytes_of, pairs
-from torchrl_ext.codecs.base import Codec, codec_from_json
-from torchrl_ext.codecs.patch import apply_patch, diff, fold
-from torchrl_ext.codecs.pipeline import encode_tensor
-from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.codecs.base import codec_from_json
+from torchrl_ext.codecs.blocks import KINDS, BlockCodec
+from torchrl_ext.codecs.choice import BlockEncoding
+from torchrl_ext.codecs.patch import apply_patch
+from torchrl_ext.codecs.streams import Found, StreamPatch
+from torchrl_ext.codecs.units import Unit, unit_of, units
+from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.kernels.base import BITS
+from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.types import ParamMeta
 
+BLOCK = 4096  # units
 
-class CodecContract:
-    """Give a `codec` fixture and inherit."""
 
-    def test_a_codec_is_rebuilt_from_its_own_json(self, codec: Codec):
-        assert codec_from_json(codec.to_json()) == codec
+def block_of(old: np.ndarray, new: np.ndarray, start: int = 0) -> Found:
+    """What changed in a block, of which these are all units."""
+    positions = np.flatnonzero(old != new).astype(np.int32)
+    bits = torch.from_numpy(old.view(np.uint8)).view(BITS[old.itemsize])
+    return Found(0, start, positions, old[positions], new[positions], range(1), np.zeros((1, 2), np.uint64), bits)
 
-    def test_every_bit_of_every_dtype_survives(self, codec: Codec):
+
+def land(patch: StreamPatch, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor, in which each parameter of a patch has landed."""
+    landed = tensor.clone()
+    for each in patch.split():
+        apply_patch(each, landed)
+    return landed
+
+
+def coded(encoding: BlockEncoding, unit: Unit, found: Found) -> tuple[BlockCodec, bytes]:
+    """The kind that was picked for a block, and its bytes."""
+    kind, data = encoding.encode(unit, found)
+    return KINDS[kind], data
+
+
+def blocks_of(encoding: BlockEncoding, dtype: torch.dtype, sizes: tuple[int, ...]):
+    """Blocks with changes: their kind, table, and what was found in them."""
+    for meta, old, new in pairs(dtype, sizes):
+        for start in range(0, unit_of(dtype).count(meta), BLOCK):
+            own = slice(start, start + BLOCK)
+            found = block_of(units(old)[own].copy(), units(new)[own].copy(), start)
+            if found.positions.size:
+                yield coded(encoding, unit_of(dtype), found)[0], ParamTable.of([meta]), found
+
+
+class BlockEncodingContract:
+    """Give an `encoding` fixture and inherit."""
+
+    def test_it_is_made_again_from_its_own_json(self, encoding: BlockEncoding):
+        again = codec_from_json(encoding.to_json())
+        assert type(again) is type(encoding) and again.to_json() == encoding.to_json()
+        assert again.whole_base == encoding.whole_base and again.container == "blocks"
+
+    def test_every_bit_of_every_dtype_survives_in_blocks_that_are_read_one_by_one(self, encoding: BlockEncoding):
         for dtype in DTYPES:
+            unit = unit_of(dtype)
             for meta, old, new in pairs(dtype):
-                try:
-                    coded = encode_tensor(codec, meta, old, new)
-                except ConfigError:
-                    assert dtype == torch.complex128  # the one dtype that safetensors has no name for
-                    continue
-                assert coded.changed == diff(meta, old, new).changed, meta
-                assert bool(coded.payload) == (bytes_of(old) != bytes_of(new)), meta
-                if codec.name in ("ulp", "context", "dense", "auto"):  # ours, whose framing is small
-                    assert len(coded.payload) <= meta.nbytes * 1.01 + 64, meta
-                landed = old.clone()
-                patch = coded.codec.decode(coded.payload, meta, old)
-                assert patch.changed >= coded.changed, meta
-                apply_patch(patch, landed)
+                table, landed = ParamTable.of([meta]), old.clone()
+                for start in reversed(range(0, unit.count(meta), BLOCK)):
+                    own = slice(start, start + BLOCK)
+                    found = block_of(units(old)[own].copy(), units(new)[own].copy(), start)
+                    if not found.positions.size:
+                        continue
+                    codec, data = coded(encoding, unit, found)
+                    assert len(data) <= 1.2 * found.bits.nbytes + 600, meta
+                    base = found.old if codec.whole_base else None
+                    assert codec.whole_base <= encoding.whole_base
+                    patch = codec.decode(data, table, 0, start, found.size, base)
+                    assert patch.positions.dtype == np.int32 and patch.values.dtype == unit.dtype
+                    landed = land(patch, landed)
                 assert bytes_of(landed) == bytes_of(new), meta
 
-    def test_what_a_reader_needs_of_the_base_is_what_the_codec_says(self, codec: Codec):
-        for meta, old, new in pairs(torch.bfloat16, (5000,)):
-            coded = encode_tensor(codec, meta, old, new)
-            if coded.codec.needs == "all":
-                with pytest.raises(ConfigError, match=r"bfloat16\.5000"):
-                    coded.codec.decode(coded.payload, meta)
+    def test_the_order_of_threads_and_where_bytes_lie_make_no_difference(self, encoding: BlockEncoding):
+        for codec, table, found in blocks_of(encoding, torch.bfloat16, (4097,)):
+            data = codec.encode(unit_of(torch.bfloat16), found)
+            assert codec.encode(unit_of(torch.bfloat16), found) == data
+            size = found.size
+            expected = codec.decode(data, table, 0, found.start, size, found.old)
+            moved = codec.decode(memoryview(b"\0\0\0" + data)[3:], table, 0, found.start, size, found.old)
+            assert np.array_equal(moved.positions, expected.positions)
+            assert np.array_equal(moved.values, expected.values)
+
+    def test_damaged_bytes_are_refused_or_are_changes_of_the_block(self, encoding: BlockEncoding):
+        generator, refused = np.random.default_rng(0), 0
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32, torch.float64):
+            for codec, table, found in blocks_of(encoding, dtype, (63, 4097)):
+                data, size = codec.encode(unit_of(dtype), found), found.size
+                for _ in range(60):
+                    bad = bytearray(data)
+                    for at in generator.integers(0, min(len(bad), generator.choice((8, 40, 1 << 20))), 2):
+                        bad[at] = generator.integers(256)
+                    for cut in (bad, bad[: generator.integers(1, len(bad) + 1)], bad + b"\0"):
+                        refused += refused_or_changes(codec, bytes(cut), table, found.start, size, found.old)
+        assert refused > 1000
+
+    def test_a_few_bytes_do_not_take_the_memory_of_a_large_range(self, encoding: BlockEncoding):
+        """The range is what a manifest says; of a block that is read with its base, that is held."""
+        table = ParamTable.of([ParamMeta("w", torch.bfloat16, (1 << 40,))])
+        for codec, _, _ in blocks_of(encoding, torch.bfloat16, (63,)):
+            if codec.whole_base:
+                with pytest.raises(ConfigError, match="base"):
+                    codec.decode(b"\0\0", table, 0, 0, 100)
+                for data in (b"\x02\x05\x05\0\0\0", b"\x01\xff\0\0", b"\x00\x05", b"\x00", b"\x05"):
+                    with pytest.raises(IntegrityError, match="block 0 of stream 0"):
+                        codec.decode(data, table, 0, 0, 100, np.zeros(100, np.uint16))
                 continue
-            patch, landed = coded.codec.decode(coded.payload, meta), old.clone()
-            apply_patch(patch, landed)
-            assert bytes_of(landed) == bytes_of(new)
+            for data in (b"\x01\x02\x00", b"\x03" + b"\xff" * 4 + b"\x0f\x00" + bytes(20), bytes(16)):
+                with pytest.raises(IntegrityError, match="block 0 of stream 0"):
+                    codec.decode(data, table, 0, 0, 1 << 40)
 
-    def test_a_pair_of_different_shape_or_dtype_is_refused_by_name(self, codec: Codec):
-        meta = ParamMeta("w", torch.float32, (4,))
-        for other in (torch.zeros(5), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(2, 2)):
-            with pytest.raises(ManifestError, match="'w'"):
-                encode_tensor(codec, meta, torch.zeros(4), other)
 
-    def test_a_chain_folds_into_one_patch(self, codec: Codec):
-        generator = torch.Generator().manual_seed(5)
-        chain = [torch.randn(3000, generator=generator).to(torch.bfloat16)]
-        for _ in range(4):
-            where = torch.rand(3000, generator=generator) < 0.05
-            step = torch.randint(-2, 3, (3000,), dtype=torch.int16, generator=generator)
-            chain.append((chain[-1].view(torch.int16) + step * where).view(torch.bfloat16))
-        meta = ParamMeta.of("w", chain[0])
-        patches = []
-        for old, new in itertools.pairwise(chain):
-            coded = encode_tensor(codec, meta, old, new)
-            base = old if coded.codec.needs == "all" else None
-            patches.append(coded.codec.decode(coded.payload, meta, base))
-        landed = chain[0].clone()
-        apply_patch(fold(patches), landed)
-        assert bytes_of(landed) == bytes_of(chain[-1])
+def refused_or_changes(
+    codec: BlockCodec, data: bytes, table: ParamTable, start: int, size: int, old: np.ndarray
+) -> bool:
+    """Whether bytes are refused, by an error that names the block; what is believed can be changes of it."""
+    try:
+        patch = codec.decode(data, table, 0, start, size, old)
+    except IntegrityError as error:
+        assert f"block {start} of stream 0" in str(error)
+        return True
+    assert patch.positions.size == patch.values.size <= size
+    assert (np.diff(patch.positions) > 0).all()
+    assert not patch.positions.size or 0 <= patch.positions[0] <= patch.positions[-1] < size
+    return False

@@ -7,9 +7,8 @@ import itertools
 import numpy as np
 import torch
 
-from torchrl_ext.kernels.host import HostKernels, Search
+from torchrl_ext.kernels.host import HostKernels
 from torchrl_ext.kernels.host_lists import CHUNK, list_by_vectors, list_by_words, list_changes
-from torchrl_ext.kernels.host_loops import digest_change
 from torchrl_ext.kernels.jit import njit
 
 LENGTHS = [0, 1, 7, 31, 33, 64, 1000, CHUNK - 1, CHUNK, CHUNK + 65]
@@ -42,34 +41,6 @@ def test_every_way_to_list_changes_finds_the_same():
                 assert np.array_equal(places, expected)
                 assert np.array_equal(before, old[begin + expected])
                 assert np.array_equal(after, new[begin + expected])
-
-
-def test_parts_follow_each_other_and_hold_everything():
-    for shares in ((0.0, 1.0), (1.0, 0.0), (0.001, 0.3), (1.0, 1.0), (0.0, 0.0)):
-        parts = [changed_pair(np.uint16, 9 * CHUNK + 7, share, seed) for seed, share in enumerate(shares)]
-        old, new = (np.concatenate(side) for side in zip(*parts, strict=True))
-        expected, search = np.flatnonzero(old != new), Search(old=old, new=new, start=5)
-        for _ in range(2):
-            seen = 0
-            for places, before, after in search:
-                own = expected[seen : seen + places.size]
-                assert places.size and np.array_equal(places, own)
-                assert np.array_equal(before, old[own]) and np.array_equal(after, new[own])
-                seen += places.size
-            assert seen == expected.size == search.changed
-            words = np.zeros(2, np.uint64)
-            digest_change(expected + 5, old[expected], new[expected], words)
-            assert search.words == tuple(words.tolist())
-
-
-def test_what_one_part_holds_is_known_as_such():
-    old, new = changed_pair(np.uint16, 9 * CHUNK, 0.001)
-    for after, single in ((new, True), (~old, False), (old, False)):
-        search = Search(old=old, new=after)
-        parts = [(part.places.copy(), part.after.copy()) for part in search]
-        assert (search.only is not None) == single == (len(parts) == 1)
-        if search.only is not None:
-            assert np.array_equal(search.only.places, parts[0][0]) and np.array_equal(search.only.after, parts[0][1])
 
 
 def test_a_diff_holds_everything_however_much_it_is():

@@ -13,10 +13,10 @@ import zstandard
 from safetensors.torch import load_file, save_file
 
 from tests.hostile import refused_or_right, worse_text
-from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
+from tests.transports.chains import checkpoint, folder, published, rewrite, same, step, trainer_at, weights
 from torchrl_ext.compat.convert import Rebuilt, convert
 from torchrl_ext.compat.slime.first import build_flush, parse_flush
-from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.stores import Chain, open_store
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.types import ParamMeta
@@ -207,10 +207,18 @@ def test_an_engine_builds_on_the_base_only_where_it_holds_the_base(tmp_path, lay
     store = open_store(tmp_path / "root")
     chain = Chain(store, view=view_of(store, str(base)))
     reader = ChainReader(chain, lambda *of: PublishedVersion(store, *of), str(base))
-    reader.adopt(1, lambda: {name: position_digest(tensor).hex() for name, tensor in held.items()})
+    reader.adopt(1, lambda kind: {name: position_digest(tensor, kind).hex() for name, tensor in held.items()})
     assert reader.held == (None if changed else ("", 0))
     assert (reader.changes(1) is None) == changed
     assert same(dict(reader.tensors(reader.open(1), {})), new)
+
+
+@pytest.mark.parametrize("codecs", [[], [{"name": "ulp"}], [{"name": "deltas"}]], ids=str)
+def test_a_manifest_that_names_no_encoding_of_its_files_is_refused(root, codecs):
+    published(root, 2, encoding="xor", keyframe_every=0)
+    rewrite(folder(root, 2) / "manifest.json", lambda document: document.update(codecs=codecs))
+    with pytest.raises(ManifestError, match=r"does not describe a codec|weight_v000002 is coded as"):
+        trainer_at(root).receive_weights(WAIT_S)
 
 
 def renumber(source, target, version):

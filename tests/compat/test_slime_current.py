@@ -12,7 +12,6 @@ from safetensors.torch import load, save
 
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.patch import apply_patch
-from torchrl_ext.codecs.pipeline import encode_tensor
 from torchrl_ext.compat.slime.container import build_payloads, parse_safetensors
 from torchrl_ext.compat.slime.current import (
     DeltaIndex,
@@ -35,12 +34,12 @@ def raw(tensor: torch.Tensor) -> np.ndarray:
 
 
 def test_xor_is_the_difference_of_every_byte_in_one_frame():
-    payload = encode_tensor(make_codec("xor"), META, OLD, NEW).payload
+    payload = make_codec("xor").encode(META, OLD, NEW).payload
     assert zstandard.ZstdDecompressor().decompress(payload) == (raw(NEW) ^ raw(OLD)).tobytes()
 
 
 def test_overwrite_is_a_count_byte_positions_and_bytes():
-    payload = encode_tensor(make_codec("overwrite"), META, OLD, NEW).payload
+    payload = make_codec("overwrite").encode(META, OLD, NEW).payload
     where = np.flatnonzero(raw(NEW) != raw(OLD))
     meant = np.uint32(where.size).tobytes() + where.astype("<u4").tobytes() + raw(NEW)[where].tobytes()
     assert zstandard.ZstdDecompressor().decompress(payload) == meant
@@ -49,7 +48,7 @@ def test_overwrite_is_a_count_byte_positions_and_bytes():
 @pytest.mark.parametrize("name", ["xor", "overwrite"])
 def test_a_frame_without_declared_size_is_read_and_a_bomb_is_not(name):
     codec = make_codec(name)
-    content = zstandard.ZstdDecompressor().decompress(encode_tensor(codec, META, OLD, NEW).payload)
+    content = zstandard.ZstdDecompressor().decompress(codec.encode(META, OLD, NEW).payload)
     stream = zstandard.ZstdCompressor(level=3).compressobj()
     silent, landed = stream.compress(content) + stream.flush(), OLD.clone()
     apply_patch(codec.decode(silent, META, OLD), landed)

@@ -81,8 +81,8 @@ def test_settings_reach_the_transport_as_plain_values(tmp_path):
     config = composed(
         "weight_sync_scheme=delta",
         f"weight_sync_scheme.root={tmp_path}",
-        "weight_sync_scheme.encoding=dense",
-        "weight_sync_scheme.settings={level: 3}",
+        "weight_sync_scheme.encoding=auto",
+        "weight_sync_scheme.settings={link_bytes_s: 1e9}",
         "weight_sync_scheme.timeout_s=7",
     )
     scheme = instantiate(config.weight_sync_scheme)

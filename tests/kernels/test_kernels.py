@@ -8,11 +8,23 @@ import torch
 
 from tests.codecs.data import DTYPES, random_bits
 from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.kernels.base import BITS, Piece, Writes, _known, flat_bits, kernels, kernels_on
+from torchrl_ext.kernels.base import (
+    BITS,
+    LINEAR,
+    POSITION,
+    Piece,
+    Writes,
+    _known,
+    flat_bits,
+    kernels,
+    kernels_on,
+    linear_keys,
+)
 
 SIZES = (0, 1, 63, 1024, 1025, 2500)
 DENSITIES = (0.0, 0.02, 0.5, 1.0)
 WIDTHS = (1, 2, 4, 8)
+DIGESTS = (POSITION, LINEAR)
 
 
 def bits(count, width, generator):
@@ -24,16 +36,31 @@ def changed(old, density, generator):
     return torch.where(torch.rand(old.shape, generator=generator) < density, old ^ 1, old)
 
 
-def fingerprints(positions, found):
-    """`torchrl_ext.kernels.jit.fingerprint`, by numpy."""
+def summed(digest, positions, found):
+    """The formulas of `torchrl_ext.weights.digests`, by numpy."""
     unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[found.element_size()]
-    wide = found.cpu().numpy().view(unsigned).astype(np.uint64)
-    z = np.asarray(positions).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + wide
+    wide, positions = found.cpu().numpy().view(unsigned).astype(np.uint64), np.asarray(positions).astype(np.uint64)
+    if digest == POSITION:
+        words = mixed(positions, wide)
+    else:
+        byte, keys, one = positions * np.uint64(found.element_size()), linear_keys().astype(np.uint64), np.uint64(1)
+        word, shift = byte // np.uint64(4), byte % np.uint64(4) * np.uint64(8)
+        factors = mixed(word // np.uint64(2048), np.uint64(int.from_bytes(b"linear64", "little")))
+        terms = ((wide & np.uint64(0xFFFFFFFF)) + one << shift) * keys[:, word % np.uint64(2048)]
+        if found.element_size() == 8:
+            terms += ((wide >> np.uint64(32)) + one) * keys[:, (word + one) % np.uint64(2048)]
+        words = [term * (factor | one) for term, factor in zip(terms, factors, strict=True)]
+    return tuple(int(word.sum(dtype=np.uint64)) for word in words)
+
+
+def mixed(positions, wide):
+    """`torchrl_ext.kernels.jit.fingerprint`, by numpy."""
+    z = positions * np.uint64(0x9E3779B97F4A7C15) + wide
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z = z ^ (z >> np.uint64(31))
     y = (z ^ (z >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-    return int(z.sum(dtype=np.uint64)), int((y ^ (y >> np.uint64(29))).sum(dtype=np.uint64))
+    return z, y ^ (y >> np.uint64(29))
 
 
 def difference(after, before):
@@ -47,13 +74,10 @@ def test_what_differs_is_listed_in_order(way):
         old = bits(size, width, generator)
         new = changed(old, density, generator)
         where = np.flatnonzero(old.numpy() != new.numpy())
-        listed = own.diff(old.to(device), new.to(device), 1 << 40)
+        listed = own.diff(old.to(device), new.to(device))
         case = (size, width, density)
         assert listed.places.dtype == torch.int32 and listed.places.cpu().tolist() == where.tolist(), case
         assert torch.equal(listed.before.cpu(), old[where]) and torch.equal(listed.after.cpu(), new[where]), case
-        assert listed.words == difference(
-            fingerprints(where + (1 << 40), new[where]), fingerprints(where + (1 << 40), old[where])
-        ), case
 
 
 def test_signs_of_zeros_and_payloads_of_nans_are_differences(way):
@@ -65,7 +89,7 @@ def test_signs_of_zeros_and_payloads_of_nans_are_differences(way):
         raw[8] = 1 if dtype == torch.bool else 0xFF  # a NaN, where there is one
         new = raw.reshape(-1).view(dtype)
         listed = own.diff(flat_bits(old.to(device)), flat_bits(new.to(device)))
-        parts = unit_of(dtype).parts
+        parts = dtype.itemsize // unit_of(dtype).width
         assert sorted({place // parts for place in listed.places.tolist()}) == [7, 8], dtype
         assert not own.diff(flat_bits(new.to(device)), flat_bits(new.to(device))).places.numel(), dtype
 
@@ -110,17 +134,30 @@ def positions_of(name):
 
 def test_words_of_a_piece_are_those_of_its_positions(way):
     own, device = way
-    for name, width in itertools.product(PLACES, WIDTHS):
+    for name, width, digest in itertools.product(PLACES, WIDTHS, DIGESTS):
         memory = memory_of(name, width, torch.Generator().manual_seed(1))
         view = piece_of(name, memory).destination.reshape(-1)
-        expected = fingerprints(positions_of(name).numpy(), view)
-        assert own.words(piece_of(name, memory.to(device))) == expected, (name, width)
+        expected = summed(digest, positions_of(name).numpy(), view)
+        assert own.words(piece_of(name, memory.to(device)), digest) == expected, (name, width, digest)
+
+
+@pytest.mark.parametrize("stride", (152, 153))
+def test_words_of_a_large_turned_piece_are_those_of_its_positions(way, stride):
+    """It is more than one tile, and its positions reach over several rows of keys."""
+    own, device = way
+    positions = torch.arange(1030)[:, None] * stride + torch.arange(150) + 3
+    for width in WIDTHS:
+        memory = bits(150 * 1030, width, torch.Generator().manual_seed(5))
+        turned = memory.reshape(150, 1030).t()
+        piece = Piece(destination=memory.to(device).reshape(150, 1030).t(), offset=3, strides=(stride, 1))
+        expected = summed(LINEAR, positions.reshape(-1).numpy(), turned.reshape(-1))
+        assert own.words(piece, LINEAR) == expected, width
 
 
 @pytest.mark.parametrize("ordered", (None, False, True), ids=("bits", "steps of integers", "steps of floats"))
 def test_changes_land_where_the_view_has_them(way, ordered):
     own, device = way
-    for name, width in itertools.product(PLACES, WIDTHS):
+    for name, width, digest in itertools.product(PLACES, WIDTHS, DIGESTS):
         if name == "none":
             continue
         generator = torch.Generator().manual_seed(2)
@@ -141,11 +178,11 @@ def test_changes_land_where_the_view_has_them(way, ordered):
         expected = memory.clone()
         expected[where] = payload[chosen] if ordered is None else moved(memory[where], payload[chosen], ordered)
         listed = positions[chosen].numpy()
-        words = difference(fingerprints(listed, expected[where]), fingerprints(listed, memory[where]))
+        words = difference(summed(digest, listed, expected[where]), summed(digest, listed, memory[where]))
         target = memory.to(device)
         piece = piece_of(name, target)
-        landed = own.land(piece, positions, payload, ordered)
-        case = (name, width)
+        landed = own.land(piece, positions, payload, ordered, digest)
+        case = (name, width, digest)
         assert torch.equal(target.cpu(), memory) and landed.words == words, case
         assert sorted(landed.offsets.tolist()) == sorted(where), case
         assert own.scatter(piece.memory, landed.offsets, landed.values)

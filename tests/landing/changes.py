@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from torchrl_ext.codecs.patch import StepPatch
+from torchrl_ext.codecs.streams import StreamPatch
+from torchrl_ext.kernels.base import LINEAR
+from torchrl_ext.stores.table import ParamTable
+
 
 class Listed:
-    """What `Patcher.stage` uses of a transport's changes.
+    """What `Patcher.stage` uses of a transport's changes: one patch of each stream that changes.
 
     Args:
-        patches: one per tensor that changes.
-        digests: position digest of every tensor at the end, 32 hex digits, by name.
+        patches: one per tensor, all of one kind.
+        digests: digest of every tensor at the end, 32 hex digits, by name.
     """
 
-    def __init__(self, *patches, digests=None):
-        self._patches, self.digests = patches, digests or {}
+    def __init__(self, *patches, digests=None, digest=LINEAR):
+        self._patches, self.digests, self.digest = patches, digests or {}, digest
 
     def patches(self, wanted):
-        return (patch for patch in self._patches if patch.changed and wanted(patch.meta.name))
+        table = ParamTable.of(patch.meta for patch in self._patches)
+        wants = {patch.meta.name: wanted(patch.meta.name) for patch in self._patches if patch.changed}
+        for number, stream in enumerate(table.streams):
+            own = [self._patches[param] for param in stream.params]
+            if not any(wants.get(patch.meta.name) for patch in own):
+                continue
+            firsts = zip(stream.first[:-1], own, strict=True)
+            positions = np.concatenate([first + one.indices for first, one in firsts])
+            values = np.concatenate([patch.values for patch in own])
+            yield StreamPatch(table, number, 0, stream.size, positions, values, isinstance(own[0], StepPatch))
 
     def whole(self, names):
         return iter(())

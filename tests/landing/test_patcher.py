@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from tests.landing.changes import Listed
-from torchrl_ext.codecs.patch import DensePatch, SparsePatch, StepPatch, diff
+from torchrl_ext.codecs.patch import SparsePatch, StepPatch, diff
 from torchrl_ext.codecs.units import unit_of, units
 from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError
-from torchrl_ext.kernels.base import kernels_on
+from torchrl_ext.kernels.base import LINEAR, kernels_on
 from torchrl_ext.kernels.torch_ops import TorchKernels
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.landing.patcher import READ_BACK_VERSIONS, Patcher, Piece, as_bits, compare, identity
@@ -112,7 +112,8 @@ def patched_copy(tensor, density, generator):
 
 def as_kind(patch, kind, old, new):
     if kind == "dense":
-        return DensePatch(patch.meta, units(new).copy())
+        every = units(new).copy()
+        return SparsePatch(patch.meta, np.arange(every.size, dtype=np.int32), every)
     if kind == "sparse":
         return patch
     unit = unit_of(patch.meta.dtype)
@@ -128,7 +129,7 @@ def line(bits, unit):
 
 
 def held_digest(pieces):
-    words = (kernels_on(piece.memory.device).words(piece) for piece in pieces)
+    words = (kernels_on(piece.memory.device).words(piece, LINEAR) for piece in pieces)
     return sum((PositionDigest(*each) for each in words), PositionDigest())
 
 
@@ -191,18 +192,11 @@ def test_the_workers_shares_add_up_to_the_digest_of_the_whole():
         assert held_digest(shares[0][name]) + held_digest(shares[1][name]) == position_digest(tensor)
 
 
-class Step:
-    """What a transport hands to `Patcher.stage`."""
-
-    def __init__(self, old, new):
-        self.digests = {name: position_digest(tensor).hex() for name, tensor in new.items()}
-        self._pairs = [(ParamMeta.of(name, tensor), tensor, new[name]) for name, tensor in old.items()]
-
-    def patches(self, wanted):
-        return (patch for patch in (diff(*pair) for pair in self._pairs) if patch.changed and wanted(patch.meta.name))
-
-    def whole(self, names):
-        return iter(())
+def step(old, new):
+    digests = {name: position_digest(tensor, LINEAR).hex() for name, tensor in new.items()}
+    return Listed(
+        *(diff(ParamMeta.of(name, tensor), tensor, new[name]) for name, tensor in old.items()), digests=digests
+    )
 
 
 def state(seed):
@@ -216,11 +210,11 @@ def test_a_patcher_follows_step_after_step_and_its_digests_stay_those_of_the_byt
     patcher = Patcher(identity(live))
     for density in (0.01, 0.5, 0.0, 0.01):
         new = {name: patched_copy(tensor, density, generator) for name, tensor in old.items()}
-        step = Step(old, new)
-        compare(patcher.stage(step), step.digests)
+        change = step(old, new)
+        compare(patcher.stage(change), change.digests)
         patcher.commit()
         assert all(torch.equal(as_bits(live[name]), as_bits(tensor)) for name, tensor in new.items())
-        assert {name: digest.hex() for name, digest in patcher.held().items()} == step.digests
+        assert {name: digest.hex() for name, digest in patcher.held(LINEAR).items()} == change.digests
         old = new
 
 
@@ -229,9 +223,9 @@ class Watched(TorchKernels):
 
     digested, losing = 0, False
 
-    def words(self, piece):
+    def words(self, piece, digest):
         self.digested += piece.destination.numel()
-        return super().words(piece)
+        return super().words(piece, digest)
 
     def scatter(self, target, offsets, values):
         super().scatter(target.clone() if self.losing else target, offsets, values)
@@ -241,11 +235,11 @@ class Watched(TorchKernels):
 def test_a_commit_digests_nothing_and_all_tensors_are_read_back_before_pauses():
     generator, old, kernels = np.random.default_rng(0), state(1), Watched()
     patcher = Patcher(identity({name: tensor.clone() for name, tensor in old.items()}), kernels)
-    patcher.held()
+    patcher.held(LINEAR)
     kernels.digested = 0
     for turn in range(READ_BACK_VERSIONS):
         new = {name: patched_copy(tensor, 0.01, generator) for name, tensor in old.items()}
-        patcher.stage(Step(old, new))
+        patcher.stage(step(old, new))
         before_pause = kernels.digested
         patcher.commit()
         assert kernels.digested == before_pause, turn
@@ -258,13 +252,13 @@ def test_damage_that_is_found_before_a_pause_ends_the_update_in_it_and_nothing_i
     new = {name: tensor.clone() for name, tensor in old.items()}
     as_bits(new["a"]).view(-1)[5] ^= 1
     live = {name: tensor.clone() for name, tensor in old.items()}
-    patcher, step, back = Patcher(identity(live)), Step(old, new), Step(new, old)
-    patcher.held()
+    patcher, forth, back = Patcher(identity(live)), step(old, new), step(new, old)
+    patcher.held(LINEAR)
     as_bits(live["b"]).view(-1)[17] ^= 1
     steps = 0
     with pytest.raises(IntegrityError, match="tensor 'b'"):
         while steps < READ_BACK_VERSIONS:
-            taken, steps = (back if steps % 2 else step), steps + 1
+            taken, steps = (back if steps % 2 else forth), steps + 1
             compare(patcher.stage(taken), taken.digests)
             patcher.drop()  # the update of another worker failed, say: this one still has to end
             compare(patcher.stage(taken), taken.digests)
@@ -273,7 +267,7 @@ def test_damage_that_is_found_before_a_pause_ends_the_update_in_it_and_nothing_i
     assert all(torch.equal(as_bits(live[name]), bits) for name, bits in before.items())
     patcher.forget()  # a whole version comes
     live["b"].copy_(old["b"])
-    taken = back if torch.equal(as_bits(live["a"]), as_bits(new["a"])) else step
+    taken = back if torch.equal(as_bits(live["a"]), as_bits(new["a"])) else forth
     compare(patcher.stage(taken), taken.digests)
     patcher.commit()
 
@@ -281,9 +275,9 @@ def test_damage_that_is_found_before_a_pause_ends_the_update_in_it_and_nothing_i
 def test_a_write_that_is_lost_is_found_in_the_pause_and_named():
     old = state(1)
     new = {name: tensor.clone() for name, tensor in old.items()}
-    as_bits(new["b"]).view(-1)[5] ^= 1
+    as_bits(new["b"]).view(-1)[[5, 1005]] ^= 1
     patcher = Patcher(identity({name: tensor.clone() for name, tensor in old.items()}), Watched())
-    patcher.stage(Step(old, new))
+    patcher.stage(step(old, new))
     patcher._kernels.losing = True
     with pytest.raises(IntegrityError, match="tensor 'b'"):
         patcher.commit()
@@ -296,10 +290,10 @@ def test_another_base_is_found_while_staging_and_named():
     live = {name: tensor.clone() for name, tensor in old.items()}
     live["b"].view(-1)[17] = 2.0
     kept = {name: tensor.clone() for name, tensor in live.items()}
-    patcher, step = Patcher(identity(live)), Step(old, new)
-    found = patcher.stage(step)
+    patcher, change = Patcher(identity(live)), step(old, new)
+    found = patcher.stage(change)
     with pytest.raises(IntegrityError, match="tensor 'b'"):
-        compare(found, step.digests)
+        compare(found, change.digests)
     patcher.drop()
     assert all(torch.equal(as_bits(live[name]), as_bits(tensor)) for name, tensor in kept.items())
     with pytest.raises(NotConnectedError):
@@ -312,7 +306,7 @@ def test_parameters_that_are_replaced_between_stage_and_commit_are_not_passed_by
     old = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
     loader, new = TensorsLoader(module), {name: tensor + 1 for name, tensor in old.items()}
     loader.check(ParamMeta.of(name, tensor) for name, tensor in old.items())
-    loader.stage(Step(old, new))
+    loader.stage(step(old, new))
     if how == "data":
         module.weight.data = old["weight"].clone()
     else:
@@ -320,7 +314,7 @@ def test_parameters_that_are_replaced_between_stage_and_commit_are_not_passed_by
     with pytest.raises(NotConnectedError, match="were replaced"):
         loader.commit()
     assert all(torch.equal(tensor, old[name]) for name, tensor in module.state_dict().items())
-    loader.stage(Step(old, new))
+    loader.stage(step(old, new))
     loader.commit()
     assert all(torch.equal(tensor, new[name]) for name, tensor in module.state_dict().items())
 
@@ -369,15 +363,15 @@ def test_many_small_tensors_wait_for_the_pause_as_one_list():
     old = {f"expert{e}": random_bits((7, 9), torch.bfloat16, generator) for e in range(500)}
     new = {name: patched_copy(tensor, 0.05, generator) for name, tensor in old.items()}
     live = {name: tensor.clone() for name, tensor in old.items()}
-    patcher, step = Patcher(identity(live)), Step(old, new)
+    patcher, change = Patcher(identity(live)), step(old, new)
     writes = []
     kernels = kernels_on(torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         write = type(kernels).write
         patch.setattr(type(kernels), "write", lambda own, all_of: writes.append(all_of) or write(own, all_of))
-        compare(patcher.stage(step), step.digests)
+        compare(patcher.stage(change), change.digests)
         patcher.commit()
-    assert len(writes) == 1 and len(writes[0].targets) == sum(not same_bits(old[name], new[name]) for name in old)
+    assert len(writes) == 1 and writes[0].ends.numel() == sum(not same_bits(old[name], new[name]) for name in old)
     assert all(same_bits(live[name], tensor) for name, tensor in new.items())
 
 

@@ -8,22 +8,26 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import torchrl_ext as tx
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.errors import IntegrityError, StoreError
+from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.chain import Chain
+from torchrl_ext.stores.delta_manifest import BLOCKS, DIGEST
 from torchrl_ext.stores.manifest import DeltaManifest, Manifest
+from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.stores.versions import version_name, version_number
 from torchrl_ext.testing import same_bits
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.reader import ChainReader
-from torchrl_ext.versions.writer import ChainWriter
+from torchrl_ext.versions.writer import ChainWriter, Copies
 from torchrl_ext.weights.source import MappingSource
 
 VERSIONS, EVERY = 1000, 40
@@ -35,10 +39,13 @@ def delta(version, base=None, run="r", base_run="r", nbytes=10):
         base_version=version - 1 if base is None else base,
         run_id=run,
         base_run_id=base_run,
-        container="packed",
+        digest=LINEAR,
+        container=BLOCKS,
         codecs=(),
-        params=(),
         files={"delta-00001.bin": nbytes},
+        table=ParamTable.of(()),
+        changed=np.empty(0, DIGEST),
+        digests=np.empty((0, 2), DIGEST),
     ).to_bytes()
 
 
@@ -210,8 +217,8 @@ def test_a_writer_that_collects_reads_no_manifest_back(tmp_path):
     store.own()
     chain, own = Chain(store), {"w": torch.zeros(20)}
     writer = ChainWriter(
-        store, chain, "r", codec=make_codec("ulp"), full=FullWriter(1 << 20), keyframe_every=3, base=None,
-        keep_files=False,
+        store, chain, "r", container=BLOCKS, full=FullWriter(1 << 20), keyframe_every=3, base=None, keep_files=False,
+        baseline=lambda: Copies(make_codec("ulp")),
     )  # fmt: skip
     for version in range(1, 9):
         own["w"][version] += 1

@@ -256,14 +256,14 @@ class ProcessedLoader(EngineLoader):
     def patchable(self, name):
         return name in self._patcher.pieces
 
-    def position_digests(self):
-        return {name: position_digest(tensor).hex() for name, tensor in self._start.items()}
+    def position_digests(self, digest):
+        return {name: position_digest(tensor, digest).hex() for name, tensor in self._start.items()}
 
     def stage(self, changes):
         self._patcher.stage(changes)
         others = [meta.name for meta in self._params if not self.patchable(meta.name)]
         self._whole = list(changes.whole([meta.name for meta in self._params] if self._whole_model else others))
-        compare({name: position_digest(tensor) for name, tensor in self._whole}, changes.digests)
+        compare({name: position_digest(tensor, changes.digest) for name, tensor in self._whole}, changes.digests)
 
     def commit(self):
         self.touched, self._done, self._digests = True, {}, {}

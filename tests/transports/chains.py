@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 import zstandard
 from safetensors.torch import save_file
+from xxhash import xxh3_128_hexdigest
 
 import torchrl_ext as tx
+from torchrl_ext.stores.delta_manifest import END
 from torchrl_ext.testing import any_bits, same_bits
 
 
@@ -78,9 +80,9 @@ def flip(path, at):
 
 
 def rewrite(path, change):
-    """Change a manifest; what is written is plain JSON of the first format, whose text had no checksum."""
+    """Change the manifest of a delta; what is written is plain JSON, with the checksum of its text."""
     document = json.loads(zstandard.decompress(path.read_bytes()))
-    document.update(format_number=1)
     del document["content"]
     change(document)
-    path.write_text(json.dumps(document))
+    body = json.dumps(document)[:-1].encode()
+    path.write_bytes(body + END % xxh3_128_hexdigest(body).encode())

@@ -44,9 +44,10 @@ class TestVersions:
             assert same(trainer_at(root).receive_weights(WAIT_S), own)
             shard_ranks.step(own, version, share=0.4 if version == 4 else 0.02)
         delta = Chain(LocalStore(root)).version(7).delta
-        assert (delta.container == "shards") == by_shard
         if by_shard:
-            assert len({row.meta.name: row for row in delta.params}["corner"].parts) == 2 * shard_ranks.PARTS
+            assert len(delta.table.places[delta.table.number["corner"]]) == 2 * shard_ranks.PARTS
+        else:
+            assert delta.table.tiles == 1
         sender.shutdown()
 
     @pytest.mark.parametrize("encoding", ["auto", "context", "deltas", "xor"])  # one that reads all, and each container

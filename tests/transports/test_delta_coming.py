@@ -62,11 +62,11 @@ class TestFilesThatCome:
         folder(root, 1).mkdir(parents=True)
         for count, file in enumerate(files, 1):
             shutil.copy(file, folder(root, 1))
-            changes = engine.stage(1, dict, Deadline(WAIT_S))
+            changes = engine.stage(1, lambda _: {}, Deadline(WAIT_S))
             assert changes is None  # what it holds under this number, if anything, is something else
             received = dict(engine.receive(Arrival(version=1, params=()), {}, Deadline(WAIT_S)))
             assert same(received, history[2]) == (count == len(files))
-        changes = engine.stage(1, dict, Deadline(WAIT_S))
+        changes = engine.stage(1, lambda _: {}, Deadline(WAIT_S))
         assert changes.held == changes.reached
 
     def test_a_reader_that_polls_sees_the_newest_version_when_it_is_quiet(self, made, root):

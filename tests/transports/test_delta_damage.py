@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,8 +14,18 @@ from tests.transports.chains import Spoiled, flip, folder, published, rewrite, s
 from torchrl_ext.errors import IntegrityError, ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
+from torchrl_ext.stores.delta_manifest import BLOCK
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
+
+
+def blocks(document, **fields):
+    """Change the first block of a manifest."""
+    rows = np.frombuffer(base64.b64decode(document["blocks"]), BLOCK).copy()
+    for name, value in fields.items():
+        rows[name][0] = value
+    document["blocks"] = base64.b64encode(rows.tobytes()).decode()
+
 
 DAMAGES = {
     "a flipped bit": (lambda d: flip(d / "delta-00001.bin", 20), r"'a.weight' in .*weight_v000003/delta-00001.bin"),
@@ -31,8 +43,8 @@ DAMAGES = {
         r"weight_v000003/manifest.json is damaged.*\.\./weight_v000001/x",
     ),
     "a payload beyond its file": (
-        lambda d: rewrite(d / "manifest.json", lambda m: m["params"][0].__setitem__(8, 2**62)),
-        r"weight_v000003/manifest.json is damaged.*'a.weight'",
+        lambda d: rewrite(d / "manifest.json", lambda m: blocks(m, offset=2**62)),
+        r"weight_v000003/manifest.json is damaged: block 0 lies outside",
     ),
     "an absurd shape": (
         lambda d: rewrite(d / "manifest.json", lambda m: m["params"][0].__setitem__(2, [2**40, 2**20])),
@@ -47,7 +59,7 @@ DAMAGES = {
         r"weight_v000003 is laid out.*crate",
     ),
     "a digest of other weights": (
-        lambda d: rewrite(d / "manifest.json", lambda m: m["params"][1].__setitem__(3, "0" * 32)),
+        lambda d: rewrite(d / "manifest.json", lambda m: m.update(digests=m["digests"][:24] + "AAAA" * 10)),
         r"'b.weight'",
     ),
     "a manifest of another version": (

@@ -16,8 +16,10 @@ import torchrl_ext as tx
 from tests.processes import WAIT_S, running_python
 from tests.transports.members import beside
 from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.kernels.base import LINEAR, POSITION
 from torchrl_ext.testing import free_port
 from torchrl_ext.transports.group.process_group import Group
+from torchrl_ext.transports.sharded import rounds
 from torchrl_ext.transports.sharded import trainer as trainer_module
 from torchrl_ext.transports.sharded.plans.plan import make_plan
 from torchrl_ext.transports.sharded.rounds import RoundReceiver
@@ -251,6 +253,21 @@ def test_a_plan_is_kept_from_update_to_update_and_made_again_for_other_tensors(e
         outcome, received = sent(ends, some)
         assert outcome is None and received.keys() == some.keys(), (outcome, received)
         assert all(torch.equal(received[name], tensor) for name, tensor in some.items()) and len(made) == plans
+
+
+@pytest.fixture(params=[LINEAR, POSITION])
+def known(request, monkeypatch):
+    monkeypatch.setattr("torchrl_ext.transports.sharded.worker.LINEAR", request.param)
+    return request.param
+
+
+def test_both_sides_take_the_digest_that_the_worker_knows(known, ends, monkeypatch):
+    taken, block_words = set(), rounds.block_words
+    monkeypatch.setattr(rounds, "block_words", lambda *of: taken.add(of[-1]) or block_words(*of))
+    weights = {"first": torch.arange(16.0).reshape(4, 4)}
+    outcome, received = sent(ends, weights)
+    assert outcome is None and torch.equal(received["first"], weights["first"]), (outcome, received)
+    assert taken == {known}
 
 
 def test_what_a_source_only_makes_whole_goes_whole_and_is_named(ends, monkeypatch):

@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from tests.transports.chains import published, same
+from tests.versions.damage import KINDS, NEW, OLD, route_of
+from tests.versions.damage import published as published_delta
 from torchrl_ext.codecs import pipeline as stream
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.landing.patcher import Patcher, identity
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.open_route import OpenRoute
+from torchrl_ext.versions.open_delta import OpenDelta
 from torchrl_ext.versions.reader import ChainReader
 
 
@@ -74,9 +76,9 @@ def test_copies_that_stopped_half_way_are_not_built_on(chain, error):
 
 def test_staging_decodes_what_it_writes_once_and_knows_the_rest_by_name(chain, monkeypatch):
     reader, history = chain
-    decoded, patch = [], OpenRoute.patch
+    decoded, decode = [], OpenDelta.decode
     monkeypatch.setattr(
-        OpenRoute, "patch", lambda route, meta, base: decoded.append(meta.name) or patch(route, meta, base)
+        OpenDelta, "decode", lambda one, within, old: decoded.extend(one.names(within)) or decode(one, within, old)
     )
     second = reader.changes(2)
     changed = [name for name in history[1] if not torch.equal(history[1][name], history[2][name])]
@@ -88,21 +90,35 @@ def test_staging_decodes_what_it_writes_once_and_knows_the_rest_by_name(chain, m
     assert sorted(decoded) == sorted(changed)
 
 
-def test_tensors_are_decoded_beside_each_other_and_come_in_order(chain, monkeypatch):
+def test_ranges_are_decoded_beside_each_other_and_come_in_order(chain, monkeypatch):
     reader, history = chain
-    both, patch = threading.Barrier(2, timeout=60), OpenRoute.patch
+    both, decode = threading.Barrier(2, timeout=60), OpenDelta.decode
 
-    def meeting(route, meta, base):
+    def meeting(delta, within, old):
         both.wait()  # breaks, and with it the test, where one is decoded after the other
-        return patch(route, meta, base)
+        return decode(delta, within, old)
 
-    monkeypatch.setattr(OpenRoute, "patch", meeting)
+    monkeypatch.setattr(OpenDelta, "decode", meeting)
     monkeypatch.setattr("torchrl_ext.versions.open_route.worker_threads", lambda **_: 2)
     second = reader.changes(2)
     changed = [meta.name for meta in second.params if not torch.equal(history[1][meta.name], history[2][meta.name])]
     pair = changed[:2]
-    assert [one.meta.name for one in second.patches(pair.__contains__)] == pair
+    assert [own.meta.name for patch in second.patches(pair.__contains__) for own in patch.split()] == pair
     assert same(dict(second.whole(pair)), {name: history[2][name] for name in pair})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_come_in_any_order_and_each_range_is_decoded_once(kind, monkeypatch):
+    one, decoded, decode = published_delta(kind), [], OpenDelta.decode
+    monkeypatch.setattr(
+        OpenDelta, "decode", lambda delta, within, old: decoded.append(within) or decode(delta, within, old)
+    )
+    for names in (list(OLD), list(OLD)[::-1], sorted(OLD, key=lambda name: OLD[name].numel())):
+        decoded.clear()
+        route = route_of(one.manifest, one.files)
+        assert same(dict(route.at_end((name, OLD[name].clone()) for name in names)), NEW)
+        assert len(decoded) == len(set(decoded)) == one.manifest.blocks.size
+        assert same(dict(route.whole(OLD, names)), NEW)
 
 
 @pytest.mark.parametrize(("cores", "computing", "spare"), [(8, 8, 1), (2, 2, 1), (2, 1, 1), (4, 1, 3), (64, 1, 4)])

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.codecs.data import DTYPES, pairs, random_bits
-from torchrl_ext.codecs.base import make_codec
+from tests.codecs.data import random_bits
 from torchrl_ext.codecs.patch import diff
-from torchrl_ext.codecs.pipeline import encode_tensor
-from torchrl_ext.kernels.base import Piece, flat_bits
+from torchrl_ext.kernels.base import LINEAR, POSITION, Piece, flat_bits, linear_keys
 from torchrl_ext.kernels.host import HostKernels
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest, position_digest
@@ -31,42 +29,62 @@ def by_hand(bits: list[int], start: int = 0) -> PositionDigest:
     return PositionDigest(first, second)
 
 
-def of_part(full: torch.Tensor, ranges) -> PositionDigest:
+def linear_by_hand(raw: list[int], width: int) -> PositionDigest:
+    """The definition of the linear digest, element by element, in Python's integers."""
+
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % WORD
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % WORD
+        return z ^ (z >> 31)
+
+    seed, words = int.from_bytes(b"linear64", "little"), [0, 0]
+    parts = [(8 * k + 4 * half, bits >> 32 * half) for k, bits in enumerate(raw) for half in (0, 1)]
+    for byte, bits in parts if width == 8 else [(k * width, bits) for k, bits in enumerate(raw)]:
+        row, at = divmod(byte // 4, 2048)
+        z = mix((row * GOLDEN + seed) % WORD)
+        y = ((z ^ (z >> 32)) * 0xD6E8FEB86659FD93) % WORD
+        for lane, factor in enumerate((z, y ^ (y >> 29))):
+            key = mix((seed + GOLDEN * (2048 * lane + at + 1)) % WORD) >> 32
+            words[lane] = (words[lane] + (bits % 2**32 + 1 << 8 * (byte % 4)) * key * (factor | 1)) % WORD
+    return PositionDigest(*words)
+
+
+def of_part(full: torch.Tensor, ranges, digest: str = LINEAR) -> PositionDigest:
     """The digest of a rectangular part, at its place in the full tensor."""
     part = full[tuple(slice(first, end) for first, end in ranges)].contiguous()
     offset = sum(first * stride for (first, _), stride in zip(ranges, full.stride(), strict=True))
-    return PositionDigest(*HostKernels().words(Piece(destination=part, offset=offset, strides=full.stride())))
+    return PositionDigest(*HostKernels().words(Piece(destination=part, offset=offset, strides=full.stride()), digest))
 
 
 def test_it_is_what_its_definition_says():
     bits = [0, 1, 0xFFFF, 0x8000, 0x3F80] * 20
     tensor = torch.from_numpy(np.array(bits, np.uint16)).view(torch.bfloat16)
-    assert position_digest(tensor) == by_hand(bits)
+    assert position_digest(tensor, POSITION) == by_hand(bits)
+    assert position_digest(tensor[:0], POSITION) == PositionDigest()
+
+
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float32, torch.float64))
+def test_the_linear_one_is_what_its_definition_says(dtype):
+    tensor = random_bits(9001, dtype, torch.Generator().manual_seed(0))
+    raw = [value % 2 ** (8 * dtype.itemsize) for value in flat_bits(tensor).tolist()]
+    assert position_digest(tensor) == linear_by_hand(raw, dtype.itemsize)
     assert position_digest(tensor[:0]) == PositionDigest()
 
 
-def test_a_change_updates_it_to_the_full_recomputation():
-    for dtype in DTYPES:
-        for meta, old, new in pairs(dtype, (1, 64, 5000)):
-            words = HostKernels().diff(flat_bits(old), flat_bits(new)).words
-            assert position_digest(old).plus(words) == position_digest(new), meta
+def test_keys_of_the_linear_one_are_never_0_and_never_equal_in_a_row_even_if_shifted():
+    for row in linear_keys().astype(np.uint64):
+        shifted = row << np.arange(0, 32, 8, dtype=np.uint64)[:, None]
+        assert row.size == 2048 and row.all() and np.unique(shifted).size == shifted.size
 
 
-@pytest.mark.parametrize("name", ["ulp", "context"])
-def test_encoding_gives_the_update_for_free(name):
-    for dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.complex128):
-        for meta, old, new in pairs(dtype, (63, 20_000)):
-            coded = encode_tensor(make_codec(name, block_log2=12), meta, old, new)
-            assert position_digest(old).plus(coded.digest) == position_digest(new)
-
-
-def test_shards_of_any_cut_add_up():
-    full = random_bits(12 * 10 * 6, torch.float32, torch.Generator().manual_seed(0)).reshape(12, 10, 6)
-    whole = position_digest(full)
-    for cuts in itertools.product([(0, 12), (0, 5, 12)], [(0, 10), (0, 1, 10)], [(0, 6), (0, 4, 6)]):
+@pytest.mark.parametrize("digest", (POSITION, LINEAR))
+def test_shards_of_any_cut_add_up(digest):
+    full = random_bits(12 * 10 * 60, torch.float32, torch.Generator().manual_seed(0)).reshape(12, 10, 60)
+    whole = position_digest(full, digest)
+    for cuts in itertools.product([(0, 12), (0, 5, 12)], [(0, 10), (0, 1, 10)], [(0, 60), (0, 41, 60)]):
         total = PositionDigest()
         for ranges in itertools.product(*(list(itertools.pairwise(cut)) for cut in cuts)):
-            total += of_part(full, ranges)
+            total += of_part(full, ranges, digest)
         assert total == whole
 
 
@@ -76,11 +94,41 @@ def test_parts_of_a_large_tensor_add_up():
     assert left + right == position_digest(tensor)
 
 
-def test_accidents_are_seen():
+@pytest.mark.parametrize("digest", (POSITION, LINEAR))
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float32, torch.float64))
+def test_signs_rows_columns_shifts_and_zeros_are_seen(digest, dtype):
+    """Regular errors, of which a sum of products could miss some: all differences are alike or end with zeros."""
+    size = 4 * 4096
+    tensor = random_bits(size, dtype, torch.Generator().manual_seed(1))
+    raw = tensor.view(torch.uint8).reshape(size, -1)
+    signs, one_pair = raw.clone(), raw.clone()
+    signs[:, -1] ^= 0x80
+    one_pair[[5, 4096 + 5], -1] ^= 0x80
+    same = torch.zeros(size, dtype=torch.uint8)
+    crossed = raw.clone().reshape(4, 4096, -1)
+    crossed[0, [1, 2]], crossed[1, [1, 2]] = crossed[1, [1, 2]].clone(), crossed[0, [1, 2]].clone()
+    others = [
+        signs,
+        one_pair,
+        raw.roll(1, 0),
+        raw.roll(4096, 0),
+        raw.flip(0),
+        raw.reshape(4, 4096, -1).transpose(0, 1),
+        crossed,
+        raw.clone().copy_(torch.zeros_like(raw)),
+    ]
+    found = [position_digest(other.reshape(-1).contiguous().view(dtype), digest) for other in (raw, *others)]
+    assert len({*found, PositionDigest()}) == len(found) + 1
+    found = [position_digest(same[:count], digest) for count in range(0, size, 511)]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize("digest", (POSITION, LINEAR))
+def test_accidents_are_seen(digest):
     """Swaps, moves, losses, repeats and single bits, of which sums and XORs of values miss most."""
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(2000, generator=generator).to(torch.bfloat16)
-    seen = {position_digest(tensor)}
+    seen = {position_digest(tensor, digest)}
     count = 1
     for _ in range(2000):
         other = tensor.clone()
@@ -100,9 +148,9 @@ def test_accidents_are_seen():
             other[a] = -other[a]
         else:
             other[min(a, 1990) : min(a, 1990) + 8] = 0
-        digest = position_digest(other)
-        assert digest != position_digest(tensor)
-        seen.add(digest)
+        found = position_digest(other, digest)
+        assert found != position_digest(tensor, digest)
+        seen.add(found)
         count += 1
     assert len(seen) > 1500
 

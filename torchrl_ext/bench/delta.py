@@ -1,48 +1,68 @@
 """``torchrl-ext bench delta``: size and speed of every encoding, each beside its reference in the same run.
 
 Data: consecutive checkpoints of a fine-tuning run that is trained here, and synthetic pairs from 0.1 to 100 % density.
-References: a plain copy of the same bytes, xor and overwrite in zstd with a checksum of every tensor (what others
-publish), int32 + bf16 (what most others send), and two entropy bounds. Also what the first versions of a fresh
+References: a plain copy of the same bytes, xor in zstd with a checksum of every tensor (what others publish),
+int32 + bf16 (what most others send), and two entropy bounds. Also what the first versions of a fresh
 trainer and a fresh engine take, beside the time that their compiled loops take.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar, cast, final
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+import zstandard
 from rich.table import Table
 from torch import Tensor
 
 from torchrl_ext.bench.data import Pair, bounds, real_chain, synthetic_pair
 from torchrl_ext.bench.first_use import measure_first_use, table
 from torchrl_ext.bench.runner import at_most, ratio, rounds, track_peak
-from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Reads, make_codec
-from torchrl_ext.codecs.patch import Patch
-from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
-from torchrl_ext.codecs.units import Unit, units
-from torchrl_ext.registry import containers
-from torchrl_ext.stores import version_name
+from torchrl_ext.codecs.base import make_codec
+from torchrl_ext.codecs.pipeline import worker_threads
+from torchrl_ext.codecs.streams import find
+from torchrl_ext.codecs.units import units
+from torchrl_ext.kernels.base import LINEAR
+from torchrl_ext.stores import Chain
 from torchrl_ext.stores.base import MemoryStore
+from torchrl_ext.stores.delta_manifest import BLOCKS
+from torchrl_ext.stores.table import ParamTable
+from torchrl_ext.transports.delta.broadcast import KeptTensors
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.containers import Container, NewDelta
-from torchrl_ext.weights.digests import position_digest
+from torchrl_ext.versions.containers import BlockFiles, Coded, code
+from torchrl_ext.versions.writer import ChainWriter, Copies, FlatCopies
+from torchrl_ext.weights.source import MappingSource
 
-__all__ = ["add_arguments", "measure", "measure_encode", "measure_sizes", "tables"]
+__all__ = [
+    "SIZES",
+    "add_arguments",
+    "coded",
+    "copies_of",
+    "measure",
+    "measure_encode",
+    "measure_sizes",
+    "speeds",
+    "tables",
+]
 
-FAST, TIGHT, DENSE = 1.08, 1.10, 1.01
+FAST, TIGHT, DENSE = 1.03, 1.06, 1.01
 OURS = ("ulp", "context", "auto")
+WAYS = ("copy", "xor", "ulp", "context", "bitmap")
+TARGETS = {0.01: (4.0, 0.65), 0.1: (None, 0.30)}
+"""By density, how many times as fast as xor, and as a copy, `ulp` is to be."""
+BITMAP = 0.5
+"""The same for `bitmap`, as a copy, at any density."""
 SIZES = {
     "small": {"chain": {"hidden": 384, "layers": 8}, "pair": {"hidden": 512, "layers": 8, "vocabulary": 8000}},
     "full": {"chain": {"hidden": 512, "layers": 8}, "pair": {"hidden": 1024, "layers": 28, "vocabulary": 32_000}},
@@ -68,11 +88,11 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
     """Measure every data set in turn."""
     results = {"cores": worker_threads(), "threads": args.threads, "torch": torch.__version__, "sets": []}
 
-    def one(label: str, pair: Pair) -> None:
+    def one(label: str, pair: Pair, density: float = 0.0) -> None:
         say(f"{label}: sizes")
         found = {"data": label, **measure_sizes(pair, args.threads)}
         say(f"{label}: speeds")
-        found |= measure_encode(pair, args.repeats, args.threads, args.dir)
+        found |= measure_encode(pair, args.repeats, args.threads, args.dir, density)
         results["sets"].append(found)
 
     if args.first_use != "skip":
@@ -88,7 +108,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
         for clustered in (False, True) if density < 0.5 else (False,):
             label = f"{density:.1%} {'clustered' if clustered else 'scattered'}"
             say(f"{label}: weights")
-            one(label, synthetic_pair(density, clustered=clustered, **SIZES[args.size]["pair"]))
+            one(label, synthetic_pair(density, clustered=clustered, **SIZES[args.size]["pair"]), density)
     return results
 
 
@@ -106,9 +126,7 @@ def measure_sizes(pair: Pair, threads: int) -> dict[str, Any]:
         counted = list(pool.map(lambda row: bounds(row[1], row[2]), pair))
     changed, plain, inside = (sum(column) for column in zip(*counted, strict=True))
     total = sum(new.nbytes for _, _, new in pair)
-    sizes = {"int32 + bf16": 6 * changed}
-    sizes |= {name: _whole_bytes(pair, name, threads) for name in ("xor", "overwrite")}
-    sizes |= {name: _packed_bytes(pair, make_codec(name), threads) for name in OURS}
+    sizes = {"int32 + bf16": 6 * changed} | {name: published_bytes(pair, name) for name in ("xor", "overwrite", *OURS)}
     return {
         "parameters": total // 2,
         "changed": changed,
@@ -125,37 +143,33 @@ def measure_sizes(pair: Pair, threads: int) -> dict[str, Any]:
     }
 
 
-def _delta(pair: Pair, codec: Codec) -> NewDelta:
-    return NewDelta(
-        version=2,
-        base=("0" * 32, 1),
-        run_id="0" * 32,
-        codec=codec,
-        params=tuple(ParamMeta.of(name, new) for name, _, new in pair),
-        tensors={name: new for name, _, new in pair},
-        digests={name: position_digest(old) for name, old, _ in pair},  # real ones, since a manifest is compressed
+def published_bytes(pair: Pair, encoding: str) -> int:
+    """Return the bytes of a delta's files: with the manifest, where the files are ours."""
+    codec, store = make_codec(encoding), MemoryStore()
+    writer = ChainWriter(
+        store,
+        Chain(store),
+        "0" * 32,
+        container=codec.container,
+        full=KeptTensors(),
+        keyframe_every=0,
+        base=None,
+        keep_files=True,
+        baseline=partial(Copies, codec),
     )
-
-
-def _packed_bytes(pair: Pair, codec: Codec, threads: int) -> int:
-    """Return the bytes of files and manifest of a version in our own container."""
-    with MemoryStore().draft(version_name(2)) as draft:
-        manifest = _delta(pair, codec).write(encode_tensors(pair, codec, threads=threads), draft)
-    return sum(manifest.files.values()) + len(manifest.to_bytes())
-
-
-def _whole_bytes(pair: Pair, name: str, threads: int) -> int:
-    """Return the bytes of payloads and index in the container ``whole``, which has no manifest of ours."""
-    codec = make_codec(name)
-    container: Container = containers.make(codec.container)
-    files = container.files(_delta(pair, codec), encode_tensors(pair, codec, threads=threads))
-    return sum(len(data) for _, data, _ in files)
+    writer.publish(MappingSource({name: old for name, old, _ in pair}), 1)
+    writer.acknowledge()
+    delta = writer.publish(MappingSource({name: new for name, _, new in pair}), 2)
+    assert delta is not None
+    return sum(delta.files.values()) + (len(delta.to_bytes()) if delta.container == BLOCKS else 0)
 
 
 # speeds
 
 
-def measure_encode(pair: Pair, repeats: int, threads: int, folder: str | None = None) -> dict[str, Any]:
+def measure_encode(
+    pair: Pair, repeats: int, threads: int, folder: str | None = None, density: float = 0.0
+) -> dict[str, Any]:
     """Time each way to diff, code, check and write to a file, in turns; and measure the memory that `ulp` adds.
 
     Args:
@@ -163,73 +177,79 @@ def measure_encode(pair: Pair, repeats: int, threads: int, folder: str | None = 
         repeats: rounds.
         threads: worker threads, the same for every way.
         folder: where the file is written; default: the system's temporary directory.
+        density: what was asked for; some have `TARGETS`.
     """
+    total = sum(new.nbytes for _, _, new in pair)
     targets = [torch.zeros_like(new) for _, _, new in pair]  # touched, so that no page fault is timed
+    old, new = ({name: sides[side] for name, *sides in pair} for side in (0, 1))
+    olds = copies_of(old)
 
-    def copy() -> float:
+    def blocks(kind: str) -> Iterator[bytes]:
+        yield from (data for _, data in BlockFiles(olds.table).laid(coded(olds, new, kind, threads)))
+
+    def xor() -> Iterator[bytes]:
         with ThreadPoolExecutor(threads) as pool:
-            began = time.perf_counter()
+            yield from pool.map(_xor, pair)
+
+    def copies() -> Iterator[bytes]:
+        with ThreadPoolExecutor(threads) as pool:
             list(pool.map(_copy, targets, (new for _, _, new in pair)))
-            return time.perf_counter() - began
+        return iter(())
 
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-", dir=folder) as place:
 
-        def publish(codec: Codec) -> float:
+        def publish(payloads: Callable[[], Iterator[bytes]]) -> float:
             began = time.perf_counter()
             with open(Path(place) / "payloads", "wb") as file:
-                for one in encode_tensors(pair, codec, threads=threads):
-                    file.write(one.payload)
+                for payload in payloads():
+                    file.write(payload)
             return time.perf_counter() - began
 
-        ways: dict[str, Callable[[], float]] = {
-            "copy": copy,
-            "xor": partial(publish, _Summed(inner=make_codec("xor"))),
-            "overwrite": partial(publish, _Summed(inner=make_codec("overwrite"))),
-            "ulp": partial(publish, make_codec("ulp")),
-            "context": partial(publish, make_codec("context")),
-        }
-        seconds = rounds(ways, repeats)
+        ways = {"copy": copies, "xor": xor} | {kind: partial(blocks, kind) for kind in WAYS[2:]}
+        seconds = rounds({name: partial(publish, way) for name, way in ways.items()}, repeats)
         with track_peak() as extra:
-            publish(make_codec("ulp"))
-    total = sum(new.nbytes for _, _, new in pair)
+            publish(ways["ulp"])
+    faster, as_fast = TARGETS.get(density, (None, None))
     memory = None if not extra else 1 + extra[0] / total  # one copy is the baseline
     return {
         "seconds": seconds,
         "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
-        "ulp_vs_xor": ratio(seconds["ulp"], seconds["xor"], 3.0),
-        "ulp_vs_copy": ratio(seconds["ulp"], seconds["copy"], 0.4),
+        "ulp_vs_xor": ratio(seconds["ulp"], seconds["xor"], faster),
+        "ulp_vs_copy": ratio(seconds["ulp"], seconds["copy"], as_fast),
+        "bitmap_vs_copy": ratio(seconds["bitmap"], seconds["copy"], BITMAP),
         "context_vs_xor": ratio(seconds["context"], seconds["xor"]),
         "memory": None if memory is None else at_most(memory, 1.2),
     }
+
+
+def copies_of(old: Mapping[str, Tensor], *, pinned: bool = False) -> FlatCopies:
+    """Return copies of ``old``, against which changes are found: where it is, or in pinned memory of the host."""
+    first = next(iter(old.values()))
+    olds = FlatCopies(
+        ParamTable.of(itertools.starmap(ParamMeta.of, old.items())), None if pinned else first.device, pinned=pinned
+    )
+    for name, copy in olds.by_name().items():
+        copy.copy_(old[name])
+    return olds
+
+
+def coded(olds: FlatCopies, new: Mapping[str, Tensor], kind: str, threads: int) -> Iterator[Coded]:
+    """Find what changed since ``olds``, which stay as they are, and yield it in blocks of one kind."""
+    places = (place for (place,) in olds.table.places)
+    rows = ((*place, tensor) for place, tensor in zip(places, new.values(), strict=True))
+    then = partial(code, olds.table, make_codec(kind), False)
+    return find(olds.table, olds.bits, rows, then, threads=threads, digest=LINEAR)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
     np.copyto(units(target), units(source))
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class _Summed(Codec):
-    """Runs another codec and, in the same thread, takes the checksum of the new tensor that others' files carry.
-
-    Our own format needs none: the tensor's digest comes from the pass that finds the changes.
-    """
-
-    name: ClassVar[str] = "summed"
-    needs: ClassVar[Needs] = "all"
-    reads: ClassVar[Reads] = "either"
-    inner: Codec
-
-    def encode_block(self, unit: Unit, block: Block) -> bytes:
-        new = cast("np.ndarray[Any, Any]", block.new)  # every unit is there for a codec that needs "all"
-        xxhash.xxh3_128_hexdigest(new.view(np.uint8).data)
-        return self.inner.encode_block(unit, block)
-
-    def join(self, count: int, blocks: list[bytes]) -> bytes:
-        return self.inner.join(count, blocks)
-
-    def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
-        return self.inner.decode(payload, meta, base)
+def _xor(row: tuple[str, Tensor, Tensor]) -> bytes:
+    """Return what others publish of a tensor: both versions' difference in zstd, and the checksum of the new one."""
+    old, new = (units(tensor).reshape(-1).view(np.uint8) for tensor in row[1:])
+    xxhash.xxh3_128_digest(new.data)
+    return zstandard.ZstdCompressor(level=1).compress((old ^ new).data)
 
 
 # what is shown
@@ -244,9 +264,6 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
     sizes = Table(
         "data", "density", *names, "bound", "cond.", "ulp/bound", "context/cond.", title="bits per changed element"
     )
-    ways = ("copy", "xor", "overwrite", "ulp", "context")
-    title = f"GB of weights per second, {results['threads']} threads on {results['cores']} cores"
-    speeds = Table("data", *ways, "ulp/xor", "ulp/copy", "memory / weights", title=title)
     for row in results["sets"]:
         bits, ratios = row["bits_per_changed"], row["ratios"]
         sizes.add_row(
@@ -257,14 +274,21 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
             _marked(ratios["ulp / bound"], "found"),
             _marked(ratios["context / conditional bound"], "found"),
         )
-        speeds.add_row(
+    return [*first, sizes, speeds(results)]
+
+
+def speeds(results: Mapping[str, Any]) -> Table:
+    """Show the speeds of every data set."""
+    title = f"GB of weights per second, {results['threads']} threads on {results['cores']} cores"
+    shown = Table("data", *WAYS, "ulp/xor", "ulp/copy", "bitmap/copy", "memory / weights", title=title)
+    for row in results["sets"]:
+        shown.add_row(
             row["data"],
-            *(f"{row['gb_per_s'][way]:.2f}" for way in ways),
-            _marked(row["ulp_vs_xor"], "median"),
-            _marked(row["ulp_vs_copy"], "median"),
+            *(f"{row['gb_per_s'][way]:.2f}" for way in WAYS),
+            *(_marked(row[name], "median") for name in ("ulp_vs_xor", "ulp_vs_copy", "bitmap_vs_copy")),
             "not known" if row["memory"] is None else _marked(row["memory"], "found"),
         )
-    return [*first, sizes, speeds]
+    return shown
 
 
 def _marked(found: Mapping[str, Any], key: str) -> str:

@@ -19,15 +19,16 @@ from rich.table import Table
 from torch import Tensor
 
 from torchrl_ext.bench.data import SIZES, Shapes, shapes_bytes
+from torchrl_ext.bench.delta import coded, copies_of
 from torchrl_ext.bench.ipc import measure_ipc, settle
 from torchrl_ext.bench.runner import ratio, rounds
-from torchrl_ext.codecs.base import make_codec
-from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
+from torchrl_ext.codecs.blocks import ULP
+from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.kernels.base import kernels_on
+from torchrl_ext.kernels.base import LINEAR, kernels_on
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.landing.patcher import Patcher, identity
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.writer import FlatCopies
 
 __all__ = ["add_arguments", "measure", "tables"]
 
@@ -72,19 +73,18 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
 def _delta(shapes: Shapes, density: float, args: argparse.Namespace) -> dict[str, Any]:
     pinned = torch.device(args.device).type == "cuda"
     old, new = _pair(shapes, density, args.device)
-    held = {name: _on_host(tensor, pinned) for name, tensor in old.items()}
+    here, held = copies_of(old), copies_of(old, pinned=pinned)
     landing = {name: torch.empty_like(tensor) for name, tensor in new.items()}
     arrived = {name: _on_host(tensor, pinned) for name, tensor in new.items()}
-    codec, changed = make_codec("ulp"), 0
+    changed = 0
 
     def copy(into: Weights) -> None:
         for name, tensor in new.items():
             into[name].copy_(tensor, non_blocking=True)
 
-    def encode(base: Weights, source: Weights) -> None:
+    def encode(base: FlatCopies, source: Weights) -> None:
         nonlocal changed
-        rows = ((name, base[name], tensor) for name, tensor in source.items())
-        changed = sum(one.changed for one in encode_tensors(rows, codec, threads=args.threads))
+        changed = sum(int(one.changed.sum()) for one in coded(base, source, "ulp", args.threads))
 
     def before() -> None:  # as without kernels on the device: the whole model goes to the host
         copy(arrived)
@@ -94,7 +94,7 @@ def _delta(shapes: Shapes, density: float, args: argparse.Namespace) -> dict[str
     ways: dict[str, Callable[[], None]] = {
         "copy on the device": partial(copy, landing),
         "copy to the host": partial(copy, arrived),
-        "baseline on the device": partial(encode, old, new),
+        "baseline on the device": partial(encode, here, new),
         "baseline on the host": partial(encode, held, new),
         "coded on the host": before,
     }
@@ -123,15 +123,15 @@ def _timed(way: Callable[[], None], device: str) -> float:
 def _land(old: Weights, new: Weights, threads: int) -> tuple[float, float]:
     """Return the seconds to stage a delta on parameters that hold ``old``, and to commit it."""
     live = {name: tensor.clone() for name, tensor in old.items()}
-    rows = ((name, old[name], tensor) for name, tensor in new.items())
+    olds = copies_of(old)
     patches = [
-        one.codec.decode(one.payload, ParamMeta.of(one.meta.name, new[one.meta.name]))
-        for one in encode_tensors(rows, make_codec("ulp"), threads=threads)
-        if one.changed
+        ULP.decode(one.payload, olds.table, one.stream, one.start, one.size)
+        for one in coded(olds, new, "ulp", threads)
+        if one.payload
     ]
     changes = Changes(patches=lambda wanted: iter(patches), digests={}, whole=lambda names: iter(()))
     patcher = Patcher(identity(live))
-    patcher.held()
+    patcher.held(LINEAR)
     began = time.perf_counter()
     patcher.stage(changes)
     middle = time.perf_counter()

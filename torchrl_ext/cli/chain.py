@@ -145,7 +145,7 @@ class Reader:
         version = self.chain.version(number)
         full, delta = version.full, version.delta
         total = sum(meta.numel for meta in version.params)
-        telling = None if delta is None or delta.container.startswith("foreign") else delta  # foreign: no counts
+        telling = delta if delta is not None and delta.digests.size else None  # another library gives no counts
         return {
             "version": number,
             "kind": "delta" if full is None else "keyframe" if delta is None else "keyframe+delta",
@@ -153,7 +153,7 @@ class Reader:
             "bytes": sum(delta.files.values()) if delta else 0,
             "keyframe_bytes": sum(full.files.values()) if full else 0,
             "encoding": sorted({codec["name"] for codec in delta.codecs}) if delta else [],
-            "density": telling.changed / max(1, total) if telling else None,
+            "density": int(telling.changed.sum()) / max(1, total) if telling else None,
             "run_id": version.run_id,
         }
 
@@ -181,16 +181,19 @@ def _show(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
         raise ConfigError(f"{reader.store.url} holds no version {args.version}") from None
     version = reader.chain.version(args.version)
     full, delta = version.full, version.delta
-    changes = {row.meta.name: row for row in delta.params} if delta else {}
     tensors = []
     for meta in version.params:
         tensor: Info = {"name": meta.name, "dtype": dtype_name(meta.dtype), "shape": list(meta.shape)}
-        tensor |= dict.fromkeys(("changed", "bytes", "encoding", "file", "digest"))
-        if delta is not None and (row := changes.get(meta.name)) is not None:
-            tensor |= {"changed": row.changed, "bytes": row.nbytes, "digest": row.digest}
-            if row.changed:
-                names = {delta.codecs[one.codec]["name"] for one in row.payloads}
-                files = dict.fromkeys(one.file for one in row.payloads)
+        tensor |= dict.fromkeys(("changed", "encoding", "file", "digest"))
+        if delta is not None:
+            changed = int(delta.changed[delta.table.number[meta.name]])
+            tensor |= {"changed": changed, "digest": delta.hex_digests.get(meta.name)}
+            if changed:
+                blocks, placed = delta.blocks_of(meta.name), delta.placed.get(meta.name)
+                used = set(blocks["codec"]) if placed is None else range(len(delta.codecs))
+                names = {delta.codecs[codec]["name"] for codec in used}
+                files = dict.fromkeys([*delta.files][file] for file in blocks["file"])
+                files = files if placed is None else {placed.file: None}
                 tensor |= {"encoding": ", ".join(sorted(names)), "file": ", ".join(files)}
         tensors.append(tensor)
     document |= {"files": {**(full.files if full else {}), **(delta.files if delta else {})}, "tensors": tensors}

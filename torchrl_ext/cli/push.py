@@ -295,3 +295,5 @@ def _tell(args: argparse.Namespace, report: SyncReport, error: UpdateError | Non
         proof = f", proved: {report.proof}" if report.verified else ""
         moved = f": {report.bytes:,}{share} bytes" if report.bytes else ""  # 0: another process has published it
         print(f"version {report.version}{moved} in {report.spans['total']:.2f} s{proof}")
+        if report.encoding:
+            print(f"coded as {report.encoding}")

@@ -1,21 +1,18 @@
-"""Patches, the decoded changes of tensors: which places change and to what, ready to land or to be folded."""
+"""Patches, the decoded changes of tensors: which places change and to what, ready to land."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.units import unit_of, units
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.kernels.base import flat_bits, kernels_on, unsigned
 from torchrl_ext.types import ParamMeta
 
-__all__ = ["DensePatch", "Patch", "SparsePatch", "StepPatch", "apply_patch", "diff", "fold", "index_dtype"]
+__all__ = ["Patch", "SparsePatch", "StepPatch", "apply_patch", "diff", "index_dtype", "same"]
 
 
 def index_dtype(count: int) -> np.dtype[Any]:
@@ -43,7 +40,7 @@ class _Places:
 
     def __post_init__(self) -> None:
         unit, where = unit_of(self.meta.dtype), self.indices
-        count = self.meta.numel * unit.parts
+        count = unit.count(self.meta)
         if where.ndim != 1 or where.shape != self.values.shape or self.values.dtype != unit.dtype:
             raise IntegrityError(
                 f"the patch of {self.meta.name!r} has {where.shape} indices and {self.values.shape} "
@@ -88,35 +85,7 @@ class StepPatch(_Places):
         return SparsePatch(self.meta, self.indices, values)
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class DensePatch:
-    """New bits for every unit of a parameter.
-
-    Attributes:
-        meta: the parameter.
-        values: unsigned, of the width of the dtype's unit, shape (units,).
-    """
-
-    meta: ParamMeta
-    values: np.ndarray
-
-    def __post_init__(self) -> None:
-        unit = unit_of(self.meta.dtype)
-        count = self.meta.numel * unit.parts
-        if self.values.shape != (count,) or self.values.dtype != unit.dtype:
-            raise IntegrityError(
-                f"{self.meta.name!r} came as {self.values.shape} units of {self.values.dtype}",
-                expected=f"{count} of {unit.dtype}",
-            )
-
-    @property
-    def changed(self) -> int:
-        """The number of units that are written."""
-        return self.values.size
-
-
-Patch = SparsePatch | StepPatch | DensePatch
+Patch = SparsePatch | StepPatch
 
 
 def diff(meta: ParamMeta, old: Tensor, new: Tensor) -> SparsePatch:
@@ -125,23 +94,13 @@ def diff(meta: ParamMeta, old: Tensor, new: Tensor) -> SparsePatch:
     Raises:
         ManifestError: they do not have ``meta``'s dtype and shape.
     """
-    check_same(meta, old, new)
-    found = kernels_on(torch.device("cpu")).diff(flat_bits(old.cpu()), flat_bits(new.cpu()))
-    return SparsePatch(meta, found.places.numpy(), unsigned(found.after))
+    before, after = same(meta, old, new)
+    where = np.flatnonzero(before != after).astype(index_dtype(after.size), copy=False)
+    return SparsePatch(meta, where, after[where])
 
 
 def same(meta: ParamMeta, *tensors: Tensor) -> list[np.ndarray]:
     """Return the units of tensors that all must have ``meta``'s dtype and shape.
-
-    Raises:
-        ManifestError: one of them has not.
-    """
-    check_same(meta, *tensors)
-    return [units(tensor) for tensor in tensors]
-
-
-def check_same(meta: ParamMeta, *tensors: Tensor) -> None:
-    """Check that tensors have ``meta``'s dtype and shape.
 
     Raises:
         ManifestError: one of them has not.
@@ -153,6 +112,7 @@ def check_same(meta: ParamMeta, *tensors: Tensor) -> None:
                 expected=str(meta),
                 hint="a delta is taken between tensors of one dtype and shape",
             )
+    return [units(tensor) for tensor in tensors]
 
 
 def apply_patch(patch: Patch, tensor: Tensor) -> None:
@@ -165,75 +125,5 @@ def apply_patch(patch: Patch, tensor: Tensor) -> None:
     (target,) = same(patch.meta, tensor)
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
         raise ConfigError("a patch can be applied in place to contiguous host tensors only")
-    if isinstance(patch, DensePatch):
-        target[:] = patch.values
-    else:
-        resolved = patch.resolve(target[patch.indices]) if isinstance(patch, StepPatch) else patch
-        target[resolved.indices] = resolved.values
-
-
-def fold(patches: Iterable[Patch]) -> Patch:
-    """Return one patch that does what ``patches``, applied in this order, do; it writes each place once.
-
-    New bits replace, steps add up (steps that cancel vanish), steps after known bits are resolved.
-
-    Raises:
-        ManifestError: no patches, or patches of different parameters.
-    """
-    queue = list(patches)
-    if not queue:
-        raise ManifestError("there is no patch to fold")
-    result = queue[0]
-    for patch in queue[1:]:
-        if patch.meta != result.meta:
-            raise ManifestError(f"a patch of {patch.meta} follows one of {result.meta}", expected="one parameter")
-        result = _then(result, patch)
-    return result
-
-
-def _then(first: Patch, second: Patch) -> Patch:
-    if isinstance(second, DensePatch):
-        return second
-    if isinstance(first, DensePatch):
-        values = first.values.copy()
-        if isinstance(second, StepPatch):
-            second = second.resolve(values[second.indices])
-        values[second.indices] = second.values
-        return DensePatch(first.meta, values)
-    if isinstance(first, StepPatch) and isinstance(second, StepPatch):
-        return _sum(first, second)
-    if isinstance(first, StepPatch) or isinstance(second, StepPatch):
-        return _mixed(first, second)
-    keep = ~np.isin(first.indices, second.indices, assume_unique=True)
-    return SparsePatch(first.meta, *_sorted((first.indices[keep], second.indices), (first.values[keep], second.values)))
-
-
-def _sorted(indices: tuple[np.ndarray, ...], values: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
-    where, what = np.concatenate(indices), np.concatenate(values)
-    order = np.argsort(where, kind="stable")
-    return where[order], what[order]
-
-
-def _sum(first: StepPatch, second: StepPatch) -> StepPatch:
-    where, what = _sorted((first.indices, second.indices), (first.values, second.values))
-    repeated = np.flatnonzero(where[1:] == where[:-1])
-    what[repeated] += what[repeated + 1]  # modulo 2^width, as unsigned numpy addition is
-    keep = what != 0
-    keep[repeated + 1] = False
-    return StepPatch(first.meta, where[keep], what[keep])
-
-
-def _mixed(first: SparsePatch | StepPatch, second: SparsePatch | StepPatch) -> Patch:
-    """Fold a patch of known bits and one of steps, which is possible where every step meets known bits."""
-    if isinstance(first, SparsePatch) and isinstance(second, StepPatch):
-        at = np.searchsorted(first.indices, second.indices)
-        known = at < first.indices.size
-        known[known] = first.indices[at[known]] == second.indices[known]
-        if known.all():
-            return _then(first, second.resolve(first.values[at]))
-    elif np.isin(first.indices, second.indices, assume_unique=True).all():
-        return second
-    raise ManifestError(
-        f"known bits and steps of {first.meta.name!r} cannot be folded without the base",
-        hint="decode with `base=`, so that both are known bits",
-    )
+    resolved = patch.resolve(target[patch.indices]) if isinstance(patch, StepPatch) else patch
+    target[resolved.indices] = resolved.values

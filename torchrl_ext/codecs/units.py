@@ -19,17 +19,17 @@ __all__ = ["Unit", "unit_of", "units"]
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """A dtype as codecs see it: elements made of units, which are unsigned integers of 1, 2, 4 or 8 bytes.
+    """A dtype as codecs see it: elements made of units, unsigned integers of 1, 2, 4 or 8 bytes.
+
+    An element of complex128 has two of them, the real part first.
 
     Attributes:
         width: bytes of one unit.
-        parts: units per element: 1, or 2 for complex128 (real part first).
         ordered: sign-magnitude, as IEEE formats are; False for integers, bool and packed bytes.
         shift, select: ``(bits >> shift) & select`` is the exponent (of float64, its low eight bits); 0 for integers.
     """
 
     width: int
-    parts: int = 1
     ordered: bool = False
     shift: int = 0
     select: int = 0
@@ -51,7 +51,7 @@ class Unit:
 
     def count(self, meta: ParamMeta) -> int:
         """Return the number of units in a parameter."""
-        return meta.numel * self.parts
+        return meta.nbytes // self.width
 
 
 _FLOATS = {
@@ -59,7 +59,7 @@ _FLOATS = {
     "bfloat16": Unit(width=2, ordered=True, shift=7, select=255),
     "float32": Unit(width=4, ordered=True, shift=23, select=255),
     "float64": Unit(width=8, ordered=True, shift=52, select=255),
-    "complex128": Unit(width=8, parts=2, ordered=True, shift=52, select=255),
+    "complex128": Unit(width=8, ordered=True, shift=52, select=255),
     "float8_e4m3fn": Unit(width=1, ordered=True, shift=3, select=15),
     "float8_e4m3fnuz": Unit(width=1, ordered=True, shift=3, select=15),
     "float8_e5m2": Unit(width=1, ordered=True, shift=2, select=31),

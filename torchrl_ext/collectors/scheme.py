@@ -187,6 +187,11 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         A leaf's `update_policy_weights_` would copy its policy onto itself, and it cannot update other models.
         """
         context = self.context
+        for name, other in (getattr(context, "_receiver_schemes", None) or {}).items():
+            if other is not self and (
+                f"{name}.".startswith(f"{self.model_id}.") or f"{self.model_id}.".startswith(f"{name}.")
+            ):
+                other.receiver_transport.send_ack()
         if is_leaf(context):
             if self.model_id == "policy":
                 context.increment_version()

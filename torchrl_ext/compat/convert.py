@@ -10,6 +10,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -25,8 +26,8 @@ from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_writer import FullWriter
-from torchrl_ext.versions.containers import NewDelta
-from torchrl_ext.versions.writer import ChainWriter
+from torchrl_ext.versions.containers import OtherDelta
+from torchrl_ext.versions.writer import ChainWriter, Copies
 from torchrl_ext.weights.checkpoint import CheckpointSource, companion_files
 from torchrl_ext.weights.source import WeightSource
 
@@ -74,7 +75,7 @@ class _Layout(NamedTuple):
     """
 
     encoding: str
-    files: Callable[[NewDelta, Iterable[Encoded]], Iterator[tuple[Any, ...]]]
+    files: Callable[[OtherDelta, Iterable[Encoded]], Iterator[tuple[Any, ...]]]
     folder: Callable[[int], str] = version_name
     last: str = ""
     deltas_only: bool = False
@@ -152,17 +153,18 @@ def convert(versions: Iterable[Rebuilt], folder: str | os.PathLike[str], layout:
 
 
 def _as_ours(store: Store, versions: Iterable[Rebuilt], base: str | None) -> Iterator[Info]:
-    writer = None
+    writer, codec = None, make_codec("auto")
     for version in versions:
         writer = writer or ChainWriter(
             store,
             Chain(store),
             uuid.uuid4().hex,
-            codec=make_codec("auto", whole_base=False),
+            container=codec.container,
             full=FullWriter(_SHARD_BYTES),
             keyframe_every=0,
             base=None if version.whole else base,
             keep_files=True,
+            baseline=partial(Copies, codec),
         )
         delta = writer.publish(version, version.number, keyframe=version.whole)
         writer.acknowledge()
@@ -235,15 +237,7 @@ class _Writer:
     def _delta(self, draft: Draft, version: Rebuilt) -> bool:
         """Write a delta; return False where this layout could not tell it from a version that is being written."""
         params, wrote = version.params(), False
-        new = NewDelta(
-            version=version.number,
-            base=("", version.number - 1),
-            run_id="",
-            codec=self._codec,
-            params=params,
-            tensors=version.tensors,
-            digests={},
-        )
+        new = OtherDelta(version.number, version.number - 1, self._codec.name, version.tensors)
         pairs = ((meta.name, self._held[meta.name], version.tensors[meta.name]) for meta in params)
         for name, data, *_ in self._layout.files(new, encode_tensors(pairs, self._codec, follow=True)):
             draft.write(name, data)

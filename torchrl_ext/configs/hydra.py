@@ -53,6 +53,7 @@ class TransportSettings(ConfigBase):  # type: ignore[misc]  # torchrl has no typ
     pre_read_hook: Any = None
     baseline_device: Any = None
     local_dir: str | None = None
+    tiles: int | None = None
     by_shard: bool | None = None
     channel: str | None = None
     make: str | None = None

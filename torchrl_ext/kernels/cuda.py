@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import threading
 from types import ModuleType
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import Diff, Kernels, Landed, Piece, Words, Writes
+from torchrl_ext.kernels.base import LINEAR, POSITION, Diff, Kernels, Landed, Piece, Words, Writes, linear_keys
 
 __all__ = ["TritonKernels"]
 
 _BLOCK = 1024  # elements of one program
+_LAUNCH = threading.Lock()  # a program is compiled when it first runs, which is for one thread at a time
 
 
 @final
@@ -30,74 +33,45 @@ class TritonKernels(Kernels):
     def __init__(self, loops: ModuleType | None = None) -> None:
         self._loops: Any = loops or importlib.import_module("torchrl_ext.kernels.cuda_programs")
 
-    def diff(self, old: Tensor, new: Tensor, start: int = 0) -> Diff:
-        size, blocks = old.numel(), _blocks(old.numel())
-        dtype = torch.int32 if size < 2**31 else torch.int64
-        ends, total = torch.zeros(blocks, dtype=torch.int64, device=old.device), 0
-        with torch.cuda.device_of(old):
-            if blocks:
-                self._loops.count_changes[(blocks,)](old, new, ends, size, BLOCK=_BLOCK)
-                ends = ends.cumsum(0)
-                total = int(ends[-1])
-            places = torch.empty(total, dtype=dtype, device=old.device)
-            before, after = old.new_empty(total), new.new_empty(total)
-            if total:
-                self._loops.list_changes[(blocks,)](old, new, ends, places, before, after, size, BLOCK=_BLOCK)
-        words = self._change_words(places, before, after, start)
-        return Diff(places=places, before=before, after=after, words=words)
+    def _run(self, program: str, size: int, on: Tensor, *args: Any, **settings: Any) -> None:
+        """Run a program over ``size`` elements, on the device of a tensor, which is its first argument."""
+        if size:
+            with _LAUNCH, torch.cuda.device_of(on):
+                getattr(self._loops, program)[(_blocks(size),)](on, *args, BLOCK=_BLOCK, **settings)
 
-    def _change_words(self, places: Tensor, before: Tensor, after: Tensor, start: int) -> Words:
-        size = places.numel()
-        out = _out(size, places.device)
-        with torch.cuda.device_of(places):
-            if size:
-                self._loops.change_words[(_blocks(size),)](
-                    places, before, after, start, size, out, BLOCK=_BLOCK, WIDTH=before.element_size()
-                )
-        return _words(out)
+    def diff(self, old: Tensor, new: Tensor) -> Diff:
+        size, total = old.numel(), 0
+        ends = torch.zeros(_blocks(size), dtype=torch.int64, device=old.device)
+        self._run("count_changes", size, old, new, ends, size)
+        if size:
+            ends = ends.cumsum(0)
+            total = int(ends[-1])
+        places = torch.empty(total, dtype=torch.int32 if size < 2**31 else torch.int64, device=old.device)
+        before, after = old.new_empty(total), new.new_empty(total)
+        self._run("list_changes", size if total else 0, old, new, ends, places, before, after, size)
+        return Diff(places, before, after)
 
-    def words(self, piece: Piece) -> Words:
+    def words(self, piece: Piece, digest: str = POSITION) -> Words:
         memory, size = piece.memory, piece.destination.numel()
         out, dims = _out(size, memory.device), _dims(piece.by_memory, memory.device)
-        with torch.cuda.device_of(memory):
-            if size:
-                self._loops.view_words[(_blocks(size),)](
-                    memory,
-                    dims,
-                    piece.offset,
-                    size,
-                    out,
-                    BLOCK=_BLOCK,
-                    DIMS=len(piece.dims),
-                    WIDTH=memory.element_size(),
-                )
+        args = memory, dims, piece.offset, size, _keys_on(memory.device), out
+        how: dict[str, Any] = {"DIMS": len(piece.dims), "WIDTH": memory.element_size(), "LINEAR": digest == LINEAR}
+        self._run("view_words", size, *args, **how)
         return _words(out)
 
-    def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
+    def land(
+        self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None, digest: str = POSITION
+    ) -> Landed:
         target, size, device = piece.memory, positions.numel(), piece.memory.device
         positions, payload = positions.to(device).contiguous(), payload.to(device).contiguous()
         offsets = torch.empty(size, dtype=torch.int32 if target.numel() < 2**31 else torch.int64, device=device)
         values, inside = torch.empty_like(payload), torch.empty(size, dtype=torch.int8, device=device)
-        out = _out(size, device)
-        with torch.cuda.device_of(target):
-            if size:
-                self._loops.land[(_blocks(size),)](
-                    target,
-                    _dims(piece.dims, device),
-                    piece.offset,
-                    positions,
-                    payload,
-                    size,
-                    offsets,
-                    values,
-                    inside,
-                    out,
-                    BLOCK=_BLOCK,
-                    DIMS=0 if piece.straight else len(piece.dims),
-                    WIDTH=target.element_size(),
-                    STEPS=ordered is not None,
-                    ORDERED=bool(ordered),
-                )
+        out, dims = _out(size, device), _dims(piece.dims, device)
+        args = target, dims, piece.offset, positions, payload, size, offsets, values, inside, _keys_on(device), out
+        how: dict[str, Any] = {"DIMS": 0 if piece.straight else len(piece.dims), "WIDTH": target.element_size()}
+        how |= {"STEPS": ordered is not None, "ORDERED": bool(ordered), "LINEAR": digest == LINEAR}
+        self._run("land", size, *args, **how)
+        with _LAUNCH, torch.cuda.device_of(target):
             for program in (self._loops.write, self._loops.read):  # compiled before a pause needs them
                 program[(1,)](offsets[:0].to(torch.int64), values[:0], 0, BLOCK=_BLOCK)
         if not piece.dense:
@@ -121,15 +95,18 @@ class TritonKernels(Kernels):
     def _stored(self, addresses: Tensor, values: Tensor) -> Tensor:
         """Write values to their addresses, and return what stands there then."""
         size, found = values.numel(), torch.empty_like(values)
-        with torch.cuda.device_of(values):
-            if size:
-                self._loops.write[(_blocks(size),)](addresses, values, size, BLOCK=_BLOCK)
-                self._loops.read[(_blocks(size),)](addresses, found, size, BLOCK=_BLOCK)
+        self._run("write", size, addresses, values, size)
+        self._run("read", size, addresses, found, size)
         return found
 
 
 def _blocks(size: int) -> int:
     return -(-size // _BLOCK)
+
+
+@functools.cache
+def _keys_on(device: torch.device) -> Tensor:
+    return torch.from_numpy(linear_keys().view("int32").copy()).to(device)
 
 
 def _dims(dims: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:

@@ -9,12 +9,15 @@ What a program returns as words goes to `out`, two rows of one number per progra
 import triton
 import triton.language as tl
 
-__all__ = ["change_words", "count_changes", "land", "list_changes", "read", "view_words", "write"]
+from torchrl_ext.kernels.base import ROW, SEED
+
+__all__ = ["count_changes", "land", "list_changes", "read", "view_words", "write"]
 
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)  # these as in `torchrl_ext.kernels.jit`
 _M1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _M2 = tl.constexpr(0x94D049BB133111EB)
 _M3 = tl.constexpr(0xD6E8FEB86659FD93)
+_SEED, _ROW = tl.constexpr(SEED), tl.constexpr(ROW)
 
 
 @triton.jit
@@ -70,9 +73,29 @@ def _add_up(one, two, valid, out):
 
 
 @triton.jit
-def _add_change(positions, before, after, valid, out):
-    f_one, f_two = _fingerprint(positions, before)
-    g_one, g_two = _fingerprint(positions, after)
+def _linear(positions, wide, keys, WIDTH: tl.constexpr):
+    """Return the words that elements add to a linear digest; ``keys`` (int32) are of shape (2, ROW)."""
+    byte = positions * WIDTH
+    word, shift = byte >> 2, ((byte & 3) << 3).to(tl.uint64)
+    at = word & (_ROW - 1)
+    first, second = _fingerprint(word // _ROW, tl.zeros_like(wide) + _SEED)
+    low = ((wide & 0xFFFFFFFF) + 1) << shift
+    one, two = low * _wide(tl.load(keys + at), 4), low * _wide(tl.load(keys + _ROW + at), 4)
+    if WIDTH == 8:
+        high = (wide >> 32) + 1
+        one += high * _wide(tl.load(keys + at + 1), 4)
+        two += high * _wide(tl.load(keys + _ROW + at + 1), 4)
+    return one * (first | 1), two * (second | 1)
+
+
+@triton.jit
+def _add_change(positions, before, after, valid, keys, out, WIDTH: tl.constexpr, LINEAR: tl.constexpr):
+    if LINEAR:
+        f_one, f_two = _linear(positions, before, keys, WIDTH)
+        g_one, g_two = _linear(positions, after, keys, WIDTH)
+    else:
+        f_one, f_two = _fingerprint(positions, before)
+        g_one, g_two = _fingerprint(positions, after)
     _add_up(g_one - f_one, g_two - f_two, valid, out)
 
 
@@ -100,18 +123,22 @@ def list_changes(old, new, ends, places, before, after, size, BLOCK: tl.constexp
 
 
 @triton.jit
-def change_words(places, before, after, start, size, out, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Store what a change adds to a position digest; ``start`` is the position of place 0."""
-    i = _block(BLOCK)
-    valid = i < size
-    positions = tl.load(places + i, mask=valid, other=0).to(tl.int64) + start
-    a, b = tl.load(before + i, mask=valid, other=0), tl.load(after + i, mask=valid, other=0)
-    _add_change(positions, _wide(a, WIDTH), _wide(b, WIDTH), valid, out)
+def view_words(
+    memory,
+    dims,
+    offset,
+    size,
+    keys,
+    out,
+    BLOCK: tl.constexpr,
+    DIMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINEAR: tl.constexpr,
+):
+    """Store words of a strided view of ``size`` elements; ``dims`` (int64) has ``DIMS`` rows ``(size, stride, to)``.
 
-
-@triton.jit
-def view_words(memory, dims, offset, size, out, BLOCK: tl.constexpr, DIMS: tl.constexpr, WIDTH: tl.constexpr):
-    """Store words of a strided view of ``size`` elements; ``dims`` (int64) has ``DIMS`` rows ``(size, stride, to)``."""
+    ``keys`` (int32) are those of `torchrl_ext.kernels.base.linear_keys`, read where ``LINEAR``.
+    """
     rest = _block(BLOCK)
     valid = rest < size
     positions, at = tl.zeros_like(rest) + offset, tl.zeros_like(rest)
@@ -124,7 +151,11 @@ def view_words(memory, dims, offset, size, out, BLOCK: tl.constexpr, DIMS: tl.co
             rest = rest // tl.load(row)
         positions += coordinate * tl.load(row + 1)
         at += coordinate * tl.load(row + 2)
-    one, two = _fingerprint(positions, _wide(tl.load(memory + at, mask=valid, other=0), WIDTH))
+    wide = _wide(tl.load(memory + at, mask=valid, other=0), WIDTH)
+    if LINEAR:
+        one, two = _linear(positions, wide, keys, WIDTH)
+    else:
+        one, two = _fingerprint(positions, wide)
     _add_up(one, two, valid, out)
 
 
@@ -139,12 +170,14 @@ def land(
     offsets,
     values,
     inside,
+    keys,
     out,
     BLOCK: tl.constexpr,
     DIMS: tl.constexpr,
     WIDTH: tl.constexpr,
     STEPS: tl.constexpr,
     ORDERED: tl.constexpr,
+    LINEAR: tl.constexpr,
 ):
     """Turn positions in a checkpoint tensor into offsets in ``target``, and steps (where ``STEPS``) into new bits.
 
@@ -180,7 +213,7 @@ def land(
     tl.store(offsets + i, at.to(offsets.dtype.element_ty), mask=valid)
     tl.store(values + i, _narrow(after, WIDTH), mask=valid)
     tl.store(inside + i, fits.to(tl.int8), mask=valid)
-    _add_change(position, before, after, fits, out)
+    _add_change(position, before, after, fits, keys, out, WIDTH, LINEAR)
 
 
 # One compiled version per dtype: `land` has them made with an empty list, so that no pause waits for a compiler.

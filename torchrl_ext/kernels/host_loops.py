@@ -5,13 +5,26 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
+from torchrl_ext.kernels.base import ROW, SEED
 from torchrl_ext.kernels.host_lists import CHUNK, list_changes
-from torchrl_ext.kernels.jit import GOLDEN, changed64, count_ones, fingerprint, helper, line, njit, pointer, unline
+from torchrl_ext.kernels.jit import GOLDEN, fingerprint, helper, line, njit, pointer, unline
 
-__all__ = ["count_changed", "diff", "digest_change", "digest_piece", "land", "move", "write"]
+__all__ = [
+    "digest_piece",
+    "digest_segments",
+    "land",
+    "land_segments",
+    "linear_piece",
+    "linear_runs",
+    "move",
+    "scan",
+    "write",
+]
 
 _LANDED = 4096  # changes that are translated together: they stay in the processor's nearest cache
-_1 = np.uint64(1)
+_1, _2, _3, _32 = (np.uint64(number) for number in (1, 2, 3, 32))
+_LOW = np.uint64(0xFFFFFFFF)
+_ROW, _ROW_BITS, _IN_ROW, _SEED = ROW, np.uint64(ROW.bit_length() - 1), np.uint64(ROW - 1), np.uint64(SEED)
 
 
 @helper
@@ -33,41 +46,172 @@ def _add_digest(start, places, before, after, count, digest):
     digest[0], digest[1] = one, two
 
 
+@helper
+def _factors(row):
+    """Return what the sums of a row of words are multiplied by: two odd words."""
+    one, two = fingerprint(np.uint64(row) * GOLDEN, _SEED)
+    return one | _1, two | _1
+
+
+@helper
+def _add_linear(start, places, before, after, count, keys, digest):
+    """Add to a linear digest what changes do to it; ``start`` is the position in the tensor of place 0."""
+    one, two, total_one, total_two = np.uint64(0), np.uint64(0), digest[0], digest[1]
+    row, (first, second), width = np.uint64(0), _factors(0), np.uint64(before.itemsize)
+    for k in range(count):
+        byte = (np.uint64(start) + np.uint64(places[k])) * width
+        word, shift = byte >> _2, (byte & _3) << _3
+        if word >> _ROW_BITS != row:
+            total_one, total_two = total_one + one * first, total_two + two * second
+            row, one, two = word >> _ROW_BITS, np.uint64(0), np.uint64(0)
+            first, second = _factors(row)
+        i, a, b = word & _IN_ROW, np.uint64(before[k]), np.uint64(after[k])
+        low = ((b & _LOW) - (a & _LOW)) << shift
+        one += low * np.uint64(keys[0, i])
+        two += low * np.uint64(keys[1, i])
+        if width == 8:
+            high = (b >> _32) - (a >> _32)
+            one += high * np.uint64(keys[0, i + _1])
+            two += high * np.uint64(keys[1, i + _1])
+    digest[0], digest[1] = total_one + one * first, total_two + two * second
+
+
+@helper
+def _add_change(start, places, before, after, count, keys, digest):
+    if keys.size:
+        _add_linear(start, places, before, after, count, keys, digest)
+    else:
+        _add_digest(start, places, before, after, count, digest)
+
+
+@helper
+def _add_segments(base, places, before, after, count, segment, firsts, starts, keys, words):
+    """Add changes to the digests of their segments, from ``segment`` on; return the last one's number."""
+    low = 0
+    while low < count:
+        while firsts[segment + 1] <= base + places[low]:
+            segment += 1
+        high, end = low + 1, firsts[segment + 1] - base
+        while high < count and places[high] < end:
+            high += 1
+        if starts[segment] >= 0:
+            start, own = starts[segment] - firsts[segment] + base, slice(low, high)
+            _add_change(start, places[own], before[own], after[own], high - low, keys, words[segment])
+        low = high
+    return segment
+
+
+@helper
+def _linear_words(words, first, second, ones):
+    """Return the sums of words of 32 bits, each times its key; ``ones`` is what the elements of a word add to it."""
+    one, two = np.uint64(0), np.uint64(0)
+    key_one, key_two = np.uint64(0), np.uint64(0)
+    for i in range(words.size):
+        word, a, b = np.uint64(words[i]), np.uint64(first[i]), np.uint64(second[i])
+        one += word * a
+        two += word * b
+        key_one += a
+        key_two += b
+    return one + ones * key_one, two + ones * key_two
+
+
+@helper
+def _linear_elements(memory, place, to, position, stride, count, keys):
+    """Return what ``count`` elements add to both sums, ``to`` apart in memory and ``stride`` in the tensor."""
+    one, two, width = np.uint64(0), np.uint64(0), np.uint64(memory.itemsize)
+    for i in range(count):
+        byte = np.uint64(position + i * stride) * width
+        word, shift = byte >> _2, (byte & _3) << _3
+        first, second = _factors(word >> _ROW_BITS)
+        k, bits = word & _IN_ROW, np.uint64(memory[np.uint64(place + i * to)])
+        low = ((bits & _LOW) + _1) << shift
+        a, b = low * np.uint64(keys[0, k]), low * np.uint64(keys[1, k])
+        if width == 8:
+            high = (bits >> _32) + _1
+            a += high * np.uint64(keys[0, k + _1])
+            b += high * np.uint64(keys[1, k + _1])
+        one += a * first
+        two += b * second
+    return one, two
+
+
+@helper
+def _linear_run(run, position, keys):
+    """Return what a run of elements, contiguous in memory and in the tensor, adds to both sums."""
+    width, one, two = run.itemsize, np.uint64(0), np.uint64(0)
+    each = max(1, 4 // width)
+    ones = np.uint64(0x1010101 if width == 1 else 0x10001 if width == 2 else 1)
+    head = min(run.size, -position % each)
+    if head:
+        one, two = _linear_elements(run, 0, 1, position, 1, head, keys)
+    body = (run.size - head) // each * each
+    words, at, done = run[head : head + body].view(np.uint32), (position + head) * width // 4, 0
+    while done < words.size:
+        begin = at % _ROW
+        count = min(words.size - done, _ROW - begin)
+        end, (first, second) = begin + count, _factors(at // _ROW)
+        a, b = _linear_words(words[done : done + count], keys[0, begin:end], keys[1, begin:end], ones)
+        one, two, at, done = one + a * first, two + b * second, at + count, done + count
+    if head + body < run.size:
+        a, b = _linear_elements(run, head + body, 1, position + head + body, 1, run.size - head - body, keys)
+        one, two = one + a, two + b
+    return one, two
+
+
+@helper
+def _add_runs(old, new, base, segment, firsts, starts, keys, words):
+    """Do as `_add_segments`, of all elements of a range that begins at ``base``; for the linear digest."""
+    at = 0
+    while at < old.size:
+        while firsts[segment + 1] <= base + at:
+            segment += 1
+        end = min(old.size, firsts[segment + 1] - base)
+        if starts[segment] >= 0:
+            position = starts[segment] - firsts[segment] + base + at
+            f_one, f_two = _linear_run(old[at:end], position, keys)
+            g_one, g_two = _linear_run(new[at:end], position, keys)
+            words[segment, 0] += g_one - f_one
+            words[segment, 1] += g_two - f_two
+        at = end
+    return segment
+
+
 @njit
-def diff(old, new, first, start, places, before, after, digest):
-    """List what differs from element ``first`` on, and add to a position digest what that does to it.
+def scan(old, new, base, firsts, starts, keys, positions, before, after, words):
+    """List what differs in a range of a stream, and add to the digest of each segment what that does to it.
 
     Args:
         old, new: one unsigned dtype, shape (n,).
-        first: where to begin.
-        start: position of element 0 in its tensor, for the digest.
-        places: int32 or int64, before, after: as ``old``; at least ``min(n, CHUNK) + 64`` long. Lists to fill.
-        digest: uint64 shape (2,).
+        base: position of element 0, in the coordinates of ``firsts``.
+        firsts: int64 shape (k + 1,): where each segment begins, and the last one ends.
+        starts: int64 shape (k,): position in its parameter of each segment's first unit, where the others follow it;
+            -1 where they do not, and the digest is not added to.
+        keys: `torchrl_ext.kernels.base.linear_keys` for the linear digest; without elements for the position digest.
+        positions: int32 or int64, before, after: as ``old``; at least ``n`` + 64 long. Lists to fill; positions count
+            like ``firsts``.
+        words: uint64 shape (k, 2).
 
     Returns:
-        How many differ; and the element before which the lists were full, ``n`` where they had room for all.
+        How many differ.
     """
-    found, size, short = 0, old.size, np.empty(CHUNK + 64, np.uint16)
-    for begin in range(first, size, CHUNK):
-        if found + min(CHUNK, size - begin) + 64 > places.size:
-            return found, begin
+    found, size, short, segment = 0, old.size, np.empty(CHUNK + 64, np.uint16), 0
+    for begin in range(0, size, CHUNK):
         olds, news = before[found:], after[found:]
         changed = list_changes(old, new, begin, short, olds, news)
-        _add_digest(start + begin, short, olds, news, changed, digest)
-        _widen(short, begin, changed, places[found:])
+        end = min(size, begin + CHUNK)
+        if keys.size and changed > (end - begin) // 8:  # then sums over all elements are quicker
+            segment = _add_runs(old[begin:end], new[begin:end], base + begin, segment, firsts, starts, keys, words)
+        else:
+            segment = _add_segments(base + begin, short, olds, news, changed, segment, firsts, starts, keys, words)
+        _widen(short, base + begin, changed, positions[found:])
         found += changed
-    return found, size
+    return found
 
 
 @njit
-def count_changed(old, new):
-    """Return how many elements differ."""
-    whole, changed = old.size // 64 * 64, 0
-    for i in range(0, whole, 64):
-        changed += count_ones(changed64(old, new, i))
-    for i in range(whole, old.size):
-        changed += old[i] != new[i]
-    return changed
+def digest_segments(positions, before, after, firsts, starts, keys, words):
+    """Add to the digest of each segment what listed changes do to it; arguments as in `scan`."""
+    _add_segments(0, positions, before, after, positions.size, 0, firsts, starts, keys, words)
 
 
 @njit
@@ -143,8 +287,8 @@ def _copy(source, target):
 
 
 @njit
-def land(target, dims, offset, positions, payload, straight, same, steps, ordered, offsets, values, digest):
-    """Translate changes for a piece, resolve steps, and add to a position digest what the changes do to it.
+def land(target, dims, offset, positions, payload, straight, same, steps, ordered, offsets, values, keys, digest):
+    """Translate changes for a piece, resolve steps, and add to a digest what the changes do to it.
 
     Args:
         target: unsigned, shape (m,): the memory of the piece.
@@ -152,6 +296,7 @@ def land(target, dims, offset, positions, payload, straight, same, steps, ordere
         positions, payload: shape (k,): where, and new bits, or (with ``steps``) steps; ``ordered`` says on which line.
         same: ``offsets`` are ``positions``.
         offsets, values: shape (k,), filled as far as changes lie in the piece.
+        keys: as in `scan`.
         digest: uint64 shape (2,).
 
     Returns:
@@ -178,9 +323,77 @@ def land(target, dims, offset, positions, payload, straight, same, steps, ordere
             move(before[:count], come, top, mask, ordered, after)
         else:
             _copy(come, after)
-        _add_digest(0, own, before, after, count, digest)
+        _add_change(0, own, before, after, count, keys, digest)
         total += count
     return total
+
+
+@njit
+def land_segments(
+    positions, payload, firsts, starts, addresses, lows, highs, steps, ordered, keys, runs, ends, offsets, values, words
+):
+    """Translate changes in a range of a stream, whose segments lie straight in memory, and resolve steps.
+
+    Whoever gives addresses makes sure that the memory from each on holds ``high - low`` units.
+
+    Args:
+        positions: shape (n,), increasing; payload: unsigned, shape (n,): new bits, or (with ``steps``) steps, on the
+            line of a sign-magnitude format where ``ordered``.
+        firsts: int64 shape (k + 1,): where each segment begins, in the coordinates of ``positions``.
+        starts: int64 shape (k,): position of each segment's first unit in its parameter.
+        addresses: int64 shape (k,): of unit ``low`` of the parameter; 0 where the segment is left out.
+        lows, highs: int64 shape (k,): which units of the parameter lie there.
+        keys: as in `scan`.
+        runs, ends: int64 shape (k,): filled with the segments of which something is written, and where each one's
+            changes end in the next two.
+        offsets: int32 or int64, values: as ``payload``, shape (n,): filled: units from the address, and new bits.
+        words: uint64 shape (k, 2): what the changes add to the digest of each segment.
+
+    Returns:
+        How many changes, and of how many segments.
+    """
+    top, mask = (
+        np.uint64(1) << np.uint64(8 * payload.itemsize - 1),
+        ~np.uint64(0) >> np.uint64(64 - 8 * payload.itemsize),
+    )
+    before = np.empty(payload.size, payload.dtype)
+    low, found, segment, count = 0, 0, 0, 0
+    while low < positions.size:
+        while firsts[segment + 1] <= positions[low]:
+            segment += 1
+        high, end = low + 1, firsts[segment + 1]
+        while high < positions.size and positions[high] < end:
+            high += 1
+        if addresses[segment] != 0:
+            begin, shift = found, starts[segment] - firsts[segment] - lows[segment]
+            size = highs[segment] - lows[segment]
+            target = carray(pointer(addresses[segment]), (1,), payload.dtype)
+            for k in range(low, high):
+                to = positions[k] + shift
+                if 0 <= to < size:
+                    offsets[found], before[found], values[found] = to, target[np.uint64(to)], payload[k]
+                    found += 1
+            if found > begin:
+                own = slice(begin, found)
+                if steps:
+                    move(before[own], values[own], top, mask, ordered, values[own])
+                _add_change(lows[segment], offsets[own], before[own], values[own], found - begin, keys, words[segment])
+                runs[count], ends[count] = segment, found
+                count += 1
+        low = high
+    return found, count
+
+
+@helper
+def _corner(dims, row, offset):
+    """Return position and place of the first element of a row: of all coordinates but those in the last dimensions."""
+    position, place = offset, 0
+    for d in range(dims.shape[0] - 1, -1, -1):
+        coordinate = row % dims[d, 0]
+        row //= dims[d, 0]
+        position += coordinate * dims[d, 1]
+        place += coordinate * dims[d, 2]
+    return position, place
 
 
 @njit
@@ -199,12 +412,7 @@ def digest_piece(memory, dims, offset, digest):
         rows *= dims[d, 0]
     one, two, step = digest[0], digest[1], np.uint64(stride) * GOLDEN
     for row in range(rows):
-        rest, position, place = row, offset, 0
-        for d in range(last - 1, -1, -1):
-            coordinate = rest % dims[d, 0]
-            rest //= dims[d, 0]
-            position += coordinate * dims[d, 1]
-            place += coordinate * dims[d, 2]
+        position, place = _corner(dims[:-1], row, offset)
         key = np.uint64(position) * GOLDEN
         if to == 1:
             run = memory[place : place + size]
@@ -223,6 +431,44 @@ def digest_piece(memory, dims, offset, digest):
 
 
 @njit
-def digest_change(indices, old, new, total):
-    """Add to ``total`` (uint64 shape (2,)) what a change of ``old`` to ``new`` at ``indices`` does."""
-    _add_digest(0, indices, old, new, indices.size, total)
+def linear_piece(memory, dims, offset, keys, digest):
+    """Add to a linear digest the elements of a piece.
+
+    Args:
+        memory, dims, offset, digest: as in `digest_piece`.
+        keys: `torchrl_ext.kernels.base.linear_keys`.
+    """
+    last, rows, size, stride, to = dims.shape[0] - 1, 1, 1, 1, 1
+    if last >= 0:
+        size, stride, to = dims[last, 0], dims[last, 1], dims[last, 2]
+    for d in range(last):
+        rows *= dims[d, 0]
+    one, two = digest[0], digest[1]
+    for row in range(rows):
+        position, place = _corner(dims[:-1], row, offset)
+        if stride == 1 and to == 1:
+            a, b = _linear_run(memory[place : place + size], position, keys)
+        else:
+            a, b = _linear_elements(memory, place, to, position, stride, size, keys)
+        one, two = one + a, two + b
+    digest[0], digest[1] = one, two
+
+
+@njit
+def linear_runs(addresses, positions, sizes, like, keys, words):
+    """Add to the linear digest of each of several tensors a run of its elements.
+
+    Whoever gives addresses makes sure that the memory from each on holds as many elements.
+
+    Args:
+        addresses, positions, sizes: int64 shape (k,): where each run lies in memory, its first element in the tensor,
+            and how many elements it has.
+        like: an array of the unsigned dtype of the elements.
+        keys: `torchrl_ext.kernels.base.linear_keys`.
+        words: uint64 shape (k, 2).
+    """
+    for k in range(addresses.size):
+        if sizes[k] > 0:
+            one, two = _linear_run(carray(pointer(addresses[k]), (sizes[k],), like.dtype), positions[k], keys)
+            words[k, 0] += one
+            words[k, 1] += two

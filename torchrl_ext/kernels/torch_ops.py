@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import Diff, Kernels, Landed, Piece, Words, Writes
+from torchrl_ext.kernels.base import (
+    LINEAR,
+    POSITION,
+    ROW,
+    SEED,
+    Diff,
+    Kernels,
+    Landed,
+    Piece,
+    Words,
+    Writes,
+    linear_keys,
+)
 
 __all__ = ["TorchKernels"]
 
@@ -45,8 +58,28 @@ def _fingerprints(positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
     return z, y ^ _down(y, 29)
 
 
-def _sums(positions: Tensor, bits: Tensor) -> Tensor:
-    return torch.stack([words.sum() for words in _fingerprints(positions, bits)])
+@functools.cache
+def _keys_on(device: torch.device) -> Tensor:
+    return torch.from_numpy(linear_keys().astype("int64")).to(device)
+
+
+def _linear(positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return per element the words that it adds to a linear digest."""
+    byte, wide = positions * bits.element_size(), _wide(bits)
+    word, shift = byte >> 2, (byte & 3) << 3
+    keys, at = _keys_on(positions.device), word & (ROW - 1)
+    rows = torch.div(word, ROW, rounding_mode="floor")
+    factors = _fingerprints(rows, torch.full_like(rows, _signed(SEED)))
+    one, two = (((wide & 0xFFFFFFFF) + 1 << shift) * row[at] for row in keys)
+    if bits.element_size() == 8:
+        high = _down(wide, 32) + 1
+        one, two = one + high * keys[0, at + 1], two + high * keys[1, at + 1]
+    return one * (factors[0] | 1), two * (factors[1] | 1)
+
+
+def _sums(positions: Tensor, bits: Tensor, digest: str) -> Tensor:
+    found = _linear(positions, bits) if digest == LINEAR else _fingerprints(positions, bits)
+    return torch.stack([words.sum() for words in found])
 
 
 def _words(total: Tensor) -> Words:
@@ -60,22 +93,20 @@ class TorchKernels(Kernels):
 
     name: ClassVar[str] = "torch"
 
-    def diff(self, old: Tensor, new: Tensor, start: int = 0) -> Diff:
+    def diff(self, old: Tensor, new: Tensor) -> Diff:
         where = (old != new).nonzero().flatten()
-        before, after = old.index_select(0, where), new.index_select(0, where)
-        words = self._change_words(where + start, before, after)
         places = where.to(torch.int32) if old.numel() < 2**31 else where
-        return Diff(places=places, before=before, after=after, words=words)
+        return Diff(places, old.index_select(0, where), new.index_select(0, where))
 
-    def _change_words(self, positions: Tensor, before: Tensor, after: Tensor) -> Words:
+    def _change_words(self, positions: Tensor, before: Tensor, after: Tensor, digest: str) -> Words:
         total = torch.zeros(2, dtype=torch.int64, device=positions.device)
         for at in range(0, positions.numel(), _PIECE):
             end = at + _PIECE
             here = positions[at:end].to(torch.int64)
-            total += _sums(here, after[at:end]) - _sums(here, before[at:end])
+            total += _sums(here, after[at:end], digest) - _sums(here, before[at:end], digest)
         return _words(total)
 
-    def words(self, piece: Piece) -> Words:
+    def words(self, piece: Piece, digest: str = POSITION) -> Words:
         device, count = piece.memory.device, piece.destination.numel()
         total = torch.zeros(2, dtype=torch.int64, device=device)
         for at in range(0, count, _PIECE):
@@ -86,10 +117,12 @@ class TorchKernels(Kernels):
                 positions += coordinate * stride
                 offsets += coordinate * to
                 rest = torch.div(rest, size, rounding_mode="floor")
-            total += _sums(positions, piece.memory.index_select(0, offsets))
+            total += _sums(positions, piece.memory.index_select(0, offsets), digest)
         return _words(total)
 
-    def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
+    def land(
+        self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None, digest: str = POSITION
+    ) -> Landed:
         positions, payload = positions.to(piece.memory.device), payload.to(piece.memory.device)
         rest = positions.to(torch.int64) - piece.offset
         offsets, fits = torch.zeros_like(rest), torch.ones_like(rest, dtype=torch.bool)
@@ -103,7 +136,8 @@ class TorchKernels(Kernels):
             positions, payload, offsets = positions[fits], payload[fits], offsets[fits]
         before = piece.memory.index_select(0, offsets)
         values = payload if ordered is None else _moved(before, payload, ordered)
-        return Landed(offsets=offsets, values=values, words=self._change_words(positions, before, values))
+        words = self._change_words(positions, before, values, digest)
+        return Landed(offsets=offsets, values=values, words=words)
 
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
         offsets = offsets.to(torch.int64)  # index_copy_ takes no other; those of `land` are

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_ext.codecs.patch import Patch
+from torchrl_ext.codecs.streams import StreamPatch
 from torchrl_ext.errors import ConfigError, ManifestError, NotConnectedError
+from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.digests import position_digest, tensor_digest
 from torchrl_ext.weights.hf_names import Spelling, groups_of
@@ -40,16 +41,18 @@ class Changes:
     """The changes that bring a model from one version to another one, folded so that no element occurs twice.
 
     Attributes:
-        patches: makes one pass over the changed tensors; it asks for each name first whether it is wanted, and what is
-            not is neither decoded nor yielded.
-        digests: position digest of every tensor at the end, 32 hex digits, by name.
+        patches: makes one pass over what changes. It asks of each changed tensor first whether it is wanted; blocks in
+            which none is are not decoded, others have changes of unwanted tensors, too.
+        digests: digest of every tensor at the end, 32 hex digits, by name.
+        digest: the name of that digest (`torchrl_ext.weights.digests`).
         whole: makes the tensors of some names as they are at the end, for those that are not patchable.
         held, reached: run id and number of the versions between which it leads.
         params: every parameter of the model, in order.
     """
 
-    patches: Callable[[Callable[[str], bool]], Iterator[Patch]]
+    patches: Callable[[Callable[[str], bool]], Iterator[StreamPatch]]
     digests: Mapping[str, str]
+    digest: str = LINEAR
     whole: Callable[[Iterable[str]], Iterator[tuple[str, Tensor]]]
     held: tuple[str, int] = ("", 0)
     reached: tuple[str, int] = ("", 0)
@@ -154,7 +157,7 @@ class Patchable(ABC):
         """Return whether changes of this checkpoint tensor can be written; else the tensor comes whole."""
 
     @abstractmethod
-    def position_digests(self) -> dict[str, str]:
+    def position_digests(self, digest: str) -> dict[str, str]:
         """Return the position digest of each checkpoint tensor, 32 hex digits, recomputed from the model's bytes.
 
         Raises:
@@ -294,9 +297,9 @@ class TensorsLoader(WeightLoader, Patchable):
     def proof(self) -> str:
         return "in place"
 
-    def position_digests(self) -> dict[str, str]:
-        found = {name: digest.hex() for name, digest in self._patches().held().items()}
-        return found | {name: position_digest(tensor).hex() for name, tensor in self._spelled().assembled()}
+    def position_digests(self, digest: str) -> dict[str, str]:
+        found = {name: one.hex() for name, one in self._patches().held(digest).items()}
+        return found | {name: position_digest(tensor, digest).hex() for name, tensor in self._spelled().assembled()}
 
     def stage(self, changes: Changes) -> None:
         from torchrl_ext.landing.patcher import compare
@@ -304,7 +307,7 @@ class TensorsLoader(WeightLoader, Patchable):
         found = self._patches().stage(changes)
         copied = self._copied & changes.digests.keys()
         self._whole = dict(changes.whole(copied)) if copied else {}
-        found |= {name: position_digest(tensor) for name, tensor in self._whole.items()}
+        found |= {name: position_digest(tensor, changes.digest) for name, tensor in self._whole.items()}
         dropped = sorted(changes.digests.keys() - found.keys())
         if dropped:
             raise ManifestError(

@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.patch import DensePatch, StepPatch
+from torchrl_ext.codecs.patch import SparsePatch, StepPatch, index_dtype
+from torchrl_ext.codecs.streams import StreamPatch
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import IntegrityError, NotConnectedError
-from torchrl_ext.kernels.base import BITS, Kernels, Piece, Writes, kernels_on
+from torchrl_ext.kernels.base import BITS, LINEAR, Kernels, Piece, Words, Writes, kernels_on
+from torchrl_ext.kernels.host import keys_of
+from torchrl_ext.stores.table import ParamTable, Stream, unit_bytes
 from torchrl_ext.weights.digests import PositionDigest
 from torchrl_ext.weights.view import View
 
@@ -34,6 +38,8 @@ READ_BACK_VERSIONS = 8
 """Within so many versions that come as changes every tensor is read back from the live bytes once."""
 _LISTED = 1 << 18  # elements of a list on the host, which one thread writes
 _LISTED_ON_DEVICE = 1 << 22
+_Patch = SparsePatch | StepPatch
+_NOTHING = PositionDigest()
 _THREADS = 4  # beyond these, memory is what is waited for
 
 
@@ -71,28 +77,28 @@ class _Lists:
     """Gathers values for many tensors in a few lists."""
 
     def __init__(self) -> None:
-        self.closed: list[_List] = []
-        self._open: dict[tuple[Any, ...], list[tuple[str, tuple[Tensor, Tensor, Tensor]]]] = {}
+        self._closed: list[_List] = []
+        self._open: dict[tuple[Any, ...], list[tuple[list[str], Writes]]] = {}
         self._counts: dict[tuple[Any, ...], int] = {}
 
-    def add(self, name: str, target: Tensor, offsets: Tensor, values: Tensor, kernels: Kernels) -> None:
-        key, most = (kernels, values.device, values.dtype, offsets.dtype), _most(kernels)
-        for at, its in zip(offsets.split(most), values.split(most), strict=True):
-            self._open.setdefault(key, []).append((name, (target, at, its)))
-            self._counts[key] = self._counts.get(key, 0) + its.numel()
-            if self._counts[key] >= most:
-                self._close(key)
+    def add(self, names: list[str], writes: Writes, kernels: Kernels) -> None:
+        """Add a list with a run for each name."""
+        key = kernels, writes.values.device, writes.values.dtype, writes.offsets.dtype
+        self._open.setdefault(key, []).append((names, writes))
+        self._counts[key] = self._counts.get(key, 0) + writes.values.numel()
+        if self._counts[key] >= _most(kernels):
+            self._close(key)
 
     def close(self) -> list[_List]:
         """Make lists of what was added last, and return all."""
         for key in [*self._open]:
             self._close(key)
-        return self.closed
+        return self._closed
 
     def _close(self, key: tuple[Any, ...]) -> None:
-        names, runs = zip(*self._open.pop(key), strict=True)
         self._counts[key] = 0
-        self.closed.append(_List(names=list(names), writes=Writes.of(runs), kernels=key[0]))
+        names, writes = zip(*self._open.pop(key), strict=True)
+        self._closed.append(_List([*chain.from_iterable(names)], Writes.joined(writes), key[0]))
 
 
 def _most(kernels: Kernels) -> int:
@@ -105,6 +111,33 @@ def _threads() -> ThreadPoolExecutor:
 
 
 os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has no threads of its parent
+
+
+class _Plan:
+    """Where the segments of a stream lie in this rank's memory on the host.
+
+    Attributes:
+        names: of each segment's parameter.
+        addresses: int64, shape (segments,): of unit ``low`` of a parameter that lies straight in memory; else 0.
+        lows, highs: int64, shape (segments,): which units of the parameter lie there.
+        kernels: write them.
+    """
+
+    def __init__(
+        self, table: ParamTable, stream: Stream, pieces: Mapping[str, Sequence[Piece]], kernels: Kernels | None
+    ) -> None:
+        count, self.kernels = len(stream.segments), kernels or kernels_on(torch.device("cpu"))
+        self.names = [table.params[param].name for param in stream.params.tolist()]
+        self.addresses, self.lows, self.highs = (np.zeros(count, np.int64) for _ in range(3))
+        width = unit_bytes(stream.dtype)
+        for segment, name in enumerate(self.names) if self.kernels.on_host else ():
+            own = pieces.get(name, ())
+            if len(own) != 1 or stream.starts[segment] < 0 or not own[0].straight:
+                continue
+            memory = own[0].memory
+            if memory.device.type == "cpu" and memory.element_size() == width and memory.numel():
+                self.addresses[segment] = memory.data_ptr()
+                self.lows[segment], self.highs[segment] = own[0].offset, own[0].end
 
 
 class Patcher:
@@ -120,6 +153,8 @@ class Patcher:
 
     def __init__(self, pieces: Mapping[str, Sequence[Piece]], kernels: Kernels | None = None) -> None:
         self.pieces, self._kernels = pieces, kernels
+        self._digest_name = LINEAR
+        self._plans: tuple[ParamTable, dict[int, _Plan]] | None = None
         self._held: dict[str, PositionDigest] = {}  # of what this rank has of each tensor, as far as it is known
         self._staged: dict[str, PositionDigest] | None = None  # of the tensors that change
         self._lists: list[_List] = []  # this and the next wait for the pause
@@ -140,10 +175,12 @@ class Patcher:
         self._damage = None
         self.drop()
 
-    def held(self) -> dict[str, PositionDigest]:
-        """Return the digest of what this rank holds now of each tensor, from the bytes."""
+    def held(self, digest: str) -> dict[str, PositionDigest]:
+        """Return the digest of what this rank holds now of each tensor, from the bytes; takes the digest's name."""
+        self._use(digest)
         self._held.clear()
-        return {name: self._digest(name) for name in self.pieces}
+        self._take(self.pieces)
+        return dict(self._held)
 
     def stage(self, changes: Changes) -> dict[str, PositionDigest]:
         """Translate the changes of the tensors that can be patched; steps are resolved against what is held now.
@@ -161,40 +198,118 @@ class Patcher:
         except IntegrityError as error:
             self._damage = error
         self._turn = (self._turn + 1) % READ_BACK_VERSIONS
-        lists, copies, staged = _Lists(), list[_Copy](), dict[str, PositionDigest]()
-        for patch in changes.patches(self._wanted):
-            digest = self._digest(patch.meta.name)
-            payload = torch.from_numpy(patch.values).view(BITS[patch.values.itemsize])
-            if isinstance(patch, DensePatch):
-                digest = PositionDigest()
+        lists, copies, staged = _Lists(), dict[str, list[_Copy]](), dict[str, PositionDigest]()
+        self._use(changes.digest)
+        self._take(self.pieces)
+        for every in changes.patches(self._wanted):
+            for patch in self._land(every, lists, staged):
+                name = patch.meta.name
+                if name in self.pieces:
+                    known = staged[name] if name in staged else self._held[name]
+                    staged[name] = known.plus(self._translate(patch, lists, copies))
+        self._lists, self._copies, self._staged = lists.close(), [*chain(*copies.values())], staged
+        held = self._held | staged
+        return {name: held[name] for name in self.pieces}
+
+    def _land(self, every: StreamPatch, lists: _Lists, staged: dict[str, PositionDigest]) -> Iterator[_Patch]:
+        """Translate what changes in segments that lie straight in memory, and yield the changes of all others."""
+        from torchrl_ext.kernels.host_loops import land_segments
+
+        plan = self._plan(every.table, every.stream)
+        stream = every.table.streams[every.stream]
+        segments = stream.within(every.start, every.start + every.size)
+        own = slice(segments.start, segments.stop)
+        dense = 3 * every.positions.size >= every.size and every.size >= len(segments) << 14  # copies are quicker then
+        if dense or not plan.addresses[own].any():
+            yield from every.split()
+            return
+        count, index = len(segments), index_dtype(int(plan.highs[own].max()))
+        runs, ends = np.empty(count, np.int64), np.empty(count, np.int64)
+        offsets, values = np.empty(every.positions.size, index), np.empty_like(every.values)
+        words = np.zeros((count, 2), np.uint64)
+        found, count = land_segments(
+            every.positions,
+            every.values,
+            stream.first[segments.start : segments.stop + 1] - every.start,
+            stream.starts[own],
+            plan.addresses[own],
+            plan.lows[own],
+            plan.highs[own],
+            every.steps,
+            unit_of(stream.dtype).ordered,
+            keys_of(self._digest_name),
+            runs,
+            ends,
+            offsets,
+            values,
+            words,
+        )
+        runs, names = runs[:count], list[str]()
+        for run, *added in zip(runs.tolist(), *words[runs].T.tolist(), strict=True):
+            name = plan.names[segments.start + run]
+            known = staged[name] if name in staged else self._held[name]
+            staged[name] = known.plus((added[0], added[1]))
+            names.append(name)
+        if count:
+            writes = Writes(
+                targets=(),
+                addresses=torch.from_numpy(plan.addresses[own][runs]),
+                ends=torch.from_numpy(ends[:count]),
+                offsets=torch.from_numpy(offsets[:found]),
+                values=torch.from_numpy(values[:found]).view(BITS[values.itemsize]),
+            )
+            lists.add(names, writes, plan.kernels)
+        for segment in segments:
+            if not plan.addresses[segment] and (patch := every.of(segment)) is not None:
+                yield patch
+
+    def _plan(self, table: ParamTable, stream: int) -> _Plan:
+        """Return where the segments of a stream lie; kept for the last table."""
+        if self._plans is None or not (self._plans[0] is table or self._plans[0].lays_out_as(table)):
+            self._plans = table, {}
+        if stream not in self._plans[1]:
+            self._plans[1][stream] = _Plan(table, table.streams[stream], self.pieces, self._kernels)
+        return self._plans[1][stream]
+
+    def _translate(self, patch: _Patch, lists: _Lists, copies: dict[str, list[_Copy]]) -> Words:
+        """Add what a patch writes to the lists or the copies; return what it adds to the digest."""
+        first, second, index = 0, 0, patch.indices.dtype
+        positions = torch.from_numpy(patch.indices)
+        payload = torch.from_numpy(patch.values).view(BITS[patch.values.itemsize])
+        ordered = unit_of(patch.meta.dtype).ordered if isinstance(patch, StepPatch) else None
+        for piece in self.pieces[patch.meta.name]:
+            live, target = piece.destination, piece.memory
+            kernels = self._kernels or kernels_on(target.device)
+            bounds = np.array((piece.offset, piece.end), np.int64).astype(index)  # else all are converted
+            low, high = np.searchsorted(patch.indices, bounds).tolist()
+            if low == high:
+                continue
+            offsets, values, words = kernels.land(
+                piece, positions[low:high], payload[low:high], ordered, self._digest_name
+            )
+            first, second = first + words[0], second + words[1]
+            if not values.numel():
+                continue
+            if piece.straight:
+                at = int(offsets[0])
+                target, offsets = target[at : int(offsets[-1]) + 1], offsets - at
+            own = piece.straight or (live.numel() == target.numel() and high - low == patch.meta.numel)
+            others = copies.setdefault(patch.meta.name, [])
+            own = own and not any(_meet(target, one.target) for one in others)
+            if own and target.nbytes <= offsets.nbytes + values.nbytes:  # quicker then, and less
+                every = target.clone()  # what other patches change in between is listed, and written later
+                kernels.scatter(every, offsets, values)
+                others.append(_Copy(patch.meta.name, target, every))
             else:
-                positions, index = torch.from_numpy(patch.indices), patch.indices.dtype
-                ordered = unit_of(patch.meta.dtype).ordered if isinstance(patch, StepPatch) else None
-            for piece in self.pieces[patch.meta.name]:
-                live, target = piece.destination, piece.memory
-                kernels = self._kernels or kernels_on(target.device)
-                if isinstance(patch, DensePatch):
-                    whole = payload.as_strided(live.shape, piece.strides, piece.offset).to(live.device)
-                    of_whole = Piece(destination=whole, offset=piece.offset, strides=piece.strides)
-                    digest = digest.plus(kernels.words(of_whole))
-                    copies.append(_Copy(patch.meta.name, as_bits(live), whole))
-                    continue
-                bounds = np.array((piece.offset, piece.end), np.int64).astype(index)  # else all are converted
-                first, end = np.searchsorted(patch.indices, bounds).tolist()
-                if first == end:
-                    continue
-                offsets, values, words = kernels.land(piece, positions[first:end], payload[first:end], ordered)
-                digest = digest.plus(words)
-                own = live.numel() == target.numel()  # nothing between its elements belongs to others
-                if own and target.nbytes <= offsets.nbytes + values.nbytes:  # quicker then, and less
-                    every = target.clone()
-                    kernels.scatter(every, offsets, values)
-                    copies.append(_Copy(patch.meta.name, target, every))
-                elif values.numel():
-                    lists.add(patch.meta.name, target, offsets, values, kernels)
-            staged[patch.meta.name] = digest
-        self._lists, self._copies, self._staged = lists.close(), copies, staged
-        return {name: staged[name] if name in staged else self._digest(name) for name in self.pieces}
+                for at, its in zip(offsets.split(_most(kernels)), values.split(_most(kernels)), strict=True):
+                    lists.add([patch.meta.name], Writes.of([(target, at, its)]), kernels)
+        return first, second
+
+    def _use(self, digest: str) -> None:
+        """Keep digests of this name from now on."""
+        if digest != self._digest_name:
+            self._held.clear()
+            self._digest_name = digest
 
     def _wanted(self, name: str) -> bool:
         if name in self.pieces:
@@ -228,11 +343,11 @@ class Patcher:
         if damage is not None:
             self.forget()
             raise damage
+        flags = [one.put() for one in copies]
         if len(lists) > 1 and torch.get_num_threads() > 1 and all(one.kernels.on_host for one in lists):
             lost = [*_threads().map(_List.put, lists)]  # no two of them meet
         else:
             lost = [one.put() for one in lists]
-        flags = [one.put() for one in copies]
         for device in {flag.device for flag in flags}:  # waited for once
             own = [(one.name, flag) for one, flag in zip(copies, flags, strict=True) if flag.device == device]
             same = torch.stack([flag for _, flag in own]).tolist()
@@ -247,22 +362,33 @@ class Patcher:
         Raises:
             IntegrityError: names the tensor.
         """
-        for name in names:
-            expected = self._held.pop(name, None)
-            found = self._digest(name)
-            if expected is not None and found != expected:
-                self._held[name] = expected
-                raise _damaged(name, f"digest {expected.hex()}, found {found.hex()}")
+        expected = {name: self._held.pop(name) for name in names if name in self._held}
+        self._take(names)
+        found = {name: self._held[name] for name in expected}
+        self._held |= expected
+        for name, digest in expected.items():
+            if found[name] != digest:
+                raise _damaged(name, f"digest {digest.hex()}, found {found[name].hex()}")
 
-    def _digest(self, name: str) -> PositionDigest:
-        """Return the digest of what this rank holds of a tensor: as found or written last, else from the bytes."""
-        if name not in self._held:
-            digest = PositionDigest()
+    def _take(self, names: Iterable[str]) -> None:
+        """Take the digest of what this rank holds of each of these tensors from the bytes, unless it is known."""
+        groups: dict[tuple[Kernels, int], tuple[list[str], list[Piece]]] = {}
+        for name in names:
+            if name in self._held:
+                continue
+            self._held[name] = _NOTHING
             for piece in self.pieces[name]:
                 kernels = self._kernels or kernels_on(piece.memory.device)
-                digest = digest.plus(kernels.words(piece))
-            self._held[name] = digest
-        return self._held[name]
+                own = groups.setdefault((kernels, piece.memory.element_size()), ([], []))
+                own[0].append(name)
+                own[1].append(piece)
+        for (kernels, _), (owners, pieces) in groups.items():
+            if self._digest_name == LINEAR:
+                words = kernels.linear_words(pieces)
+            else:
+                words = [kernels.words(piece, self._digest_name) for piece in pieces]
+            for name, added in zip(owners, words, strict=True):
+                self._held[name] = self._held[name].plus(added)
 
 
 def _damaged(name: str, expected: str) -> IntegrityError:
@@ -272,6 +398,12 @@ def _damaged(name: str, expected: str) -> IntegrityError:
         state="the engine holds a damaged update and stays paused",
         hint="send the weights again: the next version comes whole",
     )
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    """Return whether two runs of one memory have an element in common."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
 
 
 def as_bits(tensor: Tensor) -> Tensor:
@@ -285,7 +417,8 @@ def identity(tensors: Mapping[str, Tensor]) -> dict[str, list[Piece]]:
     for name, tensor in tensors.items():
         if tensor.is_complex() and tensor.element_size() == 16:  # of two units per element
             tensor = torch.view_as_real(tensor)
-        found[name] = [Piece(destination=tensor, offset=0, strides=View.whole(tensor.shape).strides)]
+        strides = tensor.stride() if tensor.is_contiguous() else View.whole(tensor.shape).strides
+        found[name] = [Piece(destination=tensor, offset=0, strides=strides)]
     return found
 
 

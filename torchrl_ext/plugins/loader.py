@@ -357,7 +357,7 @@ class PluginLoader(EngineLoader):
 
     # changes
 
-    def position_digests(self) -> dict[str, str]:
+    def position_digests(self, digest: str) -> dict[str, str]:
         """Return position digests of what this worker reads back of its model, else of the start checkpoint.
 
         The checkpoint that the engine was started with counts while nothing else was loaded.
@@ -366,14 +366,14 @@ class PluginLoader(EngineLoader):
             ConfigError: neither can be had.
         """
         if self._alone and self._params and all(self.patchable(meta.name) for meta in self._params):
-            return {name: digest.hex() for name, digest in self._together(self._patcher.held()).items()}
+            return {name: one.hex() for name, one in self._together(self._patcher.held(digest)).items()}
         start = None if self.touched else self.start_weights()
         if start is None:
             raise ConfigError(
                 "this engine cannot read its weights back, and they are not those that it was started with",
                 hint="let the trainer send a full version first: leave base= out",
             )
-        return {name: position_digest(tensor).hex() for name, tensor in start}
+        return {name: position_digest(tensor, digest).hex() for name, tensor in start}
 
     def stage(self, changes: Changes) -> None:
         """Translate changes of tensors that can be patched; bring the others to their new value on the host."""
@@ -381,7 +381,7 @@ class PluginLoader(EngineLoader):
         self._staged, self._expected = self._patcher.stage(changes), changes.digests
         names = self._loaded_with(self._patcher.others)
         self._whole = list(changes.whole(names)) if names else []
-        compare({name: position_digest(tensor) for name, tensor in self._whole}, self._expected)
+        compare({name: position_digest(tensor, changes.digest) for name, tensor in self._whole}, self._expected)
 
     @property
     def staged_bytes(self) -> int:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype
-from torchrl_ext.codecs.units import unit_of, units
+from torchrl_ext.codecs.streams import StreamPatch
+from torchrl_ext.codecs.units import units
 from torchrl_ext.kernels.base import flat_bits
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.landing.placement import keeps_values
+from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest
 
@@ -80,19 +81,19 @@ def reverting_changes(
 
     Args:
         start: makes a pass over the start checkpoint.
-        digests: position digest of each of its tensors, 32 hex digits.
+        digests: digest of each of its tensors, 32 hex digits.
         sparse: whether changes of a tensor are written element by element. Of other tensors, and of complex ones, which
             a delta brings whole, the changes only say that something changed.
     """
 
-    def patches(wanted: Callable[[str], bool]) -> Iterator[Patch]:
+    def patches(wanted: Callable[[str], bool]) -> Iterator[StreamPatch]:
         for name, tensor in start():
             meta = ParamMeta.of(name, tensor)
             where = chosen_positions(name, tensor).numpy()
             where = where if sparse(name) and not meta.dtype.is_complex else where[:1]
             if where.size and wanted(name):
-                indices = where.astype(index_dtype(unit_of(meta.dtype).count(meta)))
-                yield SparsePatch(meta, indices, units(tensor)[where])
+                table = ParamTable.of((meta,))
+                yield StreamPatch(table, 0, 0, table.streams[0].size, where, units(tensor)[where], steps=False)
 
     def whole(names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         wanted = frozenset(names)

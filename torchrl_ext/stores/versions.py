@@ -80,7 +80,7 @@ def read_version(store: Store, number: int) -> Version:
         if full is not None:
             raise IntegrityError(f"{store.url}/{inside} holds a full version, and no delta")
         full = found
-    params = tuple(map(attrgetter("meta"), found.params))
+    params = found.params if isinstance(found, DeltaManifest) else tuple(map(attrgetter("meta"), found.params))
     return Version(run_id=found.run_id, params=params, full=full, delta=delta, folder=folder if delta else "")
 
 

@@ -433,6 +433,7 @@ class WeightSender:
             proof=proof,
             rank_bytes=stats.rank_bytes,
             worker_bytes=stats.worker_bytes,
+            encoding=stats.encoding,
             whole=stats.whole,
             part=source.part is not None and not failed,
             finite=source.finite.finite,

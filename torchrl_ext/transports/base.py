@@ -68,6 +68,7 @@ class TransferStats:
         spans: seconds by phase (``encode``, ``publish``, ``transfer``).
         rank_bytes: bytes that each trainer rank sent, in order of rank; empty where they were not counted.
         worker_bytes: bytes that each worker received, in order of rank; empty where they were not counted.
+        encoding: kinds of blocks in which changes were coded, and why; empty for a full update.
         whole: tensors that a sharded transport did not move as slices -> why a worker needs all of the tensor, or why
             the trainer gathers it.
     """
@@ -77,6 +78,7 @@ class TransferStats:
     spans: dict[str, float] = field(default_factory=dict)
     rank_bytes: tuple[int, ...] = ()
     worker_bytes: tuple[int, ...] = ()
+    encoding: str = ""
     whole: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -196,7 +198,7 @@ class WorkerEnd(ABC):
     def stage(
         self,
         version: int,
-        held: Callable[[], Mapping[str, str]] | None,
+        held: Callable[[str], Mapping[str, str]] | None,
         within: Deadline,
         *,
         files: Sequence[str] | None = None,
@@ -206,8 +208,8 @@ class WorkerEnd(ABC):
 
         Args:
             version: the version to reach.
-            held: returns the position digests of what the model holds; None where the model may hold parts of several
-                versions, and nothing can be built upon.
+            held: takes the name of a digest (`torchrl_ext.weights.digests`) and returns the digests of what the model
+                holds; None where the model may hold parts of several versions, and nothing can be built upon.
             within: deadline of each wait.
             files: names of its files, where it comes in parts, of which these are one; None for all of it.
             label: what the weights in service are called.

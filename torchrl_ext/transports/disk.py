@@ -204,7 +204,7 @@ class DiskReader(WorkerEnd, Mailbox):
     def stage(
         self,
         version: int,
-        held: Callable[[], Mapping[str, str]] | None,
+        held: Callable[[str], Mapping[str, str]] | None,
         within: Deadline,
         *,
         files: Sequence[str] | None = None,

@@ -10,7 +10,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from torchrl_ext.codecs.base import codec_from_json, needs_base
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.messages import Files
@@ -20,6 +19,7 @@ from torchrl_ext.stores.opening import admit
 from torchrl_ext.stores.versions import ChainView
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import Info, decoded
+from torchrl_ext.versions.open_delta import needs_old
 from torchrl_ext.versions.others import view_of
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
@@ -225,6 +225,6 @@ class PublishedRoot:
                 delta = chain.version(number).delta
                 if delta is None:
                     break
-                if any(needs_base(codec_from_json(codec)) for codec in delta.codecs):
+                if needs_old(delta):
                     return True
         return False

@@ -7,7 +7,6 @@ another name.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, ManifestError
@@ -123,7 +123,11 @@ class FullWriter:
         head = Manifest(
             version=version,
             run_id=run_id,
-            params=tuple(replace(one, file=renamed[one.file]) for one in old.params if one.file in renamed),
+            params=tuple(
+                Placed(meta=one.meta, file=renamed[one.file], checksum=one.checksum)
+                for one in old.params
+                if one.file in renamed
+            ),
             files={name: old.files[file] for file, name in renamed.items()},
             part=(old.run_id, Part(base=old.version, names=frozenset(changed))),
         )
@@ -159,7 +163,9 @@ class FullWriter:
         if not self._adapter:  # which file holds which tensor, as in any Hugging Face checkpoint; and the version
             total = {"total_size": sum(map(attrgetter("nbytes"), params)), "version": f"{head.version:06d}"}
             in_order = {meta.name: where[meta.name] for meta in params}
-            files[_INDEX] = (json.dumps({"metadata": total, "weight_map": in_order}, indent=2) + "\n").encode()
+            files[_INDEX] = (
+                msgspec.json.format(msgspec.json.encode({"metadata": total, "weight_map": in_order})) + b"\n"
+            )
         if draft.appends:
             sums = append_shards(draft, shards, pairs, lanes=_LANES, in_flight_bytes=_LANES * PART_BYTES)
         else:

@@ -1,39 +1,46 @@
-"""The layouts of a delta's payloads in the files of its folder, for writing and for reading.
-
-`Packed` is ours; `torchrl_ext.registry.containers` has all of them by the names that manifests give.
-"""
+"""A delta that is being written: its blocks in files, or another library's files, and the manifest last."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import ClassVar, NamedTuple, final
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple, final
 
+import numpy as np
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Codec, Encoded, codec_from_json
+from torchrl_ext.codecs.base import Codec, Encoded
+from torchrl_ext.codecs.choice import BlockEncoding
 from torchrl_ext.codecs.patch import Patch
+from torchrl_ext.codecs.pipeline import are_finite
+from torchrl_ext.codecs.streams import Found
+from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.registry import containers
 from torchrl_ext.stores.base import Draft
-from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, DeltaParam, DeltaPart
-from torchrl_ext.stores.versions import Held
-from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.digests import PositionDigest, position_digest
+from torchrl_ext.stores.delta_manifest import BLOCK, DIGEST, DeltaManifest, Placing
+from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores.table import ParamTable
+from torchrl_ext.weights.digests import position_digest
 
 __all__ = [
+    "BlockFiles",
+    "Coded",
     "Container",
     "Decode",
     "Files",
-    "NewDelta",
-    "Packed",
-    "Payload",
-    "compare_payload",
+    "OtherDelta",
+    "code",
     "damaged",
+    "write_blocks",
+    "write_other",
 ]
+
+FILE_BYTES = 64 << 20
+"""About how large a file of blocks is, so that writing runs beside coding."""
 
 Files = Mapping[str, memoryview]
 """The content of every payload file of a delta, by name."""
@@ -42,118 +49,151 @@ Decode = Callable[[Tensor | None], Patch]
 """Decodes the change of one parameter; takes the old tensor where the codec needs one."""
 
 
-class Payload(NamedTuple):
-    """The coded change of one parameter, and where it lies in its file, as in `DeltaParam`."""
-
-    change: Encoded
-    offset: int = 0
-    nbytes: int = 0
-    checksum: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NewDelta:
-    """A delta that is being written.
+class Coded(NamedTuple):
+    """A block that was looked at, and what changed in it as bytes; none where nothing did.
 
     Attributes:
-        version: its number.
-        base: run id and number of the version that it is taken against.
-        run_id: of the trainer.
+        stream, start, size: the block.
+        segments: numbers of those that meet it.
+        params, words: int32, shape (k,); uint64, shape (k, 2): what is added to the digest of which parameter.
+        changed: int64, shape (k,): units of it that changed.
+        total: units that the payload changes.
+        kind: name of the block codec.
+        payload: the block.
+        finite: whether what changed is known to be finite.
+    """
+
+    stream: int
+    start: int
+    size: int
+    segments: range
+    params: np.ndarray
+    words: np.ndarray
+    changed: np.ndarray
+    total: int
+    kind: str
+    payload: bytes
+    finite: bool
+
+
+def code(table: ParamTable, codec: BlockEncoding, look: bool, found: Found) -> Coded:
+    """Code what was found in a block, in any thread.
+
+    Args:
+        table: whose stream it is.
         codec: the encoding.
-        params: every parameter, in order.
+        look: look for NaN and infinity in what changed.
+        found: what changed.
+    """
+    stream, segments = table.streams[found.stream], found.segments
+    cuts = np.searchsorted(found.positions, stream.first[segments.start : segments.stop + 1] - found.start)
+    kind, payload, finite = "", b"", True
+    if found.positions.size:
+        unit = unit_of(stream.dtype)
+        kind, payload = codec.encode(unit, found)
+        finite = look and stream.dtype.is_floating_point and are_finite(stream.dtype, found.after)
+    params = stream.params[segments.start : segments.stop]
+    place = found.stream, found.start, found.size, segments
+    return Coded(*place, params, found.words, np.diff(cuts), found.positions.size, kind, payload, finite)
+
+
+@final
+class BlockFiles:
+    """Lays blocks one after the other into files, and gathers what a manifest says of them.
+
+    Args:
+        table: whose streams the blocks are of.
+        stem: of the names of files.
+
+    Attributes:
+        sizes: bytes of each file.
+        kinds: names of block codecs, as rows number them.
+        changed: uint64, shape (parameters,): units that changed.
+        words: uint64, shape (parameters, 2): what the change adds to the digests.
+        taking_s: seconds that whoever takes the files has taken for them.
+    """
+
+    def __init__(self, table: ParamTable, stem: str = "delta") -> None:
+        self._stem = stem
+        self.sizes: dict[str, int] = {}
+        self.kinds: list[str] = []
+        self.changed = np.zeros(len(table.params), DIGEST)
+        self.words = np.zeros((len(table.params), 2), DIGEST)
+        self.taking_s = 0.0
+        self._rows: list[tuple[int, ...]] = []
+
+    def laid(self, blocks: Iterable[Coded]) -> Iterator[tuple[str, bytes]]:
+        """Yield name and content of each file."""
+        waiting, size = list[bytes](), 0
+        for block in blocks:
+            np.add.at(self.words, block.params, block.words)
+            np.add.at(self.changed, block.params, block.changed.astype(DIGEST))
+            if not block.payload:
+                continue
+            if block.kind not in self.kinds:
+                self.kinds.append(block.kind)
+            place = (block.stream, len(self.sizes), self.kinds.index(block.kind), block.start, block.size)
+            counts = (block.total, size, len(block.payload), xxhash.xxh3_64_intdigest(block.payload))
+            self._rows.append((*place, *counts))
+            waiting.append(block.payload)
+            size += len(block.payload)
+            if size >= FILE_BYTES:
+                yield from self._file(waiting, size)
+                waiting, size = [], 0
+        if waiting:
+            yield from self._file(waiting, size)
+
+    def _file(self, waiting: list[bytes], size: int) -> Iterator[tuple[str, bytes]]:
+        name = f"{self._stem}-{len(self.sizes) + 1:05d}.bin"
+        self.sizes[name], data = size, b"".join(waiting)
+        began = time.perf_counter()
+        yield name, data
+        self.taking_s += time.perf_counter() - began
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The blocks, of dtype `BLOCK`, in order of stream and start."""
+        rows = np.array(self._rows, BLOCK)
+        return rows[np.lexsort((rows["start"], rows["stream"]))]
+
+
+class OtherDelta(NamedTuple):
+    """A delta that is written in another library's layout.
+
+    Attributes:
+        version, base_version: their numbers.
+        encoding: its name.
         tensors: the new tensors, by name, of the parameters whose change was iterated.
-        digests: position digests before the change, by name; `write` brings them to the new version.
-        base_digests: position digests of the base where that is version 0, a checkpoint; in hexadecimal.
-        checksum: of new tensors, where the container has one: ``"xxh3-128"``, ``"blake3"``, ``"adler32"``
-            or ``"sha256"``.
+        checksum: of new tensors, where the layout has one: ``"xxh3-128"``, ``"blake3"``, ``"adler32"`` or ``"sha256"``.
     """
 
     version: int
-    base: Held
-    run_id: str
-    codec: Codec
-    params: tuple[ParamMeta, ...]
+    base_version: int
+    encoding: str
     tensors: Mapping[str, Tensor]
-    digests: dict[str, PositionDigest]
-    base_digests: Mapping[str, str] = field(default_factory=dict)
     checksum: str = "xxh3-128"
-
-    def write(self, changes: Iterable[Encoded], draft: Draft, prefix: str = "") -> DeltaManifest:
-        """Write the files as changes come, and the manifest last; return the manifest.
-
-        Args:
-            changes: of every parameter, in order.
-            draft: where files are written.
-            prefix: of their names there.
-        """
-        container = self.codec.container
-        sizes, codecs, told = dict[str, int](), list[Codec](), list[Info]()
-        found: dict[str, DeltaParam] = {}
-        for file, data, payloads in containers.make(container).files(self, changes):
-            draft.write(prefix + file, data)
-            sizes[file] = len(data)
-            for change, offset, nbytes, checksum in payloads:
-                name = change.meta.name
-                if change.codec not in codecs:
-                    codecs.append(change.codec)
-                    told.append(change.codec.to_json())
-                if change.digest is None:  # the codec did not find what changed
-                    self.digests[name] = position_digest(self.tensors[name])
-                else:
-                    self.digests[name] = self.digests[name].plus(change.digest)
-                found[name] = DeltaParam(
-                    meta=change.meta,
-                    digest=self.digests[name].hex(),
-                    changed=change.changed,
-                    codec=codecs.index(change.codec),
-                    file=file,
-                    offset=offset,
-                    nbytes=nbytes,
-                    checksum=checksum,
-                )
-        rows = []
-        for meta in self.params:
-            rows.append(found.get(meta.name) or DeltaParam(meta=meta, digest=self.digests[meta.name].hex()))
-        return self.seal(container, told, rows, sizes, draft, prefix)
-
-    def seal(
-        self,
-        container: str,
-        codecs: Sequence[Info],
-        rows: Sequence[DeltaParam],
-        files: Mapping[str, int],
-        draft: Draft,
-        prefix: str = "",
-    ) -> DeltaManifest:
-        """Write the manifest of payloads that lie in ``draft``, and return it; as `DeltaManifest` for what it takes."""
-        manifest = DeltaManifest(
-            version=self.version,
-            base_version=self.base[1],
-            run_id=self.run_id,
-            base_run_id=self.base[0],
-            container=container,
-            codecs=tuple(codecs),
-            params=tuple(rows),
-            files=files,
-            base_digests=self.base_digests,
-        )
-        draft.write(prefix + MANIFEST, manifest.to_bytes())
-        return manifest
 
 
 class Container(ABC):
-    """One layout of a delta's files, which writes and reads them."""
+    """Another library's layout of a delta's files, which writes and reads them."""
 
     @abstractmethod
-    def files(self, delta: NewDelta, changes: Iterable[Encoded]) -> Iterator[tuple[str, bytes, list[Payload]]]:
-        """Yield the name of each file of a delta, its content, and the payloads of changed parameters in it."""
+    def files(self, delta: OtherDelta, changes: Iterable[Encoded]) -> Iterator[tuple[str, bytes, Mapping[str, str]]]:
+        """Yield the name of each file of a delta, its content, and the checksum of each changed parameter's payload.
+
+        A checksum is "" where the file has one of its own.
+
+        Args:
+            delta: what is written.
+            changes: of every parameter, in order.
+        """
 
     @abstractmethod
     def read(self, manifest: DeltaManifest, files: Files, where: str) -> Mapping[str, Decode]:
         """Return for each changed parameter a call that decodes it.
 
         Args:
-            manifest: of the delta.
+            manifest: of the delta; without digests where the other library wrote the delta, too.
             files: what it consists of.
             where: the folder, for messages.
 
@@ -161,6 +201,67 @@ class Container(ABC):
             IntegrityError: a file is not what the manifest says; names it and a tensor in it.
             ManifestError: an encoding that is not known here.
         """
+
+
+def write_other(
+    delta: DeltaManifest, other: OtherDelta, codec: Codec, changes: Iterable[Encoded], draft: Draft, prefix: str
+) -> DeltaManifest:
+    """Write another library's files as changes come, and the manifest last; return the manifest.
+
+    Args:
+        delta: with the digests before the change; its table is of whole parameters.
+        other: the same, as the layout's writer takes it.
+        codec: the encoding.
+        changes: of every parameter, in order.
+        draft: where files are written.
+        prefix: of their names there.
+    """
+    sizes, placed = dict[str, int](), dict[str, Placing]()
+    changed, digests = np.zeros(len(delta.params), DIGEST), delta.digests.copy()
+
+    def noted() -> Iterator[Encoded]:
+        for change in changes:
+            if change.changed:
+                name = change.meta.name
+                number = delta.table.number[name]
+                changed[number] = change.changed
+                digests[number] = position_digest(other.tensors[name], delta.digest)
+            yield change
+
+    container: Container = containers.make(delta.container)
+    for file, data, checksums in container.files(other, noted()):
+        draft.write(prefix + file, data)
+        sizes[file] = len(data)
+        placed |= {name: Placing(file, checksum) for name, checksum in checksums.items()}
+    made = replace(delta, codecs=(codec.to_json(),), files=sizes, changed=changed, digests=digests, placed=placed)
+    draft.write(prefix + MANIFEST, made.to_bytes())
+    return made
+
+
+def write_blocks(
+    delta: DeltaManifest, files: BlockFiles, blocks: Iterable[Coded], draft: Draft, prefix: str
+) -> DeltaManifest:
+    """Write files of blocks as these come, and the manifest last; return the manifest.
+
+    Args:
+        delta: with the digests before the change.
+        files: empty, of the same table.
+        blocks: in the order of each stream.
+        draft: where files are written.
+        prefix: of their names there.
+    """
+    for name, data in files.laid(blocks):
+        draft.write(prefix + name, data)
+    made = replace(
+        delta,
+        codecs=tuple({"name": kind} for kind in files.kinds),
+        files=files.sizes,
+        changed=files.changed,
+        digests=delta.digests + files.words,
+        blocks=files.rows,
+    )
+    draft.write(prefix + MANIFEST, made.to_bytes())
+    return made
 
 
 def damaged(name: str, path: str, stated: str, found: str, version: int) -> IntegrityError:
@@ -171,69 +272,3 @@ def damaged(name: str, path: str, stated: str, found: str, version: int) -> Inte
         state=f"nothing of version {version} was used",
         hint="let the trainer publish again, and check the disk",
     )
-
-
-@final
-@dataclass(frozen=True)
-class Packed(Container):
-    """Lays payloads one after the other into files of about ``FILE_BYTES``, so that writing runs beside coding.
-
-    Args:
-        stem: of the names of files.
-    """
-
-    FILE_BYTES: ClassVar[int] = 64 << 20
-
-    stem: str = "delta"
-
-    def files(self, delta: NewDelta, changes: Iterable[Encoded]) -> Iterator[tuple[str, bytes, list[Payload]]]:
-        return self.laid(changes)
-
-    def laid(self, changes: Iterable[Encoded]) -> Iterator[tuple[str, bytes, list[Payload]]]:
-        """Yield as `files`, which need to know nothing of the delta."""
-        number, size, payloads = 1, 0, list[Payload]()
-        parts: list[bytes] = []
-        for change in changes:
-            if not change.changed:
-                continue
-            data = change.payload
-            checksum = "" if change.codec.framed else xxhash.xxh3_64_hexdigest(data)
-            payloads.append(Payload(change, size, len(data), checksum))
-            parts.append(data)
-            size += len(data)
-            if size >= self.FILE_BYTES:
-                yield f"{self.stem}-{number:05d}.bin", b"".join(parts), payloads
-                number, size, payloads, parts = number + 1, 0, [], []
-        if parts:
-            yield f"{self.stem}-{number:05d}.bin", b"".join(parts), payloads
-
-    def read(self, manifest: DeltaManifest, files: Files, where: str) -> Mapping[str, Decode]:
-        codecs, found = list(map(codec_from_json, manifest.codecs)), dict[str, Decode]()
-        for param in manifest.params:
-            if not param.changed:
-                continue
-            if param.file not in files:
-                raise IntegrityError(
-                    f"the manifest in {where} names no file for tensor {param.meta.name!r}",
-                    expected=f"one of {', '.join(files) or 'none'}",
-                    state=f"nothing of version {manifest.version} was used",
-                )
-            payload, codec = files[param.file][param.offset : param.offset + param.nbytes], codecs[param.codec]
-            compare_payload(payload, codec, param, param.meta, where, manifest.version)
-            found[param.meta.name] = partial(codec.decode, payload, param.meta)
-        return found
-
-
-def compare_payload(
-    payload: memoryview, codec: Codec, placed: DeltaParam | DeltaPart, meta: ParamMeta, where: str, version: int
-) -> None:
-    """Compare a payload with its checksum, which is stated in its row, or stands at its end.
-
-    Raises:
-        IntegrityError: it is damaged; names tensor and file.
-    """
-    framed = codec.framed and not placed.checksum
-    checksum = xxhash.xxh3_64_hexdigest(payload[:-8] if framed else payload)
-    stated = bytes(payload[:-9:-1]).hex() if framed else placed.checksum
-    if checksum != stated:
-        raise damaged(meta.name, f"{where}/{placed.file}", stated, checksum, version)

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
+from operator import attrgetter
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
-from torchrl_ext.codecs.patch import Patch, apply_patch, fold
+from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.codecs.pipeline import decode_tensors, worker_threads
+from torchrl_ext.codecs.streams import StreamPatch, fold
+from torchrl_ext.codecs.units import units
 from torchrl_ext.errors import IntegrityError, ManifestError
+from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.registry import containers
 from torchrl_ext.stores.chain import Chain, Route
-from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, Manifest
+from torchrl_ext.stores.delta_manifest import BLOCKS, ROWS, DeltaManifest
+from torchrl_ext.stores.manifest import MANIFEST, Manifest
 from torchrl_ext.stores.versions import Held
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.containers import Container, Decode
+from torchrl_ext.versions.containers import Container
+from torchrl_ext.versions.open_delta import OpenDelta, Range, Wanted, needs_old
 from torchrl_ext.versions.payloads import Payloads, incomplete
-from torchrl_ext.versions.shards.parts import CONTAINER, Wanted, read_parts
 from torchrl_ext.weights.digests import position_digest
 from torchrl_ext.weights.source import WeightSource
+from torchrl_ext.weights.view import Block
 
 __all__ = ["FullVersion", "OpenBase", "OpenFull", "OpenRoute", "same_base"]
 
@@ -55,18 +65,18 @@ class OpenRoute:
         open_full: opens a keyframe.
         held: the version that the reader holds.
         base: opens what version 0 is, for a reader that holds nothing that it could start from.
-        wanted: which blocks of parameters are read, where the route starts from what the reader holds and the trainer's
-            ranks wrote parts; None for all.
+        wanted: which blocks of parameters are read, where the route starts from what the reader holds; None for all.
 
     Attributes:
         held: the version that the reader holds, where the route starts from it.
         reached: run id and number of the version that it leads to.
         params: every parameter there.
-        deltas: the folder of each delta, its manifest, and what decodes the change of each parameter.
+        deltas: in order.
         keyframe: the manifest of the keyframe that it starts from.
         published: that keyframe, its files open.
         base: what stands in for a keyframe where the route starts at version 0.
-        digests: position digest of every tensor where the route ends, by name; none where it ends at a keyframe.
+        digests: digest of every tensor where the route ends, by name; none where it ends at a keyframe.
+        digest: the name of that digest (`torchrl_ext.weights.digests`).
     """
 
     def __init__(
@@ -85,40 +95,46 @@ class OpenRoute:
         self.base = base() if base is not None and route.start is not None and self.held is None else None
         self.keyframe = route.keyframe
         self.published = None if route.keyframe is None else open_full(route.keyframe.version, route.keyframe)
-        self.deltas: list[tuple[str, DeltaManifest, Mapping[str, Decode]]] = []
-        self._changed: set[str] = set()
-        self._wanted: Wanted = wanted if wanted is not None and self.held is not None else _all
-        self.digests: dict[str, str] = {}
+        self.deltas: list[OpenDelta] = []
         self._payloads, self._whole_bytes = Payloads(chain.store), 0
         self._leases = ExitStack()
         try:
             for folder, manifest in route.deltas:
-                decoders = self._decoders(chain, folder, manifest)
-                self.deltas.append((f"{chain.store.url}/{folder}", manifest, decoders))
-                self._changed |= decoders.keys()
+                self.deltas.append(self._opened(chain, folder, manifest, wanted if self.held is not None else None))
             self._payloads.read()
         except BaseException:
             self.close()
             raise
-        for row in self.deltas[-1][1].params if self.deltas else ():
-            if row.digest:  # another library's have none
-                self.digests[row.meta.name] = row.digest
+        self._needs_old = any(needs_old(delta.manifest) for delta in self.deltas)
+        self._ranges = sorted({within for delta in self.deltas for within in delta.changes})
+        self._by_stream: dict[int, list[Range]] = {}
+        for within in self._ranges:
+            self._by_stream.setdefault(within.stream, []).append(within)
+        other = self._other_layout()
+        if other is not None:
+            self.close()
+            raise IntegrityError(
+                f"{other.where} lays out its blocks otherwise than {self.deltas[0].where}",
+                state="nothing was read",
+                hint="let the trainer publish a keyframe",
+            )
+        self.digests = self.deltas[-1].manifest.hex_digests if self.deltas else {}
+        self.digest = (self.deltas[-1].manifest.digest if self.deltas else "") or LINEAR
 
-    def _decoders(self, chain: Chain, folder: str, manifest: DeltaManifest) -> Mapping[str, Decode]:
-        """Return what decodes the change of each parameter in a delta, as far as it is wanted.
+    def _opened(self, chain: Chain, folder: str, manifest: DeltaManifest, wanted: Wanted | None) -> OpenDelta:
+        """Open a delta.
 
         Raises:
             FileNotFoundError: it was collected.
             IntegrityError, ManifestError: as `torchrl_ext.versions.containers.Container.read`.
         """
         where, files, name = f"{chain.store.url}/{folder}", dict[str, memoryview](), ""
-        if manifest.container in ("packed", CONTAINER):
-            wanted = self._wanted if manifest.container == CONTAINER else _all
-            return read_parts(self._payloads, folder, manifest, wanted)
+        if manifest.container in (BLOCKS, ROWS):
+            return OpenDelta.of_blocks(self._payloads, folder, manifest, wanted)
         if manifest.container not in containers.names():
             raise ManifestError(
                 f"{where} is laid out in a form unknown here: there is no container {manifest.container!r}",
-                expected=f"one of {', '.join((*containers.names(), CONTAINER))}",
+                expected=f"one of {', '.join((BLOCKS, *containers.names()))}",
             )
         container: Container = containers.make(manifest.container)
         try:
@@ -132,7 +148,19 @@ class OpenRoute:
             self._whole_bytes += size
             if len(files[name]) != size:
                 raise incomplete(where, name, manifest, len(files[name]))
-        return container.read(manifest, files, where)
+        return OpenDelta.of_tensors(where, manifest, container.read(manifest, files, where))
+
+    def _other_layout(self) -> OpenDelta | None:
+        """Return a delta whose ranges are not those of the first one; None for deltas of other models, too."""
+        if any(delta.table.params != self.params for delta in self.deltas):  # whoever opens the route says so
+            return None
+        for delta in self.deltas[1:]:
+            if not self.deltas[0].table.lays_out_as(delta.table):
+                return delta
+        for ranges in self._by_stream.values():
+            if any(one.start + one.size > other.start for one, other in pairwise(ranges)):
+                return self.deltas[-1]
+        return None
 
     @property
     def read_bytes(self) -> int:
@@ -153,89 +181,154 @@ class OpenRoute:
         if self.published is not None:
             yield from self.published.pairs({} if self.deltas else into)
         elif self.base is not None:
-            where, manifest, _ = self.deltas[0]
             own = {meta.name for meta in self.params}
             for name, tensor in self.base:
                 if name in own:
-                    if manifest.base_digests:  # another library's deltas name none
-                        same_base({name: position_digest(tensor).hex()}, manifest, where)
+                    first = self.deltas[0]
+                    same_base({name: position_digest(tensor, first.manifest.digest).hex()}, first.manifest, first.where)
                     yield name, tensor
         else:
             raise IntegrityError(f"no full version leads to version {self.reached[1]}")
 
-    def patch(self, meta: ParamMeta, base: Tensor | None) -> Patch | None:
-        """Return all changes of one tensor on the route as one patch; None where there are none.
+    def patches(self, copies: Mapping[str, Tensor], wanted: Callable[[str], bool]) -> Iterator[StreamPatch]:
+        """Return an iterator over what changes, in order of streams; ranges without a wanted tensor are not decoded.
 
         Args:
-            meta: the tensor.
-            base: the tensor where the route starts, for encodings that need it. It is left as it is.
+            copies: tensors where the route starts, as far as encodings need them.
+            wanted: says of a name whether its tensor is wanted; asked once for each tensor that changes.
+        """
+        chosen = dict[str, bool]()
+        decoding = []
+        for within in self._ranges:
+            names = {name: None for delta in self.deltas for name in delta.names(within)}
+            for name in names:
+                if name not in chosen:
+                    chosen[name] = wanted(name)
+            if any(map(chosen.__getitem__, names)):
+                decoding.append(partial(self._folded, within, copies))
+        for found in decode_tensors(decoding, threads=worker_threads(beside_model=True)):
+            yield from found
+
+    def _folded(self, within: Range, copies: Mapping[str, Tensor]) -> list[StreamPatch]:
+        """Return all changes of a range on the route, as patches that do not meet.
 
         Raises:
-            IntegrityError: a payload is damaged, or cannot be decoded without ``base``; names tensor and file.
+            IntegrityError: a payload is damaged, or cannot be decoded without ``copies``; names a tensor and the delta.
         """
-        patches, work = list[Patch](), base
-        for where, manifest, decoders in self.deltas:
-            if meta.name not in decoders:
-                continue
-            if patches and work is not None:  # each is decoded against the result of the one before
-                work = work.clone() if work is base else work
-                apply_patch(patches[-1], work)
+        patches, old = list[StreamPatch](), self._units(within, copies) if self._needs_old else None
+        for delta in self.deltas:
             try:
-                patches.append(decoders[meta.name](work))
+                found = delta.decode(within, old)
             except IntegrityError as error:
+                name = next(delta.names(within), "")
+                placed = delta.manifest.placed.get(name)
+                where = delta.where if placed is None else f"{delta.where}/{placed.file}"
                 raise IntegrityError(
-                    f"tensor {meta.name!r} in {where}/{_file(manifest, meta.name)} cannot be used: {error.what}",
+                    f"tensor {name!r} in {where} cannot be used: {error.what}",
                     expected=error.expected,
                     state=error.state,
                     hint=error.hint or "let the trainer publish again",
                 ) from error
-        return fold(patches) if len(patches) > 1 else patches[0] if patches else None
+            if found and old is not None:  # each is decoded against the result of the one before
+                old = old.copy()
+                for patch in found:
+                    patch.apply(old)
+            patches += found
+        return fold(patches) if len(patches) > 1 else patches
 
-    def patches(self, copies: Mapping[str, Tensor], wanted: Callable[[str], bool]) -> Iterator[Patch]:
-        """Return an iterator over the patches of tensors that change and are wanted; nothing else is decoded.
-
-        Args:
-            copies: tensors where the route starts, as far as encodings need them.
-            wanted: says of a name whether its tensor is wanted.
-        """
-        decoding = []
-        for meta in self.params:
-            if meta.name in self._changed and wanted(meta.name):
-                decoding.append(partial(self.patch, meta, copies.get(meta.name)))
-        return decode_tensors(decoding, threads=worker_threads(beside_model=True))  # type: ignore[arg-type]
+    def _units(self, within: Range, copies: Mapping[str, Tensor]) -> np.ndarray | None:
+        """Return the units of a range, where there are copies of all tensors in it."""
+        table = self.deltas[0].table
+        stream, end = table.streams[within.stream], within.start + within.size
+        parts = []
+        for segment in stream.within(within.start, end):
+            copy = copies.get(table.params[stream.params[segment]].name)
+            if copy is None:
+                return None
+            parts.append(units(copy[stream.box(segment).within(Block.whole(copy.shape))]))
+        first = int(stream.first[stream.within(within.start, end)[0]])
+        return np.concatenate(parts)[within.start - first :][: within.size]
 
     def whole(self, copies: Mapping[str, Tensor], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors as they are where the route ends, made from host copies of them where it starts."""
         wanted = frozenset(names)
+        chosen = {meta.name: self._ranges_of(meta.name) for meta in self.params if meta.name in wanted}
+        uses = Counter(within for own in chosen.values() for within in own)
+        decoding = [partial(self._folded, within, copies) for within in uses]  # in the order in which they are used
+        decoded = zip(uses.copy(), decode_tensors(decoding, threads=worker_threads(beside_model=True)), strict=True)
+        folded = dict[Range, list[StreamPatch]]()
+        for name, own in chosen.items():
+            while not folded.keys() >= set(own):
+                folded.update((next(decoded),))
+            yield name, self._applied(name, copies[name].clone(), folded)
+            _release(folded, own, uses)
 
-        def at_the_end(meta: ParamMeta) -> tuple[str, Tensor]:
-            return meta.name, self.applied(meta, copies[meta.name].clone())[0]
+    def at_end(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors as they are where the route ends, from those where it starts, which may be changed in place.
 
-        made = (partial(at_the_end, meta) for meta in self.params if meta.name in wanted)
-        yield from decode_tensors(made, threads=worker_threads(beside_model=True))
+        Where an encoding needs the old units of a block, its tensors wait until all of them have come.
+        """
+        ranges = {meta.name: self._ranges_of(meta.name) for meta in self.params}
+        uses = Counter(within for own in ranges.values() for within in own)
+        missing = uses.copy() if any(needs_old(delta.manifest) for delta in self.deltas) else Counter[Range]()
+        waiting, here, folded = deque[str](), dict[str, Tensor](), dict[Range, list[StreamPatch]]()
 
-    def applied(self, meta: ParamMeta, tensor: Tensor) -> tuple[Tensor, Patch | None]:
-        """Return a tensor as it is where the route ends, changed in place if it is contiguous, and what was applied."""
-        patch = self.patch(meta, tensor)
-        if patch is None:
-            return tensor, None
-        tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
-        apply_patch(patch, tensor)
-        return tensor, patch
+        def ended(name: str) -> tuple[str, Tensor]:
+            for within in ranges[name]:  # all of them, before the tensor changes
+                if within not in folded:
+                    folded[within] = self._folded(within, here)
+            tensor = self._applied(name, here.pop(name), folded)
+            _release(folded, ranges[name], uses)
+            return name, tensor
+
+        for name, tensor in pairs:
+            waiting.append(name)
+            here[name] = tensor if tensor.is_contiguous() else tensor.contiguous()
+            missing.subtract(ranges[name])
+            while waiting and not any(missing[within] > 0 for within in ranges[waiting[0]]):
+                yield ended(waiting.popleft())
+        for name in waiting:  # of a block whose other tensors never came, which the caller will miss
+            yield ended(name)
+
+    def _ranges_of(self, name: str) -> list[Range]:
+        """Return the ranges in which a tensor may change."""
+        if not self.deltas:
+            return []
+        places = self.deltas[0].table.places[self.deltas[0].table.number[name]]
+        return [within for stream, segment in places for within in self._meeting(stream, segment)]
+
+    def _meeting(self, stream: int, segment: int) -> Sequence[Range]:
+        """Return the ranges in which a segment changes, in order."""
+        ranges = self._by_stream.get(stream, [])
+        first, end = self.deltas[0].table.streams[stream].first[segment : segment + 2].tolist()
+        low = bisect_right(ranges, first, key=lambda one: one.start + one.size)
+        return ranges[low : bisect_left(ranges, end, key=attrgetter("start"))]
+
+    def _applied(self, name: str, tensor: Tensor, folded: Mapping[Range, list[StreamPatch]]) -> Tensor:
+        """Return a contiguous tensor, changed in place, as it is where the route ends."""
+        table = self.deltas[0].table if self.deltas else None
+        for stream, segment in table.places[table.number[name]] if table is not None else ():
+            for within in self._meeting(stream, segment):
+                for patch in folded[within]:
+                    own = patch.of(segment)
+                    if own is not None:
+                        apply_patch(own, tensor)
+        return tensor
 
     def verify(self, name: str, tensor: Tensor) -> None:
         """Compare a tensor with the digest that it has where the route ends.
 
         Raises:
-            IntegrityError: it is another one; names it and the files that made it.
+            IntegrityError: it is another one; names it and the deltas that made it.
         """
         expected = self.digests.get(name)
-        if expected is None or (found := position_digest(tensor).hex()) == expected:
+        if expected is None or (found := position_digest(tensor, self.digest).hex()) == expected:
             return
-        files = [f"{where}/{_file(manifest, name)}" for where, manifest, decoders in self.deltas if name in decoders]
+        number = self.deltas[0].table.number[name]
+        made = [delta.where for delta in self.deltas if delta.changed[number]]
         raise IntegrityError(
             f"tensor {name!r} does not come out as version {self.reached[1]} has it, by "
-            f"{', '.join(files) or 'the keyframe'}",
+            f"{', '.join(made) or 'the keyframe'}",
             expected=f"digest {expected}, found {found}",
             state="nothing of it was used",
             hint="a delta was applied to another base; let the trainer publish a keyframe",
@@ -252,32 +345,31 @@ class OpenRoute:
         self._leases.close()
 
 
+def _release(folded: dict[Range, list[StreamPatch]], own: Iterable[Range], uses: Counter[Range]) -> None:
+    """Note that one of the tensors in some ranges is done, and forget the changes of ranges whose last one is."""
+    for within in own:
+        uses[within] -= 1
+        if not uses[within]:
+            del folded[within]
+
+
 def same_base(digests: Mapping[str, str], delta: DeltaManifest, where: str) -> None:
     """Compare what a worker holds with the base of the first delta.
 
     Args:
-        digests: position digests of what it holds, by name; of some of its tensors.
-        delta: the first delta, which names those of its base.
+        digests: digests of what it holds, by name; of some of its tensors.
+        delta: the first delta, which names those of its base, unless another library wrote it.
         where: its folder, for messages.
 
     Raises:
         IntegrityError: it holds something else; names the first tensor.
     """
-    for name, found in digests.items() if delta.base_digests else ():
-        expected = delta.base_digests.get(name)
-        if found != expected:
+    known = delta.hex_base_digests
+    for name, found in digests.items() if known else ():
+        if found != known.get(name):
             raise IntegrityError(
                 f"tensor {name!r} of the base checkpoint is not the one on which {where} was taken",
-                expected=f"digest {expected}, found {found}",
+                expected=f"digest {known.get(name)}, found {found}",
                 state="nothing was changed",
                 hint="start from the checkpoint that the trainer names as base=",
             )
-
-
-def _file(manifest: DeltaManifest, name: str) -> str:
-    row = next((row for row in manifest.params if row.meta.name == name), None)
-    return "" if row is None else ", ".join(dict.fromkeys(one.file for one in row.payloads))
-
-
-def _all(name: str) -> None:
-    """Say that all of a parameter is wanted."""

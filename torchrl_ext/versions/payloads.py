@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from torchrl_ext.codecs.base import Codec
+import numpy as np
+import xxhash
+
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.stores import Store
-from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, DeltaParam, DeltaPart
-from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.containers import compare_payload
+from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest
+from torchrl_ext.versions.containers import damaged
 
 __all__ = ["HELD_BYTES", "SPAN_BYTES", "Payloads", "incomplete"]
 
@@ -32,7 +33,7 @@ class _Span:
     file: str
     first: int
     end: int
-    rows: list[tuple[ParamMeta, DeltaParam | DeltaPart, Codec]]
+    blocks: list[np.void]
 
 
 class Payloads:
@@ -59,34 +60,33 @@ class Payloads:
         """Whether payloads are read from the store when they are asked for."""
         return self.nbytes > HELD_BYTES
 
-    def add(
-        self, folder: str, manifest: DeltaManifest, rows: Iterable[tuple[ParamMeta, DeltaParam | DeltaPart, Codec]]
-    ) -> Sequence[tuple[ParamMeta, DeltaParam | DeltaPart, Codec, Callable[[], memoryview]]]:
-        """Add payloads of a delta, and return them, each with a call that returns its bytes.
+    def add(self, folder: str, manifest: DeltaManifest, numbers: Iterable[int]) -> dict[int, Callable[[], memoryview]]:
+        """Add blocks of a delta; return for each a call that returns its bytes.
 
-        The calls raise IntegrityError where a payload is damaged, or is gone from the store; it names the tensor.
+        The calls raise IntegrityError where a payload is damaged, or is gone from the store; it names a tensor.
 
         Args:
             folder: of the delta's files.
             manifest: of the delta.
-            rows: what each payload changes, where it lies, and its encoding.
+            numbers: of the blocks, in ``manifest.blocks``.
         """
-        found, last = [], None
-        for row in sorted(rows, key=lambda row: (row[1].file, row[1].offset)):
-            one = row[1]
-            end = one.offset + one.nbytes
+        found, last, names = dict[int, Callable[[], memoryview]](), None, [*manifest.files]
+        places = ((number, manifest.blocks[number]) for number in numbers)
+        for number, block in sorted(places, key=lambda row: (int(row[1]["file"]), int(row[1]["offset"]))):
+            file, first = names[block["file"]], int(block["offset"])
+            end = first + int(block["nbytes"])
             if (
                 last is None
-                or one.file != last.file
-                or one.offset - last.end > self.store.gap_bytes
+                or file != last.file
+                or first - last.end > self.store.gap_bytes
                 or end - last.first > SPAN_BYTES
             ):
-                last = _Span(manifest=manifest, folder=folder, file=one.file, first=one.offset, end=one.offset, rows=[])
+                last = _Span(manifest=manifest, folder=folder, file=file, first=first, end=first, blocks=[])
                 self._spans.append(last)
             self.nbytes += max(0, end - last.end)
             last.end = max(last.end, end)
-            last.rows.append(row)
-            found.append((*row, partial(self._payload, last, one)))
+            last.blocks.append(block)
+            found[number] = partial(self._payload, last, block)
         return found
 
     def read(self) -> None:
@@ -102,7 +102,7 @@ class Payloads:
         for spans in by_file.values():
             self._load(spans)
 
-    def _payload(self, span: _Span, one: DeltaParam | DeltaPart) -> memoryview:
+    def _payload(self, span: _Span, block: np.void) -> memoryview:
         with self._lock:
             if span not in self._held:
                 used, size = sum(map(len, self._held.values())), span.end - span.first
@@ -111,10 +111,9 @@ class Payloads:
                 try:
                     self._load([span])
                 except FileNotFoundError as error:
-                    where = f"{self.store.url}/{span.folder}"
-                    raise incomplete(where, span.file, span.manifest, None, span.rows[0][0].name) from error
+                    raise incomplete(f"{self.store.url}/{span.folder}", span.file, span.manifest, None) from error
             data = self._held[span] = self._held.pop(span)
-        return data[one.offset - span.first :][: one.nbytes]
+        return _bytes_of(block, data, span)
 
     def _load(self, spans: list[_Span]) -> None:
         """Read spans of one file, and verify the payloads in them."""
@@ -129,12 +128,24 @@ class Payloads:
             raise incomplete(where, file, manifest, None) from error
         for span, data in zip(spans, read, strict=True):
             view = memoryview(data)
-            for meta, one, codec in span.rows:
-                payload = view[one.offset - span.first :][: one.nbytes]
-                if len(payload) != one.nbytes:
-                    raise incomplete(where, file, manifest, span.first + len(data), meta.name)
-                compare_payload(payload, codec, one, meta, where, manifest.version)
+            for block in span.blocks:
+                payload, stated = _bytes_of(block, view, span), int(block["checksum"])
+                if len(payload) != block["nbytes"]:
+                    raise incomplete(where, file, manifest, span.first + len(data), _name(manifest, block))
+                if stated and xxhash.xxh3_64_intdigest(payload) != stated:  # else the payload has one of its own
+                    found, path = xxhash.xxh3_64_hexdigest(payload), f"{where}/{file}"
+                    raise damaged(_name(manifest, block), path, f"{stated:016x}", found, manifest.version)
             self._held[span] = view
+
+
+def _bytes_of(block: np.void, data: memoryview, span: _Span) -> memoryview:
+    return data[int(block["offset"]) - span.first :][: int(block["nbytes"])]
+
+
+def _name(manifest: DeltaManifest, block: np.void) -> str:
+    """Return the name of the first tensor that a block changes."""
+    stream = manifest.table.streams[block["stream"]]
+    return manifest.params[stream.params[stream.within(int(block["start"]), int(block["start"]) + 1)[0]]].name
 
 
 def incomplete(
@@ -150,9 +161,10 @@ def incomplete(
         name: the tensor; by default the first one that cannot be read.
     """
     if name is None:
-        rows = [(row, one) for row in manifest.params for one in row.payloads if one.file == file]
-        lost = (row.meta.name for row, one in rows if one.offset + one.nbytes > (found or 0))
-        name = next(lost, rows[0][0].meta.name if rows else None)
+        rows = manifest.blocks[manifest.blocks["file"] == [*manifest.files].index(file)]
+        lost = rows[rows["offset"] + rows["nbytes"] > (found or 0)]
+        placed = (tensor for tensor, one in manifest.placed.items() if one.file == file)
+        name = _name(manifest, lost[0]) if lost.size else next(placed, None)
     if found is None:
         what = f"{where}/{file} is missing" + (f", which holds tensor {name!r}" if name else "")
         expected, hint = "every file that the manifest names", "let the trainer publish again"

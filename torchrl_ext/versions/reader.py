@@ -19,8 +19,8 @@ from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.manifest import DeltaManifest
 from torchrl_ext.stores.versions import Held, Version, version_name
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.open_delta import Wanted
 from torchrl_ext.versions.open_route import OpenBase, OpenFull, OpenRoute, same_base
-from torchrl_ext.versions.shards.parts import Wanted
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import position_digest
 from torchrl_ext.weights.shards.blocks import Block
@@ -110,12 +110,12 @@ class ChainReader:
         self._retained = which
         self.mirror, self.held, self._landed = {}, None, None
 
-    def adopt(self, target: int, digests: Callable[[], Mapping[str, str]]) -> None:
+    def adopt(self, target: int, digests: Callable[[str], Mapping[str, str]]) -> None:
         """Find out which version of the chain the worker holds: one whose digests are all those of ``digests``.
 
         Args:
             target: the version that it is to get to.
-            digests: recomputes position digests of what it holds.
+            digests: recomputes the digests of what it holds; takes the name of the digest.
 
         Raises:
             IntegrityError: only the base would do, and the worker holds something else; names the tensor.
@@ -130,7 +130,7 @@ class ChainReader:
         if mirrored and not based:
             return  # there are no copies to begin with
         try:
-            own = digests()
+            own = digests(origin.digest)
         except ConfigError:  # the model cannot be read back
             return
         if not own or any(meta.name not in own and meta.name not in mirrored for meta in params):
@@ -139,23 +139,23 @@ class ChainReader:
             base = None
             with suppress(FileNotFoundError, IntegrityError):  # then it is not the one that the worker holds
                 base = self.chain.version(delta.base_version).delta if delta.base_version else None
-            if base is not None and all(own.get(row.meta.name) == row.digest for row in base.params):
+            if base is not None and base.digest == origin.digest and base.hex_digests.items() <= own.items():
                 self.held, self._params = (base.run_id, base.version), _by_name(params)
                 return
         if based and self._base is not None:
-            if origin.base_digests:
+            if origin.base_digests.size:
                 same_base({meta.name: own[meta.name] for meta in params if meta.name in own}, origin, where)
-            elif not self._is_base(own):
+            elif not self._is_base(own, origin.digest):
                 return  # another library's deltas do not name their base: all is read anew
             pairs = self._base() if mirrored else ()
             self.mirror = {name: host_copy(tensor, self._copies) for name, tensor in pairs if name in mirrored}
             self.held, self._params = (origin.base_run_id, 0), _by_name(params)
 
-    def _is_base(self, own: Mapping[str, str]) -> bool:
+    def _is_base(self, own: Mapping[str, str], digest: str) -> bool:
         """Return whether tensors with these digests are those of the base checkpoint."""
         assert self._base is not None
         pairs = ((own[name], tensor) for name, tensor in self._base() if name in own)
-        return all(digest == position_digest(tensor).hex() for digest, tensor in pairs)
+        return all(found == position_digest(tensor, digest).hex() for found, tensor in pairs)
 
     def _back(self, target: int) -> Iterator[tuple[str, DeltaManifest]]:
         """Yield the deltas that lead to ``target``, the last one first, as far as there is no keyframe and no gap."""
@@ -211,6 +211,7 @@ class ChainReader:
             params=route.params,
             patches=partial(route.patches, self.mirror),
             digests=route.digests,
+            digest=route.digest,
             whole=partial(route.whole, self.mirror),
         )
 
@@ -245,20 +246,21 @@ class ChainReader:
         own = self._params
         if opened.held is None:
             own = _by_name(opened.params if opened.published is None else opened.published.params())
-        for where, delta, _ in opened.deltas:
-            for row in delta.params:
-                if own.get(row.meta.name) != row.meta:
-                    opened.close()
+        known = tuple(own.values())
+        for delta in opened.deltas:
+            if delta.manifest.params == known:
+                continue
+            opened.close()
+            for meta in delta.manifest.params:
+                if own.get(meta.name) != meta:
                     raise ManifestError(
-                        f"{where} changes {row.meta}",
-                        expected=str(own.get(row.meta.name, "a tensor of the model that is held")),
+                        f"{delta.where} changes {meta}",
+                        expected=str(own.get(meta.name, "a tensor of the model that is held")),
                         state="nothing was read",
                         hint="the delta belongs to another model",
                     )
-            if len(delta.params) != len(own):
-                opened.close()
-                lost = min(own.keys() - {row.meta.name for row in delta.params})
-                raise ManifestError(f"{where} does not know tensor {lost!r}", state="nothing was read")
+            lost = min(own.keys() - delta.table.number.keys(), default="")
+            raise ManifestError(f"{delta.where} does not know tensor {lost!r}", state="nothing was read")
         return opened
 
     def tensors(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -314,7 +316,9 @@ class ChainReader:
         self.held = None
         try:
             for patch in changes.patches(self.mirror.__contains__):
-                apply_patch(patch, self.mirror[patch.meta.name])
+                for own in patch.split():
+                    if own.meta.name in self.mirror:
+                        apply_patch(own, self.mirror[own.meta.name])
         except IntegrityError as error:
             log.warning(
                 "host copies could not follow to version %d, the next is read whole: %s", changes.reached[1], error
@@ -326,8 +330,7 @@ class ChainReader:
 
     def _from_start(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         seen = set()
-        for name, tensor in route.first(into):
-            tensor, _ = route.applied(ParamMeta.of(name, tensor), tensor)
+        for name, tensor in route.at_end(route.first(into)):
             route.verify(name, tensor)
             seen.add(name)
             yield name, tensor
@@ -339,16 +342,20 @@ class ChainReader:
         """Yield patched copies; the mirror is patched when all were verified, so that damage leaves it as it was."""
         if route.held != self.held:
             raise IntegrityError(f"the route begins at {route.held}", expected=str(self.held))
-        landing: list[Patch] = []
+        landing: dict[str, list[Patch]] = {}
+        for patch in route.patches(self.mirror, self.mirror.__contains__):
+            for own in patch.split():
+                landing.setdefault(own.meta.name, []).append(own)
         for meta in route.params:
-            tensor, patch = route.applied(meta, self.mirror[meta.name].clone())
-            if patch is not None:
-                route.verify(meta.name, tensor)
-                landing.append(patch)
+            tensor = self.mirror[meta.name].clone()
+            for own in landing.get(meta.name, ()):
+                apply_patch(own, tensor)
+            route.verify(meta.name, tensor)
             yield meta.name, tensor
         self.held = None
-        for patch in landing:
-            apply_patch(patch, self.mirror[patch.meta.name])
+        for name, patches in landing.items():
+            for own in patches:
+                apply_patch(own, self.mirror[name])
         self.held = route.reached
 
 

@@ -13,6 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 from torch import Tensor
 
@@ -26,6 +27,7 @@ __all__ = ["append_shards", "plan_appended", "write_shards"]
 _BATCH_BYTES = 8 << 20
 _SYNC_BYTES = 64 << 20
 _MAX_BUFFERS = 512  # below IOV_MAX
+_SMALL_BYTES = 16 << 10  # of a tensor: smaller ones are copied together, as a buffer each would cost more
 
 
 def write_shards(
@@ -63,8 +65,9 @@ def write_shards(
                 head = shard.header
                 for last in range(len(shard.params) - 1, -1, -1):
                     meta, tensor = next(pairs)
-                    batch.append((meta, tensor.detach().cpu()))
-                    waiting += meta.nbytes
+                    tensor = tensor.detach().cpu() if tensor.requires_grad else tensor.cpu()
+                    batch.append((meta, tensor))
+                    waiting += tensor.nbytes
                     if waiting >= _BATCH_BYTES or len(batch) >= _MAX_BUFFERS or last == 0:
                         while handed and (handed[0][0].done() or in_flight + waiting > in_flight_bytes):
                             future, nbytes = handed.popleft()
@@ -228,20 +231,38 @@ def _write_batch(
     """
     pieces, begin, end = [memoryview(head)] if head else [], 0, len(head)
     while batch:
-        meta, tensor = batch.pop(0)
-        hasher, offset = xxhash.xxh3_128(), offsets[meta.name]
-        view = byte_view(tensor).numpy().data
+        run = _run(batch, offsets)
+        flat = run[0][1] if len(run) == 1 else torch._utils._flatten_dense_tensors([tensor for _, tensor in run])
+        hasher, view, offset = xxhash.xxh3_128(), byte_view(flat).numpy().data, offsets[run[0][0].name]
         for at in range(0, len(view), CHUNK_BYTES):
             chunk = view[at : at + CHUNK_BYTES]
-            hasher.update(chunk)
+            if len(run) == 1:
+                hasher.update(chunk)
             if offset + at != end or len(pieces) >= _MAX_BUFFERS or end - begin >= CHUNK_BYTES:
                 _write(descriptor, pieces, begin)
                 pieces, begin, end = [], offset + at, offset + at
             pieces.append(chunk)
             end += len(chunk)
-        checksums[meta.name] = hasher.hexdigest()
-        del tensor
+        if len(run) == 1:
+            checksums[run[0][0].name] = hasher.hexdigest()
+        else:
+            for meta, tensor in run:
+                at = offsets[meta.name] - offset
+                checksums[meta.name] = xxhash.xxh3_128_hexdigest(view[at : at + tensor.nbytes])
+        del run, flat
     _write(descriptor, pieces, begin)
+
+
+def _run(batch: list[tuple[ParamMeta, Tensor]], offsets: Mapping[str, int]) -> list[tuple[ParamMeta, Tensor]]:
+    """Take the next tensor from a batch, or small ones of one dtype that follow one another in the file."""
+    run = [batch.pop(0)]
+    after, dtype = offsets[run[0][0].name], run[0][1].dtype
+    while batch and batch[0][1].nbytes < _SMALL_BYTES and run[-1][1].nbytes < _SMALL_BYTES:
+        after += run[-1][1].nbytes
+        if offsets[batch[0][0].name] != after or batch[0][1].dtype != dtype:
+            break
+        run.append(batch.pop(0))
+    return run
 
 
 def _write(descriptor: int, pieces: list[memoryview], offset: int) -> None:

@@ -26,21 +26,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.auto import AutoCodec
-from torchrl_ext.codecs.base import Codec, codec_from_json, needs_base
-from torchrl_ext.codecs.dense import DenseCodec
-from torchrl_ext.codecs.ulp import ContextCodec, UlpCodec
+from torchrl_ext.codecs.base import Codec, codec_from_json, make_codec
+from torchrl_ext.codecs.choice import AutoBlocks, BlockEncoding
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.kernels.base import BITS
+from torchrl_ext.kernels.base import BITS, LINEAR
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.stores import Chain, LocalStore
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.reader import ChainReader
-from torchrl_ext.versions.writer import ChainWriter
+from torchrl_ext.versions.writer import ChainWriter, Copies
 from torchrl_ext.weights.source import MappingSource
 
 __all__ = ["Warming", "cache_folder", "rehearse"]
@@ -64,13 +62,13 @@ class Warming:
         beside: this process serves meanwhile: another one compiles.
     """
 
-    def __init__(self, codec: Codec, params: Iterable[ParamMeta], *, beside: bool) -> None:
-        self._codec, self._beside = codec, beside
+    def __init__(self, codec: Codec | BlockEncoding, params: Iterable[ParamMeta], *, beside: bool) -> None:
+        self._codec, self._beside = make_codec(codec.name), beside  # one of its own: what is compiled tells no speed
         widths = set()
         for dtype in {meta.dtype for meta in params}:
             with suppress(WeightSyncError):  # publishing names a dtype that cannot be coded
                 widths.add(unit_of(dtype).width)
-        keys = {width: (json.dumps(codec.to_json(), sort_keys=True), width) for width in sorted(widths)}
+        keys = {width: (codec.name, width) for width in sorted(widths)}
         with _LOCK:
             self._mine = [width for width, key in keys.items() if key not in _WARM]  # others are under way, or ready
             self._wanted = {width: _WARM.setdefault(key, threading.Event()) for width, key in keys.items()}
@@ -105,16 +103,14 @@ def _forget_others() -> None:
 os.register_at_fork(after_in_child=_forget_others)
 
 
-def rehearse(codec: Codec, widths: Iterable[int]) -> None:
+def rehearse(codec: Codec | BlockEncoding, widths: Iterable[int]) -> None:
     """Compile loops by use: publish, read and land versions of small tensors, with every codec that may be chosen.
 
     Args:
         codec: the encoding.
         widths: bytes per element.
     """
-    options: tuple[Codec, ...] = ()
-    if isinstance(codec, AutoCodec):
-        options = (UlpCodec(), DenseCodec(level=0), DenseCodec(), *((ContextCodec(),) if codec.whole_base else ()))
+    options = tuple(map(make_codec, ("ulp", "bitmap", "dense"))) if isinstance(codec, AutoBlocks) else ()
     for width in widths:
         _publish_and_land(codec, width, (_SMALL, _LARGE))
         for option in options:
@@ -125,19 +121,29 @@ def rehearse(codec: Codec, widths: Iterable[int]) -> None:
             log.debug("the cache gets no stamp: %s", error)
 
 
-def _publish_and_land(codec: Codec, width: int, counts: Iterable[int]) -> None:
+def _publish_and_land(codec: Codec | BlockEncoding, width: int, counts: Iterable[int]) -> None:
     tensors: dict[str, Tensor] = {
         str(count): torch.arange(count).to(BITS[width]).view(_DTYPES[width]) for count in counts
     }
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-warm-") as root:
         store = LocalStore(root)
         chain, full = Chain(store), FullWriter(sys.maxsize)
-        writer = ChainWriter(store, chain, "warm", codec=codec, full=full, keyframe_every=0, base=None, keep_files=True)
+        writer = ChainWriter(
+            store,
+            chain,
+            "warm",
+            container=codec.container,
+            full=full,
+            keyframe_every=0,
+            base=None,
+            keep_files=True,
+            baseline=partial(Copies, codec),
+        )
         reader = ChainReader(chain, partial(PublishedVersion, store))
-        reader.retain(lambda name: needs_base(codec))
+        reader.retain(lambda name: codec.whole_base)
         writer.publish(MappingSource(tensors), 1)
         loader = TensorsLoader(dict(reader.tensors(reader.open(1), {})))
-        loader.position_digests()
+        loader.position_digests(LINEAR)
         for version, apart in enumerate(_APART, 2):
             for tensor in tensors.values():
                 tensor.view(BITS[width])[::apart] += 1
@@ -157,24 +163,24 @@ def cache_folder() -> str | None:
     return digest_piece.stats.cache_path
 
 
-def _stamp(codec: Codec, widths: Iterable[int]) -> Path:
+def _stamp(codec: Codec | BlockEncoding, widths: Iterable[int]) -> Path:
     """Return the path of the stamp of a complete cache; for several widths, of the largest, which is made last."""
     import llvmlite
     import numba
     from llvmlite import binding
 
-    from torchrl_ext.codecs.coder import decode, encode, tokens
+    from torchrl_ext.codecs import block_loops, token_loops
     from torchrl_ext.kernels import host_lists, host_loops
 
     about: list[Any] = [sys.version, numba.__version__, llvmlite.__version__, binding.get_host_cpu_name()]
     about += [sorted(binding.get_host_cpu_features().items()), codec.to_json(), max(widths)]
-    for module in (host_lists, host_loops, tokens, encode, decode):
+    for module in (host_lists, host_loops, token_loops, block_loops):
         about.append(hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest())
     name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     return Path(cache_folder() or os.devnull + ".d") / f"torchrl_ext-{name}.warm"
 
 
-def _compile_beside(codec: Codec, widths: list[int]) -> None:
+def _compile_beside(codec: Codec | BlockEncoding, widths: list[int]) -> None:
     if cache_folder() is None:
         log.warning(
             "compiled loops cannot be kept: no directory is writable. They are compiled in this process, once each "

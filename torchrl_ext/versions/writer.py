@@ -5,31 +5,41 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Protocol, final
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded
-from torchrl_ext.codecs.pipeline import encode_tensors
+from torchrl_ext.codecs.choice import BlockEncoding
+from torchrl_ext.codecs.pipeline import are_finite, encode_tensors, worker_threads
+from torchrl_ext.codecs.streams import find
 from torchrl_ext.errors import ConfigError, StoreError
+from torchrl_ext.kernels.base import LINEAR, flat_bits, linear_keys, unsigned
 from torchrl_ext.stores import Store, version_name
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.chain import Chain
-from torchrl_ext.stores.manifest import DeltaManifest, Manifest
+from torchrl_ext.stores.delta_manifest import DIGEST, DeltaManifest
+from torchrl_ext.stores.manifest import Manifest
+from torchrl_ext.stores.table import ParamTable, unit_bytes
 from torchrl_ext.stores.versions import BESIDE, Held
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.containers import NewDelta
+from torchrl_ext.versions.containers import BlockFiles, Coded, OtherDelta, code, write_blocks, write_other
+from torchrl_ext.versions.tiles import Tiles
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.digests import PositionDigest, position_digest
+from torchrl_ext.weights.digests import position_digest
 from torchrl_ext.weights.source import WeightSource, checked
 
-__all__ = ["Baseline", "ChainWriter", "Copies", "WritesFull"]
+__all__ = ["Baseline", "ChainWriter", "Copies", "FlatCopies", "WritesFull"]
 
 log = logging.getLogger("torchrl_ext")
 
+_DIGESTED = 1 << 20  # bytes of copies that are digested together, while they lie in a cache
 _UNACKNOWLEDGED = 3  # keyframes that stay while no update succeeds
 
 
@@ -50,7 +60,7 @@ class ChainWriter:
         store: where versions are written.
         chain: its versions.
         run_id: of this trainer.
-        codec: the encoding of deltas.
+        container: of deltas.
         full: writes keyframes.
         keyframe_every: as in `DeltaTransport`.
         base: checkpoint directory on which the first version of an empty store is a delta.
@@ -64,19 +74,18 @@ class ChainWriter:
         chain: Chain,
         run_id: str,
         *,
-        codec: Codec,
+        container: str,
         full: WritesFull,
         keyframe_every: int,
         base: str | None,
         keep_files: bool,
-        checksum: str = "xxh3-128",
-        baseline: Callable[[], Baseline] | None = None,
+        baseline: Callable[[], Baseline],
     ) -> None:
         self._store, self._chain, self._run_id = store, chain, run_id
-        self._codec, self._full, self._checksum = codec, full, checksum
+        self._container, self._full = container, full
         self._keyframe_every, self._base, self._keep_files = keyframe_every, base, keep_files
         self._baseline: Baseline | None = None
-        self._new_baseline = Copies if baseline is None else baseline
+        self._new_baseline = baseline
         self._since_keyframe, self._acknowledged = 0, True
 
     def publish(self, source: WeightSource, version: int, *, keyframe: bool = False) -> DeltaManifest | None:
@@ -105,18 +114,22 @@ class ChainWriter:
                 if base is None:
                     baseline.take(source)
                 else:
-                    delta = NewDelta(
+                    delta = DeltaManifest(
                         version=version,
-                        base=base,
+                        base_version=base[1],
                         run_id=self._run_id,
-                        codec=self._codec,
-                        params=source.params(),
-                        tensors=baseline.tensors,
+                        base_run_id=base[0],
+                        digest=LINEAR,
+                        container=self._container,
+                        codecs=(),
+                        files={},
+                        table=baseline.table,
+                        changed=np.zeros(len(baseline.metas), DIGEST),
                         digests=baseline.digests,
-                        base_digests=_in_hex(baseline.digests) if base[1] == 0 else {},
-                        checksum=self._checksum,
+                        base_digests=baseline.digests[: None if base[1] == 0 else 0],
                     )
                     manifest = baseline.write(delta, source, draft, f"{BESIDE}/" if keyframe else "")
+                    baseline.digests = manifest.digests
                 if keyframe:
                     self._full.write(draft, baseline, version, self._run_id)
         except BaseException:
@@ -136,6 +149,11 @@ class ChainWriter:
     def rank_bytes(self) -> tuple[int, ...]:
         """Bytes that each trainer rank wrote of the last delta, in order of rank; empty where one rank writes all."""
         return () if self._baseline is None else self._baseline.rank_bytes
+
+    @property
+    def stored(self) -> tuple[int, float]:
+        """Bytes of the last delta that this rank wrote, and the seconds that the store took for them."""
+        return (0, 0.0) if self._baseline is None else self._baseline.stored
 
     def restart(self) -> None:
         """Forget what was published, so that the next version is a full one, or a delta on the base checkpoint."""
@@ -164,15 +182,12 @@ class ChainWriter:
         if self._base is not None and self._chain.newest() == 0:  # only the first version of a store follows on it
             baseline.start(self._base, source)
             hasher = xxhash.xxh3_128()  # one name for the content of a whole checkpoint
-            for name, digest in sorted(_in_hex(baseline.digests).items()):
-                hasher.update(f"{name}\0{digest}\n".encode())
+            rows = zip(baseline.metas, baseline.digests.tolist(), strict=True)
+            for name, first, second in sorted((meta.name, *words) for meta, words in rows):
+                hasher.update(f"{name}\0{first:016x}{second:016x}\n".encode())
             baseline.version = (f"base-{hasher.hexdigest()}", 0)
         self._baseline = baseline
         return baseline
-
-
-def _in_hex(digests: Mapping[str, PositionDigest]) -> dict[str, str]:
-    return {name: digest.hex() for name, digest in digests.items()}
 
 
 class Baseline(WeightSource):
@@ -182,20 +197,27 @@ class Baseline(WeightSource):
     the attempt fails. The next version is a full one in that case, which takes everything anew.
 
     Attributes:
-        metas: the parameters, in order.
+        table: the parameters, and the streams of their deltas.
         tensors: copies of them by name, as far as this process has them.
-        digests: their position digests.
+        digests: uint64, shape (parameters, 2): their digests, `torchrl_ext.kernels.base.LINEAR`.
         version: run id and number of the version that they are.
         rank_bytes: bytes that each trainer rank wrote of the last delta, in order of rank, where several ranks write.
+        stored: bytes of the last delta that this rank wrote, and the seconds that the store took for them.
     """
 
     def __init__(self) -> None:
-        self.metas: tuple[ParamMeta, ...] = ()
+        self.table = ParamTable.of(())
         self.tensors: dict[str, Tensor] = {}
-        self.digests: dict[str, PositionDigest] = {}
+        self.digests = np.empty((0, 2), DIGEST)
         self.version: Held | None = None
         self.rank_bytes: tuple[int, ...] = ()
+        self.stored = (0, 0.0)
         self._files: Mapping[str, bytes] = {}
+
+    @property
+    def metas(self) -> tuple[ParamMeta, ...]:
+        """The parameters, in order."""
+        return self.table.params
 
     def params(self) -> tuple[ParamMeta, ...]:
         return self.metas
@@ -220,11 +242,11 @@ class Baseline(WeightSource):
         """Become what ``source`` is now; complete when it has been iterated."""
 
     @abstractmethod
-    def write(self, delta: NewDelta, source: WeightSource, draft: Draft, prefix: str) -> DeltaManifest:
+    def write(self, delta: DeltaManifest, source: WeightSource, draft: Draft, prefix: str) -> DeltaManifest:
         """Write the files of a delta, the manifest last, and become what ``source`` is now.
 
         Args:
-            delta: what is to be written.
+            delta: what is known of it before; with the digests of its base.
             source: the new tensors.
             draft: where files are written.
             prefix: of their names there.
@@ -232,16 +254,86 @@ class Baseline(WeightSource):
 
 
 @final
-class Copies(Baseline):
-    """Copies of every tensor of the newest version.
+class FlatCopies:
+    """Memory for the streams of a table: one flat tensor for each.
 
     Args:
-        device: where the copies are; by default on the host, pinned where the source's tensors are on a GPU.
+        table: has the streams.
+        device: where; by default on the host.
+        pinned: in pinned memory.
+
+    Attributes:
+        table: has the streams.
+        bits: of each stream, 1-D.
+        parts: views of each stream's segments, of their shapes.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, table: ParamTable, device: torch.device | None, *, pinned: bool) -> None:
+        self.table = table
+        self.bits: list[Tensor] = []
+        self.parts: list[list[Tensor]] = []
+        for stream in table.streams:
+            scale = stream.dtype.itemsize // unit_bytes(stream.dtype)
+            size, sizes = stream.size // scale, (np.diff(stream.first) // scale).tolist()
+            flat = torch.empty(size, dtype=stream.dtype, device=device or "cpu", pin_memory=pinned)
+            parts = list(flat.split(sizes))
+            for number, (segment, param) in enumerate(zip(stream.segments, stream.params.tolist(), strict=True)):
+                shape = table.params[param].shape if segment.sizes is None else segment.sizes
+                if len(shape) != 1:  # else it has the shape
+                    parts[number] = parts[number].view(shape)
+            self.parts.append(parts)
+            self.bits.append(flat_bits(flat))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all streams."""
+        return sum(bits.nbytes for bits in self.bits)
+
+    def words(self, stream: int, low: int, high: int) -> np.ndarray:
+        """Return the linear digests of parts ``low`` to below ``high`` of a stream: uint64, shape (parts, 2).
+
+        Where a part is no run of its parameter, the words are 0.
+        """
+        from torchrl_ext.kernels.host_loops import linear_runs
+
+        own = self.table.streams[stream]
+        first, found = own.first[low : high + 1], np.zeros((high - low, 2), DIGEST)
+        bits = unsigned(self.bits[stream][int(first[0]) : int(first[-1])].cpu())
+        addresses = bits.ctypes.data + (first[:-1] - first[0]) * bits.itemsize
+        sizes = np.where(own.starts[low:high] < 0, 0, np.diff(first))
+        linear_runs(addresses, own.starts[low:high], sizes, bits[:0], linear_keys(), found)
+        return found
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Return the parts by the names of their parameters, each of which has one part."""
+        streams = zip(self.table.streams, self.parts, strict=True)
+        rows = ((param, part) for stream, own in streams for param, part in zip(stream.params, own, strict=True))
+        return {self.table.params[param].name: part for param, part in rows}
+
+
+@final
+class Copies(Baseline):
+    """Copies of every tensor of the newest version: one flat tensor for each stream.
+
+    Args:
+        codec: the encoding of deltas.
+        checksum: of new tensors, in another library's files.
+        device: where the copies are; by default on the host, pinned where the source's tensors are on a GPU.
+        tiles: as in `ParamTable.of`, of the table of deltas; that of the copies is of whole parameters.
+    """
+
+    def __init__(
+        self,
+        codec: Codec | BlockEncoding,
+        checksum: str = "xxh3-128",
+        device: torch.device | None = None,
+        *,
+        tiles: int = 1,
+    ) -> None:
         super().__init__()
-        self._device = device
+        self._codec, self._checksum, self._device, self._tiles = codec, checksum, device, tiles
+        self._sent = self.table  # its streams are those of deltas
+        self._copies: FlatCopies | None = None
         self._finite: set[str] = set()  # copies that are known to be
         self._taken: WeightSource | None = None
 
@@ -266,27 +358,77 @@ class Copies(Baseline):
                     expected=str(meta),
                     hint="pass as base= the checkpoint from which this policy was loaded, or nothing",
                 )
-        self.metas, self._files = params, checkpoint.files()
-        wanted = {meta.name for meta in params}
-        pairs = ((meta, tensor) for meta, tensor in checked(checkpoint) if meta.name in wanted)
+        self._be(params)
+        self._files = checkpoint.files()
+        pairs = ((meta, tensor) for meta, tensor in checked(checkpoint) if meta.name in self.table.number)
         for _ in self._copy(pairs, checkpoint):
             pass
 
     def take(self, source: WeightSource) -> None:
         self.version, self._taken = None, source
-        self.metas, self._files = source.params(), source.files()
+        self._be(source.params())
+        self._files = source.files()
 
-    def write(self, delta: NewDelta, source: WeightSource, draft: Draft, prefix: str) -> DeltaManifest:
+    def _be(self, params: tuple[ParamMeta, ...]) -> None:
+        """Forget the copies, unless they are of these parameters."""
+        if params != self.metas:
+            self.table, self._copies, self.tensors = ParamTable.of(params), None, {}
+            self._sent = ParamTable.of(params, tiles=self._tiles) if self._tiles > 1 else self.table
+
+    def write(self, delta: DeltaManifest, source: WeightSource, draft: Draft, prefix: str) -> DeltaManifest:
         self.version = None
-        return delta.write(self._changes(source, delta.codec), draft, prefix)
+        if isinstance(self._codec, Codec):
+            numbers = delta.version, delta.base_version
+            other = OtherDelta(*numbers, self._codec.name, self.tensors, self._checksum)
+            return write_other(delta, other, self._codec, self._changes(source, self._codec), draft, prefix)
+        sent = replace(delta, table=self._sent)
+        files = BlockFiles(sent.table)
+        made = write_blocks(sent, files, self._blocks(source, self._codec), draft, prefix)
+        self.stored = sum(files.sizes.values()), files.taking_s
+        return made
+
+    def _blocks(self, source: WeightSource, codec: BlockEncoding) -> Iterator[Coded]:
+        """Yield what changed, coded; the copies follow."""
+        doubtful = dict[str, None]()
+
+        def placed() -> Iterator[tuple[int, int, Tensor]]:
+            (streams, segments), number = self.table.last_place, self.table.number
+            for name, tensor in self._pairs(source):
+                if name not in self._finite:
+                    doubtful[name] = None
+                at = number[name]
+                yield streams[at], segments[at], tensor
+
+        look, threads = source.look is not None, worker_threads()
+        olds = [] if self._copies is None else self._copies.bits
+        found = partial(find, self.table, olds, placed(), threads=threads, digest=LINEAR, follow=True)
+        if self._sent is self.table:
+            blocks = found(partial(code, self.table, codec, look))
+        else:
+            tiles = Tiles(self.table, self._sent, codec, look, self.tensors.__getitem__)
+            blocks = tiles.blocks(found(tiles.route), threads)
+        for block in blocks:
+            if not block.finite:
+                for param, changed in zip(block.params, block.changed, strict=True):
+                    if changed:
+                        doubtful[self.metas[param].name] = None
+            yield block
+        for name in doubtful:
+            self._look(source, name, self.tensors[name])
 
     def _changes(self, source: WeightSource, codec: Codec) -> Iterator[Encoded]:
-        looks = source.look is not None
-        for change in encode_tensors(self._beside(source), codec, follow=True, look=looks):
+        beside = ((name, self.tensors[name], tensor) for name, tensor in self._pairs(source))
+        for change in encode_tensors(beside, codec, follow=True):
             name = change.meta.name
-            if not change.finite or name not in self._finite:
+            if change.changed or name not in self._finite:
                 self._look(source, name, self.tensors[name])
             yield change
+
+    def _pairs(self, source: WeightSource) -> Iterator[tuple[str, Tensor]]:
+        """Return a pass over the tensors that may have changed."""
+        if source.part is not None:
+            return iter(source.pairs(source.part.names))
+        return ((meta.name, tensor) for meta, tensor in checked(source, self.metas))
 
     def _look(self, source: WeightSource, name: str, tensor: Tensor) -> None:
         """Look for NaN and infinity in all of a tensor, where somebody wants to know of them."""
@@ -295,24 +437,42 @@ class Copies(Baseline):
         if found is not None and found.item() == 0.0:
             self._finite.add(name)
 
-    def _beside(self, source: WeightSource) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield each name with its copy and the new tensor; the caller has to make the copy equal to it."""
-        if source.part is not None:
-            for name, tensor in source.pairs(source.part.names):
-                yield name, self.tensors[name], tensor
-            return
-        for meta, tensor in checked(source, self.metas):
-            yield meta.name, self.tensors[meta.name], tensor
-
     def _copy(self, pairs: Iterable[tuple[ParamMeta, Tensor]], source: WeightSource) -> Iterator[tuple[str, Tensor]]:
-        known, self.tensors, self.digests = self.tensors, {}, {}
+        self.digests = np.zeros((len(self.metas), 2), DIGEST)
+        streams, segments = self.table.last_place
+        at, low, high, waiting = 0, 0, 0, 0  # the copies that are digested next: those of a stream, from one to another
         for meta, tensor in pairs:
-            copy = known.pop(meta.name, None)
-            if copy is None or ParamMeta.of(meta.name, copy) != meta:
-                pinned = self._device is None and tensor.is_cuda
-                copy = torch.empty(meta.shape, dtype=meta.dtype, device=self._device or "cpu", pin_memory=pinned)
+            if self._copies is None:
+                self._copies = FlatCopies(self.table, self._device, pinned=self._device is None and tensor.is_cuda)
+                self.tensors = self._copies.by_name()
+            copy, number = self.tensors[meta.name], self.table.number[meta.name]
             copy.copy_(tensor)
-            self._look(source, meta.name, tensor)
-            self.tensors[meta.name] = copy
-            self.digests[meta.name] = position_digest(tensor if tensor.is_cuda else copy)
+            if tensor.is_cuda or self._device is not None:
+                self._look(source, meta.name, tensor)
+                self.digests[number] = position_digest(tensor if tensor.is_cuda else copy, LINEAR)
+            else:
+                stream, segment = streams[number], segments[number]
+                if (stream, segment) != (at, high) or waiting > _DIGESTED:
+                    self._see(source, at, low, high)
+                    at, low, waiting = stream, segment, 0
+                high, waiting = segment + 1, waiting + tensor.nbytes
             yield meta.name, copy
+        self._see(source, at, low, high)
+
+    def _see(self, source: WeightSource, stream: int, low: int, high: int) -> None:
+        """Take the digests of the copies of some parameters of a stream, and look for NaN and infinity in them."""
+        if low == high:
+            return
+        assert self._copies is not None
+        own = self.table.streams[stream]
+        params = own.params[low:high]
+        self.digests[params] = self._copies.words(stream, low, high)
+        bits = unsigned(self._copies.bits[stream][int(own.first[low]) : int(own.first[high])])
+        names = [self.metas[param].name for param in params]
+        if source.look is None:
+            self._finite.difference_update(names)
+        elif bits.size and own.dtype.is_floating_point and are_finite(own.dtype, bits):
+            self._finite.update(names)
+        else:
+            for name in names:
+                self._look(source, name, self.tensors[name])

@@ -356,14 +356,12 @@ class Spelling:
         self.places: dict[str, Tensor] = {}
         self.source_of: dict[str, str] = {}
         for name, tensor in own.items():
-            of, found = self._group_of.get(name), dict[str, Tensor]()
+            of, live = self._group_of.get(name), tensor.detach()
             if of is None or name in self._direct:
-                found[name] = tensor.detach()
-            if of is not None and not of.copied:
-                parts = of.parts(tensor.detach()).items()
-                found |= {part: view for part, view in parts if part in self._results}
-            self.places |= found
-            self.source_of |= dict.fromkeys(found, name)
+                self.places[name], self.source_of[name] = live, name
+            for part, view in of.parts(live).items() if of is not None and not of.copied else ():
+                if part in self._results:
+                    self.places[part], self.source_of[part] = view, name
 
     def check(self, params: Iterable[ParamMeta], needed: Mapping[str, Tensor], *, partial: bool) -> None:
         """Refuse an update that cannot land.

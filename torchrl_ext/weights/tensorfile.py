@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+import msgspec
 import torch
 import xxhash
 from torch import Tensor
@@ -87,21 +88,20 @@ class Layout:
         Raises:
             ManifestError: safetensors has no such dtype, or no such name.
         """
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        rows, encode = [b'{"__metadata__":{"format":"pt"}'], msgspec.json.encode
         at, offsets = 0, {}
         for meta in sorted(params, key=attrgetter("dtype.itemsize"), reverse=True):
             if meta.dtype not in FORMAT_NAMES or meta.name == "__metadata__":
                 raise ManifestError(
                     f"a safetensors file cannot hold {meta}", expected=f"a dtype of {', '.join(sorted(_DTYPES))}"
                 )
-            offsets[meta.name] = at
-            header[meta.name] = {
-                "dtype": FORMAT_NAMES[meta.dtype],
-                "shape": list(meta.shape),
-                "data_offsets": [at, at + meta.nbytes],
-            }
-            at += meta.nbytes
-        text = json.dumps(header, separators=(",", ":")).encode()
+            offsets[meta.name], end = at, at + meta.nbytes
+            dtype, shape = FORMAT_NAMES[meta.dtype].encode(), encode(meta.shape)
+            rows.append(
+                b'%b:{"dtype":"%b","shape":%b,"data_offsets":[%d,%d]}' % (encode(meta.name), dtype, shape, at, end)
+            )
+            at = end
+        text = b",".join(rows) + b"}"
         text += b" " * (-len(text) % 8)
         begin = 8 + len(text)
         for held in offsets:

@@ -3,6 +3,9 @@
 Memory is that of the host: a rank's copies of its own blocks and the most that sending adds to them, beside the bytes
 of the whole model, which one rank of a trainer that gathers has to keep. What a worker reads is counted for one that
 holds half of the rows of every matrix, and for one with half of the columns.
+
+What coding the blocks of one rank takes is compared with coding the same memory as whole parameters, by the same
+threads: where ranks hold rows, as under FSDP2, and where they hold columns, as under tensor parallelism.
 """
 
 from __future__ import annotations
@@ -12,29 +15,42 @@ import datetime
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from queue import Empty
 from typing import Any
 
 import torch
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 from torchrl_ext.bench.runner import at_most, track_peak
+from torchrl_ext.codecs.choice import ulp
+from torchrl_ext.codecs.pipeline import worker_threads
+from torchrl_ext.codecs.streams import find
 from torchrl_ext.errors import DeadlineError, TransportError
+from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores import Chain, open_store
+from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.types import ParamMeta, SyncReport
+from torchrl_ext.versions.containers import BlockFiles, code
+from torchrl_ext.versions.open_delta import OpenDelta
 from torchrl_ext.versions.payloads import Payloads
-from torchrl_ext.versions.shards.parts import read_parts
-from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.versions.shards.own import OwnBlocks
+from torchrl_ext.versions.writer import FlatCopies
+from torchrl_ext.weights.shards.blocks import Block, Shard
+from torchrl_ext.weights.source import MappingSource
 
-__all__ = ["MOST_MEMORY", "add_arguments", "delta_by_shard", "measure", "tables"]
+__all__ = ["MOST_ENCODE", "MOST_MEMORY", "add_arguments", "delta_by_shard", "encode", "measure", "tables"]
 
 MOST_MEMORY = 0.30
 """The most host memory that deltas may take on one of four ranks / the bytes of the model."""
+
+MOST_ENCODE = 1.5
+"""The most seconds that coding a rank's blocks may take / coding the same memory unsharded, at 1 % changed."""
 
 _TIMEOUT_S = 300.0
 
@@ -51,9 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """Send as many versions as there are repeats."""
     say(f"starting {args.ranks} ranks with {args.layers} x {args.width}^2 parameters")
-    return delta_by_shard(
+    found = delta_by_shard(
         args.ranks, args.layers, args.width, versions=args.repeats, density=args.density, folder=args.dir
     )
+    say("coding the blocks of one rank, and the same memory unsharded")
+    return found | {"encode": encode(args.ranks, args.layers, args.width, repeats=args.repeats)}
 
 
 def delta_by_shard(
@@ -105,7 +123,7 @@ def delta_by_shard(
         for axis, name in enumerate(("rows", "columns")):
             wanted = partial(_half, metas, axis)
             payloads = Payloads(chain.store)
-            read_parts(payloads, version.folder, version.delta, wanted)
+            OpenDelta.of_blocks(payloads, version.folder, version.delta, wanted)
             halves[name] = payloads.nbytes / written
     model = sum(meta.nbytes for meta in metas.values())
     rows = [{key: row[key] / model for key in ("copies", "delta", "keyframe")} for row in found]
@@ -123,6 +141,67 @@ def delta_by_shard(
     }
 
 
+class _Held(MappingSource):
+    """What the second of several ranks holds of square matrices: some of the rows (axis 0) or columns (1) of each."""
+
+    def __init__(self, parts: Mapping[str, Tensor], width: int, axis: int) -> None:
+        super().__init__(parts)
+        self._parts = parts
+        self._whole = tuple(ParamMeta(name, part.dtype, (width, width)) for name, part in parts.items())
+        size = next(iter(parts.values())).shape[axis]
+        start = (size, 0) if axis == 0 else (0, size)
+        self._block = Block(start, (2 * size, width) if axis == 0 else (width, 2 * size))
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return self._whole
+
+    def shards(self) -> Iterator[Shard]:
+        for meta in self._whole:
+            yield Shard(meta, self._block, partial(self._parts.__getitem__, meta.name))
+
+
+def encode(ranks: int, layers: int, width: int, *, repeats: int, density: float = 0.01) -> dict[str, Any]:
+    """Compare coding the blocks that one rank holds with coding the same memory as parameters of its own.
+
+    Returns:
+        JSON-safe: for ``rows`` and ``columns`` the fewest seconds of the first / the fewest of the second.
+    """
+    shapes = {"rows": (width // ranks, width), "columns": (width, width // ranks)}
+    parts = {name: [torch.randn(shape, dtype=torch.bfloat16) for _ in range(layers)] for name, shape in shapes.items()}
+    return {name: _encode(parts[name], width, axis, repeats, density) for axis, name in enumerate(shapes)}
+
+
+def _encode(tensors: list[Tensor], width: int, axis: int, repeats: int, density: float) -> dict[str, Any]:
+    parts = {f"{number}.weight": tensor for number, tensor in enumerate(tensors)}
+    held, own, codec = _Held(parts, width, axis), OwnBlocks(), ulp()
+    own.keep(held, {})
+    own.seed(held)
+    table = ParamTable.of(ParamMeta.of(*pair) for pair in parts.items())
+    copies = FlatCopies(table, None, pinned=False)
+    for tensor, copy in zip(tensors, copies.parts[0], strict=True):
+        copy.copy_(tensor)
+    placed = [(0, segment, tensor) for segment, tensor in enumerate(tensors)]
+
+    def sharded() -> None:
+        own.encode(held, codec, "rank00001", lambda name, data: None)
+
+    def unsharded() -> None:
+        coded = partial(code, table, codec, False)
+        blocks = find(table, copies.bits, placed, coded, threads=worker_threads(), digest=LINEAR, follow=True)
+        deque(BlockFiles(table).laid(blocks), maxlen=0)
+
+    seconds: dict[Callable[[], None], list[float]] = {sharded: [], unsharded: []}
+    for turn in range(repeats + 1):
+        for tensor in tensors:
+            flat = tensor.view(-1).view(torch.int16)
+            flat[torch.randint(flat.numel(), (int(density * flat.numel()),))] += 1
+        for way in (sharded, unsharded) if turn % 2 else (unsharded, sharded):
+            began = time.perf_counter()
+            way()
+            seconds[way] += [time.perf_counter() - began] if turn else []  # the first one compiles
+    return at_most(min(seconds[sharded]) / min(seconds[unsharded]), MOST_ENCODE)
+
+
 def tables(results: dict[str, Any]) -> list[Table]:
     """Show what the ranks take and what workers read."""
     size = f"{results['model_bytes'] / (1 << 20):,.0f} MiB, a version {results['version_bytes'] / (1 << 20):,.1f} MiB"
@@ -134,6 +213,8 @@ def tables(results: dict[str, Any]) -> list[Table]:
     other.add_row("bytes of the busiest rank / the mean", f"{results['balance']:.3f}", "")
     other.add_row("a worker with half of the rows reads", f"{results['rows']:.3f}", "")
     other.add_row("a worker with half of the columns reads", f"{results['columns']:.3f}", "")
+    for name, row in results.get("encode", {}).items():
+        other.add_row(f"coding blocks of {name} / the same unsharded", f"{row['found']:.2f}", f"{row['target']}")
     other.add_row("seconds of a delta", f"{results['seconds']:.2f}", "")
     return [table, other]
 

@@ -25,7 +25,7 @@ from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.stores import Store
 from torchrl_ext.stores.manifest import LARGEST, MANIFEST
 from torchrl_ext.types import Info, ParamMeta, dtype_name
-from torchrl_ext.versions.containers import NewDelta
+from torchrl_ext.versions.containers import OtherDelta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import byte_view
 
@@ -118,7 +118,7 @@ def _damaged(where: str, why: str) -> IntegrityError:
     )
 
 
-def delta_files(delta: NewDelta, changes: Iterable[Encoded]) -> Iterator[tuple[str, bytes]]:
+def delta_files(delta: OtherDelta, changes: Iterable[Encoded]) -> Iterator[tuple[str, bytes]]:
     """Yield name and content of each file of a delta, the manifest last.
 
     Args:
@@ -151,7 +151,7 @@ def delta_files(delta: NewDelta, changes: Iterable[Encoded]) -> Iterator[tuple[s
         )
     manifest: dict[str, Any] = {
         "version": delta.version,
-        "base_version": delta.base[1],
+        "base_version": delta.base_version,
         "tensors": rows,
         "total_uncompressed_num_bytes": sum(row["uncompressed_num_bytes"] for row in rows),
         "total_compressed_num_bytes": sum(row["compressed_num_bytes"] for row in rows),

@@ -2,8 +2,7 @@
 
 Source: THUDM/slime at 474861aaf. ``weight_v{N:06d}/model-{i:05d}-of-{total:05d}.safetensors`` with i from 0; a file's
 metadata maps each tensor to the checksum of its *new full* bytes. ``model.safetensors.index.json`` is written last and
-names version, base version, encoding, compression and checksum format; without changes it is the only file. Our own
-encodings travel in the same files, with payloads of their own and no further compression.
+names version, base version, encoding, compression and checksum format; without changes it is the only file.
 """
 
 from __future__ import annotations
@@ -100,8 +99,8 @@ class DeltaIndex:
 
     Attributes:
         version, base_version: as integers; written with six digits.
-        delta_encoding: name of an encoding.
-        compression_format: ``"zstd"`` for `xor` and `overwrite`, ``"none"`` for encodings that compress by themselves.
+        delta_encoding: ``"xor"`` or ``"overwrite"``.
+        compression_format: of payloads.
         checksum_format: one of `CHECKSUMS`.
         weight_map: tensor name -> file name.
     """

@@ -21,12 +21,11 @@ import numpy as np
 import zstandard
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Block, Buffer, Codec, Needs, Reads
+from torchrl_ext.codecs.base import Buffer, Codec, Encoded
 from torchrl_ext.codecs.frames import decompress
-from torchrl_ext.codecs.patch import DensePatch, Patch, SparsePatch, index_dtype
+from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype, same
 from torchrl_ext.codecs.units import Unit, unit_of
 from torchrl_ext.errors import ConfigError, IntegrityError
-from torchrl_ext.kernels.host import Part
 from torchrl_ext.types import ParamMeta
 
 __all__ = ["ElementsCodec", "OverwriteCodec", "XorCodec", "deltas", "deltas_zstd", "indices"]
@@ -38,13 +37,12 @@ _LEVEL: Final = 1
 class _FrameCodec(Codec):
     """What the encodings of the current format share: one frame per tensor, compared with the base when decoded."""
 
-    needs: ClassVar[Needs] = "all"
-    reads: ClassVar[Reads] = "either"
+    whole_base: ClassVar[bool] = True
     container: ClassVar[str] = "whole"
 
     @abstractmethod
-    def _bytes(self, unit: Unit, block: Block) -> np.ndarray | bytes:
-        """Return the bytes of a block that are compressed."""
+    def _bytes(self, old: np.ndarray, new: np.ndarray) -> np.ndarray | bytes:
+        """Return the bytes that are compressed, from the units of a tensor."""
 
     @abstractmethod
     def _new(self, data: bytes, meta: ParamMeta, old: np.ndarray) -> np.ndarray:
@@ -54,9 +52,13 @@ class _FrameCodec(Codec):
     def _most(self, meta: ParamMeta) -> int:
         """Return how many bytes the decompressed form may take."""
 
-    def encode_block(self, unit: Unit, block: Block) -> bytes:
-        buffer = cast(Buffer, self._bytes(unit, block))  # which an array is to zstd, whatever its stub says
-        return zstandard.ZstdCompressor(level=_LEVEL).compress(buffer)
+    def encode(self, meta: ParamMeta, old: Tensor, new: Tensor) -> Encoded:
+        before, after = same(meta, old, new)
+        changed, payload = int(np.count_nonzero(before != after)), b""
+        if changed:
+            buffer = cast(Buffer, self._bytes(before, after))  # which an array is to zstd, whatever its stub says
+            payload = zstandard.ZstdCompressor(level=_LEVEL).compress(buffer)
+        return Encoded(meta=meta, codec=self, payload=payload, changed=changed)
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
         old = self._base(meta, base)
@@ -65,8 +67,6 @@ class _FrameCodec(Codec):
         data = decompress(payload, self._most(meta), f"the {self.name} delta of {meta.name!r}")
         new = self._new(data, meta, old.copy())
         where = np.flatnonzero(new != old)
-        if where.size * (index_dtype(old.size).itemsize + old.itemsize) > old.nbytes:
-            return DensePatch(meta, new)
         return SparsePatch(meta, where.astype(index_dtype(old.size)), new[where])
 
 
@@ -77,13 +77,8 @@ class XorCodec(_FrameCodec):
 
     name: ClassVar[str] = "xor"
 
-    def _bytes(self, unit: Unit, block: Block) -> np.ndarray:
-        if block.old is not None and block.new is not None:
-            return (block.new ^ block.old).view(np.uint8)
-        difference = np.zeros(block.size, unit.dtype)
-        for places, before, after in block.parts:
-            difference[places] = before ^ after
-        return difference.view(np.uint8)
+    def _bytes(self, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        return (new ^ old).view(np.uint8)
 
     def _new(self, data: bytes, meta: ParamMeta, old: np.ndarray) -> np.ndarray:
         if len(data) != old.nbytes:
@@ -106,20 +101,16 @@ class OverwriteCodec(_FrameCodec):
 
     name: ClassVar[str] = "overwrite"
 
-    def _bytes(self, unit: Unit, block: Block) -> bytes:
-        if block.size * unit.width > 2**32:
+    def _bytes(self, old: np.ndarray, new: np.ndarray) -> bytes:
+        if new.nbytes > 2**32:
             raise ConfigError(
-                f"encoding 'overwrite' cannot write byte positions of a tensor of {block.size * unit.width} bytes",
+                f"encoding 'overwrite' cannot write byte positions of a tensor of {new.nbytes} bytes",
                 expected="at most 4 GiB",
                 hint="use 'xor', or 'ulp'",
             )
-        if block.old is not None and block.new is not None:
-            values = block.new.view(np.uint8)
-            where = np.flatnonzero(values != block.old.view(np.uint8)).astype("<u4")
-            return b"".join((where.size.to_bytes(4, "little"), where.tobytes(), values[where].tobytes()))
-        found = [_changed_bytes(unit, part) for part in block.parts]
-        count = sum(where.size for where, _ in found).to_bytes(4, "little")
-        return b"".join((count, *(where.tobytes() for where, _ in found), *(values.tobytes() for _, values in found)))
+        values = new.view(np.uint8)
+        where = np.flatnonzero(values != old.view(np.uint8)).astype("<u4")
+        return b"".join((where.size.to_bytes(4, "little"), where.tobytes(), values[where].tobytes()))
 
     def _new(self, data: bytes, meta: ParamMeta, old: np.ndarray) -> np.ndarray:
         count = int.from_bytes(data[:4], "little")
@@ -142,13 +133,6 @@ class OverwriteCodec(_FrameCodec):
         return 4 + 5 * unit_of(meta.dtype).count(meta) * unit_of(meta.dtype).width
 
 
-def _changed_bytes(unit: Unit, part: Part) -> tuple[np.ndarray, np.ndarray]:
-    """Return positions and values of the bytes that changed."""
-    before, after = (bits.view(np.uint8).reshape(-1, unit.width) for bits in (part.before, part.after))
-    differ, first = before != after, part.places.astype("<u4") * unit.width
-    return (first[:, None] + np.arange(unit.width, dtype="<u4"))[differ], after[differ]
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class ElementsCodec(Codec):
@@ -158,20 +142,15 @@ class ElementsCodec(Codec):
         name: ``"indices"``, ``"deltas"`` or ``"deltas_zstd"``.
     """
 
-    needs: ClassVar[Needs] = "nothing"
     container: ClassVar[str] = "flushes"
     name: str  # type: ignore[misc]  # of one class, three encodings
 
-    def block_units(self, unit: Unit, count: int) -> int:
-        return 1 << 20
-
-    def encode_block(self, unit: Unit, block: Block) -> bytes:
-        rows = []
-        for part in block.parts:
-            row = np.empty(part.places.size, _row(unit))
-            row["place"], row["value"] = part.places + np.int64(block.start), part.after
-            rows.append(row.tobytes())
-        return b"".join(rows)
+    def encode(self, meta: ParamMeta, old: Tensor, new: Tensor) -> Encoded:
+        before, after = same(meta, old, new)
+        where = np.flatnonzero(before != after)
+        rows = np.empty(where.size, _row(unit_of(meta.dtype)))
+        rows["place"], rows["value"] = where, after[where]
+        return Encoded(meta=meta, codec=self, payload=rows.tobytes(), changed=where.size)
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
         unit = unit_of(meta.dtype)

@@ -14,14 +14,18 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import closing, suppress
 from typing import final
 
+import numpy as np
 import xxhash
 
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.compat.slime.current import CHECKSUMS, INDEX_NAME, DeltaIndex, parse_index
 from torchrl_ext.compat.slime.first import flush_name
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores import Chain, LocalStore, Manifest, Placed, Store, version_name
-from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, DeltaParam
+from torchrl_ext.stores.delta_manifest import DIGEST, DeltaManifest, Placing
+from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.stores.versions import Held, Version, read_version
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
@@ -161,15 +165,14 @@ class ForeignVersions:
             base_version=number - 1 if index is None else index.base_version,
             run_id=_run(announced or files, b"" if index is None else index.to_bytes()),
             base_run_id="",  # any version with the number
-            container="foreign flushes" if index is None else "foreign whole",
+            digest=LINEAR,
+            container="flushes" if index is None else "whole",
             codecs=() if index is None else (make_codec(index.delta_encoding).to_json(),),
-            params=tuple(
-                DeltaParam(meta=meta, digest="", changed=1, file=places[meta.name], checksum=index.checksum_format)
-                if index is not None and meta.name in places
-                else DeltaParam(meta=meta, digest="")
-                for meta in params
-            ),
             files=files,
+            table=ParamTable.of(params),
+            changed=np.array([meta.name in places for meta in params], DIGEST),  # how much is not known
+            digests=np.empty((0, 2), DIGEST),
+            placed={name: Placing(file, index.checksum_format) for name, file in places.items()} if index else {},
         )
         return Version(run_id=delta.run_id, params=params, delta=delta, folder=folder)
 

@@ -189,10 +189,13 @@ class LocalCheckpoint:
                     expected=str(found),
                     state=f"{self.directory} holds a checkpoint of another model",
                 )
+        changed = dict[str, None]()
         for patch in route.patches(tensors, lambda name: True):
-            tensor = tensors[patch.meta.name]
-            apply_patch(patch, tensor)
-            route.verify(patch.meta.name, tensor)
+            for own in patch.split():
+                apply_patch(own, tensors[own.meta.name])
+                changed[own.meta.name] = None
+        for name in changed:
+            route.verify(name, tensors[name])
         for path in paths:
             sync(path)
 

@@ -11,7 +11,10 @@ from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
-from torchrl_ext.codecs.base import encodings, make_codec, needs_base
+import numpy as np
+
+from torchrl_ext.codecs.base import encodings, make_codec
+from torchrl_ext.codecs.choice import BlockEncoding
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.devices import usable_device
@@ -19,6 +22,8 @@ from torchrl_ext.errors import ConfigError, TransportError
 from torchrl_ext.stores import Store, open_store, version_name
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.chain import Chain
+from torchrl_ext.stores.delta_manifest import BLOCKS, DeltaManifest
+from torchrl_ext.stores.table import TILES
 from torchrl_ext.transports.base import Handoff, TransferStats, Update, Worker
 from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.transports.delta.broadcast import KeptTensors, announce
@@ -33,13 +38,11 @@ from torchrl_ext.versions.others import view_of
 from torchrl_ext.versions.shards.copies import RankCopies, steps
 from torchrl_ext.versions.shards.own import OwnBlocks
 from torchrl_ext.versions.warm import Warming
-from torchrl_ext.versions.writer import ChainWriter, Copies, WritesFull
+from torchrl_ext.versions.writer import Baseline, ChainWriter, Copies, WritesFull
 from torchrl_ext.weights.checkpoint import local_checkpoint
 from torchrl_ext.weights.source import WeightSource
 
 __all__ = ["DeltaTransport"]
-
-_OF_BLOCKS = ("ulp", "context", "dense", "auto")  # can code blocks of tensors; the others are files of other libraries
 
 
 class DeltaTransport(StandaloneTransport):
@@ -69,6 +72,10 @@ class DeltaTransport(StandaloneTransport):
             GPU once more, and spares a copy of the whole model to the GPU for every version.
         local_dir: directory on each engine's host, for the copies that it keeps of parameters which cannot be patched
             in place (quantised, packed), and readers without a control layer of all; None keeps them in memory.
+        tiles: large matrices are cut into so many rows, and so many columns, of tiles in deltas, so that a worker reads
+            about its part of what changed where it has a part of their columns, or of the rows of a small model: the
+            number of an engine's workers is best. Finding and coding takes up to twice the processor time. For carrier
+            ``"disk"``, one trainer rank that writes, and all encodings but those of other libraries' files.
         by_shard: every rank of the trainer makes this transport, keeps only what deltas of its own blocks are taken
             against (`WeightSource.shards`), and writes its own files of a version; workers read what they need. For
             carrier ``"disk"``, and all encodings but those of other libraries' files.
@@ -82,7 +89,7 @@ class DeltaTransport(StandaloneTransport):
     Raises:
         ConfigError: no such encoding (the message lists them), or one that does not take ``settings``; no such
             carrier; a root or hooks with carrier ``"collective"``, or no root with ``"disk"``; ``by_shard`` with a
-            carrier or an encoding that has no parts.
+            carrier or an encoding that has no parts, or ``tiles`` with one of these.
 
     Example:
         >>> trainer, worker = tx.DeltaTransport(root), tx.DeltaTransport(root)
@@ -115,6 +122,7 @@ class DeltaTransport(StandaloneTransport):
         pre_read_hook: str | Callable[..., Any] | None = None,
         baseline_device: Any = None,
         local_dir: str | os.PathLike[str] | None = None,
+        tiles: int = 1,
         by_shard: bool = False,
         master_address: str = "127.0.0.1",
         master_port: int = 0,
@@ -135,18 +143,24 @@ class DeltaTransport(StandaloneTransport):
             raise ConfigError("hooks are for files that both sides see", hint="leave them out, or take carrier='disk'")
         if keyframe_every < 0:
             raise ConfigError(f"keyframe_every is {keyframe_every}", expected="a number of versions, 0 for no more")
-        if by_shard and (carrier != "disk" or encoding not in _OF_BLOCKS):
+        settings = dict(settings or {})
+        if encoding == "auto":
+            settings = {"threads": worker_threads(), **settings}
+        self._codec = make_codec(encoding, **settings)
+        if by_shard and (carrier != "disk" or self._codec.container != BLOCKS):
             raise ConfigError(
                 f"by_shard with carrier {carrier!r} and encoding {encoding!r}",
-                expected=f"carrier 'disk', where every trainer rank writes files; one of {', '.join(_OF_BLOCKS)}",
+                expected="carrier 'disk', where every trainer rank writes files, and no encoding of another library",
                 hint="transport 'sharded' moves blocks without files",
             )
-        settings = dict(settings or {})
-        if encoding == "auto":  # engines keep no copy of the base unless the caller asks for the tightest encoding
-            settings = {"whole_base": False, "threads": worker_threads(), **settings}
-            if by_shard and not settings["whole_base"]:
-                settings["dense"] = False  # without the base, all blocks of a tensor have to be steps
-        self._codec = make_codec(encoding, **settings)
+        if isinstance(tiles, bool) or tiles not in range(1, TILES + 1):
+            raise ConfigError(f"tiles is {tiles!r}", expected=f"a number from 1 to {TILES}")
+        if tiles > 1 and (carrier != "disk" or by_shard or self._codec.container != BLOCKS):
+            raise ConfigError(
+                f"tiles={tiles} with carrier {carrier!r}, encoding {encoding!r} and by_shard={by_shard}",
+                expected="carrier 'disk', no encoding of another library, and one rank that writes",
+                hint="leave tiles out",
+            )
         run_id = uuid.uuid4().hex
         self._store: Store
         self._full: WritesFull
@@ -167,17 +181,22 @@ class DeltaTransport(StandaloneTransport):
         self._chain = Chain(self._store, view=view_of(self._store, self._base, settles=True))
         where = None if baseline_device is None else usable_device(baseline_device)
         self._own = OwnBlocks(where) if by_shard else None
+
+        def baseline() -> Baseline:
+            if self._own is None:
+                return Copies(self._codec, checksum, where, tiles=tiles)
+            return RankCopies(lambda: self.ranks.session, self._own, self._codec)
+
         self._writer = ChainWriter(
             self._store,
             self._chain,
             run_id,
-            codec=self._codec,
+            container=self._codec.container,
             full=self._full,
             keyframe_every=keyframe_every,
             base=self._base,
             keep_files=keep_files,
-            checksum=checksum,
-            baseline=lambda: Copies(where) if self._own is None else RankCopies(lambda: self.ranks.session, self._own),
+            baseline=baseline,
         )
         self._warming: Warming | None = None  # until the first update has waited for it
 
@@ -207,7 +226,7 @@ class DeltaTransport(StandaloneTransport):
         warming = self._begin(params)
         opening = Handoff() if self._group is None else self._group.open(workers, (), within)
         offer = Offer(
-            needs_base=needs_base(self._codec),
+            needs_base=self._codec.whole_base,
             codec=self._codec.to_json(),
             base=self._base,
             local_dir=self._local_dir,
@@ -250,14 +269,37 @@ class DeltaTransport(StandaloneTransport):
         if delta is not None:
             elements = sum(map(math.prod, map(attrgetter("shape"), update.params)))
             stats.bytes = sum(delta.files.values())
-            stats.density = sum(map(attrgetter("changed"), delta.params)) / max(1, elements)
+            stats.density = int(delta.changed.sum()) / max(1, elements)
             stats.rank_bytes = self._writer.rank_bytes
+            stats.encoding = self._reason(delta)
         stats.spans["publish"] = time.perf_counter() - began
         if self._group is None:
+            self._observe_link(*self._writer.stored)
             return Handoff(served=self._writer.acknowledge, stats=stats)
         base = None if delta is None else delta.base_version
-        ahead = partial(announce, self._group, self._store, self._kept, update.version, base)
+        send = partial(announce, self._group, self._store, self._kept, update.version, base)
+
+        def ahead(within: Deadline) -> None:
+            full, began = bool(self._kept.tensors), time.perf_counter()
+            send(within)
+            self._observe_link(0 if full else stats.bytes or 0, time.perf_counter() - began)
+
         return Handoff(ahead=ahead, served=self._writer.acknowledge, stats=stats)
+
+    def _observe_link(self, nbytes: int, seconds: float) -> None:
+        if isinstance(self._codec, BlockEncoding):
+            self._codec.observe_link(nbytes, seconds)
+
+    def _reason(self, delta: DeltaManifest) -> str:
+        """Return how a delta was coded, and why."""
+        if not isinstance(self._codec, BlockEncoding):
+            return f"{self._codec.name}: as asked"
+        kinds, total = [codec["name"] for codec in delta.codecs], delta.blocks.size
+        counts = np.bincount(delta.blocks["codec"], minlength=len(kinds)).tolist()
+        reasons = [self._codec.reasons.get(kind, kind) for kind in kinds]  # other ranks have reasons of their own
+        if len(kinds) == 1:
+            return reasons[0]
+        return "; ".join(f"{count} of {total} blocks {why}" for count, why in zip(counts, reasons, strict=True))
 
     def rank_steps(self, source: WeightSource) -> Steps:
         return {} if self._own is None else steps(self._own, source, self._store, self.ranks.rank, self._base)

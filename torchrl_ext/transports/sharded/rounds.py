@@ -4,7 +4,7 @@ In a round every trainer rank sends each worker that it serves one message: bloc
 at a multiple of its element size. What a member sends, or receives, in a round begins in one call; over NCCL such calls
 run in order, and every member makes its own in the order of rounds. A message of one block that lies in one piece of
 memory is sent from there, and received where it belongs. Behind the last round each rank sends each such worker the
-position digests of its blocks, 16 bytes each; the worker compares their sums with what it reads from the memory in
+digests of its blocks, 16 bytes each; the worker compares their sums with what it reads from the memory in
 which the blocks have landed.
 """
 
@@ -163,7 +163,7 @@ class RoundSender:
                 else:
                     view.copy_(source)
         for (param, block), view in zip(transfers, views, strict=True):
-            self._digests[peer].append(block_words(params[param], block, view))
+            self._digests[peer].append(block_words(params[param], block, view, self._plan.digest))
         return message
 
     def _block(self, param: int, block: Block) -> Tensor:
@@ -240,7 +240,7 @@ class RoundReceiver:
                 if self._needed[number]:
                     tensor, parts = self._target(number)
                     del self._targets[number]
-                    words = [block_words(self._plan.params[number], *part) for part in parts]
+                    words = [block_words(self._plan.params[number], *part, self._plan.digest) for part in parts]
                     self._found[number] = np.array(words, dtype=np.uint64).sum(axis=0)
                     del parts
                     yield self._plan.params[number].name, tensor

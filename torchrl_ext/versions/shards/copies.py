@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
 from typing import Any, Protocol, final
 
+import numpy as np
 from torch import Tensor
 
 from torchrl_ext.codecs.base import codec_from_json
+from torchrl_ext.codecs.choice import BlockEncoding
 from torchrl_ext.errors import ManifestError
+from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores import Store
 from torchrl_ext.stores.base import Draft
-from torchrl_ext.stores.manifest import DeltaManifest, DeltaParam, DeltaPart
-from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.versions.containers import NewDelta
+from torchrl_ext.stores.delta_manifest import BLOCK, DIGEST, DeltaManifest
+from torchrl_ext.stores.manifest import MANIFEST
+from torchrl_ext.stores.table import ParamTable, Segment
+from torchrl_ext.types import Info, ParamMeta, decoded
 from torchrl_ext.versions.shards.own import OwnBlocks, layout_digest
-from torchrl_ext.versions.shards.parts import CONTAINER
 from torchrl_ext.versions.writer import Baseline
 from torchrl_ext.weights.digests import PositionDigest, position_digest
 from torchrl_ext.weights.shards.blocks import Block
@@ -54,8 +58,9 @@ def steps(
     """
 
     def encode(order: Info) -> Info:
-        write = partial(_add, store, order["place"], order["prefix"])
-        return own.encode(source, codec_from_json(order["codec"]), _stem(rank), write)
+        place, prefix = order["place"], order["prefix"]
+        codec, stem = codec_from_json(order["codec"]), f"rank{rank:05d}"
+        return own.encode(source, codec, stem, lambda name, data: store.add(place, prefix + name, data))
 
     return {
         "agree": lambda order: {"layout": layout_digest(own.layout(source))},
@@ -68,14 +73,6 @@ def steps(
     }
 
 
-def _stem(rank: int) -> str:
-    return f"rank{rank:05d}"
-
-
-def _add(store: Store, place: str, prefix: str, name: str, data: bytes) -> None:
-    store.add(place, prefix + name, data)
-
-
 @final
 class RankCopies(Baseline):
     """Copies of which every trainer rank keeps those of its own blocks; this is their end on rank 0.
@@ -85,11 +82,12 @@ class RankCopies(Baseline):
     Args:
         ranks: returns the others.
         own: what rank 0 keeps.
+        codec: the encoding.
     """
 
-    def __init__(self, ranks: Callable[[], Ranks], own: OwnBlocks) -> None:
+    def __init__(self, ranks: Callable[[], Ranks], own: OwnBlocks, codec: BlockEncoding) -> None:
         super().__init__()
-        self._ranks, self._own = ranks, own
+        self._ranks, self._own, self._codec = ranks, own, codec
         self._agreed: list[str] = []
         self._source: WeightSource | None = None
         self._stream: Iterator[tuple[str, Tensor]] | None = None
@@ -122,9 +120,11 @@ class RankCopies(Baseline):
             for own, kept in zip(held, shared_out(params, held), strict=True)
         ]
         self._ranks().order("keep", blocks=shared)
-        self._own.keep(source, shared[0])
-        self._ranks().answers()
-        self.metas, self._agreed = params, found
+        kept = [self._own.keep(source, shared[0]), *self._ranks().answers()]
+        self._streams = [len(answer["streams"]) for answer in kept]
+        segments = [own for answer in kept for own in answer["streams"]]
+        self.table = ParamTable.of(params, decoded(segments, list[list[Segment]], "the streams of the ranks"))
+        self._agreed = found
         return False
 
     def start(self, base: str, source: WeightSource) -> None:
@@ -137,35 +137,36 @@ class RankCopies(Baseline):
         self._ranks().order("seed")
         self._gathered([self._own.seed(source), *self._ranks().answers()])
 
-    def write(self, delta: NewDelta, source: WeightSource, draft: Draft, prefix: str) -> DeltaManifest:
+    def write(self, delta: DeltaManifest, source: WeightSource, draft: Draft, prefix: str) -> DeltaManifest:
         self.version = None
-        self._ranks().order("encode", codec=delta.codec.to_json(), place=draft.place, prefix=prefix)
-        write = partial(_written, draft, prefix)
-        found = [self._own.encode(source, delta.codec, _stem(0), write), *self._ranks().answers()]
-        told, files, parts = list[Info](), dict[str, int](), dict[int, list[DeltaPart]]()
-        for answer in found:
+        self._ranks().order("encode", codec=self._codec.to_json(), place=draft.place, prefix=prefix)
+        mine = self._own.encode(source, self._codec, "rank00000", lambda name, data: draft.write(prefix + name, data))
+        found = [mine, *self._ranks().answers()]
+        kinds, files, rows = list[str](), dict[str, int](), list[np.ndarray]()
+        changed, digests, stream = np.zeros(len(self.metas), DIGEST), delta.digests.copy(), 0
+        for answer, streams in zip(found, self._streams, strict=True):
+            own = _column(answer["rows"], BLOCK)
+            kinds += [kind for kind in answer["kinds"] if kind not in kinds]
+            own["codec"] = np.array([kinds.index(kind) for kind in answer["kinds"]], np.uint32)[own["codec"]]
+            own["stream"] += stream
+            own["file"] += len(files)
             files |= answer["files"]
-            told += [codec for codec in answer["codecs"] if codec not in told]
-            for index, start, sizes, changed, codec, file, offset, nbytes, checksum, *words in answer["parts"]:
-                name = self.metas[index].name
-                self.digests[name] = self.digests[name].plus((words[0], words[1]))
-                part = DeltaPart(
-                    start=tuple(start),
-                    sizes=tuple(sizes),
-                    changed=changed,
-                    codec=told.index(answer["codecs"][codec]),
-                    file=file,
-                    offset=offset,
-                    nbytes=nbytes,
-                    checksum=checksum,
-                )
-                parts.setdefault(index, []).append(part)
+            rows.append(own)
+            changed += _column(answer["changed"], DIGEST)
+            digests += _column(answer["words"], DIGEST).reshape(-1, 2)
+            stream += streams
         self.rank_bytes = tuple(sum(answer["files"].values()) for answer in found)
-        rows = []
-        for index, meta in enumerate(self.metas):
-            own = sorted(parts.get(index, ()), key=lambda part: part.start)
-            rows.append(DeltaParam.of_parts(meta, self.digests[meta.name].hex(), own))
-        return delta.seal(CONTAINER, told, rows, files, draft, prefix)
+        self.stored = self.rank_bytes[0], found[0]["taking_s"]
+        made = replace(
+            delta,
+            codecs=tuple({"name": kind} for kind in kinds),
+            files=files,
+            changed=changed,
+            digests=digests,
+            blocks=np.concatenate(rows),
+        )
+        draft.write(prefix + MANIFEST, made.to_bytes())
+        return made
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full tensors, gathered one by one; other ranks take part.
@@ -177,10 +178,11 @@ class RankCopies(Baseline):
         self._ranks().order("keyframe")
         self._stream = iter(self._source)
         for meta, tensor in checked(self._stream, self.metas):
-            if (found := position_digest(tensor)) != self.digests[meta.name]:
+            expected = PositionDigest(*self.digests[self.table.number[meta.name]].tolist())
+            if (found := position_digest(tensor, LINEAR)) != expected:
                 raise ManifestError(
                     f"tensor {meta.name!r} of the source is not what `shards()` gave of it on all ranks",
-                    expected=f"digest {self.digests[meta.name].hex()}, found {found.hex()}",
+                    expected=f"digest {expected.hex()}, found {found.hex()}",
                     state="nothing was published",
                     hint="change no weights while they are sent, and send the same ones on every rank",
                 )
@@ -196,15 +198,13 @@ class RankCopies(Baseline):
 
     def _gathered(self, found: Sequence[Info]) -> None:
         """Add up what the ranks' blocks add to the digests."""
-        digests = [PositionDigest() for _ in self.metas]
+        self.digests = np.zeros((len(self.metas), 2), DIGEST)
         for answer in found:
-            for index, first, second in answer["words"]:
-                digests[index] = digests[index].plus((first, second))
-        self.digests = {meta.name: digest for meta, digest in zip(self.metas, digests, strict=True)}
+            self.digests += _column(answer["words"], DIGEST).reshape(-1, 2)
 
 
-def _written(draft: Draft, prefix: str, name: str, data: bytes) -> None:
-    draft.write(prefix + name, data)
+def _column(text: str, dtype: np.dtype[Any]) -> np.ndarray:
+    return np.frombuffer(b64decode(text), dtype).copy()
 
 
 def _compare(layouts: Sequence[Info]) -> None:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from base64 import b64encode
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.codecs.base import Codec, Encoded
-from torchrl_ext.codecs.pipeline import Where, encode_tensors, worker_threads
-from torchrl_ext.codecs.units import unit_of
+from torchrl_ext.codecs.choice import BlockEncoding
+from torchrl_ext.codecs.pipeline import worker_threads
+from torchrl_ext.codecs.streams import find
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.kernels.base import Words
+from torchrl_ext.kernels.base import LINEAR
+from torchrl_ext.stores.delta_manifest import DIGEST
+from torchrl_ext.stores.table import ParamTable, Segment
 from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.versions.containers import Packed
-from torchrl_ext.versions.shards.parts import flat_positions
+from torchrl_ext.versions.containers import BlockFiles, Coded, code
+from torchrl_ext.versions.writer import FlatCopies
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import block_words
 from torchrl_ext.weights.shards.blocks import Block, Shard
@@ -32,48 +35,28 @@ from torchrl_ext.weights.source import WeightSource, checked
 __all__ = ["OwnBlocks", "layout_digest"]
 
 
-@dataclass(eq=False)
-class _Kept:
-    """A block that this rank writes.
-
-    Attributes:
-        index, meta: of the parameter.
-        block: which of its elements.
-        copy: they are, as the newest version has them; None before the first one.
-        words: what they add to the parameter's digest.
-        finite: whether the copy is known to be.
-    """
-
-    index: int
-    meta: ParamMeta
-    block: Block
-    copy: Tensor | None = None
-    words: Words = (0, 0)
-    finite: bool = False
-
-    def look(self, source: WeightSource, tensor: Tensor) -> None:
-        """Look for NaN and infinity in all of its elements, where somebody wants to know of them."""
-        found = None if source.look is None else source.look(self.meta.name, tensor, self.block)
-        self.finite = found is not None and found.item() == 0.0
+_Place = tuple[int, int]
+"""A block that this rank writes: the number of the stream, and of the segment there."""
 
 
 class OwnBlocks:
-    """One rank's part of the copies against which deltas are taken.
+    """One rank's part of the copies against which deltas are taken: streams of the blocks that it writes.
 
     Args:
         device: where the copies are; by default on the host, pinned where the source's tensors are on a GPU.
-
-    Attributes:
-        nbytes: bytes of the copies.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
-        self._kept: dict[int, list[_Kept]] = {}  # by the number of the shard that they are parts of
+        self._table = ParamTable.of(())
+        self._kept: dict[int, list[_Place]] = {}  # by the number of the shard that they are parts of
+        self._copies: FlatCopies | None = None  # None before the first version
+        self._finite: set[_Place] = set()  # blocks whose copies are known to be
 
     @property
     def nbytes(self) -> int:
-        return sum(kept.copy.nbytes for kept in self._every() if kept.copy is not None)
+        """Bytes of the copies."""
+        return 0 if self._copies is None else self._copies.nbytes
 
     @staticmethod
     def layout(source: WeightSource) -> Info:
@@ -93,30 +76,32 @@ class OwnBlocks:
             shards.append([index, shard.block.start, shard.block.stop, int(shard.gathers)])
         return {"params": [meta.to_json() for meta in params], "shards": shards}
 
-    def keep(self, source: WeightSource, changed: Mapping[str, Any]) -> None:
-        """Note which blocks are this rank's to write, and forget every copy.
+    def keep(self, source: WeightSource, changed: Mapping[str, Any]) -> Info:
+        """Note which blocks are this rank's to write, forget every copy, and return ``{"streams": their segments}``.
 
         Args:
             source: what is sent.
             changed: by the number of a shard, in decimal, its blocks that are; of a shard that is not there, all of it.
         """
-        self._kept = {}
-        index = {meta.name: number for number, meta in enumerate(source.params())}
+        params, streams = source.params(), dict[torch.dtype, list[Segment]]()
+        numbers, order = {meta.name: number for number, meta in enumerate(params)}, dict[torch.dtype, int]()
+        self._kept, self._copies = {}, None
+        self._finite.clear()
         for number, shard in enumerate(source.shards()):
-            blocks = [shard.block]
-            if (rows := changed.get(str(number))) is not None:
-                blocks = [Block(tuple(start), tuple(stop)) for start, stop in rows]
-            own = [_Kept(index[shard.meta.name], shard.meta, block) for block in blocks if block.numel]
-            if own:
-                self._kept[number] = own
+            meta, rows = shard.meta, changed.get(str(number), [shard.block])
+            for block in (Block(tuple(start), tuple(stop)) for start, stop in rows):
+                if block.numel:
+                    own, stream = streams.setdefault(meta.dtype, []), order.setdefault(meta.dtype, len(order))
+                    self._kept.setdefault(number, []).append((stream, len(own)))
+                    box = () if block == Block.whole(meta.shape) else (block.start, block.shape)
+                    own.append(Segment(numbers[meta.name], *box))
+        self._table = ParamTable.of(params, [*streams.values()])
+        return {"streams": msgspec.to_builtins([*streams.values()])}
 
     def seed(self, source: WeightSource) -> Info:
-        """Copy this rank's blocks; return what they add to the digest of each parameter, as ``{"words": rows}``."""
+        """Copy this rank's blocks; return what they add to the digest of each parameter, as ``{"words": base64}``."""
         with closing(self._taken(source)) as taken:
-            for kept, tensor in taken:
-                self._copy(kept, tensor)
-                kept.look(source, tensor)
-        return self._words()
+            return self._copy(source, taken)
 
     def start(self, base: str) -> Info:
         """Copy this rank's blocks of the tensors in a checkpoint directory; return as `seed`.
@@ -124,19 +109,26 @@ class OwnBlocks:
         Raises:
             ConfigError: it lacks one of them, or has another one under its name.
         """
-        wanted: dict[str, list[_Kept]] = {}
-        for kept in self._every():
-            wanted.setdefault(kept.meta.name, []).append(kept)
-        for meta, tensor in checked(CheckpointSource(base)):
-            for kept in wanted.pop(meta.name, ()):
-                if kept.meta != meta:
-                    raise _other_base(kept.meta, str(meta))
-                self._copy(kept, tensor[kept.block.within(Block.whole(meta.shape))])
-        for kept, *_ in wanted.values():
-            raise _other_base(kept.meta, f"no {kept.meta.name}")
-        return self._words()
+        wanted, source = dict[str, list[_Place]](), CheckpointSource(base)
+        for place in chain(*self._kept.values()):
+            wanted.setdefault(self._of(place)[0].name, []).append(place)
 
-    def encode(self, source: WeightSource, codec: Codec, stem: str, write: Callable[[str, bytes], None]) -> Info:
+        def parts() -> Iterator[tuple[_Place, Tensor]]:
+            for found, tensor in checked(source):
+                for place in wanted.pop(found.name, ()):
+                    meta, block = self._of(place)
+                    if found != meta:
+                        raise _other_base(meta, str(found))
+                    yield place, tensor[block.within(Block.whole(meta.shape))]
+            for place, *_ in wanted.values():
+                meta, _ = self._of(place)
+                raise _other_base(meta, f"no {meta.name}")
+
+        return self._copy(source, parts())
+
+    def encode(
+        self, source: WeightSource, codec: BlockEncoding, stem: str, write: Callable[[str, bytes], None]
+    ) -> Info:
         """Code what changed in this rank's blocks, and write it; the copies become what ``source`` has now.
 
         Args:
@@ -146,64 +138,52 @@ class OwnBlocks:
             write: writes a file durably.
 
         Returns:
-            JSON-safe: ``parts``, rows of parameter, first element and sizes of a block, changed units, codec, file,
-            offset, bytes, checksum, and the two words that the change adds to the digest; ``codecs``; ``files``.
+            JSON-safe: ``rows``, the blocks in streams of this rank; ``kinds``; ``files``; ``taking_s``; and, for each
+            parameter, ``changed`` and ``words``, as in `BlockFiles`. Columns are in base64.
+
+        Raises:
+            ConfigError: this rank has no copies.
         """
-        waiting, order, taken_last = deque[tuple[_Kept, Tensor]](), deque[tuple[_Kept, Words]](), list[Where]()
-        codecs, told, parts, sizes = list[Codec](), list[Info](), list[list[Any]](), dict[str, int]()
-
-        def pairs(taken: Iterator[tuple[_Kept, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
-            for kept, tensor in taken:
-                if kept.copy is None:
-                    raise ConfigError(f"this rank has no copy of {kept.meta.name!r}", hint="send a full version")
-                waiting.append((kept, tensor))
-                taken_last[:] = [_where(kept)]
-                yield kept.meta.name, kept.copy, tensor
-
-        def changes(taken: Iterator[tuple[_Kept, Tensor]]) -> Iterator[Encoded]:
-            encoded = encode_tensors(
-                pairs(taken),
-                codec,
-                threads=_threads(),
-                follow=True,
-                where=lambda: taken_last[0],
-                look=source.look is not None,
-            )
-            for change in encoded:
-                kept, tensor = waiting.popleft()
-                if not change.finite or not kept.finite:
-                    kept.look(source, tensor)
-                if not change.changed:
-                    continue
-                words = change.digest
-                if words is None:  # the encoding did not list what changed
-                    every = self._words_of(kept, tensor)
-                    words = every[0] - kept.words[0], every[1] - kept.words[1]
-                kept.words = (kept.words[0] + words[0]) % 2**64, (kept.words[1] + words[1]) % 2**64
-                order.append((kept, words))
-                yield change
-
+        if self._copies is None:
+            raise ConfigError("this rank has no copies of its blocks", hint="send a full version")
+        files, streams = BlockFiles(self._table, stem), self._copies.bits
         with closing(self._taken(source)) as taken:
-            for file, data, payloads in Packed(stem=stem).laid(changes(taken)):
-                write(file, data)
-                sizes[file] = len(data)
-                for change, offset, nbytes, checksum in payloads:
-                    if change.codec not in codecs:
-                        codecs.append(change.codec)
-                        told.append(change.codec.to_json())
-                    kept, words = order.popleft()
-                    place = kept.index, kept.block.start, kept.block.shape
-                    payload = change.changed, codecs.index(change.codec), file, offset, nbytes, checksum
-                    parts.append([*place, *payload, *(word % 2**64 for word in words)])
-        return {"parts": parts, "codecs": told, "files": sizes}
+            looked = dict[_Place, Tensor]()
 
-    # its helpers
+            def placed() -> Iterator[tuple[int, int, Tensor]]:
+                for place, tensor in taken:
+                    if source.look is not None:
+                        looked[place] = tensor
+                    yield *place, tensor
 
-    def _every(self) -> Iterator[_Kept]:
-        for own in self._kept.values():
-            yield from own
+            coded = partial(code, self._table, codec, source.look is not None)
+            found = find(self._table, streams, placed(), coded, threads=_threads(), digest=LINEAR, follow=True)
 
-    def _taken(self, source: WeightSource) -> Generator[tuple[_Kept, Tensor], None, None]:
+            def blocks() -> Iterator[Coded]:
+                for block in found:
+                    for at, segment in enumerate(block.segments):
+                        place = block.stream, segment
+                        doubtful = place not in self._finite or (block.changed[at] and not block.finite)
+                        if doubtful and place in looked:
+                            self._look(source, place, looked[place])
+                    yield block
+
+            for name, data in files.laid(blocks()):
+                write(name, data)
+        return {
+            "rows": _text(files.rows),
+            "kinds": files.kinds,
+            "files": files.sizes,
+            "taking_s": files.taking_s,
+            "changed": _text(files.changed),
+            "words": _text(files.words),
+        }
+
+    def _of(self, place: _Place) -> tuple[ParamMeta, Block]:
+        stream, segment = self._table.streams[place[0]], place[1]
+        return self._table.params[stream.params[segment]], stream.box(segment)
+
+    def _taken(self, source: WeightSource) -> Generator[tuple[_Place, Tensor], None, None]:
         """Yield each block with its elements as they are now; every rank takes what gathers, whatever becomes of it."""
         shards, taking = enumerate(source.shards()), False
         try:
@@ -213,8 +193,8 @@ class OwnBlocks:
                     taking = shard.gathers
                     tensor = _elements(shard)
                     taking = False
-                    for kept in own:
-                        yield kept, tensor[kept.block.within(shard.block)].to(kept.meta.dtype)
+                    for place in own:
+                        yield place, tensor[self._of(place)[1].within(shard.block)].to(shard.meta.dtype)
         finally:
             if not taking:  # no gather failed, and other ranks wait in those that are left
                 with suppress(Exception):
@@ -222,31 +202,30 @@ class OwnBlocks:
                         if shard.gathers:
                             shard.take()
 
-    def _copy(self, kept: _Kept, tensor: Tensor) -> None:
-        if kept.copy is None:
-            pinned = self._device is None and tensor.is_cuda
-            where, dtype = self._device or "cpu", kept.meta.dtype
-            kept.copy = torch.empty(kept.block.shape, dtype=dtype, device=where, pin_memory=pinned)
-        kept.copy.copy_(tensor)
-        kept.words = self._words_of(kept, tensor)
+    def _copy(self, source: WeightSource, parts: Iterable[tuple[_Place, Tensor]]) -> Info:
+        words = np.zeros((len(self._table.params), 2), DIGEST)
+        for place, tensor in parts:
+            if self._copies is None:
+                self._copies = FlatCopies(self._table, self._device, pinned=self._device is None and tensor.is_cuda)
+            (stream, segment), (meta, block) = place, self._of(place)
+            copy = self._copies.parts[stream][segment]
+            copy.copy_(tensor)
+            live = tensor if tensor.is_cuda else copy
+            words[self._table.number[meta.name]] += np.array(block_words(meta, block, live, LINEAR), DIGEST)
+            self._look(source, place, tensor)
+        return {"words": _text(words)}
 
-    def _words_of(self, kept: _Kept, tensor: Tensor) -> Words:
-        """Return what a block adds to the digest, from whichever of its two tensors is on an accelerator."""
-        return block_words(kept.meta, kept.block, kept.copy if kept.copy is not None and not tensor.is_cuda else tensor)
-
-    def _words(self) -> Info:
-        found: dict[int, Words] = {}
-        for kept in self._every():
-            first, second = found.get(kept.index, (0, 0))
-            found[kept.index] = first + kept.words[0], second + kept.words[1]
-        return {"words": [[index, first % 2**64, second % 2**64] for index, (first, second) in found.items()]}
+    def _look(self, source: WeightSource, place: _Place, tensor: Tensor) -> None:
+        """Look for NaN and infinity in all of a block, where somebody wants to know of them."""
+        self._finite.discard(place)
+        meta, block = self._of(place)
+        found = None if source.look is None else source.look(meta.name, tensor, block)
+        if found is not None and found.item() == 0.0:
+            self._finite.add(place)
 
 
-def _where(kept: _Kept) -> Where:
-    """Return where the units of a block lie in its parameter: a position, if they follow one another there."""
-    last = kept.block.numel * unit_of(kept.meta.dtype).parts - 1
-    first, end = flat_positions(kept.meta, kept.block, np.array([0, last])).tolist()
-    return first if end - first == last else partial(flat_positions, kept.meta, kept.block)
+def _text(column: np.ndarray) -> str:
+    return b64encode(column.tobytes()).decode()
 
 
 def layout_digest(layout: Info) -> str:

@@ -1,0 +1,151 @@
+"""``python -m tests.bench coding``: blocks of changes, beside the entropy of the changes and a copy of the units.
+
+The bound of `ulp` is that of Bernoulli positions and of steps by their order-0 entropy; the bound of `context` is the
+same for each exponent of the base apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from rich.table import Table
+
+from torchrl_ext.bench.data import real_chain, synthetic_pair
+from torchrl_ext.bench.runner import rounds
+from torchrl_ext.codecs.blocks import KINDS
+from torchrl_ext.codecs.streams import Found, StreamPatch
+from torchrl_ext.codecs.units import unit_of, units
+from torchrl_ext.kernels.base import BITS
+from torchrl_ext.stores.table import ParamTable
+from torchrl_ext.types import ParamMeta
+
+__all__ = ["add_arguments", "measure", "tables"]
+
+_BLOCK = 1 << 22
+_DENSITIES = (0.001, 0.01, 0.03, 0.1, 0.5, 1.0)
+_Stream = tuple[torch.dtype, np.ndarray, np.ndarray]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the settings."""
+    parser.add_argument("--hidden", type=int, default=384, help="of the models whose weights change")
+
+
+def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """Code the changes of whole models as one bucket each, from lists of changes; one thread."""
+    cases: dict[str, Callable[[], _Stream]] = {}
+    for density in _DENSITIES:
+        for kind in (torch.bfloat16, torch.float32):
+            name = str(kind).removeprefix("torch.")
+            cases[f"{name} {density:.1%}"] = partial(_scattered, density, args.hidden, kind)
+    cases["bfloat16 3.0% in runs"] = partial(_scattered, 0.03, args.hidden, torch.bfloat16, True)
+    chain = real_chain(hidden=256, layers=4, syncs=4, pretrain_steps=40)
+    for steps in (1, 4):
+        old, new = chain[-1 - steps], chain[-1]
+        flat = [torch.cat([side[name].reshape(-1) for name in new]) for side in (old, new)]
+        cases[f"fine-tuning, {steps} steps"] = partial(lambda a, b: (torch.bfloat16, units(a), units(b)), *flat)
+    return {name: _case(*make(), args.repeats, partial(say, name)) for name, make in cases.items()}
+
+
+def _scattered(density: float, hidden: int, dtype: torch.dtype, clustered: bool = False) -> _Stream:
+    """Return old and new bits: of float32 the changed elements move by about one part in 10^4."""
+    pair = synthetic_pair(density, clustered=clustered, hidden=hidden, layers=4, vocabulary=8000)
+    old, new = (torch.cat([each.reshape(-1) for each in side]) for side in zip(*(row[1:] for row in pair), strict=True))
+    if dtype == torch.float32:
+        generator = torch.Generator().manual_seed(0)
+        wide = torch.empty(old.numel()).normal_(0, 0.02, generator=generator)
+        moved = wide * (1 + 1e-4 * torch.empty(old.numel()).normal_(generator=generator))
+        chosen = torch.rand(old.numel(), generator=generator) < density
+        old, new = wide, torch.where(chosen, moved, wide)
+    return dtype, units(old), units(new)
+
+
+def _case(dtype: torch.dtype, old: np.ndarray, new: np.ndarray, repeats: int, say: Callable[[], None]) -> Any:
+    say()
+    unit, blocks = unit_of(dtype), []
+    for start in range(0, old.size, _BLOCK):
+        a, b = old[start : start + _BLOCK], new[start : start + _BLOCK]
+        where = np.flatnonzero(a != b).astype(np.int32)
+        bits = torch.from_numpy(a.view(np.uint8)).view(BITS[unit.width])
+        blocks.append(Found(0, start, where, a[where], b[where], range(1), np.zeros((1, 2), np.uint64), bits))
+    table, changed = ParamTable.of([ParamMeta("w", dtype, old.shape)]), sum(block.positions.size for block in blocks)
+
+    def write(kind: str) -> list[bytes]:
+        return [KINDS[kind].encode(unit, block) for block in blocks]
+
+    coded = {kind: write(kind) for kind in KINDS}
+
+    def read(kind: str) -> list[StreamPatch]:
+        rows = zip(coded[kind], blocks, strict=True)
+        return [KINDS[kind].decode(data, table, 0, own.start, own.size, own.old) for data, own in rows]
+
+    for kind in KINDS:
+        for block, patch in zip(blocks, read(kind), strict=True):
+            now = block.old.copy()
+            patch.apply(now)
+            assert np.array_equal(now, new[block.start : block.start + now.size])
+    target = np.empty_like(old)
+    ways: dict[str, Callable[[], object]] = {"copy": partial(np.copyto, target, old)}
+    ways |= {f"{kind} {way}": partial(call, kind) for way, call in (("write", write), ("read", read)) for kind in KINDS}
+    seconds = rounds({way: partial(_timed, call) for way, call in ways.items()}, repeats)
+    spent = {way: statistics.median(taken) for way, taken in seconds.items()}
+    limits = dict(zip(("ulp", "context"), _bounds(dtype, old, new), strict=True))
+    return {
+        kind: {
+            "density": changed / old.size,
+            "bits": 8 * sum(map(len, coded[kind])) / changed,
+            "over_bound": 8 * sum(map(len, coded[kind])) / limits[kind] if kind in limits else None,
+            "ns": {way: spent[f"{kind} {way}"] / changed * 1e9 for way in ("write", "read")},
+            "of_copy": {way: spent["copy"] / spent[f"{kind} {way}"] for way in ("write", "read")},
+        }
+        for kind in KINDS
+    }
+
+
+def _bounds(dtype: torch.dtype, old: np.ndarray, new: np.ndarray) -> tuple[float, float]:
+    """Return the fewest bits under both models, of any float dtype (`torchrl_ext.bench.data.bounds` is of bfloat16)."""
+    from torchrl_ext.codecs.token_loops import steps_between
+
+    unit, where = unit_of(dtype), np.flatnonzero(old != new)
+    steps = np.empty_like(old[where])
+    steps_between(old[where], new[where], unit.top, unit.mask, unit.ordered, steps)
+    exponents = old >> unit.dtype.type(unit.shift) & unit.dtype.type(unit.select)
+    limits = []
+    for contexts in (np.zeros_like(exponents), exponents):
+        seen, changed = np.bincount(contexts, minlength=256), np.bincount(contexts[where], minlength=256)
+        bits = sum(_entropy(np.array(each)) for each in zip(changed, seen - changed, strict=True))
+        bits += sum(
+            _entropy(np.unique(steps[contexts[where] == one], return_counts=True)[1]) for one in np.flatnonzero(changed)
+        )
+        limits.append(bits)
+    return limits[0], limits[1]
+
+
+def _entropy(counts: np.ndarray) -> float:
+    used = counts[counts > 0]
+    return float(-(used * np.log2(used / used.sum())).sum()) if used.size else 0.0
+
+
+def _timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def tables(results: dict[str, Any]) -> list[Table]:
+    """What a person reads."""
+    table = Table("changes", "kind", "density", "bits", "over bound", "write / read, ns", "speed of a copy")
+    table.title = "coding"
+    for name, kinds in results.items():
+        for kind, row in kinds.items():
+            over = "" if row["over_bound"] is None else f"x{row['over_bound']:.3f}"
+            speeds = [f"{row[what]['write']:.2f} / {row[what]['read']:.2f}" for what in ("ns", "of_copy")]
+            table.add_row(name, kind, f"{row['density']:.2%}", f"{row['bits']:.2f}", over, *speeds)
+    return [table]

@@ -1,0 +1,76 @@
+"""``python -m tests.bench digest``: digests of weights on the host, beside a copy of the same bytes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from torchrl_ext.bench.runner import ratio, rounds
+from torchrl_ext.kernels.base import LINEAR, POSITION, Piece, kernels
+from torchrl_ext.weights.digests import tensor_digest
+
+__all__ = ["add_arguments", "measure", "tables"]
+
+_TARGET = 1 / 1.3  # of the speed of a copy, for the linear digest
+_DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the settings."""
+    parser.add_argument("--mib", type=int, default=64, help="of a tensor")
+
+
+def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """Digests by one thread: whole tensors, a transposed one, and a change of 1 %."""
+    host, found = kernels.make("numba"), {}
+    torch.set_num_threads(1)
+    for dtype in _DTYPES:
+        say(str(dtype))
+        side = math.isqrt((args.mib << 20) // dtype.itemsize)
+        count = side * side
+        bits = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+        target, turned = bits.clone(), bits.reshape(side, side)
+        pieces = {
+            "whole": Piece(destination=bits, offset=0, strides=(1,)),
+            "transposed": Piece(destination=turned.t(), offset=0, strides=(side, 1)),
+        }
+        ways: dict[str, Callable[[], object]] = {
+            "copy": lambda bits=bits, target=target: target.copy_(bits),
+            "xxh3-128": lambda bits=bits: tensor_digest(bits),
+        }
+        for shape, piece in pieces.items():
+            for digest in (LINEAR, POSITION):
+                ways[f"{digest}, {shape}"] = lambda piece=piece, digest=digest: host.words(piece, digest)
+        seconds = rounds({way: _timed(call) for way, call in ways.items()}, args.repeats)
+        found[str(dtype).removeprefix("torch.")] = {
+            way: {
+                "ns": min(taken) / count * 1e9,
+                **ratio(taken, seconds["copy"], _TARGET if way.startswith(LINEAR) else None),
+            }
+            for way, taken in seconds.items()
+        }
+    return found
+
+
+def _timed(call: Callable[[], object]) -> Callable[[], float]:
+    def timed() -> float:
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+
+    return timed
+
+
+def tables(results: dict[str, Any]) -> list[Table]:
+    """What a person reads."""
+    table = Table("dtype", "digest", "ns per element", "time / copy", title="digests on the host, one thread")
+    for dtype, ways in results.items():
+        for way, row in ways.items():
+            table.add_row(dtype, way, f"{row['ns']:.2f}", f"{1 / row['median']:.2f}{'' if row['met'] else ' missed'}")
+    return [table]

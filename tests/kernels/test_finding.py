@@ -1,0 +1,110 @@
+"""What every implementation lists of a model is what the host finds, block for block, and the copies follow."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.codecs.data import DTYPES, bytes_of, pairs, random_bits, small_steps
+from torchrl_ext.codecs import streams
+from torchrl_ext.codecs.base import make_codec
+from torchrl_ext.codecs.blocks import ULP
+from torchrl_ext.codecs.streams import find, fold
+from torchrl_ext.codecs.units import unit_of
+from torchrl_ext.kernels.base import LINEAR, flat_bits, kernels_on
+from torchrl_ext.landing.patcher import Patcher, identity
+from torchrl_ext.stores.table import ParamTable
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.digests import position_digest
+
+
+@pytest.fixture
+def device(way, monkeypatch):
+    """The device of the implementation under test, which is chosen for it."""
+    own, device = way
+    monkeypatch.setattr(streams, "kernels_on", lambda where: own if where == device else kernels_on(where))
+    monkeypatch.setattr(streams, "BLOCK_UNITS", 3000)
+    monkeypatch.setattr(streams, "_STAGED", 100)
+    return device
+
+
+def model_of(dtypes, sizes):
+    """Names, old and new tensors: small ones, and such that are cut into blocks."""
+    rows = (row for dtype in dtypes for row in pairs(dtype, sizes))
+    return [(f"{number}.{meta.name}", old, new) for number, (meta, old, new) in enumerate(rows)]
+
+
+def found_in(model, old_on, new_on, encoding="auto", **how):
+    """What is found in a model: bytes of each block, digests; and the copies, which follow."""
+    table = ParamTable.of([ParamMeta(name, new.dtype, tuple(new.shape)) for name, _, new in model])
+    copies, codec, words = [], make_codec(encoding, **how), np.zeros((len(model), 2), np.uint64)
+    for stream in table.streams:
+        copies.append(torch.cat([flat_bits(model[param][1]) for param in stream.params]).to(old_on))
+
+    def then(found):
+        own = table.streams[found.stream].params[found.segments.start : found.segments.stop]
+        np.add.at(words, own, found.words)
+        unit, data = unit_of(table.streams[found.stream].dtype), b""
+        if found.positions.size:
+            _, data = codec.encode(unit, found)
+        return found.stream, found.start, data, found.positions.tolist()
+
+    places = [table.places[number][0] for number in range(len(model))]
+    given = ((*place, new.to(new_on)) for place, (_, _, new) in zip(places, model, strict=True))
+    blocks = list(find(table, copies, given, then, threads=2, digest=LINEAR, follow=True))
+    for copy, stream in zip(copies, table.streams, strict=True):
+        assert bytes_of(copy.cpu()) == b"".join(bytes_of(flat_bits(model[param][2])) for param in stream.params)
+    for (name, old, new), own in zip(model, words.tolist(), strict=True):
+        assert position_digest(old, LINEAR).plus(own) == position_digest(new, LINEAR), name
+    return sorted(blocks)
+
+
+@pytest.mark.parametrize("encoding", ["ulp", "context", "bitmap", "dense"])
+def test_every_encoding_codes_the_same_blocks(device, encoding):
+    model = model_of([torch.bfloat16], (0, 63, 4500))
+    expected = found_in(model, "cpu", "cpu", encoding)
+    for old_on, new_on in {(device, device), ("cpu", device), (device, "cpu")}:
+        assert found_in(model, old_on, new_on, encoding) == expected
+
+
+def test_every_dtype_is_listed_as_on_the_host(device):
+    for dtype in DTYPES:
+        model = model_of([dtype], (17, 2500))
+        assert found_in(model, device, device, "ulp") == found_in(model, "cpu", "cpu", "ulp"), dtype
+
+
+def test_strided_tensors_are_listed_by_their_values(device):
+    generator = torch.Generator().manual_seed(6)
+    old = random_bits(6000, torch.bfloat16, generator).reshape(60, 100)
+    new = small_steps(old.reshape(-1), torch.rand(6000, generator=generator) < 0.1, generator).reshape(60, 100)
+    turned = new.t().contiguous().t()
+    assert not turned.is_contiguous()
+    assert found_in([("w", old, turned)], device, device, "ulp") == found_in([("w", old, new)], "cpu", "cpu", "ulp")
+
+
+def test_steps_of_several_versions_land_as_one_on_the_device(way):
+    """The catch-up: blocks decoded without a base, folded, and resolved against what the parameters hold."""
+    own, device = way
+    generator = torch.Generator().manual_seed(8)
+    chain = [random_bits(5000, torch.bfloat16, generator).reshape(50, 100)]
+    for _ in range(3):
+        where = torch.rand(5000, generator=generator) < 0.1
+        chain.append(small_steps(chain[-1].reshape(-1), where, generator).reshape(50, 100))
+    table, patches = ParamTable.of([ParamMeta.of("w", chain[0])]), []
+    for old, new in itertools.pairwise(chain):
+
+        def then(found):
+            unit = unit_of(torch.bfloat16)
+            return ULP.decode(ULP.encode(unit, found), table, 0, found.start, found.size)
+
+        patches += find(table, [flat_bits(old)], [(0, 0, new)], then, threads=1, digest=LINEAR)
+    live = {"w": chain[0].to(device)}
+    patcher = Patcher(identity(live), own)
+    (folded,) = fold(patches)
+    staged = patcher.stage(SimpleNamespace(patches=lambda wanted: iter([folded]), digest=LINEAR))
+    assert bytes_of(live["w"].cpu()) == bytes_of(chain[0])
+    patcher.commit()
+    assert bytes_of(live["w"].cpu()) == bytes_of(chain[-1])
+    assert staged == {"w": position_digest(chain[-1], LINEAR)}

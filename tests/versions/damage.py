@@ -1,0 +1,230 @@
+"""Deltas made worse, as often as wanted: `python -m tests.versions.damage manifests|blocks [count [seed]]`.
+
+Each is refused with an error of ours, or read as what was published, in bounded memory. Checksums are made anew, so
+that what is behind them is reached too.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import json
+import random
+import sys
+import time
+import traceback
+from dataclasses import replace
+
+import numpy as np
+import torch
+import xxhash
+import zstandard
+
+from tests.hostile import at_most_more_bytes, worse_bytes, worse_json
+from torchrl_ext.codecs import streams
+from torchrl_ext.codecs.base import make_codec
+from torchrl_ext.errors import ManifestError, WeightSyncError
+from torchrl_ext.kernels.base import LINEAR, POSITION
+from torchrl_ext.stores.base import MemoryStore
+from torchrl_ext.stores.chain import Route
+from torchrl_ext.stores.delta_manifest import DIGEST, END, ROWS, DeltaManifest
+from torchrl_ext.stores.manifest import MANIFEST, read_manifest
+from torchrl_ext.stores.versions import Version, version_name
+from torchrl_ext.testing import any_bits, same_bits
+from torchrl_ext.versions.open_route import OpenRoute
+from torchrl_ext.versions.writer import Copies
+from torchrl_ext.weights.digests import position_digest
+from torchrl_ext.weights.source import MappingSource
+
+Tensors = dict[str, torch.Tensor]
+KINDS = ("ulp", "context", "bitmap", "dense")
+MOST_BYTES = 256 << 20
+FOLDER = version_name(2)
+COLUMNS = ("changed", "digests", "base_digests", "blocks")
+
+
+def model(new: bool) -> Tensors:
+    found = {
+        "a": any_bits(torch.bfloat16, 30, 50),
+        "b": any_bits(torch.float32, 300),
+        "c": any_bits(torch.bfloat16, 7),
+        "d": any_bits(torch.complex128, 5, 4),
+        "e": torch.arange(200, dtype=torch.uint8),
+        "f": torch.zeros(0, 3),
+        "g": torch.ones(()),
+    }
+    for number, tensor in enumerate(found.values() if new else ()):
+        bits = tensor.view(-1).view(torch.uint8).view(-1)
+        bits[number :: 41 - number] += 1
+    return found
+
+
+OLD, NEW = model(False), model(True)
+
+
+class Published:
+    """A delta, its files in memory.
+
+    Attributes:
+        manifest: of the delta.
+        files: its payloads, by name.
+        old, new: the tensors before and after it.
+    """
+
+    def __init__(self, manifest: DeltaManifest, files: dict[str, bytes], old: Tensors, new: Tensors) -> None:
+        self.manifest, self.files, self.old, self.new = manifest, files, old, new
+        self.data = manifest.to_bytes()
+        self.text = zstandard.decompress(self.data)
+        assert all(same_bits(tensor, new[name]) for name, tensor in self.read(manifest, files).items())
+
+    def read(self, manifest: DeltaManifest, files: dict[str, bytes]) -> Tensors:
+        """Return what a reader that holds `old` makes of a delta; what it compares before is compared."""
+        if manifest.params != MappingSource(self.old).params():
+            raise ManifestError("another model")
+        opened, held = route_of(manifest, files), {}
+        for name, tensor in opened.at_end((meta.name, self.old[meta.name].clone()) for meta in manifest.params):
+            opened.verify(name, tensor)
+            held[name] = tensor
+        return held
+
+    def judge(self, manifest: DeltaManifest, files: dict[str, bytes]) -> str:
+        """Return whether a delta was refused or read; a tensor with a published digest has to be the published one."""
+        try:
+            held = self.read(manifest, files)
+        except WeightSyncError as error:
+            assert str(error)
+            return "refused when it was read"
+        assert manifest.digest in (LINEAR, POSITION, "") and held.keys() == self.new.keys()
+        for name, tensor in held.items():
+            if manifest.hex_digests[name] == position_digest(self.new[name], manifest.digest or LINEAR).hex():
+                assert same_bits(tensor, self.new[name]), name
+        return "read"
+
+
+def published(encoding: str, old: Tensors = OLD, new: Tensors = NEW) -> Published:
+    """Return the delta from one model to another."""
+    codec = make_codec(encoding)
+    copies = Copies(codec)
+    copies.take(MappingSource(old))
+    for _ in copies:
+        pass
+    head = DeltaManifest(
+        version=2,
+        base_version=1,
+        run_id="r",
+        base_run_id="r",
+        digest=LINEAR,
+        container=codec.container,
+        codecs=(),
+        files={},
+        table=copies.table,
+        changed=np.zeros(len(old), DIGEST),
+        digests=copies.digests,
+    )
+    store, block_units = MemoryStore(), streams.BLOCK_UNITS
+    streams.BLOCK_UNITS = 512  # streams of several blocks
+    try:
+        with store.draft(FOLDER) as draft:
+            manifest = copies.write(head, MappingSource(new), draft, "")
+    finally:
+        streams.BLOCK_UNITS = block_units
+    return Published(manifest, {name: store.get(f"{FOLDER}/{name}") for name in manifest.files}, old, new)
+
+
+def route_of(manifest: DeltaManifest, files: dict[str, bytes]) -> OpenRoute:
+    """Return the route over one delta."""
+    store = MemoryStore()
+    for name, data in {**files, MANIFEST: b""}.items():
+        store.put(f"{FOLDER}/{name}", data)
+    route = Route(start=("r", 1), keyframe=None, deltas=((FOLDER, manifest),), nbytes=0, first=2)
+    return OpenRoute(_Chain(manifest, store), route, 2, None, ("r", 1), None)
+
+
+class _Chain:
+    """A chain of one delta."""
+
+    def __init__(self, manifest: DeltaManifest, store: MemoryStore) -> None:
+        self.manifest, self.store = manifest, store
+
+    def version(self, number: int) -> Version:
+        return Version(run_id="r", params=self.manifest.params, delta=self.manifest, folder=FOLDER)
+
+
+def signed(body: bytes) -> bytes:
+    """Return the text of a manifest without its last brace, with a checksum that fits."""
+    return body + END % xxhash.xxh3_128_hexdigest(body).encode()
+
+
+def worse_manifest(own: Published, chance: random.Random) -> str:
+    """Make a manifest worse: its bytes as they are, or what is behind the frame and the checksum."""
+    kind = chance.randrange(4)
+    if kind == 0:
+        data = worse_bytes(own.data, chance)
+    else:
+        body = own.text[: -len(END) - 30]
+        if kind == 1:
+            body = worse_bytes(body, chance)
+        else:
+            document = json.loads(body + b"}")
+            if kind == 2:
+                document = worse_json(document, chance)
+            else:
+                name = chance.choice(COLUMNS)
+                column = worse_bytes(base64.b64decode(document[name]), chance)
+                document[name] = base64.b64encode(column).decode()
+            body = json.dumps(document)[:-1].encode()
+        text = signed(body)
+        data = zstandard.compress(text, 1) if chance.random() < 0.5 else text
+    try:
+        found = read_manifest(data, "here")
+    except WeightSyncError as error:
+        assert "here" in str(error)
+        return "refused"
+    if kind == 0:
+        assert found.to_bytes() == own.data
+    return own.judge(found, own.files) if isinstance(found, DeltaManifest) else "refused"
+
+
+def worse_block(own: Published, chance: random.Random) -> str:
+    """Make one block worse, with a checksum that fits, as a writer gone wrong would."""
+    number, blocks = chance.randrange(own.manifest.blocks.size), own.manifest.blocks.copy()
+    row = blocks[number]
+    (name,) = own.files
+    payload = own.files[name][int(row["offset"]) :][: int(row["nbytes"])]
+    bad = worse_bytes(payload, chance)
+    if own.manifest.container == ROWS and len(bad) > 8:  # whose payloads end with a checksum of their own
+        bad = bad[:-8] + xxhash.xxh3_64_digest(bad[:-8])[::-1]
+    data = own.files[name] + bad
+    row["offset"], row["nbytes"] = len(own.files[name]), len(bad)
+    row["checksum"] = xxhash.xxh3_64_intdigest(bad) if row["checksum"] else 0
+    return own.judge(replace(own.manifest, blocks=blocks, files={name: len(data)}), {name: data})
+
+
+def worse_file(own: Published, chance: random.Random) -> str:
+    """Make a file worse, of which the manifest knows better."""
+    files = {name: worse_bytes(data, chance) for name, data in own.files.items()}
+    return own.judge(own.manifest, files)
+
+
+WAYS = {"manifests": (worse_manifest,), "blocks": (worse_block, worse_block, worse_block, worse_file)}
+
+
+def many(what: str, count: int, seed: int, own: list[Published]) -> collections.Counter[str]:
+    """Return how often each outcome came, of ``count`` deltas; "wrong" is one that fails an assertion or crashes."""
+    outcomes = collections.Counter[str]()
+    with at_most_more_bytes(MOST_BYTES):
+        for number in range(count):
+            chance = random.Random(f"{seed} {number}")
+            try:
+                outcomes[chance.choice(WAYS[what])(chance.choice(own), chance)] += 1
+            except Exception:  # noqa: BLE001, which is what is looked for
+                outcomes["wrong"] += 1
+                if outcomes["wrong"] < 20:
+                    print(f"number {number} of seed {seed}:\n{traceback.format_exc(limit=-4)}", file=sys.stderr)
+    return outcomes
+
+
+if __name__ == "__main__":
+    what, count, seed = [*sys.argv[1:], *["10000", "0"][len(sys.argv) - 2 :]]
+    began = time.monotonic()
+    print(what, dict(many(what, int(count), int(seed), [*map(published, KINDS)])), f"{time.monotonic() - began:.0f} s")

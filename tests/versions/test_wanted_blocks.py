@@ -1,0 +1,208 @@
+"""A worker that holds a part of a model reads those blocks of a delta that it needs, and lands all that is its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.transports.chains import flip
+from torchrl_ext.codecs import streams
+from torchrl_ext.errors import IntegrityError
+from torchrl_ext.kernels.base import Piece
+from torchrl_ext.landing.patcher import Patcher, compare
+from torchrl_ext.stores import LocalStore, table
+from torchrl_ext.stores.chain import Chain
+from torchrl_ext.stores.table import Segment, Stream
+from torchrl_ext.testing import any_bits
+from torchrl_ext.transports.delta.transport import DeltaTransport
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.reader import ChainReader
+from torchrl_ext.weights.digests import PositionDigest
+from torchrl_ext.weights.shards.blocks import Block
+
+WORKERS = 8
+
+
+class Counting(LocalStore):
+    """A directory that counts the bytes of payloads that are read, and reads nothing beside them."""
+
+    gap_bytes = 0
+    read = 0
+
+    def ranges(self, key, spans):
+        found = super().ranges(key, spans)
+        self.read += sum(map(len, found))
+        return found
+
+
+def weights():
+    return {
+        "up": any_bits(torch.bfloat16, 512, 320, seed=1),
+        "norm": any_bits(torch.bfloat16, 40, seed=2),
+        "down": any_bits(torch.bfloat16, 320, 512, seed=3),
+        "gate": any_bits(torch.float32, 512, 256, seed=4),
+    }
+
+
+def step(tensors, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors.values():
+        flat = tensor.view(-1)
+        where = torch.rand(flat.shape, generator=generator) < 0.05
+        flat[where] = torch.randn(flat.shape, generator=generator).to(flat.dtype)[where]
+
+
+def part(shape, dim, number):
+    """Return what worker ``number`` holds of a tensor, which is split along ``dim`` unless it has one dimension."""
+    whole = Block.whole(shape)
+    if len(shape) < 2:
+        return whole
+    size = shape[dim] // WORKERS
+    start, stop = list(whole.start), list(whole.stop)
+    start[dim], stop[dim] = number * size, (number + 1) * size
+    return Block(tuple(start), tuple(stop))
+
+
+class Worker:
+    """Holds a part of each tensor, reads the blocks that it needs, and lands them."""
+
+    def __init__(self, root, dim, number):
+        self.store = Counting(root)
+        self.reader = ChainReader(Chain(self.store), lambda *full: PublishedVersion(self.store, *full))
+        self.dim, self.number = dim, number
+
+    def begin(self, version):
+        own = dict(self.reader.tensors(self.reader.open(version), {}))
+        self.blocks = {name: part(tensor.shape, self.dim, self.number) for name, tensor in own.items()}
+        self.reader.want({name: (block,) for name, block in self.blocks.items()})
+        self.live, pieces = {}, {}
+        for name, tensor in own.items():
+            block = self.blocks[name]
+            self.live[name] = tensor[block.within(Block.whole(tensor.shape))].clone()
+            offset = sum(at * stride for at, stride in zip(block.start, tensor.stride(), strict=True))
+            pieces[name] = [Piece(destination=self.live[name], offset=offset, strides=tensor.stride())]
+        self.patcher = Patcher(pieces)
+
+    def follow(self, version):
+        """Land a version; return the digests of what this worker holds then, and those of the trainer."""
+        changes = self.reader.changes(version)
+        self.store.read = 0
+        found = self.patcher.stage(changes)
+        self.patcher.commit()
+        self.reader.advance(changes)
+        return found, changes.digests
+
+    def holds(self, tensors):
+        return all(
+            torch.equal(
+                live.contiguous().view(torch.uint8),
+                tensors[name][self.blocks[name].within(Block.whole(tensors[name].shape))]
+                .contiguous()
+                .view(torch.uint8),
+            )
+            for name, live in self.live.items()
+        )
+
+
+def followed(root, dim, **options):
+    """Publish versions, let every worker follow them; return the manifest of the last one, and what each worker read.
+
+    They catch up over versions 2 and 3 at once, and then follow to version 4.
+    Each worker is checked against the trainer, and the digests of all against those in the manifest.
+    """
+    trainer, own = DeltaTransport(root, encoding="ulp", keyframe_every=0, **options), weights()
+    trainer.send_weights("policy", own)
+    workers = [Worker(root, dim, number) for number in range(WORKERS)]
+    for worker in workers:
+        worker.begin(1)
+    for version in (2, 3, 4):
+        step(own, version)
+        trainer.send_weights("policy", own)
+        if version == 2:
+            continue
+        sums = {name: PositionDigest() for name in own}
+        for worker in workers:
+            found, expected = worker.follow(version)
+            assert worker.holds(own)
+            for name, digest in found.items():
+                sums[name] = sums[name] + digest if own[name].dim() > 1 else digest
+        compare(sums, expected)
+    return Chain(LocalStore(root)).version(4).delta, [worker.reader.read_bytes for worker in workers]
+
+
+def test_a_worker_by_rows_reads_the_blocks_in_which_its_rows_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "BLOCK_UNITS", 1 << 12)
+    monkeypatch.setattr(LocalStore, "gap_bytes", 0)
+    delta, read = followed(tmp_path, 0)
+    total, largest, tensors = sum(delta.files.values()), int(delta.blocks["nbytes"].max()), len(delta.params)
+    assert all(0 < one <= total / WORKERS + tensors * largest for one in read)
+    assert sum(read) >= total
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+def test_a_worker_reads_the_tiles_in_which_its_rows_or_columns_are(tmp_path, monkeypatch, dim):
+    monkeypatch.setattr(table, "_TILE", 1)
+    monkeypatch.setattr(streams, "BLOCK_UNITS", 1 << 12)
+    monkeypatch.setattr(LocalStore, "gap_bytes", 0)
+    delta, read = followed(tmp_path, dim, tiles=WORKERS)
+    assert delta.table.tiles == WORKERS
+    total = sum(delta.files.values())
+    norm = int(delta.blocks_of("norm")["nbytes"].sum())
+    assert all(0 < one <= 1.1 * (total - norm) / WORKERS + norm for one in read)
+
+
+def test_a_damaged_tile_is_named_by_the_workers_that_read_it_and_harms_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "_TILE", 1)
+    monkeypatch.setattr(LocalStore, "gap_bytes", 0)
+    trainer, own = DeltaTransport(tmp_path, encoding="ulp", keyframe_every=0, tiles=WORKERS), weights()
+    trainer.send_weights("policy", own)
+    first, second = (Worker(tmp_path, 1, number) for number in range(2))
+    for worker in (first, second):
+        worker.begin(1)
+    step(own, 2)
+    trainer.send_weights("policy", own)
+    delta = Chain(LocalStore(tmp_path)).version(2).delta
+    streams_of = [stream for stream, segment in delta.table.places[delta.table.number["gate"]]]
+    (row,) = delta.blocks[delta.blocks["stream"] == streams_of[3 * WORKERS]]  # of row 3 and column 0
+    flip(tmp_path / "weight_v000002" / [*delta.files][row["file"]], int(row["offset"]) + 9)
+    before = {name: live.clone() for name, live in first.live.items()}
+    with pytest.raises(IntegrityError, match=r"tensor 'gate' in .* is damaged"):
+        first.follow(2)
+    assert all(torch.equal(live.view(torch.uint8), before[name].view(torch.uint8)) for name, live in first.live.items())
+    second.follow(2)
+    assert second.holds(own)
+
+
+BOXES = st.lists(st.integers(1, 5), min_size=0, max_size=3).flatmap(
+    lambda shape: st.tuples(
+        st.just(tuple(shape)),
+        *(
+            st.tuples(*(st.tuples(st.integers(0, size - 1), st.integers(1, 5)) for size in shape)).map(
+                lambda rows, shape=shape: Block(
+                    tuple(low for low, _ in rows),
+                    tuple(min(size, low + count) for size, (low, count) in zip(shape, rows, strict=True)),
+                )
+            )
+            for _ in range(2)
+        ),
+    )
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(boxes=BOXES, dtype=st.sampled_from([torch.int8, torch.complex128]), data=st.data())
+def test_a_segment_has_what_a_mask_of_its_units_has(boxes, dtype, data):
+    shape, own, block = boxes
+    metas = (ParamMeta("first", dtype, (3,)), ParamMeta("own", dtype, shape))
+    stream = Stream(dtype, [Segment(0), Segment(1, own.start, own.shape)], metas)
+    first = int(stream.first[1])
+    start = data.draw(st.integers(0, stream.size - 1))
+    stop = data.draw(st.integers(max(start, first) + 1, stream.size))
+    mask = np.zeros(shape, bool)
+    mask[block.within(Block.whole(shape))] = True
+    mask = mask[own.within(Block.whole(shape))].reshape(-1).repeat(2 if dtype.is_complex else 1)
+    assert stream.has(1, block, start, stop) == mask[max(0, start - first) : stop - first].any()

@@ -1,0 +1,380 @@
+"""What changed in a model, stream by stream (`torchrl_ext.stores.table`): found on the trainer, landed by a reader.
+
+Tensors come in the order of a source. Small neighbours are copied into one run, large ones are scanned where they lie,
+and a block of a stream is a task of its own: so a change costs what its bytes cost, however many tensors it is in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrl_ext.codecs.patch import SparsePatch, StepPatch, index_dtype
+from torchrl_ext.codecs.units import unit_of
+from torchrl_ext.kernels.base import BITS, UNSIGNED, Diff, flat_bits, kernels_on, unsigned
+from torchrl_ext.kernels.host import keys_of
+from torchrl_ext.stores.table import ParamTable, Stream
+
+__all__ = ["BLOCK_UNITS", "Found", "StreamPatch", "find", "fold"]
+
+BLOCK_UNITS = 1 << 22
+"""Units of a block of a stream; the last one is shorter."""
+_STAGED = 1 << 14  # units: smaller tensors are copied together before they are scanned
+_AHEAD = 1 << 30  # bytes of new tensors that may wait to be scanned
+_lists = threading.local()
+_Result = TypeVar("_Result")
+
+
+class Found(NamedTuple):
+    """What changed in a block of a stream. Its lists belong to the thread, until that searches again.
+
+    Attributes:
+        stream: its number.
+        start: the block's first unit.
+        positions: int32, shape (k,): units that changed, increasing, counted from ``start``.
+        before, after: unsigned, shape (k,): their bits.
+        segments: numbers of the segments that meet the block.
+        words: uint64, shape (segments, 2): what the change adds to the digest of each.
+        bits: shape (size,): bits of the block as it was, where they lie.
+        news: where in the block new units begin that were compared on the host, and these: unsigned.
+    """
+
+    stream: int
+    start: int
+    positions: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+    segments: range
+    words: np.ndarray
+    bits: Tensor
+    news: Sequence[tuple[int, np.ndarray]] = ()
+
+    @property
+    def size(self) -> int:
+        """Units of the block."""
+        return self.bits.numel()
+
+    @property
+    def old(self) -> np.ndarray:
+        """The block as it was, on the host: unsigned, shape (size,); a copy where it lies elsewhere."""
+        return unsigned(self.bits.cpu())
+
+
+class _Run(NamedTuple):
+    """Tensors that follow one another in a block, from unit ``at`` of it on; a single one may be a part of a tensor."""
+
+    at: int
+    units: int
+    tensors: list[Tensor]
+
+
+@final
+class _Open:
+    """The block of a stream to which tensors are being added."""
+
+    def __init__(self, stream: int, start: int, size: int) -> None:
+        self.stream, self.start, self.size = stream, start, size
+        self.runs = list[_Run]()
+        self.nbytes = 0
+        self._small, self._at, self._end = list[Tensor](), 0, 0
+
+    def add(self, first: int, end: int, tensor: Tensor, small: bool) -> None:
+        """Add units ``first`` to ``end`` of the stream: elements of a small tensor, or bits of a large one."""
+        if small:
+            if not self._small or first != self._end:
+                self.close()
+                self._at = first
+            self._small.append(tensor)
+        else:
+            self.close()
+            self.runs.append(_Run(first - self.start, end - first, [tensor]))
+        self._end = end
+
+    def close(self) -> None:
+        """Make a run of the small tensors that were added last."""
+        if self._small:
+            self.runs.append(_Run(self._at - self.start, self._end - self._at, self._small))
+            self._small = []
+
+
+def find(
+    table: ParamTable,
+    olds: Sequence[Tensor],
+    tensors: Iterable[tuple[int, int, Tensor]],
+    then: Callable[[Found], _Result],
+    *,
+    threads: int,
+    digest: str,
+    follow: bool = False,
+) -> Iterator[_Result]:
+    """Find what changed in a model, block by block.
+
+    Args:
+        table: its parameters and streams.
+        olds: bits of each stream as it was, 1-D.
+        tensors: stream, segment and new tensor, of the segment's shape; in order in each stream, of some or all
+            segments. Consumed by the caller's thread, about a GiB ahead of what is yielded.
+        then: called with each block that was looked at, in the thread that found what changed.
+        threads: worker threads.
+        digest: `torchrl_ext.kernels.base.POSITION` or ``LINEAR``.
+        follow: make ``olds`` what is new, at the latest when the block's result is yielded.
+
+    Yields:
+        What ``then`` returned, in the order of blocks in each stream.
+    """
+    firsts = [stream.first.tolist() for stream in table.streams]
+    staged = [
+        0 if stream.dtype.is_complex else _STAGED for stream in table.streams
+    ]  # bits of these need more than a view
+    opened = dict[int, _Open]()
+    waiting, ahead = deque[tuple[int, Future[_Result]]](), 0
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="codec")
+
+    def begin(block: _Open) -> None:
+        nonlocal ahead
+        block.close()
+        old = olds[block.stream][block.start : block.start + block.size]
+        waiting.append(
+            (block.nbytes, pool.submit(_done, table.streams[block.stream], old, block, digest, then, follow))
+        )
+        ahead += block.nbytes
+
+    def finished() -> _Result:
+        nonlocal ahead
+        nbytes, future = waiting.popleft()
+        ahead -= nbytes
+        return future.result()
+
+    try:
+        for stream, segment, tensor in tensors:
+            first, end = firsts[stream][segment], firsts[stream][segment + 1]
+            block, small = opened.get(stream), end - first < staged[stream]
+            if small and block is not None and end <= block.start + BLOCK_UNITS:
+                block.add(first, end, tensor, small)
+                block.nbytes += tensor.nbytes
+                continue
+            flat = tensor.reshape(-1) if small else flat_bits(tensor)
+            for at in range(first - first % BLOCK_UNITS, end, BLOCK_UNITS):
+                if block is None or block.start != at:
+                    if block is not None:
+                        begin(block)
+                    block = _Open(stream, at, min(BLOCK_UNITS, firsts[stream][-1] - at))
+                low, high = max(first, at), min(end, at + BLOCK_UNITS)
+                block.add(low, high, flat[low - first : high - first], small)
+                block.nbytes += (high - low) * flat.element_size()
+            if block is not None:
+                opened[stream] = block
+            while len(waiting) > 2 * threads + 1 or (len(waiting) > 2 and ahead > _AHEAD):
+                yield finished()
+        for block in opened.values():
+            begin(block)
+        while waiting:
+            yield finished()
+    finally:  # also when the caller stops early, or a task failed
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _done(
+    stream: Stream, live: Tensor, block: _Open, digest: str, then: Callable[[Found], _Result], follow: bool
+) -> _Result:
+    found, listed = _found(stream, live, block, keys_of(digest))
+    result = then(found)
+    if follow and found.positions.size:
+        _follow(found, listed)
+    return result
+
+
+def _follow(found: Found, listed: list[tuple[Tensor, Diff]]) -> None:
+    """Make the bits of a block what is new."""
+    live, kernels = found.bits, kernels_on(found.bits.device)
+    if live.device.type != "cpu":
+        for old, diff in listed:
+            kernels.scatter(old, diff.places, diff.after)
+    elif 32 * found.positions.size > found.size and not listed:
+        for at, new in found.news:
+            np.copyto(found.old[at : at + new.size], new)  # torch would ask other threads for help
+    else:
+        changed = torch.from_numpy(found.positions), torch.from_numpy(found.after).view(live.dtype)
+        kernels.scatter(live, *changed)
+
+
+def _found(stream: Stream, live: Tensor, block: _Open, keys: np.ndarray) -> tuple[Found, list[tuple[Tensor, Diff]]]:
+    """Return what changed in a block; and what a device listed, with the old bits there."""
+    from torchrl_ext.kernels.host_loops import digest_segments, scan
+
+    segments = stream.within(block.start, block.start + block.size)
+    firsts = stream.first[segments.start : segments.stop + 1] - block.start
+    starts, words, count = stream.starts[segments.start : segments.stop], np.zeros((len(segments), 2), np.uint64), 0
+    lists, news = _room(block.size + 64, live.element_size()), list[tuple[int, np.ndarray]]()
+    listed = list[tuple[Tensor, Diff]]()
+    for at, units, tensors in block.runs:
+        flat = torch._utils._flatten_dense_tensors(tensors) if len(tensors) > 1 else tensors[0].reshape(-1)
+        old, new, rest = live[at : at + units], flat.view(BITS[live.element_size()]), [one[count:] for one in lists]
+        device = old.device if new.device.type == "cpu" else new.device
+        kernels = kernels_on(device)
+        if kernels.on_host:
+            news.append((at, unsigned(new)))
+            count += scan(unsigned(old), news[-1][1], at, firsts, starts, keys, *rest, words)
+            continue
+        listed.append((old, kernels.diff(old.to(device), new.to(device))))
+        places, *bits = _on_host(*listed[-1][1])
+        more = places.numel()
+        for column, own in zip(rest, (places.numpy() + at, *map(unsigned, bits)), strict=True):
+            column[:more] = own
+        digest_segments(*(one[:more] for one in rest), firsts, starts, keys, words)
+        count += more
+    positions, before, after = (one[:count] for one in lists)
+    found = Found(block.stream, block.start, positions, before, after, segments, words, live, news)
+    _digest_boxes(stream, found, firsts, keys)
+    return found, listed
+
+
+def _on_host(*tensors: Tensor) -> list[Tensor]:
+    """Return copies on the host, or the tensors that are there; through pinned memory, at the speed of the bus."""
+    if not tensors[0].is_cuda:
+        return [tensor.cpu() for tensor in tensors]
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return copies
+
+
+def _room(size: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the thread's lists: fresh memory would cost more than finding does."""
+    lists = vars(_lists).get(str(width))
+    if lists is None or lists[0].size < size:
+        before, after = np.empty((2, size), UNSIGNED[width])
+        lists = vars(_lists)[str(width)] = np.empty(size, np.int32), before, after
+    return lists
+
+
+def _digest_boxes(stream: Stream, found: Found, firsts: np.ndarray, keys: np.ndarray) -> None:
+    """Add to the digests of segments whose units do not follow one another in their parameter."""
+    from torchrl_ext.kernels.host_loops import digest_segments
+
+    all_of_it = np.array([0, 1 << 62]), np.zeros(1, np.int64)  # one segment, whose places are positions
+    for at, segment in enumerate(found.segments):
+        if stream.starts[segment] >= 0:
+            continue
+        low, high = np.searchsorted(found.positions, firsts[at : at + 2])
+        if low < high:
+            positions = stream.positions(segment, found.positions[low:high] - firsts[at])
+            own = positions, found.before[low:high], found.after[low:high]
+            digest_segments(*own, *all_of_it, keys, found.words[at : at + 1])
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class StreamPatch:
+    """The decoded change of a range of a stream.
+
+    Attributes:
+        table: has the stream.
+        stream: its number.
+        start, size: the range, in units.
+        positions: int32 or int64, shape (k,), strictly increasing, counted from ``start``.
+        values: unsigned, of the stream's unit, shape (k,): new bits, or steps.
+        steps: ``values`` are steps in units in the last place, on the ordered line modulo 2^width.
+    """
+
+    table: ParamTable
+    stream: int
+    start: int
+    size: int
+    positions: np.ndarray
+    values: np.ndarray
+    steps: bool
+
+    def apply(self, units: np.ndarray) -> None:
+        """Write the patch into the units of its range: unsigned, shape (size,)."""
+        from torchrl_ext.kernels.host_loops import move
+
+        values = self.values
+        if self.steps:
+            unit, values = unit_of(self.table.streams[self.stream].dtype), np.empty_like(values)
+            move(units[self.positions], self.values, unit.top, unit.mask, unit.ordered, values)
+        units[self.positions] = values
+
+    def split(self) -> Iterator[SparsePatch | StepPatch]:
+        """Yield the change of each parameter; several of one that has several segments, or reaches over blocks."""
+        for segment in self.table.streams[self.stream].within(self.start, self.start + self.size):
+            own = self.of(segment)
+            if own is not None:
+                yield own
+
+    def of(self, segment: int) -> SparsePatch | StepPatch | None:
+        """Return the change of one segment, as one of its parameter; None where it does not change."""
+        stream = self.table.streams[self.stream]
+        first, end = stream.first[segment : segment + 2] - self.start
+        low, high = np.searchsorted(self.positions, (first, end)).tolist()
+        if low == high:
+            return None
+        meta = self.table.params[stream.params[segment]]
+        indices = stream.positions(segment, self.positions[low:high] - first)
+        kind = StepPatch if self.steps else SparsePatch
+        return kind(meta, indices.astype(index_dtype(2 * meta.numel), copy=False), self.values[low:high])
+
+
+def fold(patches: Iterable[StreamPatch]) -> list[StreamPatch]:
+    """Return what does the same as patches of one range, applied in this order; no position is in two of the results.
+
+    New bits replace, steps add up (steps that cancel vanish), steps after known bits are resolved.
+    """
+    from torchrl_ext.kernels.host_loops import move
+
+    bits: StreamPatch | None = None
+    steps: StreamPatch | None = None
+    for patch in patches:
+        if not patch.steps:
+            steps, bits = _without(steps, patch.positions), _joined(_without(bits, patch.positions), patch)
+            continue
+        if bits is not None:
+            at, known = _among(patch.positions, bits.positions)
+            if known.any():
+                unit, values = unit_of(patch.table.streams[patch.stream].dtype), bits.values.copy()
+                now = np.empty(int(known.sum()), values.dtype)
+                move(values[at[known]], patch.values[known], unit.top, unit.mask, unit.ordered, now)
+                values[at[known]] = now
+                bits = replace(bits, values=values)
+                patch = replace(patch, positions=patch.positions[~known], values=patch.values[~known])
+        if steps is not None:
+            at, known = _among(patch.positions, steps.positions)
+            values = steps.values.copy()
+            values[at[known]] += patch.values[known]  # modulo 2^width, as unsigned numpy addition is
+            left = replace(steps, positions=steps.positions[values != 0], values=values[values != 0])
+            patch = _joined(left, replace(patch, positions=patch.positions[~known], values=patch.values[~known]))
+        steps = patch
+    return [patch for patch in (bits, steps) if patch is not None and patch.positions.size]
+
+
+def _among(positions: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where in ``others`` each position is, and whether it is there; both increase."""
+    at = np.searchsorted(others, positions)
+    known = at < others.size
+    known[known] = others[at[known]] == positions[known]
+    return at, known
+
+
+def _without(patch: StreamPatch | None, positions: np.ndarray) -> StreamPatch | None:
+    if patch is None:
+        return None
+    keep = ~_among(patch.positions, positions)[1]
+    return replace(patch, positions=patch.positions[keep], values=patch.values[keep])
+
+
+def _joined(patch: StreamPatch | None, other: StreamPatch) -> StreamPatch:
+    """Return both, of one kind and at different positions, as one."""
+    if patch is None or not patch.positions.size:
+        return other
+    positions = np.concatenate((patch.positions, other.positions))
+    order = np.argsort(positions, kind="stable")
+    return replace(other, positions=positions[order], values=np.concatenate((patch.values, other.values))[order])
