@@ -143,7 +143,7 @@ class FollowsByDelta:
             name = "model.layers.1.mlp.down_proj.weight"
             copies = sender._transport._writer._baseline  # a trainer whose copy is not what the engines hold
             copies.tensors[name].view(-1)[7:9].add_(1.0)
-            copies.digests[name] = position_digest(copies.tensors[name])
+            copies.digests[copies.table.number[name]] = position_digest(copies.tensors[name])
             other = nudged(good, 0.01, 13)
             with pytest.raises(tx.WeightSyncError, match=rf"{name}(.|\n)*did not prefetch version"):
                 sender.update_weights(other)
