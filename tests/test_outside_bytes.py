@@ -16,11 +16,11 @@ from tests.hostile import HOSTILE, at_most_more_bytes, refused_or_right, worse_b
 from tests.transports.chains import weights
 from tests.versions.damage import published, signed
 from torchrl_ext.codecs.base import codec_from_json, make_codec
-from torchrl_ext.codecs.frames import decompress
 from torchrl_ext.codecs.patch import apply_patch, diff
 from torchrl_ext.compat.slime.container import build_payloads, parse_safetensors
 from torchrl_ext.compat.slime.current import DeltaIndex, checksum, parse_index, parse_shard
 from torchrl_ext.compat.slime.first import build_flush, parse_flush
+from torchrl_ext.compat.slime.frames import decompress
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.stores.delta_manifest import DIGEST, DeltaManifest, Placing
 from torchrl_ext.stores.manifest import read_manifest

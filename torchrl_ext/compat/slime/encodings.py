@@ -22,9 +22,9 @@ import zstandard
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Buffer, Codec, Encoded
-from torchrl_ext.codecs.frames import decompress
 from torchrl_ext.codecs.patch import Patch, SparsePatch, index_dtype, same
 from torchrl_ext.codecs.units import Unit, unit_of
+from torchrl_ext.compat.slime.frames import decompress
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.types import ParamMeta
 

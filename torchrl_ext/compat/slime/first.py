@@ -23,10 +23,10 @@ import torch
 import zstandard
 from safetensors.torch import save
 
-from torchrl_ext.codecs.frames import decompress
 from torchrl_ext.codecs.patch import SparsePatch, index_dtype
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.compat.slime.container import Buffer, parse_safetensors
+from torchrl_ext.compat.slime.frames import decompress
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
 from torchrl_ext.types import ParamMeta, dtype_name
 from torchrl_ext.weights.tensorfile import FORMAT_NAMES
