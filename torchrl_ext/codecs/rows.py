@@ -72,17 +72,7 @@ class RowCodec:
         return self.name == "context"
 
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
-        """Return the change that a payload codes.
-
-        Args:
-            payload: untrusted bytes.
-            meta: the parameter, from a trusted manifest: bounds what a payload can make this allocate.
-            base: the old tensor, where ``whole_base``.
-
-        Raises:
-            IntegrityError: the payload is not one of this parameter; names it.
-            ConfigError: ``base`` is needed.
-        """
+        """Return the change that a payload codes; takes and raises as `torchrl_ext.codecs.base.Codec.decode`."""
         unit, name = unit_of(meta.dtype), f"tensor {meta.name!r}"
         old = None
         if self.whole_base:
