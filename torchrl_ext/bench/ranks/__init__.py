@@ -1,1 +1,0 @@
-"""Measurements of trainers of several ranks, each a process of its own."""

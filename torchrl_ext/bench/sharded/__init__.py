@@ -1,1 +1,0 @@
-"""``torchrl-ext bench sharded``, and the processes that it measures."""
