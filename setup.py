@@ -9,7 +9,12 @@ HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "torchrl_ext" / "__init__.py").read_text())[1]
 README = HERE / "README.md"
 
+CLI = ["typer>=0.29", "rich>=13", "pyyaml>=6", "filelock>=3.12"]
+EMBEDDED = ["transformers>=4.56", "starlette>=0.37", "uvicorn>=0.29"]
 EXTRAS = {
+    "cli": CLI,  # the command torchrl-ext, and topologies of engines in YAML
+    "embedded": EMBEDDED,  # an engine of this package, for a transformers model
+    "demo": [*CLI, *EMBEDDED],
     "ray": ["ray>=2.40"],
     "hydra": ["hydra-core>=1.3"],
     "peft": ["peft>=0.14"],
@@ -20,16 +25,18 @@ EXTRAS = {
     "router": ["vllm-router>=0.1.17"],  # else made in an environment of its own on first use
     "vllm": ["vllm>=0.31"],  # a CUDA build; `torchrl-ext serve vllm` installs the CPU one by itself
     "sglang": ["sglang>=0.5.19"],  # likewise: `torchrl-ext serve sglang`
-    "docs": ["sphinx>=7", "myst-parser>=3", "furo", "hydra-core>=1.3"],
-    "lint": ["ruff>=0.6", "mypy>=1.13", "types-PyYAML"],
-    "tutorials": ["nbclient>=0.10", "ipykernel>=6", "nbformat>=5", "matplotlib>=3.8"],
+    "docs": [*CLI, *EMBEDDED, "sphinx>=7", "myst-parser>=3", "furo", "hydra-core>=1.3"],
+    "lint": ["ruff>=0.6", "mypy>=1.13", "types-PyYAML", "build>=1.2", "twine>=5"],
+    "tutorials": [*CLI, *EMBEDDED, "nbclient>=0.10", "ipykernel>=6", "nbformat>=5", "matplotlib>=3.8"],
 }
 EXTRAS["testing"] = ["pytest>=8"]
-EXTRAS["test"] = [*EXTRAS["testing"], "pytest-timeout>=2.3", "pytest-xdist>=3.5", "psutil>=5.9", "moto[server]>=5"]
-EXTRAS["test"] += ["httpx>=0.27", "hypothesis>=6.100", "pytest-cov>=5"]  # which tests run a line, for tests/mutants.py
-EXTRAS["test"] += ['triton>=3.6; platform_system == "Linux"']  # its interpreter and compiler need no GPU
-EXTRAS["test"] += ['nixl-cu12>=1.5; platform_system == "Linux" and platform_machine == "x86_64"']  # 69 MB
-EXTRAS["test"] += [*EXTRAS["peft"], *EXTRAS["s3"], *EXTRAS["hydra"]]
+EXTRAS["test"] = [
+    *EXTRAS["testing"], *EXTRAS["demo"], *EXTRAS["peft"], *EXTRAS["s3"], *EXTRAS["hydra"],
+    "pytest-timeout>=2.3", "pytest-xdist>=3.5", "pytest-cov>=5", "hypothesis>=6.100", "psutil>=5.9", "httpx>=0.27",
+    "moto[server]>=5",
+    'triton>=3.6; platform_system == "Linux"',  # its interpreter and compiler need no GPU
+    'nixl-cu12>=1.5; platform_system == "Linux" and platform_machine == "x86_64"',  # 69 MB
+]  # fmt: skip
 
 setup(
     name="torchrl_ext",
@@ -37,29 +44,33 @@ setup(
     description="Weight synchronisation from TorchRL trainers to running inference engines, by interchangeable transports",
     long_description=README.read_text() if README.exists() else "",
     long_description_content_type="text/markdown",
+    author="The torchrl_ext authors",
     license="MIT",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["torchrl_ext", "torchrl_ext.*"]),
     package_data={"torchrl_ext": ["__init__.pyi", "py.typed"]},
     python_requires=">=3.10",
-    install_requires=[
+    install_requires=[  # of trainers and of engines; nothing here moves a version that an engine pins
         "torch>=2.6",
-        "torchrl>=0.14",
-        "tensordict>=0.14",
-        "numpy",
+        "torchrl>=0.14,<0.16",  # some private names of it are used
+        "tensordict>=0.14,<0.16",
+        "numpy>=1.26",
         "safetensors>=0.4",
         "zstandard>=0.22",
         "xxhash>=3.4",
-        "msgspec>=0.19",  # what crosses a process is a frozen struct, checked as it is read
+        "msgspec>=0.19",  # messages between processes are frozen structs, checked as they are read
         "numba>=0.60",  # compiled loops of the codecs; imported when a delta is first coded
         "aiohttp>=3.11",
-        "yarl",
+        "yarl>=1.17",
         "certifi",
-        "rich>=13",
-        "transformers>=4.56",
-        "starlette>=0.37",
-        "uvicorn>=0.29",
-        "filelock>=3.12",
-        "pyyaml>=6",
     ],
     extras_require=EXTRAS,
     entry_points={

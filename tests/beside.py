@@ -1,10 +1,10 @@
-"""How the tests of the default tier are shared between its two processes."""
+"""How the tests of the default tier are shared between its two processes: by file, the longest files first."""
 
 from __future__ import annotations
 
-from collections import Counter
+from pathlib import Path
 
-from xdist.scheduler.loadscope import LoadScopeScheduling
+import pytest
 
 SHORT = frozenset(
     {
@@ -31,66 +31,33 @@ RAY = frozenset(
 )
 """Files that start a cluster of Ray, of which a machine has one at a time."""
 
-SECONDS = {
-    "cli/test_demo.py": 87,
-    "sync/test_turns.py": 45,
-    "test_pages.py": 25,
-    "transports/test_sharded.py": 24,
-    "embedded/test_server.py": 16,
-    "sync/test_lost_engines.py": 19,
-    "plugins/test_colocated.py": 18,
-    "bench/test_sharded.py": 15,
-    "collectors/test_scheme.py": 15,
-    "transports/test_carriers.py": 13,
-    "transports/test_contract.py": 13,
-    "embedded/test_process.py": 12,
-    "embedded/test_generation.py": 10,
-    "configs/test_hydra.py": 12,
-    "weights/shards/test_dtensor.py": 11,
-    "transports/test_sharded_killed.py": 11,
-    "stores/test_object.py": 11,
-    "rollout/test_collector.py": 10,
-    "codecs/test_encodings.py": 8,
-    "sources/megatron/test_source.py": 7,
-    "versions/test_warm.py": 7,
-    "cli/test_push.py": 7,
-    "stores/test_delta_manifest.py": 6,
-    "collectors/test_updater.py": 6,
-    "transports/test_delta.py": 6,
-    "test_examples.py": 6,
-    "codecs/test_finding.py": 5,
-    "rollout/test_grpo_trainer.py": 5,
-    "proof/test_rehearsal.py": 5,
-    "serving/test_processes.py": 5,
-    "cli/test_serve.py": 5,
-    "serving/test_membership.py": 5,
-    "test_third_party.py": 5,
-    "transports/test_disk.py": 5,
-    "rollout/test_policy.py": 5,
-    "transports/test_delta_killed.py": 4,
-    "bench/test_transport.py": 4,
-    "transports/test_ranks.py": 6,
-}
-"""What the longest files take of a processor. Where one is wrong, a run ends a little later, and that is all."""
-
-_SECONDS_PER_TEST = 0.05  # of all other files
+LONGEST = (
+    "cli/test_demo.py",
+    "short deadlines",
+    "bench/test_bench.py",
+    "sync/test_turns.py",
+    "Ray",
+    "transports/test_sharded.py",
+    "sync/test_lost_engines.py",
+    "plugins/test_colocated.py",
+    "embedded/test_server.py",
+    "collectors/test_scheme.py",
+    "transports/test_carriers.py",
+    "transports/test_contract.py",
+    "embedded/test_process.py",
+    "configs/test_hydra.py",
+)
+"""Files, and groups of files, that begin first, so that neither process waits long for the other at the end."""
 
 
-class Groups(LoadScopeScheduling):
-    """Gives a process one group of tests after the other, the longest first: those of a file, which share fixtures."""
-
-    def _split_scope(self, nodeid):
-        path = _path(nodeid)
-        return "short deadlines" if path in SHORT else "Ray" if path in RAY else path
-
-    def _assign_work_unit(self, node):
-        self.workqueue.move_to_end(max(self.workqueue, key=self._seconds), last=False)
-        super()._assign_work_unit(node)
-
-    def _seconds(self, group):
-        files = Counter(_path(nodeid) for nodeid in self.workqueue[group])
-        return sum(SECONDS.get(path, count * _SECONDS_PER_TEST) for path, count in files.items())
+def share(items):
+    """Give each test the group of its file, whose tests share fixtures, and sort by `LONGEST`."""
+    first = {group: place for place, group in enumerate(LONGEST)}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item.path)))
+    items.sort(key=lambda item: first.get(group_of(item.path), len(first)))
 
 
-def _path(nodeid):
-    return nodeid.partition("::")[0].removeprefix("tests/")
+def group_of(path):
+    name = path.relative_to(Path(__file__).parent).as_posix()
+    return "short deadlines" if name in SHORT else "Ray" if name in RAY else name

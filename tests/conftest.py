@@ -14,6 +14,7 @@ import httpx
 import pytest
 from hypothesis import settings
 
+from tests.beside import share
 from tests.forking import MODULES
 from tests.processes import WAIT_S, forking
 from tests.ranks import outcomes_of
@@ -44,13 +45,7 @@ def pytest_cmdline_main(config):
         option.numprocesses = 2 if (os.cpu_count() or 1) > 1 else 0
     if option.numprocesses and option.dist == "no":
         option.dist = "loadgroup"
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    from tests.beside import Groups
-
-    return Groups(config, log) if config.option.dist == "loadgroup" else None
+        option.loadscopereorder = False
 
 
 settings.register_profile("default tier", deadline=None, derandomize=True, max_examples=50)
@@ -86,6 +81,7 @@ def _all(config):
     return config.args_source is config.ArgsSource.TESTPATHS
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     """Keep one tier: the tests on real engines, or all others."""
     engines, exhaustive = config.getoption("--engines"), config.getoption("--exhaustive")
@@ -97,6 +93,8 @@ def pytest_collection_modifyitems(config, items):
     items[:] = kept
     if left:
         config.hook.pytest_deselected(items=left)
+    if config.getoption("loadgroup", False):
+        share(items)
 
 
 def pytest_report_header(config):

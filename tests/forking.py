@@ -1,10 +1,9 @@
 """A process that has imported the packages once, and forks a child for each program that `tests.processes` asks for.
 
 An interpreter needs a second or more to import torch, its fork milliseconds. The child is a process like any other: it
-has its own pid, can be killed and frozen, and ends as an interpreter ends. Run as ``python -m tests.forking FD FD``,
-where each FD is a SOCK_SEQPACKET socket: children asked for at the first have imported `MODULES`, those at the second
-torch alone. A request is the JSON of ``{"code", "args", "environ"}`` with four descriptors: standard input, output and
-error, and a pipe that is told the child's pid and, at its end, its exit status.
+has its own pid, can be killed and frozen, and ends as an interpreter ends. Run as ``python -m tests.forking FD``, where
+FD is a SOCK_SEQPACKET socket. A request is the JSON of ``{"code", "args", "environ"}`` with four descriptors: standard
+input, output and error, and a pipe that is told the child's pid and, at its end, its exit status.
 """
 
 from __future__ import annotations
@@ -100,17 +99,10 @@ def run(code: str, args: list[str], environ: dict[str, str]) -> None:
 if __name__ == "__main__":
     # torch imports triton where it is, which then prints a page at the end of each fork; none of them has a GPU
     sys.modules["triton"] = None
-    importlib.import_module("torch")
-    requests, bare = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
-    if os.fork() == 0:
-        requests.close()
-        requests = bare
-    else:
-        bare.close()
-        for name in MODULES:
-            importlib.import_module(name)
+    for name in MODULES:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # no child walks, and so copies, what all of them share
-    asked = serve(requests)
+    asked = serve(socket.socket(fileno=int(sys.argv[1])))
     if asked is not None:
         run(**asked)

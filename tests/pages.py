@@ -26,6 +26,7 @@ import copy
 import dataclasses
 import functools
 import json
+import os
 import re
 import runpy
 import shutil
@@ -106,7 +107,8 @@ def run(page, urls, folder, *, plain=True, needing=False):
     addresses = list(dict.fromkeys(ADDRESS.findall("".join(block.code for block in running))))
     assert len(addresses) <= len(urls), f"{page} has addresses of {len(addresses)} engines"
     table = {address: url.removeprefix("http://") for address, url in zip(addresses, urls, strict=False)}
-    with tempfile.TemporaryDirectory() as own, contextlib.chdir(own):
+    with tempfile.TemporaryDirectory() as own:
+        os.chdir(own)  # of a process that ends with the page
         shutil.copytree(folder, Path(own, "models/policy"))
         shutil.copytree(folder, Path(own, "checkpoints/step-400"))
         table |= {name: str(Path(own, name.lstrip("/"))) for name in FOLDERS}

@@ -49,20 +49,17 @@ def finished(code, *args, timeout_s=WAIT_S, **how):
 
 
 @contextmanager
-def running_python(
-    code, *args, prefix=(), fresh=False, bare=False, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None
-):
+def running_python(code, *args, prefix=(), fresh=False, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None):
     """A process that runs ``code`` beside the block; killed at its end.
 
-    With ``fresh``, or a ``prefix`` (a command to run it by), it is an interpreter that has imported nothing yet; with
-    ``bare`` one that has imported torch, and nothing of ours or of TorchRL's.
+    With ``fresh``, or a ``prefix`` (a command to run it by), it is an interpreter that has imported nothing yet.
     """
     streams = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
     if prefix or fresh:
         command = [*prefix, sys.executable, "-c", code, *map(str, args)]
         child = subprocess.Popen(command, cwd=ROOT, text=True, **streams)
     else:
-        child = Forked(code, args, bare=bare, **streams)
+        child = Forked(code, args, **streams)
     try:
         yield child
     finally:
@@ -75,11 +72,11 @@ def running_python(
 
 
 class Forked:
-    """As `subprocess.Popen`, for a child that `tests.forking` makes: it has imported torch and, not ``bare``, more."""
+    """As `subprocess.Popen`, for a child that `tests.forking` makes, which has imported the packages."""
 
     _asking = threading.Lock()
 
-    def __init__(self, code, args, *, bare, stdin, stdout, stderr):
+    def __init__(self, code, args, *, stdin, stdout, stderr):
         self.returncode = None
         self._told = b""
         asked = {"code": code, "args": [str(arg) for arg in args], "environ": dict(os.environ)}
@@ -91,7 +88,7 @@ class Forked:
             self._status, told = os.pipe()
             given.callback(os.close, told)
             with self._asking:
-                socket.send_fds(forking()[bare], [request], [first, second, third, told])
+                socket.send_fds(forking(), [request], [first, second, third, told])
         self.pid = int(self._next(WAIT_S))
 
     def poll(self):
@@ -147,22 +144,20 @@ def _ends(given, stream, number):
 
 @functools.cache
 def forking():
-    """The two sockets to a `tests.forking` of this session, which ends with them."""
-    own, other = zip(*(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)), strict=True)
-    given = [end.fileno() for end in other]
-    with other[0], other[1]:
+    """The socket to a `tests.forking` of this session, which ends with it."""
+    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with other:
         server = subprocess.Popen(
-            [sys.executable, "-m", "tests.forking", *map(str, given)],
+            [sys.executable, "-m", "tests.forking", str(other.fileno())],
             cwd=ROOT,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-            pass_fds=given,
+            pass_fds=[other.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )
 
     def end():
-        for one in own:
-            one.close()
+        own.close()
         server.wait(WAIT_S)
 
     atexit.register(end)

@@ -52,24 +52,19 @@ def test_a_process_of_the_two_starts_no_others(monkeypatch):
     assert asked() == (None, "no")
 
 
-def test_files_that_the_table_names_exist():
-    assert not [name for name in [*beside.SECONDS, *beside.SHORT, *beside.RAY] if not (ROOT / "tests" / name).exists()]
+def test_files_that_the_tables_name_exist():
+    named = {*beside.LONGEST, *beside.SHORT, *beside.RAY} - {"short deadlines", "Ray"}
+    assert not [name for name in named if not (ROOT / "tests" / name).exists()]
 
 
-def test_what_takes_longest_begins_first_and_short_deadlines_never_run_beside_each_other():
-    class Queue(beside.Groups):
-        def __init__(self, *ids):
-            self.workqueue = {}
-            for one in ids:
-                self.workqueue.setdefault(self._split_scope(one), {})[one] = False
+def test_the_longest_files_begin_first_and_short_deadlines_never_run_beside_each_other():
+    class Item(SimpleNamespace):
+        def add_marker(self, mark):
+            self.group = mark.args[0]
 
-    first = max(beside.SECONDS.keys() - beside.SHORT - beside.RAY, key=beside.SECONDS.get)
     short, other = sorted(beside.SHORT)[:2]
-    ids = ["tests/a.py::one", f"tests/{short}::one", f"tests/{other}::one", f"tests/{first}::one", "tests/a.py::two"]
-    queue = Queue(*ids)
-    assert {frozenset(group) for group in queue.workqueue.values()} == {
-        frozenset({ids[0], ids[4]}),
-        frozenset({ids[1], ids[2]}),
-        frozenset({ids[3]}),
-    }
-    assert queue._seconds(first) == max(map(queue._seconds, queue.workqueue))
+    paths = ["a/test_a.py", short, other, beside.LONGEST[0], "a/test_a.py"]
+    items = [Item(path=ROOT / "tests" / path) for path in paths]
+    beside.share(items)
+    groups = [item.group for item in items]
+    assert groups == [beside.LONGEST[0], "short deadlines", "short deadlines", "a/test_a.py", "a/test_a.py"]

@@ -146,6 +146,6 @@ def test_an_object_that_is_dropped_with_the_process_is_waited_for():
         "    def __del__(self):\n"
         "        print(in_thread(lambda: 'done', 'last').result(5))\n"
         "last = Last()",
-        bare=True,
+        fresh=True,
     )
     assert said == "done\n"

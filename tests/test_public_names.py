@@ -96,7 +96,7 @@ def test_the_function_called_transports_survives_the_package_of_that_name():
         "import torchrl_ext.transports.disk\n"
         "from torchrl_ext.transports.base import Transport\n"
         "assert dict(tx.transports()) == before",
-        bare=True,
+        fresh=True,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -16,40 +15,7 @@ import pytest
 from tests.processes import ROOT, WAIT_S
 from tests.test_floors import imports, modules
 
-OLDEST = (3, 10)
 PROMISED = ["3.10", "3.11", "3.12", "3.13"]
-NEWER = {
-    "asyncio": {"Barrier", "Runner", "TaskGroup", "timeout", "timeout_at"},
-    "builtins": {"BaseExceptionGroup", "ExceptionGroup", "PythonFinalizationError"},
-    "collections.abc": {"Buffer"},
-    "contextlib": {"chdir"},
-    "copy": {"replace"},
-    "datetime": {"UTC"},
-    "enum": {"EnumType", "FlagBoundary", "ReprEnum", "StrEnum", "global_enum", "member", "nonmember", "verify"},
-    "hashlib": {"file_digest"},
-    "inspect": {"getmembers_static", "ismethodwrapper", "markcoroutinefunction"},
-    "itertools": {"batched"},
-    "logging": {"getHandlerByName", "getHandlerNames", "getLevelNamesMapping"},
-    "math": {"cbrt", "exp2", "fma", "sumprod"},
-    "operator": {"call", "is_none", "is_not_none"},
-    "os": {"process_cpu_count", "unshare"},
-    "queue": {"ShutDown"},
-    "random": {"binomialvariate"},
-    "sys": {"exception", "monitoring"},
-    "threading": {"setprofile_all_threads", "settrace_all_threads"},
-    "types": {"CapsuleType", "get_original_bases"},
-    "typing": {
-        "LiteralString", "Never", "NotRequired", "ReadOnly", "Required", "Self", "TypeAliasType", "TypeIs",
-        "TypeVarTuple", "Unpack", "assert_never", "assert_type", "dataclass_transform", "get_overloads",
-        "get_protocol_members", "is_protocol", "override", "reveal_type",
-    },
-    "warnings": {"deprecated"},
-}  # fmt: skip
-"""Names that modules of the standard library got after the oldest Python; and those of objects and of arguments:"""
-NEWER_MODULES = {"compression", "concurrent.interpreters", "pathlib.types", "tomllib", "wsgiref.types"}
-NEWER_ATTRIBUTES = {"add_note", "cancelling", "co_qualname", "full_match", "is_junction", "uncancel"}
-NEWER_ARGUMENTS = {"delete_on_close", "onexc", "process_group", "walk_up"}
-
 IMPORTS_ALL = '''
 import abc, importlib, json, sys, types
 from importlib.machinery import ModuleSpec
@@ -58,6 +24,7 @@ def of_third_party(name):
     if name.startswith("__"):
         raise AttributeError(name)
     takes = {"__init__": lambda self, *given, **settings: None, "__init_subclass__": lambda cls=None, **settings: None}
+    takes |= dict.fromkeys(("callback", "command"), lambda *given, **settings: lambda function: function)  # typer's
     return AnyClass(name, (), takes) if name[0].isupper() else Stub(name)
 
 class AnyClass(abc.ABCMeta):
@@ -110,36 +77,50 @@ def interpreter(version):
     return None
 
 
-def newer_names(tree):
-    """What a module uses of the standard library that the oldest Python does not have, with the line of each use."""
-    bound, nodes = {}, list(ast.walk(tree))
-    for node in nodes:
-        match node:
-            case ast.Import(names=names):
-                for alias in names:
-                    bound[alias.asname or alias.name] = alias.name
-                    if alias.name in NEWER_MODULES:
-                        yield node.lineno, alias.name
-            case ast.ImportFrom(module=module, names=names):
-                for alias in names:
-                    bound[alias.asname or alias.name] = f"{module}.{alias.name}"
-                    if {module, f"{module}.{alias.name}"} & NEWER_MODULES or alias.name in NEWER.get(module, ()):
-                        yield node.lineno, f"{module}.{alias.name}"
-    for node in nodes:
-        match node:
-            case ast.Attribute(attr=name) if name in NEWER_ATTRIBUTES:
-                yield node.lineno, name
-            case ast.Attribute(value=ast.Name(id=module), attr=name) if name in NEWER.get(bound.get(module), ()):
-                yield node.lineno, f"{module}.{name}"
-            case ast.Name(id=name) if name in NEWER["builtins"] and name not in bound:
-                yield node.lineno, name
-            case ast.keyword(arg=name) if name in NEWER_ARGUMENTS:
-                yield node.lineno, f"{name}="
-
-
 def test_the_oldest_python_that_is_promised_is_the_first_of_those_tried():
     assert f'python_requires=">={PROMISED[0]}"' in (ROOT / "setup.py").read_text()
-    assert re.search(r'^target-version = "py310"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    settings = (ROOT / "pyproject.toml").read_text()
+    assert re.search(r'^target-version = "py310"$', settings, re.MULTILINE)
+    assert re.search(r'^python_version = "3.10"', settings, re.MULTILINE)  # mypy knows what newer ones brought
+
+
+EXTRAS = [
+    "typer",
+    "rich",
+    "transformers",
+    "tokenizers",
+    "starlette",
+    "uvicorn",
+    "fastapi",
+    "yaml",
+    "peft",
+    "hydra",
+    "ray",
+]
+"""Packages that only extras bring."""
+
+
+def test_an_installation_without_extras_imports_every_module_that_needs_none():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bare", *EXTRAS], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "extra"),
+    [
+        ("import sys; from torchrl_ext.cli.main import main; sys.exit(main(['discover', 'localhost:1']))", "cli"),
+        ("from torchrl_ext.testing.tiny import make_tiny_lm; make_tiny_lm('model')", "embedded"),
+        ("from torchrl_ext.serving.engines.embedded import EmbeddedServer; EmbeddedServer('.')", "embedded"),
+        ("from torchrl_ext.serving.topology import Topology; Topology.load('engines.yaml')", "cli"),
+        ("import torchrl_ext.configs", "hydra"),
+    ],
+)
+def test_an_extra_that_is_missing_is_named_in_one_line(code, extra):
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({EXTRAS})); {code}"
+    done = subprocess.run([sys.executable, "-c", blocked], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode and f"pip install 'torchrl_ext[{extra}]'" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("version", PROMISED)
@@ -159,28 +140,3 @@ def test_a_python_imports_every_module(version):
         timeout=WAIT_S,
     )
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from typing import Self",
-        "from contextlib import suppress, chdir",
-        "import contextlib as c\nc.chdir('.')",
-        "import typing\nx: typing.Never",
-        "import tomllib",
-        "raise ExceptionGroup('', [])",
-        "frame.f_code.co_qualname",
-        "shutil.rmtree(path, onexc=print)",
-    ],
-)
-def test_a_name_that_the_oldest_python_lacks_is_found(code):
-    assert list(newer_names(ast.parse(code)))
-
-
-def test_no_module_uses_what_the_oldest_python_lacks():
-    found = []
-    for path in modules():
-        tree = ast.parse(path.read_text(), str(path), feature_version=OLDEST)
-        found += [f"{path.relative_to(ROOT)}:{line}: {name}" for line, name in newer_names(tree)]
-    assert not found

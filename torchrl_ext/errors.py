@@ -40,6 +40,11 @@ class WeightSyncError(RuntimeError):
 class ConfigError(WeightSyncError, ValueError):
     """A setting or a name is invalid; raised before any I/O."""
 
+    @classmethod
+    def missing(cls, package: str | None, extra: str) -> ConfigError:
+        """Return the error for a package that is not installed, with the extra of this distribution that brings it."""
+        return cls(f"{package} is not installed", hint=f"pip install 'torchrl_ext[{extra}]'")
+
 
 class ManifestError(WeightSyncError):
     """Names, shapes or dtypes differ between sender and receiver."""

@@ -178,6 +178,8 @@ class Make:
         dialect: the `torchrl_ext.rollout.dialects.Dialect` of its token requests.
         server: the `torchrl_ext.serving.server.EngineSpec` of servers that this library starts.
         router: the `torchrl_ext.serving.router.RouterSpec` of the vendor's router.
+        routes: HTTP routes of an update: by transport (``"disk"``, ``"native"``) of a server without our plugin, and
+            under ``""`` with it.
     """
 
     client: Any
@@ -185,6 +187,7 @@ class Make:
     dialect: Any = None
     server: Any = None
     router: Any = None
+    routes: Any = None
 
 
 class Makes(Registry):

@@ -1,4 +1,4 @@
-"""``torchrl-ext bench by_shard``: what deltas by shard cost the ranks of an FSDP2 trainer, and what workers read.
+"""``python -m tests.bench by_shard``: what deltas by shard cost the ranks of an FSDP2 trainer, and what workers read.
 
 Memory is that of the host: a rank's copies of its own blocks and the most that sending adds to them, beside the bytes
 of the whole model, which one rank of a trainer that gathers has to keep. What a worker reads is counted for one that
@@ -22,10 +22,9 @@ from queue import Empty
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
-from torchrl_ext.bench.runner import at_most, track_peak
+from torchrl_ext.bench.runner import track_peak
 from torchrl_ext.codecs.choice import ulp
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.codecs.streams import find
@@ -43,14 +42,6 @@ from torchrl_ext.versions.shards.own import OwnBlocks
 from torchrl_ext.versions.writer import FlatCopies
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import MappingSource
-
-__all__ = ["MOST_ENCODE", "MOST_MEMORY", "add_arguments", "delta_by_shard", "encode", "measure", "tables"]
-
-MOST_MEMORY = 0.30
-"""The most host memory that deltas may take on one of four ranks / the bytes of the model."""
-
-MOST_ENCODE = 1.5
-"""The most seconds that coding a rank's blocks may take / coding the same memory unsharded, at 1 % changed."""
 
 _TIMEOUT_S = 300.0
 
@@ -132,7 +123,7 @@ def delta_by_shard(
     return {
         "model_bytes": model,
         "version_bytes": written,
-        "memory": at_most(most, MOST_MEMORY if ranks == 4 else None),
+        "memory": most,
         "keyframe": max(row["keyframe"] for row in rows),
         "ranks": rows,
         "seconds": max(row["seconds"] for row in found),
@@ -171,7 +162,7 @@ def encode(ranks: int, layers: int, width: int, *, repeats: int, density: float 
     return {name: _encode(parts[name], width, axis, repeats, density) for axis, name in enumerate(shapes)}
 
 
-def _encode(tensors: list[Tensor], width: int, axis: int, repeats: int, density: float) -> dict[str, Any]:
+def _encode(tensors: list[Tensor], width: int, axis: int, repeats: int, density: float) -> float:
     parts = {f"{number}.weight": tensor for number, tensor in enumerate(tensors)}
     held, own, codec = _Held(parts, width, axis), OwnBlocks(), ulp()
     own.keep(held, {})
@@ -199,24 +190,7 @@ def _encode(tensors: list[Tensor], width: int, axis: int, repeats: int, density:
             began = time.perf_counter()
             way()
             seconds[way] += [time.perf_counter() - began] if turn else []  # the first one compiles
-    return at_most(min(seconds[sharded]) / min(seconds[unsharded]), MOST_ENCODE)
-
-
-def tables(results: dict[str, Any]) -> list[Table]:
-    """Show what the ranks take and what workers read."""
-    size = f"{results['model_bytes'] / (1 << 20):,.0f} MiB, a version {results['version_bytes'] / (1 << 20):,.1f} MiB"
-    table = Table("rank", "copies", "deltas add", "a full version takes", title=f"host memory / the model's {size}")
-    for rank, row in enumerate(results["ranks"]):
-        table.add_row(str(rank), *(f"{row[key]:.3f}" for key in ("copies", "delta", "keyframe")))
-    other = Table("", "found", "at most")
-    other.add_row("host memory of a rank / the model's", f"{results['memory']['found']:.3f}", f"{MOST_MEMORY}")
-    other.add_row("bytes of the busiest rank / the mean", f"{results['balance']:.3f}", "")
-    other.add_row("a worker with half of the rows reads", f"{results['rows']:.3f}", "")
-    other.add_row("a worker with half of the columns reads", f"{results['columns']:.3f}", "")
-    for name, row in results.get("encode", {}).items():
-        other.add_row(f"coding blocks of {name} / the same unsharded", f"{row['found']:.2f}", f"{row['target']}")
-    other.add_row("seconds of a delta", f"{results['seconds']:.2f}", "")
-    return [table, other]
+    return min(seconds[sharded]) / min(seconds[unsharded])
 
 
 def _half(metas: Mapping[str, ParamMeta], axis: int, name: str) -> tuple[Block, ...]:

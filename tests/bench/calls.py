@@ -10,15 +10,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rich.table import Table
-
 from tests.processes import running_python
 from torchrl_ext.bench.runner import ratio, rounds
 from torchrl_ext.rpc.http import HTTPSession
 
-__all__ = ["add_arguments", "measure", "tables"]
-
-_TARGET = 1.0  # of the time with a loop for each call
 _SERVER = """
 from torchrl_ext.testing import FakeEngine
 with FakeEngine("vllm") as fake:
@@ -58,14 +53,4 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
         }
         seconds = rounds(ways, args.repeats)
     middle = {way: statistics.median(found) for way, found in seconds.items()}
-    return {"seconds": middle, "ratio": ratio(seconds["shared loop"], seconds["loop per call"], _TARGET)}
-
-
-def tables(results: dict[str, Any]) -> list[Table]:
-    """What a person reads."""
-    table = Table("way", "processor time of a call", title="control calls")
-    for way, seconds in results["seconds"].items():
-        table.add_row(way, f"{seconds * 1e3:.2f} ms")
-    found = results["ratio"]
-    table.add_row("ratio", f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})")
-    return [table]
+    return {"seconds": middle, "ratio": ratio(seconds["shared loop"], seconds["loop per call"])}

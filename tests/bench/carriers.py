@@ -1,4 +1,4 @@
-"""``torchrl-ext bench carriers``: bytes from one rank to another by every carrier, beside a broadcast and a copy.
+"""``python -m tests.bench carriers``: bytes from one rank to another by every carrier, beside a broadcast and a copy.
 
 Two processes on this machine. Each way moves the same bytes in flat buffers of one size, two of them in flight; a round
 ends when the other process has told that it has them all.
@@ -18,7 +18,6 @@ from statistics import median
 from typing import Any, cast
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from torchrl_ext.bench.runner import ratio, rounds
@@ -27,8 +26,6 @@ from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership
 from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.sharded.nixl import load_nixl
-
-__all__ = ["add_arguments", "measure", "tables"]
 
 TIMEOUT_S = 120.0
 _FLYING = 2
@@ -177,16 +174,3 @@ def _numbers(args: argparse.Namespace, seconds: dict[str, list[float]], end: _En
             if way not in ("broadcast", "copy")
         },
     }
-
-
-def tables(results: Mapping[str, Any]) -> list[Table]:
-    """Show the speeds, and how they compare."""
-    title = f"{results['cores']} cores, torch {results['torch']}, {results['bytes'] >> 20} MiB"
-    speeds = Table("way", "GiB/s", title=title)
-    compared = Table("measured in one run", "median", "spread")
-    for way, speed in results["gib_per_s"].items():
-        speeds.add_row(way, f"{speed:.2f}")
-    for name in (name for name in results if "_vs_" in name):
-        one = results[name]
-        compared.add_row(name.replace("_vs_", " / "), f"{one['median']:.2f}", f"{one['low']:.2f} - {one['high']:.2f}")
-    return [speeds, compared]

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
 
-from torchrl_ext.bench.data import real_chain, synthetic_pair
+from tests.bench.data import bounds, real_chain
+from torchrl_ext.bench.data import synthetic_pair
 from torchrl_ext.bench.runner import rounds
 from torchrl_ext.codecs.blocks import KINDS
 from torchrl_ext.codecs.streams import Found, StreamPatch
@@ -25,8 +25,6 @@ from torchrl_ext.codecs.units import unit_of, units
 from torchrl_ext.kernels.base import BITS
 from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.types import ParamMeta
-
-__all__ = ["add_arguments", "measure", "tables"]
 
 _BLOCK = 1 << 22
 _DENSITIES = (0.001, 0.01, 0.03, 0.1, 0.5, 1.0)
@@ -36,6 +34,7 @@ _Stream = tuple[torch.dtype, np.ndarray, np.ndarray]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the settings."""
     parser.add_argument("--hidden", type=int, default=384, help="of the models whose weights change")
+    parser.add_argument("--steps", type=int, default=40, help="of training before the model is fine-tuned")
 
 
 def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
             name = str(kind).removeprefix("torch.")
             cases[f"{name} {density:.1%}"] = partial(_scattered, density, args.hidden, kind)
     cases["bfloat16 3.0% in runs"] = partial(_scattered, 0.03, args.hidden, torch.bfloat16, True)
-    chain = real_chain(hidden=256, layers=4, syncs=4, pretrain_steps=40)
+    chain = real_chain(hidden=256, layers=4, syncs=4, pretrain_steps=args.steps)
     for steps in (1, 4):
         old, new = chain[-1 - steps], chain[-1]
         flat = [torch.cat([side[name].reshape(-1) for name in new]) for side in (old, new)]
@@ -96,7 +95,8 @@ def _case(dtype: torch.dtype, old: np.ndarray, new: np.ndarray, repeats: int, sa
     ways |= {f"{kind} {way}": partial(call, kind) for way, call in (("write", write), ("read", read)) for kind in KINDS}
     seconds = rounds({way: partial(_timed, call) for way, call in ways.items()}, repeats)
     spent = {way: statistics.median(taken) for way, taken in seconds.items()}
-    limits = dict(zip(("ulp", "context"), _bounds(dtype, old, new), strict=True))
+    _, plain, conditional = bounds(*(torch.from_numpy(side).view(dtype) for side in (old, new)))
+    limits = {"ulp": plain, "context": conditional}
     return {
         kind: {
             "density": changed / old.size,
@@ -109,43 +109,7 @@ def _case(dtype: torch.dtype, old: np.ndarray, new: np.ndarray, repeats: int, sa
     }
 
 
-def _bounds(dtype: torch.dtype, old: np.ndarray, new: np.ndarray) -> tuple[float, float]:
-    """Return the fewest bits under both models, of any float dtype (`torchrl_ext.bench.data.bounds` is of bfloat16)."""
-    from torchrl_ext.codecs.token_loops import steps_between
-
-    unit, where = unit_of(dtype), np.flatnonzero(old != new)
-    steps = np.empty_like(old[where])
-    steps_between(old[where], new[where], unit.top, unit.mask, unit.ordered, steps)
-    exponents = old >> unit.dtype.type(unit.shift) & unit.dtype.type(unit.select)
-    limits = []
-    for contexts in (np.zeros_like(exponents), exponents):
-        seen, changed = np.bincount(contexts, minlength=256), np.bincount(contexts[where], minlength=256)
-        bits = sum(_entropy(np.array(each)) for each in zip(changed, seen - changed, strict=True))
-        bits += sum(
-            _entropy(np.unique(steps[contexts[where] == one], return_counts=True)[1]) for one in np.flatnonzero(changed)
-        )
-        limits.append(bits)
-    return limits[0], limits[1]
-
-
-def _entropy(counts: np.ndarray) -> float:
-    used = counts[counts > 0]
-    return float(-(used * np.log2(used / used.sum())).sum()) if used.size else 0.0
-
-
 def _timed(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
-
-
-def tables(results: dict[str, Any]) -> list[Table]:
-    """What a person reads."""
-    table = Table("changes", "kind", "density", "bits", "over bound", "write / read, ns", "speed of a copy")
-    table.title = "coding"
-    for name, kinds in results.items():
-        for kind, row in kinds.items():
-            over = "" if row["over_bound"] is None else f"x{row['over_bound']:.3f}"
-            speeds = [f"{row[what]['write']:.2f} / {row[what]['read']:.2f}" for what in ("ns", "of_copy")]
-            table.add_row(name, kind, f"{row['density']:.2%}", f"{row['bits']:.2f}", over, *speeds)
-    return [table]

@@ -11,10 +11,9 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from torchrl_ext.bench.runner import at_most, rounds
+from torchrl_ext.bench.runner import rounds
 from torchrl_ext.codecs.streams import BLOCK_UNITS, StreamPatch
 from torchrl_ext.kernels.base import flat_bits, unsigned
 from torchrl_ext.landing.loader import Changes, TensorsLoader
@@ -22,9 +21,6 @@ from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import as_source
 
-__all__ = ["add_arguments", "measure", "tables"]
-
-_TARGET = 1.3  # of a bare scatter
 _DENSITIES = (0.001, 0.01)
 _OTHER = torch.zeros(1 << 26)  # 256 MiB: more than caches hold
 
@@ -98,7 +94,6 @@ def _measured(size: int, count: int, density: float, repeats: int) -> dict[str, 
         "density": density,
         "commit_s": statistics.median(seconds["commit"]),
         "of": shares,
-        "aim": at_most(shares["bare"]["quickest"], _TARGET),
     }
 
 
@@ -142,18 +137,3 @@ def _write_and_check(target, index, values):
     for k in range(index.size):
         wrong |= target[np.uint64(index[k])] ^ values[k]
     return wrong == 0
-
-
-def tables(results: dict[str, Any]) -> list[Table]:
-    """What a person reads."""
-    table = Table(title=f"the pause of a delta, {results['elements']:,} elements, one thread: median (quickest rounds)")
-    for heading in ("tensors", "changed", "commit", "of a bare scatter", "of a checked one", "of a load"):
-        table.add_column(heading, justify="right")
-    for row in results["rows"]:
-        table.add_row(
-            str(row["tensors"]),
-            f"{row['density']:.1%}",
-            f"{row['commit_s'] * 1e3:.2f} ms",
-            *(f"{share['median']:.2f} ({share['quickest']:.2f})" for share in row["of"].values()),
-        )
-    return [table]

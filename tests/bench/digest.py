@@ -9,15 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from torchrl_ext.bench.runner import ratio, rounds
 from torchrl_ext.kernels.base import LINEAR, POSITION, Piece, kernels
 from torchrl_ext.weights.digests import tensor_digest
 
-__all__ = ["add_arguments", "measure", "tables"]
-
-_TARGET = 1 / 1.3  # of the speed of a copy, for the linear digest
 _DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -51,7 +47,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
         found[str(dtype).removeprefix("torch.")] = {
             way: {
                 "ns": min(taken) / count * 1e9,
-                **ratio(taken, seconds["copy"], _TARGET if way.startswith(LINEAR) else None),
+                **ratio(taken, seconds["copy"]),
             }
             for way, taken in seconds.items()
         }
@@ -65,12 +61,3 @@ def _timed(call: Callable[[], object]) -> Callable[[], float]:
         return time.perf_counter() - began
 
     return timed
-
-
-def tables(results: dict[str, Any]) -> list[Table]:
-    """What a person reads."""
-    table = Table("dtype", "digest", "ns per element", "time / copy", title="digests on the host, one thread")
-    for dtype, ways in results.items():
-        for way, row in ways.items():
-            table.add_row(dtype, way, f"{row['ns']:.2f}", f"{1 / row['median']:.2f}{'' if row['met'] else ' missed'}")
-    return [table]

@@ -1,10 +1,11 @@
-"""Measures how long fresh processes take for their first versions by delta, and how much of that is compiling.
+"""``python -m tests.bench first_use``: first versions by delta of fresh processes, and how much of that is compiling.
 
 Trainer and engine are processes of their own, each with its own cache for compiled loops: empty at first, then warm.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -13,45 +14,29 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rich.table import Table
-
-__all__ = ["STEPS", "measure_first_use", "table"]
-
-STEPS = {
-    "connect": "connect",
-    "ready": "until loops are ready",
-    "compiled": "of it in a compiler here",
-    "keyframe": "first keyframe: prepare / prefetch",
-    "delta": "first delta: prepare / prefetch",
-    "later": "second delta: prepare / prefetch",
-}
-"""The steps that each process times, by key, as the table names them."""
-MOST_S = 1.0
-"""Seconds that a step of an update may take at most, however fresh the process."""
 _VERSIONS = {1: "keyframe", 2: "delta", 3: "later"}
 _DEADLINE_S = 600.0
 
 
-def measure_first_use(say: Callable[[str], None]) -> dict[str, Any]:
-    """Time each step with an empty cache and with a warm one; and say where this machine keeps compiled loops."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare nothing: the model has a fixed size."""
+
+
+def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """Time each step once with an empty cache and with a warm one; and say where this machine keeps compiled loops."""
     from torchrl_ext.versions.warm import cache_folder
 
-    found: dict[str, Any] = {"cache": cache_folder(), "steps": dict(STEPS)}
+    found: dict[str, Any] = {"cache": cache_folder()}
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as cache:
         for state in ("empty", "warm"):
             say(f"first updates of fresh processes, {state} cache")
             found[state] = _both(cache)
-    found["largest"] = {
-        "found": max(found[s][end][v] for s in ("empty", "warm") for end in found[s] for v in _VERSIONS.values()),
-        "target": MOST_S,
-    }
-    found["largest"]["met"] = found["largest"]["found"] <= MOST_S
     return found
 
 
 def _both(cache: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as root:
-        module = [sys.executable, "-m", "torchrl_ext.bench.first_use"]
+        module = [sys.executable, "-m", "tests.bench.first_use"]
         trains, serves = (["env", f"NUMBA_CACHE_DIR={cache}/{end}", *module, end] for end in ("trainer", "engine"))
         with subprocess.Popen([*trains, root], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as trainer:
             try:
@@ -65,22 +50,6 @@ def _both(cache: str) -> dict[str, Any]:
             finally:
                 trainer.kill()
     return {"trainer": told["seconds"], "engine": json.loads(engine.stdout)}
-
-
-def table(found: Mapping[str, Any]) -> Table:
-    """Show the seconds of each step, trainer and engine beside each other."""
-    columns = [(state, end) for state in ("empty", "warm") for end in ("trainer", "engine")]
-    shown = Table(
-        "seconds", *(f"{end}, {state} cache" for state, end in columns), title="first updates of a 0.4 M model"
-    )
-    for step, words in STEPS.items():
-        shown.add_row(words, *(f"{found[state][end][step]:.2f}" for state, end in columns))
-    largest = found["largest"]
-    shown.caption = (
-        f"largest step of an update {largest['found']:.2f} s (target {largest['target']:.0f}); compiled loops are kept "
-        f"beside their sources, those of the kernels in {found['cache'] or 'no directory, for none is writable'}"
-    )
-    return shown
 
 
 # the two processes

@@ -1,27 +1,26 @@
-"""``torchrl-ext bench gpu``: updates that stay on a GPU, beside plain copies of the same bytes.
+"""``python -m tests.bench gpu``: updates that stay on a GPU, beside plain copies of the same bytes.
 
-Shared memory between two processes (`torchrl_ext.bench.ipc`) beside ``copy_`` of every tensor on the device; deltas
-that are listed on the device, from a baseline there and from one in pinned host memory, beside a copy of the whole
-model to the host and the host's own pass over it; and a staged delta that lands, beside a copy.
+Shared memory between two processes beside ``copy_`` of every tensor on the device; deltas that are listed on the
+device, from a baseline there and from one in pinned host memory, beside a copy of the whole model to the host and the
+host's own pass over it; and a staged delta that lands, beside a copy.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from torchrl_ext.bench.data import SIZES, Shapes, shapes_bytes
 from torchrl_ext.bench.delta import coded, copies_of
-from torchrl_ext.bench.ipc import measure_ipc, settle
 from torchrl_ext.bench.runner import ratio, rounds
+from torchrl_ext.bench.transport import compare, settle
 from torchrl_ext.codecs.blocks import ULP
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.errors import ConfigError
@@ -29,8 +28,6 @@ from torchrl_ext.kernels.base import LINEAR, kernels_on
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.landing.patcher import Patcher, identity
 from torchrl_ext.versions.writer import FlatCopies
-
-__all__ = ["add_arguments", "measure", "tables"]
 
 Weights = dict[str, Tensor]
 
@@ -62,7 +59,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
         "bytes": shapes_bytes(shapes),
     }
     say("shared memory between two processes")
-    numbers["ipc"] = measure_ipc(args.size, "model", args.repeats, args.device)
+    numbers["ipc"] = compare(shapes, ["ipc"], args.repeats, device=args.device)
     numbers["deltas"] = []
     for density in args.densities:
         say(f"deltas, {density:.1%} changed")
@@ -152,16 +149,3 @@ def _pair(shapes: Shapes, density: float, device: str) -> tuple[Weights, Weights
 
 def _on_host(tensor: Tensor, pinned: bool) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned).copy_(tensor)
-
-
-def tables(results: Mapping[str, Any]) -> list[Table]:
-    """Show shared memory, then deltas."""
-    title = f"GB of weights per second on {results['device']}, kernels: {results['kernels']}"
-    ipc = Table("ipc between two processes", "copy on the device", "ipc/copy", title=title)
-    speeds = results["ipc"]["gb_per_s"]
-    ipc.add_row(f"{speeds['ipc']:.1f}", f"{speeds['copy']:.1f}", f"{results['ipc']['ipc_vs_copy']['median']:.2f}")
-    ways = list(results["deltas"][0]["gb_per_s"])
-    deltas = Table("density", *ways, title=title)
-    for row in results["deltas"]:
-        deltas.add_row(f"{row['density']:.1%}", *(f"{row['gb_per_s'][way]:.1f}" for way in ways))
-    return [ipc, deltas]

@@ -1,4 +1,4 @@
-"""``torchrl-ext bench plan``: seconds and memory of a transfer plan for very many tensors, ranks and workers.
+"""``python -m tests.bench plan``: seconds and memory of a transfer plan for very many tensors, ranks and workers.
 
 The trainer is FSDP2, each rank a stretch of rows of every tensor; the engine's workers cut matrices by columns or by
 rows, and hold every norm and router whole.
@@ -14,17 +14,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from torchrl_ext.bench.runner import at_most, track_peak
+from torchrl_ext.bench.runner import track_peak
 from torchrl_ext.transports.sharded.plans.plan import Share, make_plan
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
-
-__all__ = ["MOST_BYTES", "MOST_S", "add_arguments", "measure", "plan_cost", "tables"]
-
-MOST_S, MOST_BYTES = 5.0, 2 << 30
-"""The bounds for 100,000 tensors, 64 ranks and 64 workers."""
 
 BUCKET_BYTES = 256 << 20
 _LAYER = {  # shape -> the dimension that workers cut; None: all of them hold it whole
@@ -64,7 +58,7 @@ def plan_cost(tensors: int, ranks: int, workers: int, repeats: int = 3) -> dict[
         repeats: how many times it is made; the median counts, and the most memory.
 
     Returns:
-        ``seconds`` and ``bytes`` beside their targets, ``own_s`` (of the processor's time, which other jobs of the
+        ``seconds``, ``bytes``, ``own_s`` (of the processor's time, which other jobs of the
         machine do not lengthen), ``links_s`` (of one rank for its rows and all its links of an
         update), ``rounds``, ``balance`` (bytes out of the busiest rank / the mean) and the sizes; JSON-safe.
     """
@@ -89,24 +83,10 @@ def plan_cost(tensors: int, ranks: int, workers: int, repeats: int = 3) -> dict[
     links_s = time.perf_counter() - began
     return {
         "tensors": tensors, "ranks": ranks, "workers": workers, "rounds": plan.rounds, "transfers": transfers,
-        "seconds": at_most(median(seconds), MOST_S), "bytes": at_most(peak, MOST_BYTES), "links_s": links_s,
+        "seconds": median(seconds), "bytes": peak, "links_s": links_s,
         "own_s": median(own),
         "balance": float(plan.rank_bytes.max() / plan.rank_bytes.mean()),
     }  # fmt: skip
-
-
-def tables(results: dict[str, Any]) -> list[Table]:
-    """Show the seconds and the memory beside their bounds."""
-    title = "{tensors:,} tensors, {ranks} ranks, {workers} workers".format(**results)
-    table = Table("", "found", "at most", title=title)
-    table.add_row("seconds", f"{results['seconds']['found']:.2f}", f"{results['seconds']['target']:.0f}")
-    table.add_row("seconds of the processor", f"{results['own_s']:.2f}", "")
-    mib = (f"{results['bytes'][key] / (1 << 20):,.0f}" for key in ("found", "target"))
-    table.add_row("peak, MiB", *mib)
-    table.add_row("seconds of one rank for its links", f"{results['links_s']:.2f}", "")
-    table.add_row("busiest rank / mean", f"{results['balance']:.3f}", "")
-    table.add_row("rounds", f"{results['rounds']:,}", "")
-    return [table]
 
 
 def _shares(layout: list[tuple[tuple[int, ...], int | None]], members: int) -> list[Share]:

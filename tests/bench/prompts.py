@@ -12,16 +12,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from rich.table import Table
 
 from torchrl_ext.bench.runner import ratio, rounds
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import EngineError
 from torchrl_ext.rollout import client
-
-__all__ = ["add_arguments", "measure", "tables"]
-
-_TARGET = 10.0  # times as fast as reading one token after the other
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +36,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
     say(f"{args.prompts} prompts of {args.tokens} tokens")
     seconds = rounds({"at once": lambda: _first_byte_s(prompts), "token by token": one_by_one}, args.repeats)
     middle = {way: statistics.median(found) for way, found in seconds.items()}
-    return {"seconds": middle, "ratio": ratio(seconds["at once"], seconds["token by token"], _TARGET)}
+    return {"seconds": middle, "ratio": ratio(seconds["at once"], seconds["token by token"])}
 
 
 def _first_byte_s(prompts: list[Any]) -> float:
@@ -58,13 +53,3 @@ def _first_byte_s(prompts: list[Any]) -> float:
         with contextlib.suppress(EngineError), contextlib.closing(asking):
             asking.generate(prompts)
         return arrived.result(60) - began
-
-
-def tables(results: dict[str, Any]) -> list[Table]:
-    """What a person reads."""
-    table = Table("way", "before the first byte", title="requests")
-    for way, seconds in results["seconds"].items():
-        table.add_row(way, f"{seconds * 1e3:.1f} ms")
-    found = results["ratio"]
-    table.add_row("ratio", f"{found['median']:.1f} ({found['low']:.1f} to {found['high']:.1f})")
-    return [table]

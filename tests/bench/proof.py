@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from tests.bench.models import SIZES, make_model
@@ -23,10 +22,6 @@ from torchrl_ext.landing.patcher import READ_BACK_VERSIONS, Patcher, identity
 from torchrl_ext.serving.server import start
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.sender import WeightSender
-
-__all__ = ["add_arguments", "measure", "tables"]
-
-_MOST = 0.05  # of an update
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +68,6 @@ def _read_back(args: argparse.Namespace) -> dict[str, Any]:
         "elements": sum(tensor.numel() for tensor in own.values()),
         "update_s": statistics.median(updates),
         "share": {"median": statistics.median(shares), "low": min(shares), "high": max(shares)},
-        "met": statistics.median(shares) <= _MOST,
     }
 
 
@@ -115,26 +109,3 @@ def _rehearsal(args: argparse.Namespace) -> dict[str, Any]:
         "loads": told["loads"],
         "proof": first.proof,
     }
-
-
-def tables(results: dict[str, Any]) -> list[Table]:
-    """What a person reads."""
-    table = Table(title=f"reading back after a delta of {results['density']:.1%}, {results['elements']:,} elements")
-    for heading in ("share of the update", "low", "high", "update", f"at most {_MOST:.0%}"):
-        table.add_column(heading, justify="right")
-    share = results["share"]
-    table.add_row(
-        *(f"{share[which]:.2%}" for which in ("median", "low", "high")),
-        f"{results['update_s']:.2f} s",
-        "met" if results["met"] else "missed",
-    )
-    if "rehearsal" not in results:
-        return [table]
-    found = results["rehearsal"]
-    other = Table(title=f"rehearsal of {found['engine']}, {found['size']} model: proves {found['proof']!r}")
-    for heading in ("loads", "rehearsal", "pause of a full update", "ratio"):
-        other.add_column(heading, justify="right")
-    other.add_row(
-        str(found["loads"]), f"{found['rehearse_s']:.2f} s", f"{found['load_s']:.2f} s", f"{found['ratio']:.1f}"
-    )
-    return [table, other]

@@ -1,6 +1,6 @@
-"""The processes of ``torchrl-ext bench sharded``: trainer ranks, which share a model by FSDP2, and synthetic workers.
+"""The processes of ``tests.bench.sharded``: trainer ranks, which share a model by FSDP2, and synthetic workers.
 
-Run as ``python -m torchrl_ext.bench.sharded.ends SEAT ...``, where SEAT is the JSON of a `Seat`. Each seat is a
+Run as ``python -m tests.bench.sharded_ends SEAT ...``, where SEAT is the JSON of a `Seat`. Each seat is a
 process, which writes what it found into a file of the folder in which all meet.
 """
 
@@ -37,8 +37,6 @@ from torchrl_ext.transports.group.meeting import STANDALONE_GROUP
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import block_words
 from torchrl_ext.weights.shards.blocks import Block
-
-__all__ = ["ENDED", "MODELS", "TIMEOUT_S", "WORKERS", "Case", "Seat", "main", "needed_bytes"]
 
 ENDED = "ended"
 """A file that is there once all have ended well."""

@@ -15,14 +15,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rich.table import Table
-
 from tests.bench.models import SIZES, in_vllm, make_model
 from torchrl_ext.bench.runner import ratio, rounds
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest
-
-__all__ = ["add_arguments", "measure", "tables"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,28 +114,3 @@ def _first_tokens(models: list[str], args: argparse.Namespace) -> dict[str, Any]
         "seconds": seconds,
         "ratio": ratio(found["dropped"], found["kept"]),  # kept / dropped
     }
-
-
-def tables(results: dict[str, Any]) -> list[Table]:
-    """What a person reads."""
-    keys = results["keys"]
-    first = Table(title="first token after a switch")
-    for heading in ("keys and values", "seconds"):
-        first.add_column(heading, justify="right")
-    for which, seconds in keys["seconds"].items():
-        first.add_row(which, f"{1e3 * seconds:.1f} ms")
-    first.add_row("kept / dropped", f"{keys['ratio']['median']:.3f}")
-    first.caption = f"{keys['rows']} requests of the embedded engine, prompts of {keys['prompt']} tokens"
-    if "gaps_s" not in results:
-        return [first]
-    table = Table(title="gap between two tokens of a stream")
-    for heading in ("", "p50", "p95", "max"):
-        table.add_column(heading, justify="right")
-    for which, gaps in results["gaps_s"].items():
-        table.add_row(f"{which} switches", *(f"{1e3 * gap:.1f} ms" for gap in gaps.values()))
-    table.add_row("ratio", *(f"{ratio:.2f}" for ratio in results["ratios"].values()))
-    table.caption = (
-        f"{results['complete_with_versions']} of {results['requests']} streams complete, every token's version known; "
-        f"{results['spanned_a_switch']} saw a switch; pause {1e3 * results['pause_s']:.0f} ms"
-    )
-    return [first, table]

@@ -9,10 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from rich.table import Table
-
-from torchrl_ext.bench.data import synthetic_pair
-from torchrl_ext.bench.delta import SIZES
+from torchrl_ext.bench.data import PAIRS, synthetic_pair
 from torchrl_ext.bench.runner import rounds
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
@@ -21,21 +18,20 @@ from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["add_arguments", "measure", "tables"]
-
 _WORKERS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the settings."""
+    parser.add_argument("--size", choices=PAIRS, default="full", help="full: 418 M parameters")
     parser.add_argument("--density", type=float, default=0.01)
     parser.add_argument("--encoding", default="ulp")
     parser.add_argument("--dir", default=None, help="where versions are published")
 
 
 def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Publish 418 M parameters to and fro, with and without tiles in turns, and take processor time."""
-    pair = synthetic_pair(args.density, **SIZES["full"]["pair"])
+    """Publish a model to and fro, with and without tiles in turns, and take processor time."""
+    pair = synthetic_pair(args.density, **PAIRS[args.size])
     sides = [{name: tensors[side] for name, *tensors in pair} for side in (0, 1)]
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-", dir=args.dir) as root:
         trainers = {tiles: _trainer(f"{root}/{tiles}", tiles, args.encoding) for tiles in (1, _WORKERS)}
@@ -79,11 +75,3 @@ def _share(root: str, dim: int) -> float:
     reader.changes(2)
     delta = Chain(store).version(2).delta
     return reader.read_bytes / sum(delta.files.values())
-
-
-def tables(results: dict[str, Any]) -> list[Table]:
-    """What a person reads."""
-    shares = results["shares"]
-    table = Table("tiles", *shares, title="share of a delta that a worker of eight reads")
-    table.add_row(f"{results['ratio']:.2f} x the processor time", *(f"{share:.3f}" for share in shares.values()))
-    return [table]

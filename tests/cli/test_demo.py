@@ -1,4 +1,4 @@
-"""The command line as a person or a script meets it: real processes, real signals."""
+"""The demo as a person or a script meets it: real processes, real signals."""
 
 import json
 import signal
@@ -11,24 +11,16 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-import torch
 from tensordict import set_list_to_stack
 from torch.distributed.device_mesh import init_device_mesh
 from torchrl.collectors.llm import LLMCollector
 
 import torchrl_ext as tx
-from tests.cli.test_doctor import SGLANG
 from tests.embedded import EmbeddedServer
-from tests.processes import COMMAND, WAIT_S, finished, python, running_python
+from tests.processes import COMMAND, WAIT_S, finished, running_python
 from tests.ranks import outcomes_of, require_passed
-from tests.rpc.servers import CONFIG, running
-from torchrl_ext.cli.demo import command
-from torchrl_ext.cli.demo.training import Trainer, read_rollouts, write_rollouts
-from torchrl_ext.cli.main import main
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.cli.demo.training import Trainer, read_model
 from torchrl_ext.testing.tiny import make_tiny_lm
-
-NCCL = CONFIG | {"weight_transfer_config": {"backend": "nccl"}}
 
 
 def run(*args, **how):
@@ -78,62 +70,37 @@ def test_a_sharded_trainer_of_two_ranks_learns_and_proves_the_same(server):
 
 def one_step(rank, world, folder):
     """Ranks that share a model take the step that one rank takes on the same rollouts."""
-    shared = stepped(folder, init_device_mesh("cpu", (world,)))
-    if rank == 0:
-        start, alone = Trainer(Path(folder).parent / "model", group=16).model, stepped(folder, None)
-        before = dict(start.named_parameters())
-        for name, one, two in zip(before, alone.parameters(), shared.parameters(), strict=True):
-            moved, apart = (one - before[name]).norm().item(), (one - two).norm().item()
-            assert moved > 0 and apart < 0.02 * moved, (name, moved, apart)
-
-
-def stepped(folder, mesh):
     where = Path(folder).parent
     with set_list_to_stack(True):
-        trainer = Trainer(where / "model", group=16, mesh=mesh)
-        trainer.step(read_rollouts(where / "rollouts.safetensors"))
-    return trainer.whole()
+        trainer = Trainer(where / "model", mesh=init_device_mesh("cpu", (world,)))
+        rollouts = collected(trainer, (where / "url").read_text()) if rank == 0 else None
+        trainer.step(rollouts)
+        shared = trainer.whole()
+        if rank == 0:
+            alone = Trainer(where / "model")
+            alone.step(rollouts)
+            before = dict(read_model(where / "model").named_parameters())
+            for name, one, two in zip(before, alone.model.parameters(), shared.parameters(), strict=True):
+                moved, apart = (one - before[name]).norm().item(), (one - two).norm().item()
+                assert moved > 0 and apart < 0.02 * moved, (name, moved, apart)
+
+
+def collected(trainer, url):
+    settings = {"generate_kwargs": {"max_new_tokens": 8, "ignore_eos": True}, "seed": 0}
+    policy = tx.RemoteLLMPolicy(url, tokenizer=trainer.tokenizer, input_mode="text", **settings)
+    turns = trainer.task.turns
+    collector = LLMCollector(trainer.task.env(), policy=policy, dialog_turns_per_batch=turns, total_dialog_turns=turns)
+    try:
+        return next(iter(collector))
+    finally:
+        collector.shutdown()
 
 
 def test_ranks_that_share_a_model_take_the_steps_of_one_on_the_same_rollouts(server, tmp_path):
     """Adam moves weights with hardly any gradient as far as others, so they are not compared bit by bit."""
-    trainer = Trainer(make_tiny_lm(tmp_path / "model"), group=16)
-    settings = {"generate_kwargs": {"max_new_tokens": 8, "ignore_eos": True}, "seed": 0}
-    policy = tx.RemoteLLMPolicy(server.url, tokenizer=trainer.tokenizer, input_mode="text", **settings)
-    turns = trainer.task.turns
-    with set_list_to_stack(True):
-        collector = LLMCollector(
-            trainer.task.env(), policy=policy, dialog_turns_per_batch=turns, total_dialog_turns=turns
-        )
-        rollouts = next(iter(collector))
-        collector.shutdown()
-        write_rollouts(tmp_path / "rollouts.safetensors", rollouts)
-        again = Trainer(tmp_path / "model", group=16)
-        assert again.step(read_rollouts(tmp_path / "rollouts.safetensors")) == trainer.step(rollouts)
-    assert all(map(torch.equal, again.model.parameters(), trainer.model.parameters()))
+    make_tiny_lm(tmp_path / "model")
+    (tmp_path / "url").write_text(server.url)
     require_passed(one_step, outcomes_of([one_step], 2, tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("facts", "wire"),
-    [
-        (SGLANG, ("native", {"make": "sglang"}, "outputs")),
-        ({"vllm_config": NCCL}, ("native", {"make": "vllm"}, "outputs")),
-        ({"vllm_config": CONFIG}, ("collective", {}, True)),
-    ],
-    ids=["sglang", "vllm", "vllm-with-our-plugin"],
-)
-def test_engines_without_our_plugin_get_their_own_wire_and_a_proof_by_outputs(facts, wire, monkeypatch, tmp_path):
-    seats = []
-
-    def train(args, urls, team, *_):
-        seats.append((team.seat.transport, team.seat.settings, team.seat.verify))
-        raise ConfigError("that is all")
-
-    monkeypatch.setattr(command, "_train", train)
-    with running(get_server_info=(200, facts)) as server:
-        assert main(["demo", "--engines", server.url, "--model", str(tmp_path), "--json"]) == 1
-    assert seats == [wire]
 
 
 def test_without_json_the_demo_prints_nothing_on_standard_output(server):
@@ -143,21 +110,22 @@ def test_without_json_the_demo_prints_nothing_on_standard_output(server):
 
 
 @pytest.mark.parametrize(
-    ("args", "words"),
+    ("args", "words", "status"),
     [
-        (["--transport", "pigeon"], ", ".join(sorted(tx.transports()))),
-        (["--transport", "memory"], "within one process"),
-        (["--engine", "steam"], "embedded, sglang, vllm"),
-        (["--steps", "0"], "at least 1"),
-        (["--trainer-ranks", "0"], "--trainer-ranks is 0"),
-        (["--tp", "2"], "never shared by several workers"),
-        (["--tp", "2", "--engine", "vllm", "--engines", "127.0.0.1:9"], "some that run already"),
-        (["--engines", "127.0.0.1:9"], "http://127.0.0.1:9"),
+        (["--transport", "pigeon"], ", ".join(sorted(tx.transports())), 2),
+        (["--transport", "memory"], "within one process", 2),
+        (["--engine", "steam"], "embedded, sglang, vllm", 2),
+        (["--seed", "vime"], "--seed", 2),
+        (["--steps", "0"], "--steps", 2),
+        (["--trainer-ranks", "0"], "--trainer-ranks", 2),
+        (["--tp", "2"], "never share a model", 2),
+        (["--tp", "2", "--engine", "vllm", "--engines", "127.0.0.1:9"], "that the demo starts", 2),
+        (["--engines", "127.0.0.1:9"], "http://127.0.0.1:9", 3),
     ],
 )
-def test_what_cannot_work_is_one_line_and_one_document(args, words):
+def test_what_cannot_work_is_one_line_and_one_document(args, words, status):
     done = run("demo", *args, "--json")
-    assert done.returncode == 1
+    assert done.returncode == status
     assert words in document(done)["error"]
     assert words in done.stderr and len(done.stderr.strip().splitlines()) <= 2 and "Traceback" not in done.stderr
 
@@ -194,7 +162,7 @@ class Demo:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def rank(self):
-        """The one other rank of the trainer; before it in the list is what guards it."""
+        """The one other rank of the trainer; before it in the list is its guard."""
         return [child for child in self.children() if "torchrl_ext.cli.demo.ranks" in child.cmdline()][-1]
 
     def interrupt(self, number=signal.SIGINT):
@@ -233,24 +201,34 @@ def test_a_rank_of_the_trainer_that_dies_ends_the_demo_and_leaves_no_process_beh
         demo.rank().kill()
         told = demo.ended()
         assert told["type"] == "TransportError" and told["error"].startswith("trainer rank 1 ended")
-        assert demo.process.returncode == 1
+        assert demo.process.returncode == 3
         assert psutil.wait_procs(children, timeout=WAIT_S)[1] == []
 
 
+@pytest.mark.exhaustive
+def test_the_ranks_of_a_trainer_end_with_their_first_however_it_ends(server):
+    with Demo("--engines", server.url, "--trainer-ranks", "2") as demo:
+        demo.read_until("step 1")
+        children = demo.children()
+        demo.process.kill()
+        assert psutil.wait_procs(children, timeout=WAIT_S)[1] == []
+
+
+RANKS = """
+import sys
+from torch import distributed as dist
+from torchrl_ext.cli.demo.ranks import RankSpec, trainer_ranks
+
+folder = sys.argv[1]
+spec = RankSpec(ranks=2, steps=1, store=folder + "/store", model_dir=folder + "/missing", seed=0, transport="disk",
+                settings={"root": folder}, threads=1)
+with trainer_ranks(spec):
+    dist.barrier()
+"""
+
+
 def test_a_rank_of_the_trainer_that_fails_says_why(tmp_path):
-    done = finished(
-        "import sys\n"
-        "from torchrl_ext.cli.demo.ranks import Seat, Team\n"
-        "from torchrl_ext.deadline import Deadline\n"
-        "missing = sys.argv[1] + '/missing'\n"
-        "seat = Seat(ranks=2, folder=sys.argv[1], model_dir=missing, seed=0, transport='disk',\n"
-        "            settings={'root': missing}, threads=1)\n"
-        "with Team(seat) as team:\n"
-        "    team.meet()\n"
-        "    for _ in Deadline(60).pauses():\n"
-        "        team.tell('whole')\n",
-        tmp_path,
-    )
+    done = finished(RANKS, tmp_path)
     assert done.returncode == 1
     assert "TransportError: trainer rank 1 ended" in done.stderr and "/missing" in done.stderr.splitlines()[-1]
 
@@ -262,30 +240,3 @@ def test_ctrl_c_leaves_no_pause_behind_on_engines_that_run_already(server, momen
         demo.interrupt()
     assert server.alive()
     assert httpx.get(f"{server.url}/is_paused").json() == {"is_paused": False}
-
-
-def test_discover_says_what_runs_where(server):
-    (told,) = document(run("discover", server.url, "--json"))["engines"]
-    assert told["kind"] == "embedded" and told["url"] == server.url and "disk" in told["transports"]
-    assert server.url in run("discover", server.url).stdout
-
-
-def test_help_lists_every_command_and_imports_none_of_them():
-    listed = python(
-        "import sys, contextlib\n"
-        "from torchrl_ext.cli.main import COMMANDS, main\n"
-        "with contextlib.suppress(SystemExit): main(['--help'])\n"
-        "assert 'torch' not in sys.modules\n"
-        "print('commands:', *COMMANDS)",
-        fresh=True,
-    )
-    shown, _, names = listed.partition("commands:")
-    assert {"demo", "discover"} <= set(names.split())
-    for name in names.split():
-        (line,) = [line for line in shown.splitlines() if line.split()[:1] == [name]]
-        assert len(line.split()) > 2
-
-
-def test_a_command_that_does_not_exist_is_answered_with_those_that_do():
-    done = run("dance", fresh=True)
-    assert done.returncode == 2 and "demo" in done.stderr

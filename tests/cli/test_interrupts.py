@@ -3,41 +3,42 @@
 import signal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torchrl_ext.cli.interrupts import Interrupts
 
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_an_update_waits_for_its_end(number, capsys):
-    steps = []
-    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
-        with interrupts.deferred("the update"):
-            signal.raise_signal(number)
-            steps.append("the update went on")
-        steps.append("and was followed by more")
-    assert steps == ["the update went on"]
-    assert "finishing the update" in capsys.readouterr().err
+SIGNALS = st.sampled_from([signal.SIGINT, signal.SIGTERM])
 
 
-def test_a_second_signal_does_not_wait():
-    steps = []
-    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt), interrupts.deferred("the update"):
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        steps.append("the update went on")
-    assert steps == []
+@given(during=st.lists(SIGNALS, max_size=3), between=st.lists(SIGNALS, max_size=1), ignored=st.booleans())
+def test_one_signal_waits_for_the_end_of_an_update_and_a_second_one_does_not(during, between, ignored):
+    before, steps = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], []
+    try:
+        with Interrupts() as interrupts:
+            if ignored:
+                interrupts.ignore()
+            with interrupts.deferred("the update"):
+                for number in during:
+                    signal.raise_signal(number)
+                steps.append("updated")
+            steps.append("next")
+            for number in between:
+                signal.raise_signal(number)
+            steps.append("after")
+    except KeyboardInterrupt:
+        steps.append("interrupted")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    if ignored or not (during or between):
+        assert steps == ["updated", "next", "after"]
+    elif during:
+        assert steps == (["updated", "interrupted"] if len(during) == 1 else ["interrupted"])
+    else:
+        assert steps == ["updated", "next", "interrupted"]
 
 
-def test_an_error_of_the_update_comes_before_the_interrupt():
+def test_an_error_of_the_update_comes_before_the_interrupt(capsys):
     with Interrupts() as interrupts, pytest.raises(ValueError, match="lost"), interrupts.deferred("the update"):
         signal.raise_signal(signal.SIGINT)
         raise ValueError("lost")
-
-
-def test_a_signal_between_updates_interrupts_at_once_and_old_handlers_come_back():
-    before = signal.getsignal(signal.SIGTERM)
-    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
-        with interrupts.deferred("the update"):
-            pass
-        signal.raise_signal(signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert "the update" in capsys.readouterr().err

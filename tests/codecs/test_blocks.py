@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.bench.data import bounds
 from tests.codecs.contract import block_of, land
 from tests.codecs.data import DTYPES
-from torchrl_ext.bench.data import bounds, synthetic_pair
+from torchrl_ext.bench.data import synthetic_pair
 from torchrl_ext.codecs.blocks import CONTEXT, KINDS, ULP
 from torchrl_ext.codecs.units import unit_of, units
 from torchrl_ext.stores.table import ParamTable

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.bench.data import bounds
 from tests.codecs.data import DTYPES, pairs
-from torchrl_ext.bench.data import bounds, synthetic_pair
+from torchrl_ext.bench.data import synthetic_pair
 from torchrl_ext.codecs.patch import StepPatch, apply_patch
 from torchrl_ext.codecs.token_loops import steps_between
 from torchrl_ext.codecs.tokens import decode, encode, varints

@@ -226,7 +226,7 @@ def test_one_import_gives_torchrl_a_class_per_transport_and_takes_no_name_from_o
         "    assert type(scheme) is cls and scheme.transport == name\n"
         "    assert type(pickle.loads(pickle.dumps(scheme))) is cls and repr(name) in cls.__doc__\n"
         "assert isinstance(w.WeightSyncScheme.from_backend('process'), w.MultiProcessWeightSyncScheme)",
-        bare=True,
+        fresh=True,
     )
 
 

@@ -14,10 +14,10 @@ from safetensors.torch import load, load_file, save
 
 from tests.compat.test_slime_chains import apply_slime
 from tests.transports.chains import checkpoint, flip, folder, same, step, trainer_at, weights
-from torchrl_ext.cli.chain import Reader
-from torchrl_ext.compat.convert import LAYOUTS, Rebuilt, convert, skyrls_versions
+from torchrl_ext.compat.convert import LAYOUTS, Rebuilt, convert, rebuilt
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.stores import open_store
+from torchrl_ext.versions.others import Reader
 
 CONFIG = {"config.json": b'{"model_type": "tiny"}'}
 
@@ -50,15 +50,14 @@ def converted(made, tmp_path_factory):
 
 
 def rebuilt_from(root, base):
-    store, base = open_store(root), base and str(base)
-    return skyrls_versions(store, base) or Reader(store, base).rebuilt()
+    return rebuilt(Reader(open_store(root), base and str(base)))
 
 
 def written(source, target, layout, base=None):
     return convert(rebuilt_from(source, base), target, layout, base and str(base))
 
 
-def rebuilt(*given):
+def whole_then_deltas(*given):
     """Versions from 1 on, the first one whole."""
     return [Rebuilt(number=number, whole=number == 1, tensors=tensors) for number, tensors in enumerate(given, 1)]
 
@@ -206,7 +205,7 @@ class TestWhatALayoutCannotTake:
     def gap(self, made, tmp_path):
         """A chain from which a version was left out: 1 and, on it, 3."""
         root, _, history = made
-        versions = [one for one in Reader(open_store(root), None).rebuilt() if one.number != 2]
+        versions = [one for one in rebuilt(Reader(open_store(root), None)) if one.number != 2]
         del versions[2:]
         return versions, history
 
@@ -221,7 +220,7 @@ class TestWhatALayoutCannotTake:
             ("none", [one, one], ["keyframe", "keyframe"]),
             ("some", [one, other, other, other], ["keyframe", "delta", "delta", "delta"]),
         ):
-            rows = convert(rebuilt(*given), tmp_path / name, "slime-first", None)
+            rows = convert(whole_then_deltas(*given), tmp_path / name, "slime-first", None)
             assert [row["kind"] for row in rows] == kinds
             reader = trainer_at(tmp_path / name)
             assert same(reader.receive_weights(0.0), given[-1]) and reader.received_version == len(given)
@@ -229,11 +228,11 @@ class TestWhatALayoutCannotTake:
     def test_a_model_of_another_shape_begins_anew(self, tmp_path):
         one, other = {"a": torch.zeros(9)}, {"a": torch.ones(8)}
         for layout in ("ours", "slime", "slime-first"):
-            rows = convert(rebuilt(one, other), tmp_path / layout, layout, None)
+            rows = convert(whole_then_deltas(one, other), tmp_path / layout, layout, None)
             assert [row["kind"] for row in rows] == ["keyframe", "keyframe"]
             assert same(trainer_at(tmp_path / layout).receive_weights(0.0), other)
         with pytest.raises(ConfigError, match=r"version 1 holds a float32\[9\]"):
-            convert(rebuilt(one, other), tmp_path / "skyrl", "skyrl", str(checkpoint(tmp_path / "base", one)))
+            convert(whole_then_deltas(one, other), tmp_path / "skyrl", "skyrl", str(checkpoint(tmp_path / "base", one)))
 
     def test_skyrl_leaves_no_number_out_and_needs_the_base(self, gap, made, tmp_path):
         versions, _ = gap

@@ -11,11 +11,11 @@ import pytest
 from tests.compat.layouts import edit_manifest, write_skyrl
 from tests.hostile import refused_or_right, worse_bytes, worse_text
 from tests.transports.chains import checkpoint, same, step, weights
-from torchrl_ext.cli.chain import Reader
-from torchrl_ext.compat.convert import convert, skyrls_versions
+from torchrl_ext.compat.convert import convert, rebuilt
 from torchrl_ext.errors import ConfigError, IntegrityError
 from torchrl_ext.stores import open_store
 from torchrl_ext.stores.base import MemoryStore
+from torchrl_ext.versions.others import Reader
 
 PAYLOAD = "delta-rank00000-file000000.safetensors"
 
@@ -47,17 +47,17 @@ def root(tmp_path, history):
 
 
 def read(root, base):
-    return {one.number: copied(dict(one)) for one in skyrls_versions(open_store(root), base)}
+    return {one.number: copied(dict(one)) for one in rebuilt(Reader(open_store(root), base))}
 
 
 @pytest.mark.parametrize("layout", ["ours", "slime", "slime-first", "skyrl"])
 def test_every_version_is_converted_bit_for_bit(root, base, history, tmp_path, layout):
-    rows = convert(skyrls_versions(open_store(root), base), tmp_path / "out", layout, base)
+    rows = convert(rebuilt(Reader(open_store(root), base)), tmp_path / "out", layout, base)
     assert [row["version"] for row in rows] == [1, 2, 3]
     if layout == "skyrl":
         found = read(tmp_path / "out", base)
     else:
-        found = {one.number: copied(dict(one)) for one in Reader(open_store(tmp_path / "out"), base).rebuilt()}
+        found = {one.number: copied(dict(one)) for one in rebuilt(Reader(open_store(tmp_path / "out"), base))}
     assert found.keys() == {1, 2, 3} and all(same(found[version], history[version]) for version in found)
 
 
@@ -127,7 +127,7 @@ def test_whatever_becomes_of_its_files_what_is_read_is_a_version_of_it(root, bas
 
 def test_a_bucket_is_read_in_the_same_way_and_a_root_of_ours_is_none_of_theirs(root, base, history):
     store = MemoryStore()
-    assert skyrls_versions(store, base) is None
+    assert not list(rebuilt(Reader(store, base)))
     for file in root.rglob("*.*"):
         store.put(str(file.relative_to(root)), file.read_bytes())
-    assert [one.number for one in skyrls_versions(store, base)] == [1, 2, 3]
+    assert [one.number for one in rebuilt(Reader(store, base))] == [1, 2, 3]

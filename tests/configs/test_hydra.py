@@ -182,7 +182,7 @@ def test_without_hydra_there_are_no_groups_and_the_options_need_none():
         "    assert 'hydra groups need hydra-core' in str(error)\n"
         "else:\n"
         "    raise AssertionError",
-        bare=True,
+        fresh=True,
     )
 
 

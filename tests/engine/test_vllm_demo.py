@@ -1,14 +1,12 @@
 """The inference client and the demonstration against a stock vLLM server."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_model
-from tests.processes import COMMAND, ROOT, finished
+from tests.processes import COMMAND, finished
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.testing.tiny import make_tiny_lm
 from torchrl_ext.weights.checkpoint import CheckpointSource
@@ -51,9 +49,8 @@ def held_by_worker(model_dir, workers):
 
 
 def test_two_trainer_ranks_send_two_workers_their_slices_and_nothing_else(tmp_path):
-    command = [sys.executable, "-m", "torchrl_ext.cli.main", "demo", "--transport", "sharded", "--trainer-ranks", "2"]
-    command += ["--engine", "vllm", "--tp", "2", "--steps", "2", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    sharded = ["--transport", "sharded", "--trainer-ranks", "2", "--engine", "vllm", "--tp", "2"]
+    done = finished(COMMAND, "demo", *sharded, "--steps", "2", "--json", timeout_s=600)
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout)
     assert told["verified"] and told["weights_equal"] and told["greedy_equal"]

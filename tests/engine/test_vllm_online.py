@@ -111,7 +111,15 @@ async def main():
     strange = {"nobody.knows": torch.ones(2)}
     rows["strange name"] = await refused(engine.update_model_weights_from_state_dict(strange), "nobody.knows")
     rows["another model"] = await refused(engine.update_model_weights(wide), "shape")
+    rows["no checkpoint"] = await refused(engine.update_model_weights(start + "-not-there"))
     rows["none of them changed it"] = await tokens() == greedy(mixed)
+
+    norms = {f"decoder.layers.{i}.norm": torch.full((128,), 1.5) for i in (0, 1)}
+    megatron = {r"decoder\\.layers\\.(\\d+)\\.norm": r"model.layers.\\1.post_attention_layernorm.weight"}
+    await engine.update_model_weights_from_state_dict(norms, mapper=megatron)
+    for block in mixed.model.layers:
+        block.post_attention_layernorm.weight.data.fill_(1.5)
+    rows["another framework's names"] = await tokens() == greedy(mixed)
 
     running = [asyncio.create_task(says(200, temperature=1.0, seed=seed)) for seed in range(8)]
     reports = await asyncio.gather(*(engine.update_model_weights(path) for path in (other, start, other)))
@@ -167,4 +175,4 @@ def test_an_llm_follows_a_sender_by_disk_delta_and_ipc_and_takes_a_path(tmp_path
 def test_an_async_llm_switches_between_and_within_requests_or_keeps_what_it_has(tmp_path, checkpoints):
     wide = tiny_checkpoint(tmp_path / "wide", 2, hidden_size=64)
     rows = rows_of(ONLINE, tmp_path, *checkpoints, wide)
-    assert len(rows) == 13 and all(found is True for found in rows.values()), rows
+    assert len(rows) == 15 and all(found is True for found in rows.values()), rows

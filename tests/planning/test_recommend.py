@@ -201,8 +201,9 @@ def test_the_command_takes_sizes_from_a_checkpoint(tmp_path, capsys):
     assert main(["plan", "--model", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["facts"]["parameters"] == 104 and told["facts"]["tensors"] == 2
-    assert main(["plan", "--density", "2", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["type"] == "ConfigError"
+    for wrong in (["--density", "2", "--parameters", "1M"], ["--engines", "2"], ["--parameters", "1.5"]):
+        assert main(["plan", *wrong, "--json"]) == 2
+        assert json.loads(capsys.readouterr().out)["error"]
 
 
 def test_the_command_shows_a_page_with_reasons(capsys):

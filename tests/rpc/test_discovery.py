@@ -3,7 +3,7 @@
 import socket
 import time
 import traceback
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 import torchrl_ext as tx
 from tests.processes import python
-from tests.rpc.servers import CONFIG, running
+from tests.rpc.servers import CONFIG
 from tests.rpc.sockets import drip, serving
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.registry import Make
 from torchrl_ext.rpc.server_info import read_server_info
+from torchrl_ext.serving.processes import free_port
+from torchrl_ext.testing import FakeEngine
 from torchrl_ext.types import EngineInfo
 
 FLAT = {
@@ -49,21 +51,16 @@ def refused(server, timeout_s=10.0):
     return str(caught.value)
 
 
-def test_the_second_route_is_asked_when_the_first_does_not_help():
+def test_the_second_route_is_asked_when_the_first_does_not_help_and_one_error_has_the_answers_of_both():
     for first in ((404, {}), (200, b"<html>a proxy</html>"), (200, [1, 2]), (200, {"hello": "world"})):
         with scripted({"/server_info": first, "/get_server_info": (200, FLAT)}) as server:
             (info,) = tx.discover(server.url)
             assert (info.kind, info.model, info.transports) == ("embedded", "/m", ("disk",))
             asked = [path for _, path, _ in server.calls]
             assert [path for path in asked if "server_info" in path] == ["/server_info", "/get_server_info"]
-
-
-def test_one_error_has_both_routes_and_their_answers():
-    script = {"/server_info": (200, b"<html>welcome</html>"), "/get_server_info": (503, {"error": "warming up"})}
-    with scripted(script) as server:
-        text = refused(server)
-    assert "/server_info" in text and "<html>welcome" in text
-    assert "/get_server_info answered 503: warming up" in text and "VLLM_SERVER_DEV_MODE=1" in text
+            server.script["/get_server_info"] = 503, {"error": "warming up"}
+            text = refused(server)
+            assert "/get_server_info answered 503: warming up" in text and "VLLM_SERVER_DEV_MODE=1" in text
 
 
 @pytest.mark.parametrize(
@@ -89,23 +86,13 @@ def test_what_is_no_engines_answer_is_refused_by_name(answer):
 
 
 def test_strange_facts_beside_a_good_description_are_refused_or_left_out():
-    with (
-        running(get_get_world_size=(200, {"world_size": 10**9})) as server,
-        pytest.raises(EngineRefusedError) as caught,
-    ):
-        tx.discover(server.url)
-    assert "world_size is '1000000000'" in str(caught.value)
-    with running(get_get_world_size=(200, ["?"]), get_weight_info=(200, "?")) as server:
-        (info,) = tx.discover(server.url)
-        assert (info.world_size, info.weight_version) == (6, "")
-
-
-def test_a_redirect_is_not_followed_to_where_it_leads():
-    with scripted({"/server_info": (200, FLAT)}) as target:
-        elsewhere = (307, b"", {"location": f"{target.url}/server_info"})
-        with scripted({"/server_info": elsewhere, "/get_server_info": elsewhere}) as server:
-            assert "redirect (307)" in refused(server)
-        assert target.calls == []
+    with FakeEngine("vllm") as fake:
+        fake.answers["GET /get_world_size"] = {"world_size": 10**9}
+        with pytest.raises(EngineRefusedError, match="world_size is '1000000000'"):
+            tx.discover(fake.url)
+        fake.answers |= {"GET /get_world_size": ["?"], "GET /weight_info": "?"}
+        (info,) = tx.discover(fake.url)
+        assert (info.world_size, info.weight_version) == (1, "")
 
 
 def test_all_questions_to_all_engines_have_one_deadline_and_the_error_names_who_was_late():
@@ -125,55 +112,46 @@ def test_all_questions_to_all_engines_have_one_deadline_and_the_error_names_who_
 
 def dead(count):
     """Addresses where nobody listens."""
-    with ExitStack() as ends:
-        return [ends.enter_context(running()).url for _ in range(count)]
+    return [f"http://127.0.0.1:{free_port()}" for _ in range(count)]
 
 
 @pytest.mark.parametrize("ask", [tx.discover, tx.connect])
-def test_every_address_that_fails_is_in_the_one_error(ask):
+def test_every_address_that_fails_is_in_the_one_error_without_those_of_other_libraries(ask):
     gone = dead(2)
-    with running() as well, running(get_server_info=(200, {})) as strange:
+    with FakeEngine("vllm") as well, scripted({"/server_info": (200, {})}) as strange:
         with pytest.raises(EngineUnreachableError, match="; 2 of 3 engines do not say what they are") as caught:
             ask(gone[0], well.url, gone[1], timeout_s=5)
         assert all(url in caught.value.what for url in gone) and well.url not in caught.value.what
+        told = "".join(traceback.format_exception(caught.value))
+        assert "direct cause" not in told and "aiohttp" not in told
         with pytest.raises(EngineError, match=f"(?s){gone[0]}.*{strange.url} does not say what engine it is"):
             ask(gone[0], well.url, strange.url, timeout_s=5)
 
 
-def test_nobody_at_an_address_is_one_error_without_those_of_other_libraries():
-    with pytest.raises(EngineUnreachableError) as caught:
-        tx.connect(*dead(1), timeout_s=5)
-    assert "direct cause" not in (told := "".join(traceback.format_exception(caught.value))) and "aiohttp" not in told
-
-
 def test_engines_that_do_not_answer_may_belong_to_a_fleet_as_lost(caplog):
     (gone,) = dead(1)
-    with running() as well, running() as also:
+    with FakeEngine("vllm") as well, FakeEngine("vllm") as also:
         fleet = tx.connect(gone, well.url, also.url, missing="lose", timeout_s=5)
         assert [engine.url for engine in fleet.engines] == [gone, well.url, also.url]
         assert [row.state for row in fleet.rows()] == ["unreachable", "serving", "serving"]
         assert fleet.members() == (well.url, also.url) and f"engine {gone} is lost" in caplog.text
         fleet.pause()
-        assert all("POST /pause" in server.routes() for server in (well, also))
+        assert well.paused and also.paused
 
 
 @pytest.mark.parametrize(("answer", "error"), [((200, FLAT), EngineUnreachableError), ((200, {}), EngineError)])
 def test_one_is_not_lost_where_its_kind_is_unknown_or_another_refuses(answer, error):
     (gone,) = dead(1)
-    with running() as well, running(get_server_info=answer) as other, pytest.raises(error, match=gone):
+    with (
+        FakeEngine("vllm") as well,
+        scripted({"/server_info": answer}) as other,
+        pytest.raises(error, match=gone),
+    ):
         tx.connect(gone, well.url, other.url, missing="lose", timeout_s=5)
     with pytest.raises(EngineUnreachableError):
         tx.connect(gone, missing="lose", timeout_s=5)
     with pytest.raises(ConfigError, match="'raise' or 'lose'"):
         tx.connect(gone, missing="ignore")
-
-
-def test_a_bearer_key_is_sent_and_its_absence_is_explained():
-    with scripted({"/server_info": (401, {"error": "Unauthorized"})}) as server:
-        with pytest.raises(EngineRefusedError, match=r"401: Unauthorized.*api_key") as caught:
-            tx.discover(server.url, api_key="secret")
-        assert "secret" not in str(caught.value)
-        assert set(server.keys) == {"Bearer secret"}
 
 
 @pytest.mark.parametrize("absent", [404, 405, 501])
@@ -206,8 +184,11 @@ def test_a_server_that_wants_a_key_or_lacks_the_routes_is_not_said_to_be_no_engi
     for status, words in ((401, "wants a key"), (403, "wants a key"), (501, "does not implement what it is asked")):
         script = {route: (status, {"error": "no"}) for route in ("/server_info", "/get_server_info")}
         with scripted(script) as server:
-            text = refused(server)
-        assert words in text and f"{status}: no" in text and "does not say what engine" not in text
+            with pytest.raises(EngineRefusedError, match=words) as caught:
+                tx.discover(server.url, api_key="secret")
+            assert set(server.keys) == {"Bearer secret"}
+        text = str(caught.value)
+        assert f"{status}: no" in text and "does not say what engine" not in text and "secret" not in text
         assert ("api_key" in text) == (status != 501)
 
 
@@ -249,12 +230,30 @@ def test_an_answer_with_any_fields_is_described_or_refused(data):
         assert found.info.world_size >= 1 and all(isinstance(name, str) for name in found.kv_connectors)
 
 
-def test_of_a_vllm_server_its_description_alone_is_enough():
-    with running() as server:
-        (info,) = tx.discover(server.url)
-    assert (info.tp_size, info.dp_size, info.world_size, info.weight_version) == (2, 3, 6, "7")
+def test_discovery_reads_what_each_make_says_by_either_route_and_by_its_description_alone():
+    described = {"vllm": {"vllm_config": CONFIG, "system_env": {"vllm_version": "0.32.0"}}, "sglang": SGLANG}
+    kinds = {"vllm": ("prefill", "/models/policy", 2, 3), "sglang": ("regular", "/m", 2, 1)}
+    for make, (role, model, tp, dp) in kinds.items():
+        with FakeEngine(make) as fake, FakeEngine(make) as older:
+            fake.label = older.label = "7"
+            fake.answers["GET /server_info"] = described[make]
+            fake.answers["GET /get_world_size"] = {"world_size": tp * dp}
+            older.answers = {**fake.answers, "GET /server_info": (404, {}), "GET /get_server_info": described[make]}
+            older.answers["GET /model_info"] = fake.answers["GET /model_info"] = {
+                "model_path": model,
+                "weight_version": "7",
+            }
+            found = tx.discover(older.url, fake.url)
+            assert found == [tx.make_engine(make, url=one.url).info() for one in (older, fake)]
+            assert [engine.kind for engine in tx.connect(older.url).engines] == [make]
+        info = found[1]
+        assert (info.kind, info.worker_type, info.model, info.weight_version) == (make, role, model, "7")
+        assert (info.tp_size, info.pp_size, info.dp_size) == (tp, 1, dp) and info.world_size == info.num_gpus == tp * dp
+        assert (
+            info.version and {"disk", "collective", "delta"} <= set(info.transports) and "memory" not in info.transports
+        )
     config = {**CONFIG, "weight_transfer_config": {"backend": "nccl"}, "load_config": {"load_format": "auto"}}
-    with running({"GET /server_info": (200, {"vllm_config": config})}) as server:
+    with scripted({"/server_info": (200, {"vllm_config": config})}) as server:
         (info,) = tx.discover(server.url)
     assert (info.kind, info.world_size, info.tp_size, info.dp_size, info.model) == ("vllm", 6, 2, 3, "/models/policy")
     assert (info.weight_version, info.worker_type, info.transports) == ("", "prefill", ("disk", "native"))

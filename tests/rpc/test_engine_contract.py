@@ -12,8 +12,9 @@ from itertools import count
 
 import pytest
 
-from tests.rpc.engines import PORTS, Trainer, client, running
-from torchrl_ext.errors import EngineError, WeightSyncError
+import torchrl_ext as tx
+from tests.rpc.engines import PORTS, Trainer, client, running, weights
+from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.rpc.pool import Pool
 
 FIRST, NEXT, RIVAL = 1, 2, 7
@@ -227,20 +228,21 @@ def test_whatever_an_engine_answers_the_error_is_ours(port, trainers):
         heal(fake, trainers[0])
 
 
-@pytest.mark.parametrize("served", [True, False])
-def test_engines_pause_as_a_whole_or_not_at_all_and_the_error_says_who_serves(served):
-    with running("vllm") as one, running("sglang") as other:
-        if not served:
-            client(one).pause()
-        pool = Pool([client(one), client(other)])
-        other.inject("fail", "POST /pause_generation")
-        with pytest.raises(EngineError, match=r"it fails here.*; 1 of 2 engines did not pause") as caught:
-            pool.pause()
-        assert (one.serving, other.serving) == (served, True)
-        assert [row.engine for row in caught.value.rows] == [one.url, other.url]
-        assert [row.state for row in caught.value.rows] == ["serving" if served else "paused", "serving"]
-        assert caught.value.rows[0].error is None and "it fails here" in caught.value.rows[1].error
-        pool.close()
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        ("vllm", {"pause_mode": "freeze"}, "abort, wait, keep"),
+        *(("vllm", {"pause_mode": mode, "keep_cache": True}, "keep_cache means nothing") for mode in ("wait", "abort")),
+        ("sglang", {"pause_mode": "wait"}, "abort, retract, in_place"),
+        ("sglang", {"pause_mode": "retract", "keep_cache": True}, "in_place"),
+        ("inprocess", {"free_cache": True, "keep_cache": True}, "gives up what keep_cache keeps"),
+        ("inprocess", {"pause_mode": "abort", "keep_cache": True}, "pause mode 'abort'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(kind, settings, words):
+    where = {"engine": weights(0)} if kind == "inprocess" else {"url": "host:1"}
+    with pytest.raises(ConfigError, match=words):
+        tx.make_engine(kind, **where, **settings)
 
 
 def test_engines_that_decode_serve_again_after_those_that_prefill(trainers):

@@ -64,18 +64,6 @@ class Scripted(EngineClient):
         return (EngineRow(engine=self.url, kind=self.kind, state="serving" if self.serving else "paused"),)
 
 
-def test_sixty_four_engines_are_paused_at_the_same_time():
-    together = threading.Barrier(64)
-
-    class Waiting(Scripted):
-        def pause(self):
-            together.wait(WAIT_S)  # for all the others
-            return super().pause()
-
-    engines = [Waiting(f"e{i}") for i in range(64)]
-    assert Pool(engines).pause() and not any(engine.serving for engine in engines)
-
-
 @given(
     st.lists(st.tuples(st.booleans(), st.sampled_from([(), ("pause",), ("pause", "resume"), ("resume",)])), min_size=1)
 )

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-import torchrl_ext as tx
 from tests.rpc.engines import Trainer, client, running
 from tests.rpc.test_exchanges import told
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
@@ -135,24 +134,3 @@ def test_answers_of_data_parallel_ranks_are_taken_together(started):
         engine.prefetch(1)
     with pytest.raises(DeadlineError, match="not dropped"):
         engine.begin(1)
-
-
-def test_discovery_reads_what_sglang_says(started):
-    fake = started(dp_size=3)
-    fake.answers["GET /model_info"] = 200, {"model_path": "/models/now", "weight_version": "8"}
-    (info,) = tx.discover(fake.url)
-    assert client(fake).info() == info
-    assert (info.kind, info.version, info.worker_type, info.model) == ("sglang", "0.5.23", "regular", "/models/now")
-    assert (info.tp_size, info.pp_size, info.dp_size, info.world_size, info.num_gpus) == (2, 1, 3, 6, 6)
-    assert info.weight_version == "8" and {"disk", "collective", "delta"} <= set(info.transports)
-    fake.answers |= {"GET /get_server_info": fake.answers["GET /server_info"], "GET /server_info": GONE}  # as of old
-    assert tx.discover(fake.url) == [info] and [engine.kind for engine in tx.connect(fake.url).engines] == ["sglang"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"pause_mode": "wait"}, "abort, retract, in_place"), ({"pause_mode": "retract", "keep_cache": True}, "in_place")],
-)
-def test_settings_that_cannot_work_are_refused(settings, words):
-    with pytest.raises(ConfigError, match=words):
-        tx.make_engine("sglang", url="host:1", **settings)

@@ -5,7 +5,7 @@ import pytest
 import torchrl_ext as tx
 from tests.rpc.engines import Trainer, client
 from tests.rpc.engines import running as fakes
-from tests.rpc.servers import CONFIG, GOOD, failed, running
+from tests.rpc.servers import CONFIG, failed
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError
 from torchrl_ext.routes import ANSWERS, escaped
 from torchrl_ext.rpc.makes.vllm import vllm_engine
@@ -67,36 +67,22 @@ def test_a_server_that_hands_its_keys_on_must_not_keep_them(fake, trainer):
     trainer.update(client(fake), 8)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"pause_mode": "freeze"}, "abort, wait, keep"),
-        *(
-            ({"pause_mode": mode, "keep_cache": True}, f"keep_cache means nothing with pause mode '{mode}'")
-            for mode in ("wait", "abort")
-        ),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(settings, words):
-    with pytest.raises(ConfigError, match=words):
-        vllm_engine("host:1", **settings)
-
-
 @pytest.mark.parametrize("given", [(3, None), (1, ["weights"]), (1, []), (0, ["cache"])])
 def test_a_sleep_that_no_engine_has_is_refused_before_it_is_asked_for(given):
     with pytest.raises(ConfigError, match=r"sleep|tags"):
         vllm_engine("host:1").sleep(*given)
 
 
-def test_a_prefetch_is_asked_after_until_it_is_over_or_late():
-    working = failed(f'EngineError: {ANSWERS}{{"working": true}}.')
-    with running(post_init_weight_transfer_engine=[(200, {}), working, working, (200, {})]) as server:
-        vllm_engine(server.url).prefetch(3)
-        kinds = [body["init_info"]["kind"] for call, _, body in server.calls if call.startswith("POST")]
-        assert kinds == ["prefetch", "poll", "poll", "poll"]
-        server.answers["POST /init_weight_transfer_engine"] = working
-        with pytest.raises(DeadlineError, match=r"did not .* within 2 s"):
-            vllm_engine(server.url, load_timeout_s=2.0).prefetch(3)
+def test_a_prefetch_is_asked_after_until_it_is_over_or_late(fake):
+    working, route = failed(f'EngineError: {ANSWERS}{{"working": true}}.'), "POST /init_weight_transfer_engine"
+    answers = [(200, {}), working, working, (200, {})]
+    fake.answers[route] = lambda asked: answers.pop(0)
+    client(fake).prefetch(3)
+    kinds = [call.body["init_info"]["kind"] for call in fake.calls if call.route == route]
+    assert kinds == ["prefetch", "poll", "poll", "poll"]
+    fake.answers[route] = working
+    with pytest.raises(DeadlineError, match=r"did not .* within 2 s"):
+        client(fake, load_timeout_s=2.0).prefetch(3)
 
 
 FLAGS = r"""--weight-transfer-config '\{"backend": "torchrl_ext"\}'"""
@@ -123,28 +109,17 @@ def test_a_server_without_dev_routes_gets_the_hint(fake):
             call()
 
 
-def test_discovery_reads_what_vllm_says_by_either_route():
-    with running() as first, running(get_server_info=GONE, get_get_server_info=GOOD["GET /server_info"]) as second:
-        found = tx.discover(second.url, first.url)
-        assert found == [vllm_engine(server.url).info() for server in (second, first)]
-    info = found[1]
-    assert (info.kind, info.version, info.worker_type, info.model) == ("vllm", "0.32.0", "prefill", "/models/policy")
-    assert (info.tp_size, info.pp_size, info.dp_size, info.world_size, info.num_gpus) == (2, 1, 3, 6, 6)
-    assert info.weight_version == "7" and {"disk", "collective"} <= set(info.transports)
-    assert "memory" not in info.transports
-
-
-def test_connect_makes_one_client_of_every_engine_with_the_settings_and_an_offset_for_each():
-    config = {name: value for name, value in CONFIG.items() if name != "kv_transfer_config"}
-    with running(get_server_info=(200, {"vllm_config": config})) as first, running() as second:
-        fleet = tx.connect(first.url, second.url)
-        assert [engine.url for engine in fleet.engines] == [first.url, second.url] and fleet.world_size == 12
+def test_connect_makes_one_client_of_every_engine_with_the_settings_and_an_offset_for_each(fake):
+    with fakes("vllm") as other:
+        fake.answers["GET /server_info"] = 200, {"vllm_config": CONFIG}  # of six workers
+        fleet = tx.connect(fake.url, other.url)
+        assert [engine.url for engine in fleet.engines] == [fake.url, other.url] and fleet.world_size == 7
         fleet.connect(JOIN)
-        inits = [body["init_info"] for one in (first, second) for _, _, body in one.calls if body]
+        inits = [call.body["init_info"] for one in (fake, other) for call in one.calls if call.body]
         assert [init["rank_offset"] for init in inits if init["kind"] == "join"] == [1, 7]
-        with tx.connect(first.url, keep_cache=True).updating(8):
+        with tx.connect(other.url, keep_cache=True).updating(8):
             pass
-        assert not [call for call in first.routes() if "reset" in call]
+        assert not other.counts["POST /reset_prefix_cache"]
 
 
 def test_addresses_are_checked_before_anything_is_asked():

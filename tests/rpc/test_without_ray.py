@@ -19,4 +19,6 @@ def test_its_names_say_what_to_install():
 
 
 def test_the_other_engines_do_not_miss_it():
-    python(WITHOUT + "import torch; assert tx.make_engine('inprocess', engine={'w': torch.zeros(1)}).info()", bare=True)
+    python(
+        WITHOUT + "import torch; assert tx.make_engine('inprocess', engine={'w': torch.zeros(1)}).info()", fresh=True
+    )

@@ -24,12 +24,10 @@ from torchrl_ext.errors import (
     EngineRefusedError,
     EngineUnreachableError,
     ManifestError,
-    NotConnectedError,
     UpdateError,
 )
 from torchrl_ext.rpc.discovery import as_engine
 from torchrl_ext.serving.processes import free_port
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.engines.ray import EngineActor, Served, ray_engine
 
 ray = pytest.importorskip("ray")
@@ -145,26 +143,6 @@ def test_engines_in_actors_of_another_node_follow_the_trainer(actors, transport)
         sender.shutdown()
 
 
-def serves(target):
-    return target.serving.is_set()
-
-
-def make_engine():
-    return InProcessEngine(make_net())
-
-
-def test_an_update_that_was_not_begun_leaves_an_actors_engine_serving_and_its_row_says_so(actors):
-    handle = actors(EngineActor, make_engine)
-    engine = ray_engine(handle, start_timeout_s=WAIT_S)
-    with pytest.raises(NotConnectedError):
-        engine.begin(1)  # it joined no transport
-    assert ray.get(handle.apply.remote(serves), timeout=WAIT_S) and engine.rows()[0].state == "serving"
-    assert engine.pause() and not engine.pause()
-    assert not ray.get(handle.apply.remote(serves), timeout=WAIT_S) and engine.rows()[0].state == "paused"
-    engine.resume()
-    engine.close()
-
-
 def test_an_actor_that_dies_is_reported_as_that_and_the_other_serves_the_version(actors, tmp_path):
     handles = [actors(EngineActor, make_net) for _ in range(2)]
     policy = make_net(seed=1)
@@ -195,6 +173,10 @@ def test_an_actor_that_hangs_is_named_at_the_deadline(actors):
         os.kill(pid, signal.SIGCONT)
 
 
+def fail_to_start():
+    raise OSError("no room in the actor")
+
+
 def test_what_an_actor_refuses_keeps_its_class_and_words(actors):
     engine = ray_engine(actors(EngineActor, make_net))
     params = [[name, "float32", list(tensor.shape)] for name, tensor in make_net().state_dict().items()]
@@ -202,13 +184,6 @@ def test_what_an_actor_refuses_keeps_its_class_and_words(actors):
         engine.connect({"transport": "pigeon", "params": params})
     with pytest.raises(ManifestError, match=r"0\.weight"):
         engine.connect({"transport": "disk", "params": [["0.weight", "float32", [16, 9]]]})
-
-
-def fail_to_start():
-    raise OSError("no room in the actor")
-
-
-def test_an_engine_that_cannot_be_made_says_why(actors):
     with pytest.raises((EngineRefusedError, EngineUnreachableError), match="no room in the actor"):
         ray_engine(actors(EngineActor, fail_to_start)).info()
 
@@ -267,17 +242,6 @@ def test_an_engine_server_runs_on_the_node_of_its_actor(actors, tmp_path):
     assert tx.discover(engine.port.address())[0].weight_version == "2"
     sender.shutdown()
     ray.get(handle.stop.remote(), timeout=WAIT_S)
-
-
-def test_a_replaced_sender_that_shuts_down_leaves_the_actor_to_the_new_one(actors, tmp_path, caplog):
-    handle, policy = actors(EngineActor, make_net), make_net(1)
-    old, new = (tx.WeightSender(tx.DiskTransport(tmp_path / name), ray_engine(handle)) for name in ("old", "new"))
-    for sender in (old, new):
-        sender.update_weights(policy)
-    old.shutdown()
-    caplog.clear()
-    assert new.update_weights(policy, only="0.bias").part and not caplog.records
-    new.shutdown()
 
 
 def make_net_of_zeros():

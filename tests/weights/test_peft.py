@@ -138,5 +138,5 @@ def test_asking_does_not_import_peft():
     python(
         "import sys, torch; from torchrl_ext.weights.source import as_source\n"
         "as_source(torch.nn.Linear(2, 2)).params(); assert 'peft' not in sys.modules",
-        bare=True,
+        fresh=True,
     )

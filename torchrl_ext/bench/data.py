@@ -1,30 +1,13 @@
-"""Provides what benchmarks measure on: shapes of models, weights that change, and the fewest bits a change can take."""
+"""Provides what benchmarks measure on: shapes of models, and weights that change."""
 
 from __future__ import annotations
 
 import math
-import re
-import sysconfig
-from collections import Counter
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.codecs.units import units
-
-__all__ = [
-    "SIZES",
-    "Pair",
-    "Shapes",
-    "bounds",
-    "model_shapes",
-    "real_chain",
-    "shapes_bytes",
-    "synthetic_pair",
-    "weights_of",
-]
+__all__ = ["PAIRS", "SIZES", "Pair", "Shapes", "model_shapes", "shapes_bytes", "synthetic_pair", "weights_of"]
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -61,6 +44,7 @@ def model_shapes(
 SIZES: dict[str, dict[str, Shapes]] = {
     "full": {"model": model_shapes(28, 1024, 32_000), "small": {f"small.{i:05d}": (8192,) for i in range(10_000)}},
     "small": {"model": model_shapes(4, 256, 2000), "small": {f"small.{i:05d}": (8192,) for i in range(300)}},
+    "tiny": {"model": model_shapes(1, 64, 512), "small": {f"small.{i:05d}": (64,) for i in range(20)}},
 }
 
 
@@ -74,80 +58,15 @@ def shapes_bytes(shapes: Shapes) -> int:
     return 2 * sum(math.prod(shape) for shape in shapes.values())
 
 
-# weights that change
+PAIRS: dict[str, dict[str, int]] = {
+    "full": {"hidden": 1024, "layers": 28, "vocabulary": 32_000},
+    "small": {"hidden": 512, "layers": 8, "vocabulary": 8000},
+    "tiny": {"hidden": 64, "layers": 1, "vocabulary": 512},
+}
+"""Arguments of `synthetic_pair`; full: 418 M parameters; tiny: to try a command."""
 
 Pair = list[tuple[str, Tensor, Tensor]]
 """``(name, old, new)`` of every tensor of a model."""
-
-
-def _text_tokens(vocabulary: int, limit: int) -> Tensor:
-    """Return Python's standard library as tokens: text of natural statistics that every machine has."""
-    root, words = Path(sysconfig.get_paths()["stdlib"]), []
-    for path in sorted(root.glob("*.py")):
-        words += re.findall(r"\w+|\s+|[^\w\s]", path.read_text(errors="ignore"))
-        if len(words) > limit:
-            break
-    known = {word: rank for rank, (word, _) in enumerate(Counter(words).most_common(vocabulary - 1), 1)}
-    return torch.tensor([known.get(word, 0) for word in words[:limit]])
-
-
-def real_chain(
-    *,
-    hidden: int = 256,
-    layers: int = 8,
-    vocabulary: int = 8192,
-    pretrain_steps: int = 60,
-    warm_steps: int = 10,
-    syncs: int = 1,
-    steps_per_sync: int = 1,
-    lr: float = 1e-6,
-    seed: int = 0,
-) -> list[dict[str, Tensor]]:
-    """Train a causal language model as with fp32 master weights, and return consecutive bfloat16 checkpoints of it.
-
-    The model is trained for ``pretrain_steps`` at 1e-3, then fine-tuned by AdamW at ``lr``: ``warm_steps`` first, so
-    that the optimizer's state is that of a run under way, then ``steps_per_sync`` between checkpoints.
-
-    Returns:
-        ``syncs + 1`` checkpoints, name -> bfloat16 tensor.
-    """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=max(1, hidden // 64),
-        head_dim=32,
-        tie_word_embeddings=False,
-    )
-    model = Qwen3ForCausalLM(config).float()  # type: ignore[no-untyped-call]  # transformers leaves it so
-    tokens = _text_tokens(vocabulary, 400_000)
-    length, batch = 64, 8
-
-    def run(optimizer: torch.optim.Optimizer, steps: int) -> None:
-        for _ in range(steps):
-            starts = torch.randint(0, tokens.numel() - length, (batch,))
-            rows = torch.stack([tokens[s : s + length] for s in starts])
-            optimizer.zero_grad()
-            model(input_ids=rows, labels=rows).loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-
-    def checkpoint() -> dict[str, Tensor]:
-        return {name: value.detach().to(torch.bfloat16) for name, value in model.state_dict().items()}
-
-    run(torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95)), pretrain_steps)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
-    run(optimizer, warm_steps)
-    chain = [checkpoint()]
-    for _ in range(syncs):
-        run(optimizer, steps_per_sync)
-        chain.append(checkpoint())
-    return chain
 
 
 def synthetic_pair(
@@ -184,37 +103,3 @@ def _step_for(density: float) -> float:
         changed = (master.to(torch.bfloat16) != (master + step * unit).to(torch.bfloat16)).float().mean()
         low, high = (step, high) if changed < density else (low, step)
     return high
-
-
-def bounds(old: Tensor, new: Tensor) -> tuple[int, float, float]:
-    """Count the changed elements of a bfloat16 tensor, and the fewest bits that they can take under two models.
-
-    Plain: positions as a Bernoulli process, and ulp steps by their order-0 entropy. Conditional: the same for each
-    exponent of the base apart. Tables that describe the distributions are not counted.
-    """
-    before, after = units(old).reshape(-1), units(new).reshape(-1)
-    moved = np.flatnonzero(before != after)
-    exponent = (before >> 7) & 0xFF
-    seen, changed = np.bincount(exponent, minlength=256), np.bincount(exponent[moved], minlength=256)
-    steps = (_ordered(after[moved]) - _ordered(before[moved])) & 0xFFFF
-    kinds, counts = np.unique(exponent[moved].astype(np.int64) << 16 | steps, return_counts=True)
-    plain = _places(seen.sum(keepdims=True), changed.sum(keepdims=True)) + _entropy(
-        np.bincount(kinds & 0xFFFF, weights=counts)
-    )
-    inside = _places(seen, changed) + sum(_entropy(counts[kinds >> 16 == one]) for one in np.unique(kinds >> 16))
-    return moved.size, plain, inside
-
-
-def _ordered(bits: np.ndarray) -> np.ndarray:
-    """Map bit patterns of bfloat16 to integers in the order of the numbers, so that differences count ulps."""
-    wide = bits.astype(np.int64)
-    return np.where(wide & 0x8000, 0xFFFF - wide, wide | 0x8000)
-
-
-def _places(seen: np.ndarray, changed: np.ndarray) -> float:
-    return sum(_entropy(np.array([n - k, k])) for n, k in zip(seen, changed, strict=True))
-
-
-def _entropy(counts: np.ndarray) -> float:
-    used = counts[counts > 0].astype(np.float64)
-    return float(-(used * np.log2(used / used.sum())).sum()) if used.size else 0.0

@@ -1,19 +1,19 @@
-"""``torchrl-ext bench transport``: full updates by every route, against the plainest way to move the same bytes.
+"""``torchrl-ext bench transport``: full updates of a worker process, beside the plainest ways to move the same bytes.
 
-Two processes on this machine. The reference for a collective (gloo) is one broadcast of one flat tensor with all the
-bytes; for shared memory a copy of every tensor (`torchrl_ext.bench.ipc`); for a publication it is
-`safetensors.torch.save_file` and an fsync.
+Two processes on this machine. The reference of the collective (gloo) is one broadcast of a flat tensor with all the
+bytes; that of shared memory is ``copy_`` of every tensor within one process, with all of torch's threads and with one;
+that of a publication is `safetensors.torch.save_file` and an fsync.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,285 +22,234 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from safetensors.torch import save_file
-from torch import Tensor
 
 from torchrl_ext.bench.data import SIZES, Shapes, shapes_bytes, weights_of
-from torchrl_ext.bench.ipc import measure_ipc
 from torchrl_ext.bench.runner import ratio, rounds, track_peak
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.transports.base import Arrival, Update, Worker
+from torchrl_ext.errors import TransportError
+from torchrl_ext.serving.processes import free_port
 from torchrl_ext.transports.collective.stream import BUCKET_BYTES
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.disk import DiskTransport
-from torchrl_ext.transports.group.handoffs import GroupMailbox
+from torchrl_ext.transports.ipc.transport import IPCTransport
 from torchrl_ext.types import Info
-from torchrl_ext.weights.source import MappingSource
 
-__all__ = ["add_arguments", "measure", "tables"]
+__all__ = ["compare", "measure", "settle"]
 
 TIMEOUT_S = 120.0
-SHARD_BYTES = 64 << 20
-"""Bytes of a shard in the publication whose memory is measured; its speed is measured with the default, one file."""
+REFERENCES = {
+    "collective": ("broadcast", "collective one by one"),
+    "ipc": ("copy", "copy by one thread"),
+    "disk": ("save_file",),
+}
+"""Each transport, and the ways that it is compared with."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--size", choices=sorted(SIZES), default="full", help="full: more than 400 M parameters")
-    parser.add_argument("--bucket-bytes", type=int, default=BUCKET_BYTES, help="size of a bucket")
-    parser.add_argument("--dir", help="where the disk measurement writes (default: the temporary directory)")
+def measure(
+    say: Callable[[str], None],
+    *,
+    size: str = "full",
+    bucket_bytes: int = BUCKET_BYTES,
+    repeats: int = 7,
+    folder: str | None = None,
+) -> Info:
+    """Compare every transport with its references, on the shapes of a model and on many small tensors.
 
-
-def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run every comparison.
+    Args:
+        say: called with each step.
+        size: of `SIZES`.
+        bucket_bytes: of the collective, in bytes.
+        repeats: rounds.
+        folder: where versions are published; default: the system's temporary directory.
 
     Raises:
         TransportError: the worker process failed.
     """
-    shapes = SIZES[args.size]
-    numbers = {
-        "size": args.size,
-        "repeats": args.repeats,
-        "bucket_bytes": args.bucket_bytes,
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
+    found: Info = {"size": size, "bucket_bytes": bucket_bytes, "cores": os.cpu_count(), "torch": torch.__version__}
+    for part, shapes in SIZES[size].items():
+        say(f"{len(shapes):,} tensors, {shapes_bytes(shapes) / 1e6:,.0f} MB")
+        found[part] = compare(shapes, list(REFERENCES), repeats, bucket_bytes=bucket_bytes, folder=folder)
+    return found
+
+
+def compare(
+    shapes: Shapes,
+    transports: Sequence[str],
+    repeats: int,
+    *,
+    device: str = "cpu",
+    bucket_bytes: int = BUCKET_BYTES,
+    folder: str | None = None,
+) -> Info:
+    """Time updates of these shapes by some of the transports and by their references, in turns.
+
+    Args:
+        shapes: of bfloat16 tensors on ``device``.
+        transports: keys of `REFERENCES`.
+
+    Returns:
+        JSON-safe: ``seconds`` and ``gb_per_s`` by way, a ratio for each pair (above 1 the transport is faster), and
+        ``extra_bytes``, the resident memory that one more update adds at the end where it adds more.
+
+    Raises:
+        TransportError: the worker process failed, or holds other weights than were sent.
+    """
+    ways = [way for transport in transports for way in (transport, *REFERENCES[transport])]
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-", dir=folder) as root:
+        meeting: Info = {"ports": [free_port() for _ in range(3)], "channel": uuid.uuid4().hex}
+        meeting |= {"ways": ways, "device": device, "bucket_bytes": bucket_bytes}
+        worker = context.Process(target=_follow, args=(shapes, meeting, theirs), daemon=True)
+        worker.start()
+        theirs.close()
+        trainer = _Trainer(shapes, meeting, Path(root), pipe)
+        try:
+            trainer.connect()
+            seconds = rounds({way: partial(trainer.update, way) for way in ways}, repeats)
+            extra = {way: trainer.extra_bytes(way) for way in transports}
+            if not trainer.ask(None):
+                raise TransportError("the worker process holds other weights than were sent")
+        except EOFError:
+            raise TransportError("the worker process ended; it says why above") from None
+        finally:
+            trainer.close()
+            worker.terminate()
+            worker.join()
+    total = shapes_bytes(shapes)
+    return {
+        "tensors": len(shapes),
+        "bytes": total,
+        "seconds": seconds,
+        "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
+        **{f"{way} / {other}": ratio(seconds[way], seconds[other]) for way in transports for other in REFERENCES[way]},
+        "extra_bytes": extra,
     }
-    numbers |= _collective(shapes, args, say)
-    say("shared memory against a plain copy")
-    numbers["ipc"] = measure_ipc(args.size, "model", args.repeats)
-    say(f"shared memory: {numbers['ipc']['ipc_vs_copy']['median']:.2f} of a plain copy")
-    say("disk publication")
-    numbers["disk"] = _disk(shapes["model"], args)
-    return numbers
 
 
-# collective
-
-
-def _elsewhere(*_: Any) -> None:
-    """Do nothing: the other process does this."""
+def settle(device: str) -> None:
+    """Wait until a CUDA device has done its work; for the host there is nothing to wait for."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class _End:
-    """One of the two processes, which both go through the same steps; the trainer (rank 0) sends.
+    """One end of each way that needs two; rank 0 is the trainer, which sends ones to a worker that holds zeros."""
 
-    Args:
-        rank: 0 or 1.
-        send: sends weights in buckets of a size, on rank 0.
-        receive: receives into weights, on rank 1.
-        info: of the connection, with the port of a store for the group that this is compared with.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        info: Info,
-        send: Callable[[Mapping[str, Tensor], int], None] = _elsewhere,
-        receive: Callable[[Mapping[str, Tensor]], None] = _elsewhere,
-    ) -> None:
-        self.rank, self._send, self._receive = rank, send, receive
-        longest = timedelta(seconds=TIMEOUT_S)
-        own = dist.TCPStore(  # type: ignore[attr-defined]  # torch names its stores, and does not export them
-            info["master_address"], info["plain_port"], None, False, longest, False
-        )
-        store = dist.PrefixStore("plain", own)  # type: ignore[attr-defined]
-        self._plain: Any = dist.ProcessGroupGloo(store, rank, 2, longest)  # torch declares none of its collectives
-
-    def compare(self, shapes: Shapes, ways: Mapping[str, int | None], repeats: int) -> dict[str, list[float]]:
-        """Time each way (a bucket size, or None for one flat tensor) in each round."""
-        weights = weights_of(shapes, self.rank)
-        flat = torch.ones(shapes_bytes(shapes), dtype=torch.uint8)
-
-        def timed(bucket_bytes: int | None) -> float:
-            self.meet()
-            began = time.perf_counter()
-            if bucket_bytes is None:
-                self._plain.broadcast(flat, 0).wait()
-            else:
-                self.move(weights, bucket_bytes)
-            self.meet()
-            return time.perf_counter() - began
-
-        return rounds({name: partial(timed, bucket_bytes) for name, bucket_bytes in ways.items()}, repeats)
-
-    def peak(self, shapes: Shapes, bucket_bytes: int) -> list[int]:
-        """Measure the memory that one transfer adds here (the second one, since the first one loads the program)."""
-        weights = weights_of(shapes, self.rank)
-        self.move(weights, bucket_bytes)
-        self.meet()
-        with track_peak() as extra:
-            self.move(weights, bucket_bytes)
-        self.meet()
-        return extra
-
-    def move(self, weights: Mapping[str, Tensor], bucket_bytes: int) -> None:
-        """Make one update, which is received in place."""
-        if self.rank == 0:
-            self._send(weights, bucket_bytes)
-        else:
-            self._receive(weights)
-
-    def meet(self) -> None:
-        """Wait until the other end has come to this step too."""
-        self._plain.barrier().wait()
-
-    def steps(
-        self, shapes: Mapping[str, Shapes], bucket_bytes: int, repeats: int
-    ) -> Iterator[tuple[str, dict[str, list[float]], list[int]]]:
-        """Measure part by part, and yield its name, seconds by way, and memory."""
-        ways = {"flat": None, "buckets": bucket_bytes, "one_by_one": 0}
-        for part, own in shapes.items():
-            yield part, self.compare(own, ways, repeats), self.peak(own, bucket_bytes)
-
-
-def _collective(shapes: Mapping[str, Shapes], args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    transport = VLLMCollectiveTransport(device="cpu", timeout_s=TIMEOUT_S)
-    within = Deadline(TIMEOUT_S, "the worker process")
-    handoff = transport.open(1, (), within)
-    longest = timedelta(seconds=TIMEOUT_S)
-    plain = dist.TCPStore("127.0.0.1", 0, None, True, longest, False)  # type: ignore[attr-defined]
-    info = {**handoff.info, "plain_port": plain.port}
-    worker = multiprocessing.get_context("spawn").Process(
-        target=_work, args=(info, args.size, args.bucket_bytes, args.repeats), daemon=True
-    )
-    say("starting the worker process")
-    worker.start()
-    numbers: dict[str, Any] = {}
-    try:
-        handoff.transfer(within)
-
-        def send(weights: Mapping[str, Tensor], bucket_bytes: int) -> None:
-            transport.bucket_bytes, within = bucket_bytes, Deadline(TIMEOUT_S)
-            update = Update(source=MappingSource(weights), version=1)
-            handoff = transport.prepare(update, within)
-            transport.mailbox.put(Arrival(version=1, params=update.params, info=handoff.info), within)
-            handoff.transfer(within)
-
-        end = _End(0, info, send)
-        say("collective against a flat broadcast")
-        for part, seconds, extra in end.steps(shapes, args.bucket_bytes, args.repeats):
-            numbers[part] = _numbers(part, shapes[part], seconds, extra, args.bucket_bytes)
-            say(f"{len(shapes[part]):,} tensors: {numbers[part]['buckets_vs_flat']['median']:.2f} of a flat broadcast")
-        worker.join(TIMEOUT_S)
-    finally:
-        transport.shutdown()
-        worker.terminate()
-        worker.join()
-    return numbers
-
-
-def _work(info: Info, size: str, bucket_bytes: int, repeats: int) -> None:
-    """Run the worker process: join as rank 1, and go through the same steps as the trainer."""
-    worker = VLLMCollectiveTransport.join(info, Worker(rank=1), Deadline(TIMEOUT_S, "the trainer process"))
-    mailbox = GroupMailbox(worker.member)
-
-    def receive(weights: Mapping[str, Tensor]) -> None:
-        within = Deadline(TIMEOUT_S, "the trainer process")
-        arrival = mailbox.get(within)
-        if arrival is None:
-            raise within.error("the trainer sent nothing")
-        for _ in worker.receive(arrival, weights, within):
-            pass
-
-    for _ in _End(1, info, receive=receive).steps(SIZES[size], bucket_bytes, repeats):
-        pass
-    worker.close()
-
-
-def _numbers(
-    part: str, shapes: Shapes, seconds: dict[str, list[float]], extra: list[int], bucket_bytes: int
-) -> dict[str, Any]:
-    total = shapes_bytes(shapes)
-    model = part == "model"
-    return {
-        "tensors": len(shapes),
-        "parameters": total // 2,
-        "bytes": total,
-        "seconds": seconds,
-        "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
-        "buckets_vs_flat": ratio(seconds["buckets"], seconds["flat"], 0.75 if model else None),
-        "buckets_vs_one_by_one": ratio(seconds["buckets"], seconds["one_by_one"], 1.0 if model else 3.0),
-        "extra_memory": _bounded(extra, 2 * bucket_bytes),
-    }
-
-
-# disk
-
-
-def _disk(shapes: Shapes, args: argparse.Namespace) -> dict[str, Any]:
-    weights = weights_of(shapes, 1)
-    with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-", dir=args.dir) as folder:
-        root = Path(folder)
-
-        def publish(name: str, **settings: Any) -> float:
-            transport = DiskTransport(root / name, **settings)
-            began = time.perf_counter()
-            transport.prepare(Update(source=MappingSource(weights), version=1), Deadline(TIMEOUT_S))
-            taken = time.perf_counter() - began
-            transport.shutdown()
-            shutil.rmtree(root / name)
-            return taken
-
-        def plain() -> float:
-            path = root / "plain.safetensors"
-            began = time.perf_counter()
-            save_file(weights, path)
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
-            taken = time.perf_counter() - began
-            path.unlink()
-            return taken
-
-        seconds = rounds({"publish": partial(publish, "root"), "save_file": plain}, args.repeats)
-        with track_peak() as extra:
-            publish("shards", shard_bytes=SHARD_BYTES)
-    total = shapes_bytes(shapes)
-    return {
-        "bytes": total,
-        "seconds": seconds,
-        "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
-        "publish_vs_save_file": ratio(seconds["publish"], seconds["save_file"], 0.9),
-        "extra_memory": _bounded(extra, 2 * SHARD_BYTES),
-    }
-
-
-# what is shown
-
-
-def tables(results: Mapping[str, Any]) -> list[Table]:
-    """Show speeds; then everything that was promised, with what was found."""
-    speeds = Table("tensors", "bytes", "way", "GB/s", title=f"{results['cores']} cores, torch {results['torch']}")
-    promises = Table("measured in one run", "median", "spread", "promised", "")
-    for part, what in (("model", "collective"), ("small", "collective"), ("ipc", "ipc"), ("disk", "disk")):
-        found = results[part]
-        for way, speed in found["gb_per_s"].items():
-            count = f"{found['tensors']:,}" if "tensors" in found else ""
-            speeds.add_row(count, f"{found['bytes'] / 1e6:,.0f} MB", f"{what}: {way.replace('_', ' ')}", f"{speed:.2f}")
-        for name in (name for name in found if "_vs_" in name):
-            one = found[name]
-            promises.add_row(
-                f"{what}, {part}: {name.replace('_vs_', ' / ').replace('_', ' ')}",
-                f"{one['median']:.2f}",
-                f"{one['low']:.2f} - {one['high']:.2f}",
-                "" if one["target"] is None else f"at least {one['target']:g}",
-                _mark(one["met"]),
+    def __init__(self, rank: int, shapes: Shapes, meeting: Info) -> None:
+        self.rank, self.device = rank, meeting["device"]
+        self.weights = weights_of(shapes, 1 - rank, self.device)
+        self._flat = torch.empty(shapes_bytes(shapes), dtype=torch.uint8)
+        self._ways, self._ports = meeting["ways"], meeting["ports"]
+        self._transports: dict[str, Any] = {"ipc": IPCTransport(meeting["channel"], timeout_s=TIMEOUT_S)}
+        buckets = {"collective": meeting["bucket_bytes"], "collective one by one": 0}
+        for port, (way, bucket_bytes) in zip(self._ports, buckets.items(), strict=False):
+            self._transports[way] = VLLMCollectiveTransport(
+                "127.0.0.1", port, rank, 2, "cpu", bucket_bytes=bucket_bytes, timeout_s=TIMEOUT_S
             )
-        memory = found["extra_memory"]
-        promises.add_row(
-            f"{what}, {part}: extra resident memory",
-            "not known here" if memory["bytes"] is None else f"{memory['bytes'] / 2**20:.1f} MiB",
-            "",
-            f"below {memory['bound_bytes'] / 2**20:.0f} MiB",
-            _mark(memory["met"]),
-        )
-    return [speeds, promises]
+
+    def connect(self) -> None:
+        """Form the groups; both ends call it at the same time."""
+        if "collective" in self._ways:
+            longest, torch_dist = timedelta(seconds=TIMEOUT_S), dist  # type: Any, Any
+            store = torch_dist.TCPStore("127.0.0.1", self._ports[-1], 2, self.rank == 0, longest)
+            self._plain = torch_dist.ProcessGroupGloo(store, self.rank, 2, longest)
+            for way in ("collective", "collective one by one"):
+                self._transports[way].init_all_workers_group({})
+
+    def move(self, way: str) -> None:
+        """Make one update, which the worker receives in place."""
+        if way == "broadcast":
+            self._plain.broadcast(self._flat, 0).wait()
+        elif self.rank == 0:
+            self._transports[way].send_weights("policy", self.weights)
+        elif self._transports[way].receive_weights(TIMEOUT_S, weights=self.weights) is None:
+            raise TransportError(f"the trainer sent nothing within {TIMEOUT_S:g} s")
+        settle(self.device)
+
+    def close(self) -> None:
+        for transport in self._transports.values():
+            transport.shutdown()
 
 
-def _mark(met: bool | None) -> str:
-    return "" if met is None else "[green]met[/]" if met else "[red]missed[/]"
+class _Trainer(_End):
+    """The trainer's end, with the ways that need no worker."""
+
+    def __init__(self, shapes: Shapes, meeting: Info, root: Path, pipe: Any) -> None:
+        super().__init__(0, shapes, meeting)
+        self._pipe, self._root, self._threads = pipe, root, torch.get_num_threads()
+        self._targets = weights_of(shapes, 0, self.device)
+
+    def connect(self) -> None:
+        self._pipe.send("connect")
+        super().connect()
+        self._answer()
+
+    def ask(self, request: Any) -> Any:
+        """Ask the worker, and return its answer."""
+        self._pipe.send(request)
+        return self._answer()
+
+    def update(self, way: str, peak: bool = False) -> float:
+        """Make one update, and return its seconds."""
+        shutil.rmtree(self._root / "disk", ignore_errors=True)
+        disk = DiskTransport(self._root / "disk") if way == "disk" else None
+        began = time.perf_counter()
+        if disk is not None:
+            disk.send_weights("policy", self.weights)
+        elif way == "save_file":
+            self._save()
+        elif way.startswith("copy"):
+            self._copy(1 if way == "copy by one thread" else self._threads)
+        else:
+            self._pipe.send((way, peak))
+            self.move(way)
+            self._peak = self._answer()
+        taken = time.perf_counter() - began
+        if disk is not None:
+            disk.shutdown()
+        return taken
+
+    def extra_bytes(self, way: str) -> int | None:
+        """Return the most resident memory that an update adds at either end, in bytes; None where unknown."""
+        self._peak = [0]
+        with track_peak() as extra:
+            self.update(way, peak=True)
+        return max(*extra, *self._peak) if extra and self._peak else None
+
+    def _copy(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        for name, tensor in self.weights.items():
+            self._targets[name].copy_(tensor)
+        settle(self.device)
+        torch.set_num_threads(self._threads)
+
+    def _save(self) -> None:
+        path = self._root / "plain.safetensors"
+        save_file(self.weights, path)
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(TIMEOUT_S):
+            raise TransportError(f"the worker process did not answer within {TIMEOUT_S:g} s")
+        return self._pipe.recv()
 
 
-def _bounded(extra: list[int], bound: int) -> dict[str, Any]:
-    found = extra[0] if extra else None
-    return {"bytes": found, "bound_bytes": bound, "met": None if found is None else found < bound}
+def _follow(shapes: Shapes, meeting: Info, pipe: Any) -> None:
+    """Run the worker process: take part in each update that the trainer announces."""
+    end = _End(1, shapes, meeting)
+    pipe.recv()
+    end.connect()
+    pipe.send(True)
+    while (request := pipe.recv()) is not None:
+        way, peak = request
+        if peak:
+            with track_peak() as extra:
+                end.move(way)
+            pipe.send(extra)
+        else:
+            end.move(way)
+            pipe.send(None)
+    pipe.send(all(bool((tensor == 1).all()) for tensor in end.weights.values()))
+    end.close()

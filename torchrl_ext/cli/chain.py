@@ -2,171 +2,65 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import closing, suppress
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from torch import Tensor
+import typer
 
-from torchrl_ext.compat.convert import LAYOUTS, Rebuilt, convert, skyrls_versions
+from torchrl_ext.cli.frame import App, answer, examples, note
 from torchrl_ext.errors import ConfigError, IntegrityError, WeightSyncError
-from torchrl_ext.stores import LocalStore, Store, open_store, version_name
-from torchrl_ext.stores.chain import Chain
-from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.types import Info, ParamMeta, dtype_name
-from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.open_route import OpenRoute
-from torchrl_ext.versions.others import view_of
-from torchrl_ext.versions.reader import ChainReader
-from torchrl_ext.weights.checkpoint import companion_files
-from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["Reader", "add_parser", "run"]
+if TYPE_CHECKING:
+    from torchrl_ext.versions.others import Reader
 
+__all__ = ["VERSION_HEAD", "app", "version_line"]
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Declare the command."""
-    parser = subparsers.add_parser("chain", help="list, check, thin out, unpack and convert the versions under a root")
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("root", metavar="ROOT", help="directory, or URL of an object store")
-    common.add_argument("--base", metavar="DIR", help="checkpoint that is version 0, where a delta comes first")
-    common.add_argument(
-        "--storage-option", action="append", default=[], metavar="KEY=VALUE", help="setting of the fsspec filesystem"
-    )
-    common.add_argument(
-        "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document on standard output"
-    )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="action")
+Root = Annotated[str, typer.Argument(metavar="ROOT", help="Directory, or URL of an object store.")]
+Base = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Checkpoint that is version 0, where a delta comes first.")
+]
+StorageOption = Annotated[
+    list[str] | None, typer.Option(metavar="KEY=VALUE", help="Setting of the fsspec filesystem; may be repeated.")
+]
+Version = Annotated[int, typer.Argument(metavar="VERSION")]
+Out = Annotated[str, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")]
 
-    def action(name: str, summary: str, *aliases: str) -> argparse.ArgumentParser:
-        found = actions.add_parser(name, help=summary, parents=[common], aliases=aliases)
-        found.set_defaults(action=name)
-        return found
-
-    action("ls", "every version: kind, base, bytes, encoding, density", "list")
-    action("show", "one version and its tensors").add_argument("version", type=int)
-    action("verify", "recompute every digest; status 1 where a version is damaged or cannot be checked")
-    collect = action("gc", "remove what the newest keyframes and readers do not need")
-    collect.add_argument("--keep", type=int, default=1, metavar="N", help="keyframes to keep, with all that follows")
-    unpack = action("materialize", "write a version as a complete Hugging Face checkpoint")
-    unpack.add_argument("version", type=int)
-    unpack.add_argument("out", metavar="OUT_DIR")
-    unpack.add_argument("--shard-bytes", type=int, default=4 << 30, help="bound on the tensors of one file")
-    anew = action("convert", "write every version anew, in our layout or another library's")
-    anew.add_argument("out", metavar="OUT_DIR")
-    anew.add_argument("--to", required=True, choices=LAYOUTS)
-    compare = action("diff", "which tensors differ between two versions, and how much of them")
-    compare.add_argument("a", type=int)
-    compare.add_argument("b", type=int)
-    return parser
+app = App(help="List, check, thin out, unpack and convert the versions under a root.")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run one action, and print lines, or with ``--json`` one document.
+def _reader(root: str, base: str | None, storage_option: list[str] | None) -> Reader:
+    from torchrl_ext.stores import open_store
+    from torchrl_ext.versions.others import Reader
 
-    Returns:
-        0; 1 where `verify` finds damage, or cannot check a version.
-    """
-    options = dict(_option(text) for text in args.storage_option)
-    chain = Reader(open_store(args.root, options), args.base)
-    if not chain.store.available():
-        raise ConfigError(f"there is nothing at {args.root}", expected="a root that a delta transport publishes into")
-    document, lines = _ACTIONS[args.action](chain, args)
-    if args.json:
-        print(json.dumps(document))
-    else:
-        print("\n".join(lines))
-    return 1 if document.get("damaged") or document.get("unchecked") else 0
+    options = dict[str, str]()
+    for text in storage_option or ():
+        key, equals, options[key] = text.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"--storage-option {text!r}", expected="KEY=VALUE")
+    store = open_store(root, options)
+    if not store.available():
+        raise ConfigError(f"there is nothing at {root}", expected="a root that a delta transport publishes into")
+    return Reader(store, base)
 
 
-class Reader:
-    """Reads the chain of versions under a root."""
-
-    def __init__(self, store: Store, base: str | None) -> None:
-        self.store, self.base = store, base and os.path.abspath(base)
-        self.chain = Chain(store, view=view_of(store, self.base, settles=True))
-
-    def follower(self, keep: bool = False) -> ChainReader:
-        found = ChainReader(self.chain, lambda number, full: PublishedVersion(self.store, number, full), self.base)
-        found.retain(lambda name: keep)
-        return found
-
-    def numbers(self) -> list[int]:
-        """Return the number of every version, without those that are not wholly written."""
-        found = []
-        for number in self.chain.numbers():
-            with suppress(FileNotFoundError):
-                with suppress(WeightSyncError):  # reported when the version is read
-                    self.chain.version(number)
-                found.append(number)
-        return found
-
-    def route(self, version: int, follower: ChainReader) -> OpenRoute:
-        try:
-            if self.base is None and self.chain.route(version, based=True).start is not None:
-                raise ConfigError(
-                    f"version {version} in {self.store.url} leads back to a checkpoint that is not among its versions",
-                    hint="name its directory with --base",
-                )
-            return follower.open(version)
-        except FileNotFoundError:
-            numbers = self.numbers()
-            known = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
-            raise ConfigError(f"{self.store.url} holds no version {version}", expected=f"one of {known}") from None
-
-    def tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
-        follower = self.follower()
-        return follower.tensors(self.route(version, follower), {})
-
-    def beside(self, number: int) -> dict[str, bytes]:
-        """Return the files that make a checkpoint of the weights of a full version, by name."""
-        folder = version_name(number)
-        names = (name for name in self.store.sizes(folder) if not name.endswith((".safetensors", ".index.json")))
-        return {name: self.store.get(f"{folder}/{name}") for name in names if name not in (MANIFEST, "DONE")}
-
-    def rebuilt(self) -> Iterator[Rebuilt]:
-        """Yield every version, rebuilt from the one before where that takes fewer bytes."""
-        follower, names = self.follower(keep=True), list[str]()
-        files = {} if self.base is None else companion_files(self.base)
-        for number in self.numbers():
-            for _ in follower.tensors(self.route(number, follower), {}):
-                pass
-            whole, held = self.chain.version(number).full is not None, follower.mirror
-            names = names if held.keys() == set(names) else [*held]
-            files = self.beside(number) if whole else files
-            yield Rebuilt(number=number, whole=whole, tensors={name: held[name] for name in names}, beside=files)
-
-    def summary(self, number: int) -> Info:
-        version = self.chain.version(number)
-        full, delta = version.full, version.delta
-        total = sum(meta.numel for meta in version.params)
-        telling = delta if delta is not None and delta.digests.size else None  # another library gives no counts
-        return {
-            "version": number,
-            "kind": "delta" if full is None else "keyframe" if delta is None else "keyframe+delta",
-            "base": delta.base_version if delta else None,
-            "bytes": sum(delta.files.values()) if delta else 0,
-            "keyframe_bytes": sum(full.files.values()) if full else 0,
-            "encoding": sorted({codec["name"] for codec in delta.codecs}) if delta else [],
-            "density": int(telling.changed.sum()) / max(1, total) if telling else None,
-            "run_id": version.run_id,
-        }
-
-
-def _ls(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+@app.command("list", hidden=True)
+@app.command("ls", epilog=examples("torchrl-ext chain ls /shared/updates", "torchrl-ext chain ls s3://bucket/run-7"))
+def ls(root: Root, base: Base = None, storage_option: StorageOption = None) -> int:
+    """List every version: kind, base, bytes, encoding, density."""
+    reader = _reader(root, base, storage_option)
     rows = [reader.summary(number) for number in reader.numbers()]
     document = {"root": reader.store.url, "latest": reader.chain.latest(), "versions": rows}
-    lines = [f"{'version':>8}  {'kind':<15}{'base':>8}{'delta bytes':>14}{'full bytes':>16}  {'density':>9}  encoding"]
-    lines += [_line(row) for row in rows]
-    return document, [*lines, f"latest: {document['latest']}"]
+    return answer(document, VERSION_HEAD, *map(version_line, rows), f"latest: {document['latest']}")
 
 
-def _line(row: Info) -> str:
+VERSION_HEAD = f"{'version':>8}  {'kind':<15}{'base':>8}{'delta bytes':>14}{'full bytes':>16}  {'density':>9}  encoding"
+
+
+def version_line(row: Mapping[str, Any]) -> str:
+    """Return the line of a version below `VERSION_HEAD`, from `torchrl_ext.versions.others.Reader.summary`."""
     base = "" if row["base"] is None else row["base"]
     share = "" if row["density"] is None else f"{row['density']:.4%}"
     full = f"{row['keyframe_bytes']:,}" if row["keyframe_bytes"] else ""
@@ -174,16 +68,21 @@ def _line(row: Info) -> str:
     return (line + ", ".join(row["encoding"])).rstrip()
 
 
-def _show(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+@app.command(epilog=examples("torchrl-ext chain show /shared/updates 12"))
+def show(root: Root, version: Version, base: Base = None, storage_option: StorageOption = None) -> int:
+    """Show one version and its tensors."""
+    from torchrl_ext.types import dtype_name
+
+    reader = _reader(root, base, storage_option)
     try:
-        document = reader.summary(args.version)
+        document = reader.summary(version)
     except FileNotFoundError:
-        raise ConfigError(f"{reader.store.url} holds no version {args.version}") from None
-    version = reader.chain.version(args.version)
-    full, delta = version.full, version.delta
+        raise ConfigError(f"{reader.store.url} holds no version {version}") from None
+    found = reader.chain.version(version)
+    full, delta = found.full, found.delta
     tensors = []
-    for meta in version.params:
-        tensor: Info = {"name": meta.name, "dtype": dtype_name(meta.dtype), "shape": list(meta.shape)}
+    for meta in found.params:
+        tensor: dict[str, Any] = {"name": meta.name, "dtype": dtype_name(meta.dtype), "shape": list(meta.shape)}
         tensor |= dict.fromkeys(("changed", "encoding", "file", "digest"))
         if delta is not None:
             changed = int(delta.changed[delta.table.number[meta.name]])
@@ -197,16 +96,20 @@ def _show(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
                 tensor |= {"encoding": ", ".join(sorted(names)), "file": ", ".join(files)}
         tensors.append(tensor)
     document |= {"files": {**(full.files if full else {}), **(delta.files if delta else {})}, "tensors": tensors}
-    lines = [_line(document), *(f"    {name}  {size:,} bytes" for name, size in document["files"].items())]
+    lines = [version_line(document), *(f"    {name}  {size:,} bytes" for name, size in document["files"].items())]
     lines += [f"    {t['name']}  {t['dtype']}{t['shape']}  {t['changed'] or 0:,} changed" for t in tensors]
-    return document, lines
+    return answer(document, *lines)
 
 
-def _verify(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+@app.command(epilog=examples("torchrl-ext chain verify /shared/updates --base checkpoints/start"))
+def verify(root: Root, base: Base = None, storage_option: StorageOption = None) -> int:
+    """Recompute every digest; the exit status is 1 where a version is damaged or cannot be checked."""
+    from torchrl_ext.versions.checkpoint_reader import PublishedVersion
     from torchrl_ext.weights.digests import tensor_digest
 
+    reader = _reader(root, base, storage_option)
     follower = reader.follower(keep=True)
-    rows: list[Info] = []
+    rows: list[dict[str, Any]] = []
     for number in reader.numbers():
         ok: bool | None = True
         error = None
@@ -229,7 +132,7 @@ def _verify(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
         if not ok:
             follower = reader.follower(keep=True)
         rows.append({"version": number, "ok": ok, "error": error})
-        print(f"version {number}: {_FOUND[ok]}", file=sys.stderr)
+        note(f"version {number}: {'not checked' if ok is None else 'ok' if ok else 'damaged'}")
     known = {row["version"] for row in rows}
     document = {
         "root": reader.store.url,
@@ -241,117 +144,106 @@ def _verify(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
     lines = [f"version {number}: being written, or left unfinished" for number in document["incomplete"]]
     lines += [f"version {row['version']}: {row['error']}" for row in rows if not row["ok"]]
     good = sum(row["ok"] is True for row in rows)
-    return document, [*lines, f"{good} of {len(rows)} versions are what their digests say"]
+    status = 0 if good == len(rows) else 1
+    return answer(document, *lines, f"{good} of {len(rows)} versions match their digests", status=status)
 
 
-_FOUND = {True: "ok", False: "damaged", None: "not checked"}
-
-
-def _gc(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
-    if args.keep < 1:
-        raise ConfigError(f"--keep is {args.keep}", expected="1 or more keyframes")
+@app.command(epilog=examples("torchrl-ext chain gc /shared/updates --keep 2"))
+def gc(
+    root: Root,
+    keep: Annotated[int, typer.Option(min=1, metavar="N", help="Keyframes to keep, with all that follows.")] = 1,
+    base: Base = None,
+    storage_option: StorageOption = None,
+) -> int:
+    """Remove what the newest keyframes and readers do not need."""
+    reader = _reader(root, base, storage_option)
     reader.store.own()  # fails where a trainer has the lock: it collects by itself
     try:
-        removed = reader.chain.collect(keep_keyframes=args.keep)
+        removed = reader.chain.collect(keep_keyframes=keep)
     finally:
         reader.store.disown()
     document = {"root": reader.store.url, "removed": removed, "kept": reader.chain.numbers()}
-    return document, [f"removed {len(removed)} versions, kept {len(document['kept'])}"]
+    return answer(document, f"removed {len(removed)} versions, kept {len(document['kept'])}")
 
 
-def _materialize(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
+@app.command(epilog=examples("torchrl-ext chain materialize /shared/updates 12 checkpoints/step-12"))
+def materialize(
+    root: Root,
+    version: Version,
+    out: Out,
+    shard_bytes: Annotated[
+        int, typer.Option(min=1, show_default="4 GiB", help="Bound on the tensors of one file, in bytes.")
+    ] = 4 << 30,
+    base: Base = None,
+    storage_option: StorageOption = None,
+) -> int:
+    """Write a version as a complete Hugging Face checkpoint."""
+    from torchrl_ext.stores import LocalStore
     from torchrl_ext.versions.checkpoint_writer import FullWriter
+    from torchrl_ext.versions.others import Unpacked
 
-    out = Path(os.path.abspath(args.out))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists already", expected="a new or empty directory", state="nothing was written")
-    follower = reader.follower()
-    route = reader.route(args.version, follower)
-    with closing(route):
-        source = _Unpacked(reader, route, follower)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if out.exists():
-            out.rmdir()
-        with LocalStore(out.parent).draft(out.name, needed_bytes=sum(m.nbytes for m in route.params)) as draft:
-            manifest = FullWriter(args.shard_bytes).write(
-                draft, source, args.version, reader.chain.version(args.version).run_id
-            )
-    document = {"version": args.version, "path": str(out), "bytes": sum(manifest.files.values())}
-    return document, [f"version {args.version} is in {out}, {document['bytes']:,} bytes"]
+    reader = _reader(root, base, storage_option)
+    folder = Path(os.path.abspath(out))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists already", expected="a new or empty directory", state="nothing was written")
+    with closing(Unpacked(reader, version)) as source:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        if folder.exists():
+            folder.rmdir()
+        needed = sum(meta.nbytes for meta in source.params())
+        with LocalStore(folder.parent).draft(folder.name, needed_bytes=needed) as draft:
+            manifest = FullWriter(shard_bytes).write(draft, source, version, reader.chain.version(version).run_id)
+    document = {"version": version, "path": str(folder), "bytes": sum(manifest.files.values())}
+    return answer(document, f"version {version} is in {folder}, {document['bytes']:,} bytes")
 
 
-def _convert(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
-    versions = skyrls_versions(reader.store, reader.base) or reader.rebuilt()
-    rows = convert(versions, args.out, args.to, reader.base)
-    document = {"path": os.path.abspath(args.out), "to": args.to, "versions": rows}
+@app.command(epilog=examples("torchrl-ext chain convert SYNC_DIR OUT_DIR --to ours --base checkpoints/start"))
+def convert(
+    root: Root,
+    out: Out,
+    to: Annotated[Literal["ours", "slime", "slime-first", "skyrl"], typer.Option(help="The layout to write.")],
+    base: Base = None,
+    storage_option: StorageOption = None,
+) -> int:
+    """Write every version anew, in our layout or another library's."""
+    from torchrl_ext.compat import convert as anew
+
+    reader = _reader(root, base, storage_option)
+    rows = anew.convert(anew.rebuilt(reader), out, to, reader.base)
+    path = os.path.abspath(out)
     lines = [f"{row['version']:>8}  {row['kind']:<15}{row['bytes']:>16,} bytes" for row in rows]
-    return document, [*lines, f"{len(rows)} versions are in {document['path']}"]
+    return answer({"path": path, "to": to, "versions": rows}, *lines, f"{len(rows)} versions are in {path}")
 
 
-def _diff(reader: Reader, args: argparse.Namespace) -> tuple[Info, list[str]]:
-    from torchrl_ext.codecs.patch import diff
+@app.command(epilog=examples("torchrl-ext chain diff /shared/updates 11 12"))
+def diff(
+    root: Root,
+    a: Annotated[int, typer.Argument(metavar="A")],
+    b: Annotated[int, typer.Argument(metavar="B")],
+    base: Base = None,
+    storage_option: StorageOption = None,
+) -> int:
+    """Show which tensors differ between two versions, and how much of them."""
+    from torchrl_ext.codecs import patch
+    from torchrl_ext.types import ParamMeta
 
-    new, total, changed = dict(reader.tensors(args.b)), 0, 0
-    rows: list[Info] = []
-    seen: set[str] = set()
-    for name, tensor in reader.tensors(args.a):
-        meta, other = ParamMeta.of(name, tensor), new.get(name)
-        seen.add(name)
+    reader = _reader(root, base, storage_option)
+    new, total, changed = dict(reader.tensors(b)), 0, 0
+    rows: list[dict[str, Any]] = []
+    for name, tensor in reader.tensors(a):
+        meta, other = ParamMeta.of(name, tensor), new.pop(name, None)
         if other is None or ParamMeta.of(name, other) != meta:
             rows.append({"name": name, "changed": None, "elements": meta.numel, "density": None})
             continue
-        count = diff(meta, tensor, other.contiguous()).changed
+        count = patch.diff(meta, tensor, other.contiguous()).changed
         total, changed = total + meta.numel, changed + count
         if count:
             rows.append({"name": name, "changed": count, "elements": meta.numel, "density": count / meta.numel})
     rows += [
-        {"name": name, "changed": None, "elements": tensor.numel(), "density": None}
-        for name, tensor in new.items()
-        if name not in seen
+        {"name": name, "changed": None, "elements": tensor.numel(), "density": None} for name, tensor in new.items()
     ]
     density = changed / max(1, total)
-    document = {"a": args.a, "b": args.b, "density": density, "changed": changed, "tensors": rows}
     shares = ["another parameter" if row["density"] is None else f"{row['density']:.4%}" for row in rows]
     lines = [f"{row['name']}  {share}" for row, share in zip(rows, shares, strict=True)]
-    return document, [*lines, f"{changed:,} of {total:,} elements, {density:.4%}"]
-
-
-class _Unpacked(WeightSource):
-    """A source of the tensors at the end of a route, with the files that make them a checkpoint."""
-
-    def __init__(self, reader: Reader, route: OpenRoute, follower: ChainReader) -> None:
-        self._reader, self._route, self._follower = reader, route, follower
-
-    def params(self) -> tuple[ParamMeta, ...]:
-        if self._route.published is not None:
-            return self._route.published.params()
-        own = {meta.name for meta in self._route.params}
-        base = self._route.base
-        return tuple(meta for meta in base.params() if meta.name in own) if base is not None else ()
-
-    def files(self) -> Mapping[str, bytes]:
-        keyframe = self._route.keyframe
-        if keyframe is None:
-            return {} if self._route.base is None else self._route.base.files()
-        return self._reader.beside(keyframe.version)
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._follower.tensors(self._route, {})
-
-
-def _option(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not key or not equals:
-        raise ConfigError(f"--storage-option {text!r}", expected="KEY=VALUE")
-    return key, value
-
-
-_ACTIONS = {
-    "ls": _ls,
-    "show": _show,
-    "verify": _verify,
-    "gc": _gc,
-    "materialize": _materialize,
-    "convert": _convert,
-    "diff": _diff,
-}
+    document = {"a": a, "b": b, "density": density, "changed": changed, "tensors": rows}
+    return answer(document, *lines, f"{changed:,} of {total:,} elements, {density:.4%}")

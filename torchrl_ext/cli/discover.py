@@ -2,37 +2,56 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Annotated
 
-from torchrl_ext.cli.main import add_api_key
+import typer
 
-__all__ = ["add_parser", "run"]
+from torchrl_ext.cli.frame import APIKey, App, answer, examples, table
 
+if TYPE_CHECKING:
+    from torchrl_ext.types import EngineInfo
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Declare the command."""
-    parser = subparsers.add_parser("discover", help="say which engines run at the given addresses")
-    parser.add_argument("addresses", nargs="+", metavar="ADDRESS", help="host:port or URL of an engine")
-    add_api_key(parser)
-    parser.add_argument("--timeout-s", type=float, default=30.0, help="deadline of each call, in seconds")
-    return parser
+__all__ = ["app"]
+
+app = App()
 
 
-def run(args: argparse.Namespace) -> int:
-    """Ask every address, and print what it says, or with ``--json`` ``{"engines": [...]}`` in the order given."""
-    from torchrl_ext.rpc.discovery import discover
+@app.command(epilog=examples("torchrl-ext discover host1:8000 host2:8000", "torchrl-ext discover host:8000 --json"))
+def discover(
+    addresses: Annotated[list[str], typer.Argument(metavar="ADDRESS...", help="host:port or URL of an engine.")],
+    api_key: APIKey = None,
+    timeout_s: Annotated[float, typer.Option(help="Deadline of each call, in seconds.")] = 30.0,
+) -> int:
+    """Say which engines run at the given addresses.
 
-    found = discover(*args.addresses, timeout_s=args.timeout_s, api_key=args.api_key)
-    if args.json:
-        print(json.dumps({"engines": [dataclasses.asdict(info) for info in found]}))
-        return 0
-    for info in found:
-        print(info.url)
-        facts = dataclasses.asdict(info) | {"transports": ", ".join(info.transports) or "none"}
-        for name, value in facts.items():
-            if name != "url":
-                print(f"    {name.replace('_', ' '):<16}{value}")
-    return 0
+    An address without an engine gets a row with the reason, and the exit status is 3.
+    """
+    from torchrl_ext.errors import WeightSyncError
+    from torchrl_ext.rpc import discovery
+    from torchrl_ext.rpc.http import normalise_urls
+
+    def ask(address: str) -> EngineInfo | WeightSyncError:
+        try:
+            return discovery.discover(address, timeout_s=timeout_s, api_key=api_key)[0]
+        except WeightSyncError as error:
+            return error
+
+    urls = normalise_urls(addresses)
+    with ThreadPoolExecutor(min(64, len(urls))) as pool:
+        answers = dict(zip(urls, pool.map(ask, urls), strict=True))
+    shown = table("engine", "kind", "weights", "details")
+    rows, errors = [], {}
+    for url, found in answers.items():
+        if isinstance(found, WeightSyncError):
+            errors[url] = str(found)
+            shown.add_row(url, "none", "", found.what, style="red")
+            continue
+        rows.append(dataclasses.asdict(found))
+        role = "" if found.worker_type == "regular" else found.worker_type
+        kind = " ".join(filter(None, (found.kind, found.version, role)))
+        transports = ", ".join(found.transports) or "none"
+        details = f"{found.model}; workers: {found.world_size}; transports: {transports}"
+        shown.add_row(url, kind, found.weight_version, details)
+    return answer({"engines": rows, "errors": errors}, shown, status=3 if errors else 0)

@@ -12,13 +12,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError
@@ -39,6 +40,7 @@ Report = Callable[[str], None]
 
 _MAKING_S, _LOCK_S = 1800.0, 1900.0  # deadlines for making an environment, and for waiting until another process has
 _LOG_CHARS = 2000
+_LARGE = re.compile(r"^\s*(?:Downloading .*[MG]B|Installing collected).*", re.MULTILINE)
 
 _KERNELS = '''\
 """Stand-in for sgl_kernel, which is built for accelerators: anything can be imported from it, and nothing called."""
@@ -288,34 +290,42 @@ def _make(recipe: Recipe, folder: Path, log: Path, report: Report) -> None:
 
 
 def _run(command: list[str], out: TextIO, report: Report, within: Deadline) -> None:
-    """Run one step of an installation and report its large downloads."""
+    """Run one step of an installation, and show its large downloads."""
     process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
+        command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
     )
-    limit = threading.Timer(within.left_s, os.killpg, (process.pid, signal.SIGKILL))
-    limit.start()
+    log, last = Path(out.name), ""
     try:
-        for line in process.stdout or ():
-            out.write(line)
-            if re.match(r"\s*(Downloading .*[MG]B|Installing collected)", line):
-                report(f"    {line.strip()[:100]}")
-        status = process.wait()
-    except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)
-        raise
+        with _live(report) as show:
+            for _ in within.pauses(longest_s=0.5):
+                if process.poll() is not None:
+                    break
+                large = _LARGE.findall(log.read_text(errors="replace"))
+                if large and large[-1] != last:
+                    last = large[-1]
+                    show(last.strip()[:100])
     finally:
-        limit.cancel()
-        out.flush()
-    if status:
-        what = f"did not end within the {within.timeout_s:g} s" if within.over else f"ended with status {status}"
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        status = f"ended with status {process.returncode}"
+        what = f"did not end within the {within.timeout_s:g} s" if within.over else status
         raise (DeadlineError if within.over else ConfigError)(
-            f"`{' '.join(command[:6])} ...` {what}: {Path(out.name).read_text(errors='replace')[-_LOG_CHARS:]}",
+            f"`{' '.join(command[:6])} ...` {what}: {log.read_text(errors='replace')[-_LOG_CHARS:]}",
             state="the environment is incomplete and will be made anew",
-            hint=f"the whole log is {out.name}",
+            hint=f"the whole log is {log}",
         )
+
+
+@contextlib.contextmanager
+def _live(report: Report) -> Iterator[Report]:
+    """Yield a function that shows what is being downloaded: in a terminal in one line with a clock, else as lines."""
+    console = Console(stderr=True)
+    if report is not to_stderr or not console.is_terminal:
+        yield lambda line: report(f"    {line}")
+        return
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("")
+        yield lambda line: bar.update(task, description=line)

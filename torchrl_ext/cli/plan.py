@@ -2,60 +2,40 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-from dataclasses import fields
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import Field, fields
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
+import typer
+from rich.console import RenderableType
 
-from torchrl_ext.planning.costs import UNCERTAINTY
+from torchrl_ext.cli.frame import App, answer, examples, table
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.planning.facts import Facts
-from torchrl_ext.planning.recommend import Recommendation, recommend
 
-__all__ = ["add_parser", "run"]
+if TYPE_CHECKING:
+    from torchrl_ext.planning.recommend import Recommendation
+
+__all__ = ["app"]
 
 _SCALES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Declare the command: one flag per fact."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="say which transport suits a deployment, and what an update costs",
-        description="Recommend an entry point and a transport from facts about a deployment, with predicted seconds, "
-        "bytes and pause of every route. Numbers may end in k, M, G (or B) and T.",
-    )
-    readers: dict[str, Any] = {"int": (_whole, "N"), "float": (_number, "X"), "str": (str, "TEXT")}
-    for one in fields(Facts):
-        flag, text = f"--{one.name.replace('_', '-')}", one.metadata["help"]
-        kind = str(one.type).removesuffix(" | None")
-        if kind == "bool":
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=one.default, help=text)
-        else:
-            read, shown = readers[kind]
-            parser.add_argument(flag, type=read, default=one.default, metavar=shown, help=f"{text} ({one.default})")
-    parser.add_argument("--model", metavar="DIR", help="checkpoint directory to take parameters and dtype from")
-    return parser
+app = App()
 
 
-def run(args: argparse.Namespace) -> int:
-    """Recommend, and print a page, or with ``--json`` one document.
+def _count(value: float) -> str:
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.3g}"
 
-    Raises:
-        ConfigError: facts that cannot be, or under which nothing works.
-    """
-    given = {one.name: getattr(args, one.name) for one in fields(Facts)}
-    if args.model:
-        given |= _measured(args.model)
-    found = recommend(Facts(**given))
-    if args.json:
-        print(json.dumps(found.to_json()))
-    else:
-        _show(found)
-    return 0
+
+def _seconds(value: float) -> str:
+    if value >= 100:
+        return f"{value:,.0f} s"
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
 def _number(text: str) -> float:
@@ -66,8 +46,63 @@ def _number(text: str) -> float:
 def _whole(text: str) -> int:
     value = _number(text)
     if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text} is no whole number")
+        raise typer.BadParameter(f"{text} is not a whole number")
     return int(value)
+
+
+def _declared(fact: Field[Any]) -> inspect.Parameter:
+    """Return the option of a fact; its default is in its help, so that a fact that is not given is None."""
+    text, default = fact.metadata["help"], cast(Any, fact.default)
+    if fact.name != "parameters" and default not in (None, False):
+        shown = _count(default).replace(" ", "") if type(default) in (int, float) else default
+        text += f"; by default {'yes' if shown is True else shown}"
+    settings: dict[str, Any] = {"help": text, "rich_help_panel": "Speeds" if fact.name.endswith("_bytes_s") else None}
+    kind: Any = bool
+    if "int" in str(fact.type):
+        kind, settings = int, settings | {"parser": _whole, "metavar": "N"}
+    elif "float" in str(fact.type):
+        kind, settings = float, settings | {"parser": _number, "metavar": "X"}
+    elif "str" in str(fact.type):
+        kind = str
+    option = Annotated[kind | None, typer.Option(**settings)]
+    return inspect.Parameter(fact.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
+
+
+def _with_facts(command: Callable[..., int]) -> Callable[..., int]:
+    """Give a command an option for each fact in place of its ``**facts``."""
+    own = inspect.signature(command, eval_str=True)
+    named = [option for option in own.parameters.values() if option.kind is not option.VAR_KEYWORD]
+    command.__signature__ = own.replace(parameters=[*named, *map(_declared, fields(Facts))])  # type: ignore[attr-defined]
+    return command
+
+
+@app.command(
+    epilog=examples(
+        "torchrl-ext plan --parameters 70B --engines 8 --workers-per-engine 4 --no-group --shared-path /shared/updates",
+        "torchrl-ext plan --model checkpoints/start --engines 2 --density 0.001 --json",
+    ),
+)
+@_with_facts
+def plan(
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Checkpoint to take parameters and dtype from.")
+    ] = None,
+    **facts: Any,
+) -> int:
+    """Say which transport suits a deployment, and what an update costs.
+
+    Recommends an entry point and a transport, with predicted seconds, bytes and pause of every route. Numbers may end
+    in k, M, G (or B) and T.
+    """
+    from torchrl_ext.planning.recommend import recommend
+
+    given = {name: value for name, value in facts.items() if value is not None}
+    if model is not None:
+        given |= _measured(model)
+    elif "parameters" not in given:
+        raise ConfigError("the size of the model is not known", expected="--parameters N or --model DIR")
+    found = recommend(Facts(**given))
+    return answer(found.to_json(), *_page(found))
 
 
 def _measured(directory: str) -> dict[str, Any]:
@@ -79,43 +114,31 @@ def _measured(directory: str) -> dict[str, Any]:
     return {"parameters": elements, "tensors": len(params), "bytes_per_parameter": size / elements}
 
 
-# what is shown
+def _page(found: Recommendation) -> Iterator[RenderableType]:
+    from torchrl_ext.planning.costs import UNCERTAINTY
 
-
-def _show(found: Recommendation) -> None:
-    console = Console()
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
-
-    say(f"[bold]{found.chosen.label}[/]: {found.reason}.")
+    yield f"{found.chosen.label}: {found.reason}."
     for decision in found.answers.values():
-        say(f"  {decision.goal}: [bold]{decision.entry_point}[/]")
+        yield f"  {decision.goal}: {decision.entry_point}"
     flags = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in found.options.items()
     ]
-    say(f"  {' '.join(flags)}")
-    console.print(_routes_table(found))
-    say("[bold]rejected[/]")
-    for label, why in _rejections(found).items():
-        say(f"  {label}: {why}")
-    say(f"What this library's own benchmarks measured may be off by x {UNCERTAINTY:g}: hence the ranges.")
-    for note in found.notes:
-        say(f"  - {note}")
-
-
-def _routes_table(found: Recommendation) -> Table:
+    yield f"  {' '.join(flags)}"
     facts = found.facts
-    title = f"{_count(facts.parameters).strip()} parameters, {facts.density:.2%} changed, {facts.engines:,} engine(s)"
-    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
-    for heading in ("route", "bytes", "seconds", "range", "pause"):
-        table.add_column(heading, justify="left" if heading == "route" else "right", no_wrap=True)
+    yield f"{_count(facts.parameters)} parameters, {facts.density:.2%} changed, {facts.engines:,} engine(s):"
+    routes = table("route", "bytes", "seconds", "range", "pause")
     for route in found.routes:
         if route.obstacle is None:
             cells = [route.label, f"{_count(route.bytes)}B", _seconds(route.seconds)]
             cells += [f"{_seconds(route.low_s)} to {_seconds(route.high_s)}", _seconds(route.pause_s)]
-            table.add_row(*cells, style="bold green" if route is found.chosen else "")
-    return table
+            routes.add_row(*cells, style="bold green" if route is found.chosen else "")
+    yield routes
+    yield "rejected"
+    for label, why in _rejections(found).items():
+        yield f"  {label}: {why}"
+    yield f"What this library's own benchmarks measured may be off by x {UNCERTAINTY:g}: hence the ranges."
+    for note in found.notes:
+        yield f"  - {note}"
 
 
 def _rejections(found: Recommendation) -> dict[str, str]:
@@ -127,16 +150,3 @@ def _rejections(found: Recommendation) -> dict[str, str]:
             group = f"{route.transport} over {route.carrier}" if route.carrier else route.transport
             lines.setdefault(group, found.rejected[route.label])
     return lines
-
-
-def _count(value: float) -> str:
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.3g} "
-
-
-def _seconds(value: float) -> str:
-    if value >= 100:
-        return f"{value:,.0f} s"
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"

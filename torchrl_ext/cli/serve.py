@@ -2,83 +2,84 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from typer import Argument, Option
+
+from torchrl_ext.cli.frame import App, answer, examples, note
 from torchrl_ext.cli.interrupts import Interrupts
 from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.registry import engines
-from torchrl_ext.types import API_KEY_VARIABLE
 
-__all__ = ["add_parser", "run"]
+__all__ = ["app"]
 
-_SETTINGS = {
-    "host": "host",
-    "port": "port",
-    "dtype": "dtype",
-    "tp": "tensor_parallel_size",
-    "max_model_len": "max_model_len",
-    "lora_rank": "lora_rank",
-    "lora_adapters": "lora_adapters",
-    "plain_linears": "plain_linears",
-    "log": "log_path",
-    "start_timeout_s": "start_timeout_s",
-}
-"""Option -> the field of a spec."""
+_FLAGS = {"tensor_parallel_size": "--tp", "log_path": "--log"}
+"""Field of a spec -> its option, where that has another name."""
+
+app = App()
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Declare the command."""
-    parser = subparsers.add_parser(
-        "serve",
-        help="install and start an engine that can follow a trainer",
-        description="Start an engine for one model and serve until Ctrl-C. vLLM and SGLang come from this "
-        "environment where they are installed, else a CPU build is installed once into a cache folder of its own "
-        "($TORCHRL_EXT_CACHE). The embedded engine has vLLM's generate and update routes; the OpenAI "
-        "routes (/v1/completions, /v1/chat/completions) are vLLM's and SGLang's alone. Keys of servers come from the "
-        f"environment: VLLM_API_KEY, and {API_KEY_VARIABLE} for the embedded engine.",
+@app.command(
+    epilog=examples(
+        "torchrl-ext serve vllm --model policy --port 8000 --dtype float32",
+        "torchrl-ext serve sglang --model policy --release 0.5.21",
+        "VLLM_API_KEY=... torchrl-ext serve vllm --model policy --lora-rank 16",
     )
-    parser.add_argument("engine", choices=list(engines.having("server")), help="which engine")
-    parser.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
-    parser.add_argument("--release", metavar="X.Y.Z", help="a release other than the default (vllm, sglang)")
-    parser.add_argument("--host", help="address to listen on, by default 127.0.0.1 (vllm, sglang)")
-    parser.add_argument("--port", type=int, help="port to listen on; by default a free one")
-    parser.add_argument("--dtype", help="auto (the default), float32, bfloat16 or float16")
-    parser.add_argument("--tp", type=int, metavar="N", help="workers that share the model (vllm, sglang)")
-    parser.add_argument("--max-model-len", type=int, help="most tokens of a sequence, prompt included")
-    parser.add_argument("--lora-rank", type=int, metavar="R", help="serve LoRA adapters up to this rank (vllm, sglang)")
-    parser.add_argument("--lora-adapters", type=int, metavar="N", help="that requests may use at a time, by default 1")
-    parser.add_argument("--plain-linears", action="store_true", help="keep linear weights unpacked on a CPU (vllm)")
-    parser.add_argument("--log", help="file for what the server prints (vllm, sglang)")
-    parser.add_argument("--start-timeout-s", type=float, default=300.0, help="deadline of the start, in seconds")
-    parser.add_argument("--json", action="store_true", help="print one JSON document when the engine is ready")
-    return parser
+)
+def serve(
+    engine: Annotated[str, Argument(metavar="ENGINE", help="vllm, sglang or embedded.")],
+    model: Annotated[str, Option(metavar="DIR", help="Hugging Face checkpoint directory.")],
+    release: Annotated[str | None, Option(metavar="X.Y.Z", help="Another release (vllm, sglang).")] = None,
+    host: Annotated[str | None, Option(help="Address to listen on, by default 127.0.0.1 (vllm, sglang).")] = None,
+    port: Annotated[int | None, Option(help="Port to listen on, by default a free one.")] = None,
+    dtype: Annotated[str | None, Option(help="auto (the default), float32, bfloat16 or float16.")] = None,
+    tensor_parallel_size: Annotated[
+        int | None, Option(_FLAGS["tensor_parallel_size"], help="Workers that share the model (vllm, sglang).")
+    ] = None,
+    max_model_len: Annotated[int | None, Option(help="Most tokens of a sequence, with its prompt.")] = None,
+    lora_rank: Annotated[int | None, Option(help="Serve LoRA adapters up to this rank (vllm, sglang).")] = None,
+    lora_adapters: Annotated[int | None, Option(help="Adapters that requests may use at a time, by default 1.")] = None,
+    plain_linears: Annotated[
+        bool, Option("--plain-linears", help="Keep linear weights unpacked on a CPU (vllm).")
+    ] = False,
+    log_path: Annotated[
+        str | None, Option(_FLAGS["log_path"], help="File for the server's log (vllm, sglang).")
+    ] = None,
+    start_timeout_s: Annotated[float, Option(help="Deadline of the start, in seconds.")] = 300.0,
+) -> int:
+    """Start an engine for one model and serve until Ctrl-C.
 
+    vLLM and SGLang come from this environment where they are installed, else a CPU build is installed once into a cache
+    folder of its own ($TORCHRL_EXT_CACHE). The embedded engine has vLLM's generate and update routes; the OpenAI routes
+    (/v1/completions, /v1/chat/completions) are vLLM's and SGLang's alone.
 
-def run(args: argparse.Namespace) -> int:
-    """Start the engine, say where it is, and wait for Ctrl-C (or SIGTERM).
-
-    Returns:
-        0 after an interrupt.
-
-    Raises:
-        WeightSyncError: it could not be started, or ended by itself.
+    Keys of servers come from the environment: VLLM_API_KEY, and TORCHRL_EXT_API_KEY for the embedded engine.
     """
+    settings = {
+        "host": host,
+        "port": port,
+        "dtype": dtype,
+        "tensor_parallel_size": tensor_parallel_size,
+        "max_model_len": max_model_len,
+        "lora_rank": lora_rank,
+        "lora_adapters": lora_adapters,
+        "plain_linears": plain_linears or None,
+        "log_path": log_path,
+        "start_timeout_s": start_timeout_s,
+    }
     server, pause = None, threading.Event()
     with Interrupts() as interrupts:
         try:
-            print(f"starting {args.engine} for {args.model}", file=sys.stderr, flush=True)
-            server = _start(args)
-            _announce(args, server)
+            note(f"starting {engine} for {model}")
+            server = _start(engine, model, release, {name: value for name, value in settings.items() if value})
+            document = {"engine": engine, "url": server.url, "pid": server.pid, "model": model}
+            answer(document, f"{engine} is ready at {server.url} (Ctrl-C ends it)")
             while server.alive():
                 pause.wait(0.5)
-            raise EngineError(f"{args.engine} ended by itself; its log ends with: {server.log() or 'nothing'}")
+            raise EngineError(f"{engine} ended by itself; its log ends with: {server.log() or 'nothing'}")
         except KeyboardInterrupt:
-            print("ending", file=sys.stderr, flush=True)
+            note("ending")
         finally:
             interrupts.ignore()  # a second Ctrl-C must not leave a server behind
             if server is not None:
@@ -86,28 +87,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _start(args: argparse.Namespace) -> Any:
-    """Start the engine with the options that were given; one that it has no setting for is an error."""
+def _start(engine: str, model: str, release: str | None, settings: dict[str, Any]) -> Any:
+    """Start the engine with the options that were given; an option that the engine does not have is an error."""
     from torchrl_ext.cli.environments import settings_for
+    from torchrl_ext.registry import engines
     from torchrl_ext.serving.server import start
 
-    spec = engines.part(args.engine, "server")
-    known = spec.settings()
-    given = {option: getattr(args, option) for option in _SETTINGS}
-    given = {option: value for option, value in given.items() if value not in (None, False)}
-    unknown = [f"--{option.replace('_', '-')}" for option in given if _SETTINGS[option] not in known]
+    spec = engines.part(engine, "server")
+    unknown = [_FLAGS.get(name, f"--{name.replace('_', '-')}") for name in settings if name not in spec.settings()]
     if unknown:
-        raise ConfigError(f"{args.engine} cannot be started with {', '.join(unknown)}", hint="leave it out")
-    if not Path(args.model).is_dir():  # before anything is installed
-        raise ConfigError(f"{args.model} is no directory", expected="a Hugging Face checkpoint directory")
-    settings = {_SETTINGS[option]: value for option, value in given.items()}
-    return start(spec(args.model, **settings_for(args.engine, args.release), **settings))
-
-
-def _announce(args: argparse.Namespace, server: Any) -> None:
-    if args.json:
-        print(
-            json.dumps({"engine": args.engine, "url": server.url, "pid": server.pid, "model": args.model}), flush=True
-        )
-    else:
-        print(f"{args.engine} is ready at {server.url} (Ctrl-C ends it)", flush=True)
+        raise ConfigError(f"{engine} cannot be started with {', '.join(unknown)}", hint="leave it out")
+    if not Path(model).is_dir():  # before anything is installed
+        raise ConfigError(f"{model} is no directory", expected="a Hugging Face checkpoint directory")
+    return start(spec(model, **settings_for(engine, release), **settings))

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
+from typer import Argument, Option
 
-from torchrl_ext.cli.chain import Reader
-from torchrl_ext.cli.main import add_api_key
+from torchrl_ext.cli.chain import VERSION_HEAD, version_line
+from torchrl_ext.cli.frame import APIKey, App, answer, as_json, examples
 from torchrl_ext.errors import ConfigError, WeightSyncError
-from torchrl_ext.registry import engines
-from torchrl_ext.rpc.discovery import discover
-from torchrl_ext.stores import open_store
-from torchrl_ext.types import Info
 
-__all__ = ["EngineLook", "Watch", "add_parser", "run"]
+__all__ = ["EngineLook", "Watch", "app"]
 
 _COLOURS = {"serving": "green", "paused": "yellow", "asleep": "yellow", "unreachable": "bold red"}
 
@@ -57,54 +51,39 @@ class EngineLook:
     error: str | None = None
 
 
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Declare the command."""
-    parser = subparsers.add_parser(
-        "watch",
-        help="show versions, bytes, pauses, lag and state of roots and engines, live",
-        description="Look at engines and roots again and again: what is published, what each engine serves, how far it "
-        "is behind, whether it is paused. Only questions are asked; nothing is changed. Ctrl-C ends it.",
-    )
-    parser.add_argument(
-        "targets",
-        nargs="+",
-        metavar="TARGET",
-        help="host:port or http(s) URL of an engine; or a root: a path with a slash in it, or another URL",
-    )
-    parser.add_argument("--interval-s", type=float, default=1.0, help="between two looks (default: %(default)s)")
-    parser.add_argument("--looks", type=int, metavar="N", help="end after so many; with --json 1 by default")
-    parser.add_argument("--versions", type=int, default=8, metavar="N", help="newest ones of each root to show")
-    parser.add_argument("--timeout-s", type=float, default=5.0, help="deadline of each question, in seconds")
-    add_api_key(parser)
-    return parser
+app = App()
 
 
-def run(args: argparse.Namespace) -> int:
-    """Watch until Ctrl-C, or for ``--looks``; with ``--json`` print one document with the last look.
+@app.command(epilog=examples("torchrl-ext watch host1:8000 host2:8000 /shared/updates"))
+def watch(
+    targets: Annotated[
+        list[str],
+        Argument(metavar="TARGET...", help="An engine's host:port or http(s) URL; a root's path with a slash, or URL."),
+    ],
+    interval_s: Annotated[float, Option(min=0.05, max=3600, help="From one look to the next, in seconds.")] = 1.0,
+    looks: Annotated[
+        int | None, Option(min=1, metavar="N", help="End after so many looks; with --json after 1 by default.")
+    ] = None,
+    versions: Annotated[int, Option(min=1, metavar="N", help="Newest versions of each root to show.")] = 8,
+    timeout_s: Annotated[float, Option(help="Deadline of each question, in seconds.")] = 5.0,
+    api_key: APIKey = None,
+) -> int:
+    """Show versions, bytes, pauses, lag and state of roots and engines, live.
 
-    Raises:
-        ConfigError: an interval or a count is out of range.
+    Shows what is published, what each engine serves, how far it is behind, and whether it is paused. Only questions are
+    asked; nothing is changed. Into a pipe every look is printed, with --json the last one. Ctrl-C ends it.
     """
-    if not 0.05 <= args.interval_s <= 3600 or args.versions < 1 or (args.looks is not None and args.looks < 1):
-        raise ConfigError("nothing can be watched so", expected="--interval-s of 0.05 to 3600, and counts from 1")
-    watch = Watch(args.targets, api_key=args.api_key, timeout_s=args.timeout_s, versions=args.versions)
-    looks = args.looks or (1 if args.json else None)
-    with contextlib.closing(watch), contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
-        if args.json:
-            for _ in watch.looks(args.interval_s, looks):
-                pass
-        else:
-            console = Console(soft_wrap=True, highlight=False)
-            live = stack.enter_context(Live(console=console, auto_refresh=False)) if console.is_terminal else None
-            for engines_, roots in watch.looks(args.interval_s, looks):
-                if live is not None:
-                    live.update(Group(*_lines(engines_, roots)), refresh=True)
-                    continue
-                console.print(*_lines(engines_, roots), sep="\n")
-                sys.stdout.flush()  # a pipe's reader gets each look when it is made
-    if args.json:
-        print(json.dumps({"engines": [asdict(one) for one in watch.engines], "roots": watch.roots}))
-    return 0
+    seen = Watch(targets, api_key=api_key, timeout_s=timeout_s, versions=versions)
+    console = Console(soft_wrap=True, highlight=False)
+    with contextlib.closing(seen), contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
+        on_screen = console.is_terminal and not as_json.get()
+        live = stack.enter_context(Live(console=console, auto_refresh=False)) if on_screen else None
+        for rows, roots in seen.looks(interval_s, looks or (1 if as_json.get() else None)):
+            if live is not None:
+                live.update(Group(*_lines(rows, roots)), refresh=True)
+            elif not as_json.get():
+                answer({}, *_lines(rows, roots))
+    return answer({"engines": [asdict(row) for row in seen.engines], "roots": seen.roots})
 
 
 class Watch:
@@ -126,11 +105,11 @@ class Watch:
         self._versions = versions
         self._places = [target for target in targets if _is_root(target)]
         self.engines = [EngineLook(engine=target) for target in targets if not _is_root(target)]
-        self.roots: list[Info] = []
+        self.roots: list[dict[str, Any]] = []
         self._clients: dict[str, Any] = {}
         self._paused_since: dict[str, float] = {}
 
-    def looks(self, interval_s: float, count: int | None) -> Iterator[tuple[list[EngineLook], list[Info]]]:
+    def looks(self, interval_s: float, count: int | None) -> Iterator[tuple[list[EngineLook], list[dict[str, Any]]]]:
         """Look every ``interval_s`` seconds, ``count`` times or for ever, and yield `engines` and `roots` each time."""
         pause, seen = threading.Event(), 0
         with ThreadPoolExecutor(min(64, len(self.engines) + len(self._places))) as pool:
@@ -150,7 +129,10 @@ class Watch:
         for client in self._clients.values():
             client.close()
 
-    def _root(self, root: str) -> Info:
+    def _root(self, root: str) -> dict[str, Any]:
+        from torchrl_ext.stores import open_store
+        from torchrl_ext.versions.others import Reader
+
         try:
             reader = Reader(open_store(root), None)
             if not reader.store.available():
@@ -163,6 +145,9 @@ class Watch:
             return {"root": root, "error": error.what if isinstance(error, WeightSyncError) else str(error)}
 
     def _engine(self, before: EngineLook) -> EngineLook:
+        from torchrl_ext.registry import engines
+        from torchrl_ext.rpc.discovery import discover
+
         url = before.engine
         try:
             if url not in self._clients:
@@ -191,14 +176,13 @@ class Watch:
         )
 
     def _count_lag(self) -> None:
-        published = max((root["latest"] for root in self.roots if "latest" in root), default=None)
-        served = [int(one.version) for one in self.engines if one.version.isdecimal()]
-        newest = max(served, default=0) if published is None else published
-        self.engines = [
-            replace(one, lag=lag if lag is not None and lag >= 0 else None, other_run=lag is not None and lag < 0)
-            for one in self.engines
-            for lag in (newest - int(one.version) if one.version.isdecimal() else None,)
-        ]
+        served = {look.engine: int(look.version) for look in self.engines if look.version.isdecimal()}
+        published = [root["latest"] for root in self.roots if "latest" in root]
+        newest = max(published or served.values(), default=0)
+        for at, look in enumerate(self.engines):
+            lag = newest - served[look.engine] if look.engine in served else None
+            other_run = lag is not None and lag < 0
+            self.engines[at] = replace(look, lag=None if other_run else lag, other_run=other_run)
 
 
 def _is_root(target: str) -> bool:
@@ -218,11 +202,5 @@ def _lines(looks: Sequence[EngineLook], roots: Sequence[Mapping[str, Any]]) -> I
         yield Text.assemble(f"{one.engine:<{width}}  ", state, "  ".join(filter(None, words)))
     for root in roots:
         yield Text.assemble((root["root"], "bold"), (f"  {root['error']}" if "error" in root else "", "bold red"))
-        for row in reversed(root.get("versions", ())):
-            density = "" if row["density"] is None else f"density {row['density']:.3%}"
-            sizes = [
-                f"{what} {row[name]:,} bytes" if row[name] else ""
-                for what, name in (("delta", "bytes"), ("full", "keyframe_bytes"))
-            ]
-            words = (f"version {row['version']}", row["kind"], *sizes, density)
-            yield Text("  " + "  ".join(filter(None, words)))
+        rows = [version_line(row) for row in reversed(root.get("versions", ()))]
+        yield from map(Text, [VERSION_HEAD, *rows] if rows else ())

@@ -27,11 +27,12 @@ from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.containers import OtherDelta
+from torchrl_ext.versions.others import Reader
 from torchrl_ext.versions.writer import ChainWriter, Copies
 from torchrl_ext.weights.checkpoint import CheckpointSource, companion_files
 from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["LAYOUTS", "Rebuilt", "convert", "skyrls_versions"]
+__all__ = ["LAYOUTS", "Rebuilt", "convert", "rebuilt"]
 
 _SHARD_BYTES: Final = 4 << 30
 
@@ -91,19 +92,26 @@ LAYOUTS: Final = ("ours", *_FOREIGN)
 """The layouts that `convert` writes; ``slime-first`` is slime's format of June 2026 and before."""
 
 
-def skyrls_versions(store: Store, base: str | None) -> Iterator[Rebuilt] | None:
-    """Return the versions that SkyRL published into ``store``; None where it publishes nothing there.
+def rebuilt(reader: Reader) -> Iterator[Rebuilt]:
+    """Yield every version under a root; ours and slime's by the delta on the one before, where that takes fewer bytes.
 
     Raises:
-        ConfigError, IntegrityError: while they are iterated; as `torchrl_ext.compat.skyrl.deltas.read_versions`.
+        ConfigError: a version leads back to a checkpoint that is not among the versions, and the reader has no base.
+        IntegrityError: something is damaged.
     """
-    if not holds_deltas(store):
-        return None
-    beside = {} if base is None else companion_files(base)
-    return (
-        Rebuilt(number=number, whole=False, tensors=tensors, beside=beside)
-        for number, tensors in read_versions(store, base)
-    )
+    files = {} if reader.base is None else companion_files(reader.base)
+    if holds_deltas(reader.store):
+        for number, tensors in read_versions(reader.store, reader.base):
+            yield Rebuilt(number=number, whole=False, tensors=tensors, beside=files)
+        return
+    follower, names = reader.follower(keep=True), list[str]()
+    for number in reader.numbers():
+        for _ in follower.tensors(reader.route(number, follower), {}):
+            pass
+        whole, held = reader.chain.version(number).full is not None, follower.mirror
+        names = names if held.keys() == set(names) else [*held]
+        files = reader.beside(number) if whole else files
+        yield Rebuilt(number=number, whole=whole, tensors={name: held[name] for name in names}, beside=files)
 
 
 def convert(versions: Iterable[Rebuilt], folder: str | os.PathLike[str], layout: str, base: str | None) -> list[Info]:

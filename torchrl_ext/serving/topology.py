@@ -106,10 +106,12 @@ class Topology:
         """Read a YAML file and `parse` its content.
 
         Raises:
-            ConfigError: the file cannot be read, is not YAML, or its content cannot work.
+            ConfigError: PyYAML is not installed, the file cannot be read, is not YAML, or its content cannot work.
         """
-        import yaml
-
+        try:
+            import yaml
+        except ModuleNotFoundError:
+            raise ConfigError.missing("PyYAML", "cli") from None
         try:
             return cls.parse(yaml.safe_load(Path(path).read_text()), **settings)
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from torchrl_ext.errors import ConfigError
+
 __all__ = ["make_tiny_lm", "make_tokenizer"]
 
 VOCABULARY = 512
@@ -31,11 +33,15 @@ def make_tiny_lm(directory: str | Path, *, seed: int = 0, dtype: torch.dtype = t
 
     Returns:
         The directory.
+
+    Raises:
+        ConfigError: transformers is not installed.
     """
     from safetensors.torch import save_file
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = make_tokenizer()
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     settings = {
         "vocab_size": VOCABULARY,
         "hidden_size": 128,
@@ -66,9 +72,11 @@ def make_tiny_lm(directory: str | Path, *, seed: int = 0, dtype: torch.dtype = t
 
 def make_tokenizer() -> Any:
     """Return a byte-level BPE tokenizer of at most 512 tokens, as a `transformers.PreTrainedTokenizerFast`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        from transformers import PreTrainedTokenizerFast
+    except ModuleNotFoundError as error:
+        raise ConfigError.missing(error.name, "embedded") from None
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

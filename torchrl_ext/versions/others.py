@@ -1,17 +1,28 @@
-"""What transports use of `torchrl_ext.compat`, which is imported on first use."""
+"""Versions whichever library wrote them: `torchrl_ext.compat` is imported on first use."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Final, Protocol, cast, final
 
-from torchrl_ext.stores import Store
+from torch import Tensor
+
+from torchrl_ext.errors import ConfigError, WeightSyncError
+from torchrl_ext.stores import Store, version_name
+from torchrl_ext.stores.chain import Chain
+from torchrl_ext.stores.manifest import MANIFEST
 from torchrl_ext.stores.versions import ChainView
+from torchrl_ext.types import Info, ParamMeta
+from torchrl_ext.versions.checkpoint_reader import PublishedVersion
+from torchrl_ext.versions.open_route import OpenRoute
+from torchrl_ext.versions.reader import ChainReader
+from torchrl_ext.weights.source import WeightSource
 
-__all__ = ["LocalCheckpoint", "local_checkpoint", "view_of"]
+__all__ = ["LocalCheckpoint", "Reader", "Unpacked", "local_checkpoint", "view_of"]
 
 _SLIME: Final = "torchrl_ext.compat.slime"
 
@@ -49,3 +60,117 @@ def view_of(store: Store, base: str | None = None, *, settles: bool = False) -> 
             depends on when one looks, so it is not for several workers that have to land the same version.
     """
     return cast(ChainView, import_module(f"{_SLIME}.foreign").ForeignVersions(store, base, settles=settles))
+
+
+class Reader:
+    """Reads the versions under a root, whichever library wrote them.
+
+    Args:
+        store: the root.
+        base: checkpoint directory that is version 0, if there is one.
+    """
+
+    def __init__(self, store: Store, base: str | None) -> None:
+        self.store, self.base = store, base and os.path.abspath(base)
+        self.chain = Chain(store, view=view_of(store, self.base, settles=True))
+
+    def follower(self, keep: bool = False) -> ChainReader:
+        """Return a reader that holds nothing yet; with ``keep`` it has host copies of what it read last."""
+        found = ChainReader(self.chain, lambda number, full: PublishedVersion(self.store, number, full), self.base)
+        found.retain(lambda name: keep)
+        return found
+
+    def numbers(self) -> list[int]:
+        """Return the number of every version, without those that are not wholly written."""
+        found = []
+        for number in self.chain.numbers():
+            with suppress(FileNotFoundError):
+                with suppress(WeightSyncError):  # reported when the version is read
+                    self.chain.version(number)
+                found.append(number)
+        return found
+
+    def route(self, version: int, follower: ChainReader) -> OpenRoute:
+        """Open the route to a version.
+
+        Raises:
+            ConfigError: there is no such version, or it leads back to a checkpoint and ``base`` is None.
+            IntegrityError: something on the route is damaged.
+        """
+        try:
+            if self.base is None and self.chain.route(version, based=True).start is not None:
+                raise ConfigError(
+                    f"version {version} in {self.store.url} leads back to a checkpoint that is not among its versions",
+                    hint="name its directory with --base",
+                )
+            return follower.open(version)
+        except FileNotFoundError:
+            numbers = self.numbers()
+            known = f"{numbers[0]} to {numbers[-1]}" if numbers else "none"
+            raise ConfigError(f"{self.store.url} holds no version {version}", expected=f"one of {known}") from None
+
+    def tensors(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a version, each verified; errors as of `route`."""
+        follower = self.follower()
+        return follower.tensors(self.route(version, follower), {})
+
+    def beside(self, number: int) -> dict[str, bytes]:
+        """Return the files that make a checkpoint of the weights of a full version, by name."""
+        folder = version_name(number)
+        names = (name for name in self.store.sizes(folder) if not name.endswith((".safetensors", ".index.json")))
+        return {name: self.store.get(f"{folder}/{name}") for name in names if name not in (MANIFEST, "DONE")}
+
+    def summary(self, number: int) -> Info:
+        """Return kind, base, bytes, encodings, density and run of a version; JSON-safe.
+
+        Raises:
+            FileNotFoundError: there is no such version (any more).
+        """
+        version = self.chain.version(number)
+        full, delta = version.full, version.delta
+        total = sum(meta.numel for meta in version.params)
+        telling = delta if delta is not None and delta.digests.size else None  # another library gives no counts
+        return {
+            "version": number,
+            "kind": "delta" if full is None else "keyframe" if delta is None else "keyframe+delta",
+            "base": delta.base_version if delta else None,
+            "bytes": sum(delta.files.values()) if delta else 0,
+            "keyframe_bytes": sum(full.files.values()) if full else 0,
+            "encoding": sorted({codec["name"] for codec in delta.codecs}) if delta else [],
+            "density": int(telling.changed.sum()) / max(1, total) if telling else None,
+            "run_id": version.run_id,
+        }
+
+
+@final
+class Unpacked(WeightSource):
+    """The tensors of one version under a root, for one pass, with the files that make them a checkpoint.
+
+    Args:
+        reader: of the root.
+        version: its number; errors as of `Reader.route`.
+    """
+
+    def __init__(self, reader: Reader, version: int) -> None:
+        self._reader, self._follower = reader, reader.follower()
+        self._route = reader.route(version, self._follower)
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        if self._route.published is not None:
+            return self._route.published.params()
+        own = {meta.name for meta in self._route.params}
+        base = self._route.base
+        return tuple(meta for meta in base.params() if meta.name in own) if base is not None else ()
+
+    def files(self) -> Mapping[str, bytes]:
+        keyframe = self._route.keyframe
+        if keyframe is None:
+            return {} if self._route.base is None else self._route.base.files()
+        return self._reader.beside(keyframe.version)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._follower.tensors(self._route, {})
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        self._route.close()

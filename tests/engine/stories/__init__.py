@@ -1,1 +1,1 @@
-"""What each system whose users we serve promises, acted out on running engines and checked: one module per system."""
+"""Workflows that other systems document for their users, on real engines."""

@@ -1,29 +1,31 @@
-"""The trainer of the demonstration: GRPO from TorchRL on a task whose reward anyone can check."""
+"""Trains the demo's policy: TorchRL's GRPO on a task with a reward that anyone can check."""
 
 from __future__ import annotations
 
 import json
+import logging
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save
 from tensordict import TensorDict, TensorDictBase, lazy_stack
+from torch import distributed as dist
 from torch.utils.data import DataLoader, Dataset
 from torchrl.data import Composite, LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement, Unbounded
 from torchrl.envs import EnvBase, InitTracker, Transform
 from torchrl.envs.llm import ChatEnv
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
-from transformers import AutoTokenizer
-
-from torchrl_ext.cli.demo.policy import read_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DigitsReward", "DigitsTask", "Trainer", "read_rollouts", "write_rollouts"]
+__all__ = ["DigitsReward", "DigitsTask", "Trainer", "greedy", "quiet", "read_model"]
 
 _PROMPTS = (
     "Count to ten: ",
@@ -35,6 +37,7 @@ _PROMPTS = (
     "0 1 2 3 4 5 6 ",
     "The policy is ",
 )
+_GROUP, _LEARNING_RATE, _EPOCHS = 16, 1e-2, 2
 _AS_IT_IS = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -93,50 +96,45 @@ class DigitsTask:
         return env.append_transform(DigitsReward(self._tokenizer, self._vocabulary)).append_transform(InitTracker())
 
 
-def write_rollouts(path: Path, batch: TensorDictBase) -> None:
-    """Write what `Trainer.step` needs of rollouts: every tensor, and the query of each, by which they are grouped."""
-    rows = batch.reshape(-1).unbind(0)
+def _broadcast(batch: TensorDictBase | None) -> TensorDictBase:
+    """Return rank 0's rollouts on every rank, as one row each: all tensors, and the query, which groups them.
+
+    Args:
+        batch: the rollouts on rank 0; None on other ranks.
+    """
     tensors = {
-        json.dumps([number, key]): row.get(key).detach().clone(memory_format=torch.contiguous_format)
-        for number, row in enumerate(rows)
+        json.dumps([number, row["query"], key]): row.get(key).detach().clone(memory_format=torch.contiguous_format)
+        for number, row in enumerate([] if batch is None else batch.reshape(-1).unbind(0))
         for key in row.keys(include_nested=True, leaves_only=True)
     }
-    save_file(tensors, path, {"queries": json.dumps([row["query"] for row in rows])})
-
-
-def read_rollouts(path: Path) -> TensorDictBase:
-    """Return the rollouts that `write_rollouts` wrote, one after the other."""
-    with safe_open(path, "pt") as file:
-        rows = [TensorDict({"query": query}) for query in json.loads(file.metadata()["queries"])]
-        for name in file.keys():  # noqa: SIM118 - it cannot be iterated over
-            number, key = json.loads(name)
-            rows[number].set(key if isinstance(key, str) else tuple(key), file.get_tensor(name))
-    return lazy_stack(rows)
+    content = torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+    size = torch.tensor(len(content))
+    dist.broadcast(size, 0)
+    if batch is None:
+        content = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(content, 0)
+    rows: dict[int, TensorDict] = {}
+    for name, tensor in load(content.numpy().tobytes()).items():
+        number, query, key = json.loads(name)
+        row = rows.setdefault(number, TensorDict({"query": query}))
+        row.set(key if isinstance(key, str) else tuple(key), tensor)
+    return lazy_stack([rows[number] for number in sorted(rows)])
 
 
 class Trainer:
-    """Trains a causal LM on rollouts, by GRPO.
+    """Trains a causal LM on rollouts by GRPO, with Adam.
 
     Several ranks can train one model, sharded by FSDP2. All of them take the same steps on the same rollouts.
 
     Args:
-        model_dir: Hugging Face checkpoint directory, where training starts.
+        model_dir: Hugging Face checkpoint directory where training starts.
         group: generations per prompt; rewards are compared within a group.
-        learning_rate: of Adam.
-        epochs: passes over each batch.
         seed: of the order of minibatches; the same on every rank.
-        mesh: the ranks that share the model; None for this process alone.
+        mesh: the ranks that share the model; None for one rank.
     """
 
     def __init__(
-        self,
-        model_dir: str | Path,
-        *,
-        group: int,
-        learning_rate: float = 1e-2,
-        epochs: int = 2,
-        seed: int = 0,
-        mesh: DeviceMesh | None = None,
+        self, model_dir: str | Path, *, group: int = _GROUP, seed: int = 0, mesh: DeviceMesh | None = None
     ) -> None:
         self._model_dir, self._mesh = model_dir, mesh
         self.model: Any = read_model(model_dir)
@@ -146,20 +144,21 @@ class Trainer:
         self.task = DigitsTask(self.tokenizer, self.model.get_input_embeddings().weight.shape[0], group=group)
         actor = TransformersWrapper(self.model, tokenizer=self.tokenizer, input_mode="tokens", generate=False)
         self._loss = GRPOLoss(actor, clip_epsilon=0.2, entropy_coeff=0.001, masking_strategy="sft")
-        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=learning_rate)
-        self._group, self._epochs = group, epochs
-        self._seed, self._steps = seed, 0
+        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=_LEARNING_RATE)
+        self._group, self._seed, self._steps = group, seed, 0
 
-    def step(self, batch: TensorDictBase) -> tuple[float, float]:
-        """Take policy-gradient steps on fresh rollouts; every rank calls this with the same ones.
+    def step(self, batch: TensorDictBase | None = None) -> tuple[float, float]:
+        """Take policy-gradient steps on rollouts; every rank calls this.
 
         Args:
-            batch: rollouts of an `LLMCollector`, those of each prompt together.
+            batch: rollouts of an `LLMCollector`; None on ranks other than 0, which get rank 0's.
 
         Returns:
             Mean reward of the rollouts, mean loss.
         """
         self._steps += 1
+        if self._mesh is not None or batch is None:
+            batch = _broadcast(batch)
         rollouts = batch.reshape(-1)
         buffer = ReplayBuffer(
             storage=LazyStackStorage(len(rollouts)),
@@ -171,7 +170,7 @@ class Trainer:
         losses = []
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed * 1_000_003 + self._steps)  # so every rank takes the same minibatches
-            for _ in range(self._epochs):
+            for _ in range(_EPOCHS):
                 for minibatch in buffer:
                     out = self._loss(minibatch)
                     loss = out.loss_objective + out.loss_entropy
@@ -183,9 +182,9 @@ class Trainer:
         return rollouts["next", "reward"].mean().item(), sum(losses) / len(losses)
 
     def whole(self) -> Any:
-        """Return the model in one piece: the live one, or a copy of one that is sharded; every rank calls this.
+        """Return the whole model: the live one, or on rank 0 a copy if it is sharded; every rank calls this.
 
-        On ranks other than 0 the copy is None.
+        Other ranks return None.
         """
         if self._mesh is None:
             return self.model
@@ -200,7 +199,7 @@ class Trainer:
 
 
 def _shard(model: Any, mesh: DeviceMesh) -> None:
-    """Shard ``model`` by FSDP2: each decoder layer by itself, and what is left with the root."""
+    """Shard ``model`` by FSDP2: each decoder layer by itself, other parameters with the root."""
     from torch.distributed.fsdp import fully_shard
 
     layers = set(model._no_split_modules or ())
@@ -208,3 +207,25 @@ def _shard(model: Any, mesh: DeviceMesh) -> None:
         if type(part).__name__ in layers:
             fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def read_model(model_dir: str | Path) -> Any:
+    """Return the causal LM of a checkpoint directory, in float32 and without dropout."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+    return model.eval()  # type: ignore[no-untyped-call]  # transformers leaves it so
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+    """Continue ``prompt`` greedily by ``max_tokens`` tokens with an unsharded model, by `transformers`."""
+    ids = torch.tensor([list(prompt)])
+    settings = {"do_sample": False, "max_new_tokens": max_tokens, "eos_token_id": None, "pad_token_id": 0}
+    return tuple(model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, ids.shape[1] :].tolist())
+
+
+def quiet() -> None:
+    """Keep progress bars and log lines of `transformers` and TorchRL off standard output."""
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers leaves it so
+    for handler in logging.getLogger("torchrl").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)

@@ -465,4 +465,13 @@ SGLANG = Make(
     dialect="torchrl_ext.rollout.dialects:SGLangDialect",
     server="torchrl_ext.serving.engines.sglang:SGLangSpec",
     router="torchrl_ext.serving.engines.sglang:SGLangRouterSpec",
+    routes={
+        "": ("/pause_generation", "/update_weights_from_disk", "/weights_checker", "/continue_generation"),
+        "disk": ("/pause_generation", "/flush_cache", "/update_weights_from_disk", "/continue_generation"),
+        "native": (
+            "/init_weights_update_group",
+            "/update_weights_from_distributed",
+            "/destroy_weights_update_group",
+        ),
+    },
 )

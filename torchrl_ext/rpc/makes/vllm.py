@@ -482,12 +482,22 @@ def _describe(port: type[VLLMPort], http: HTTPSession) -> EngineInfo | None:
     return found._described(facts, known.get("world_size"), known.get("weight_version"))
 
 
+_UPDATE = (
+    "/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update",
+)  # fmt: skip
+_ROUTES = (*_UPDATE, "/reset_prefix_cache", "/resume")
+
 VLLM = Make(
     client=vllm_engine,
     describe=partial(_describe, VLLMPort),
     dialect="torchrl_ext.rollout.dialects:VLLMDialect",
     server="torchrl_ext.serving.engines.vllm:VLLMSpec",
     router="torchrl_ext.serving.engines.vllm:VLLMRouterSpec",
+    routes={
+        "": _ROUTES,
+        "disk": ("/pause", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/resume"),
+        "native": _UPDATE,
+    },
 )
 EMBEDDED = Make(
     client=embedded_engine,
@@ -495,4 +505,5 @@ EMBEDDED = Make(
     dialect="torchrl_ext.rollout.dialects:VLLMDialect",
     server="torchrl_ext.serving.engines.embedded:EmbeddedSpec",
     router="torchrl_ext.serving.engines.vllm:VLLMRouterSpec",
+    routes={"": _ROUTES},
 )

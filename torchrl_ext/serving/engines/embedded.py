@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.serving.processes import GuardedProcess
 from torchrl_ext.serving.server import EngineSpec, as_flags, start
 from torchrl_ext.types import API_KEY_VARIABLE
@@ -34,6 +36,12 @@ class EmbeddedSpec(EngineSpec):
     @classmethod
     def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
         return {}
+
+    def check(self) -> None:
+        super().check()
+        for package in ("transformers", "starlette", "uvicorn"):
+            if self.python is None and find_spec(package) is None:
+                raise ConfigError.missing(package, "embedded")
 
     def command(self, port: int) -> list[str]:
         arguments = {

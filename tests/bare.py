@@ -1,0 +1,36 @@
+"""Import every module that needs no extra: run in an installation without extras, or with their packages blocked."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import torchrl_ext
+
+EXTRAS = {
+    "torchrl_ext.cli": "cli",
+    "torchrl_ext.compat.slime.embedded": "embedded",
+    "torchrl_ext.compat.torchrl_llm.configs": "hydra",
+    "torchrl_ext.configs": "hydra",
+    "torchrl_ext.embedded": "embedded",
+    "torchrl_ext.plugins.sglang": "sglang",
+    "torchrl_ext.plugins.vllm": "vllm",
+    "torchrl_ext.testing.transports": "testing",
+}
+"""Modules, and packages with all of theirs, by the extra that they need."""
+
+
+def modules():
+    """Yield the names of the modules that need no extra."""
+    root = Path(torchrl_ext.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        name = ".".join(("torchrl_ext", *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
+        if not any(f"{name}.".startswith(f"{other}.") for other in EXTRAS) and path.name != "__main__.py":
+            yield name
+
+
+if __name__ == "__main__":
+    sys.modules.update(dict.fromkeys(sys.argv[1:]))  # packages that are blocked
+    names = list(modules())
+    for name in names:
+        importlib.import_module(name)
+    print(f"{len(names)} modules of {torchrl_ext.__file__}")

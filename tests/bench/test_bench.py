@@ -1,0 +1,133 @@
+"""Every benchmark runs at its smallest size, and what it prints holds figures of every way."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.bench.__main__ import SUBJECTS, main
+from tests.bench.data import bounds, real_chain
+from torchrl_ext.bench import delta, scheme, transport
+from torchrl_ext.bench.data import synthetic_pair
+from torchrl_ext.bench.runner import figures, ratio, rounds, track_peak
+from torchrl_ext.cli.main import main as cli
+from torchrl_ext.errors import ConfigError
+
+SMALLEST = {
+    "by_shard": "--ranks 2 --layers 2 --width 128",
+    "calls": "--threads 4 --calls 2",
+    "carriers": "--mebibytes 20 --bucket-mebibytes 3",
+    "coding": "--hidden 64 --steps 2",
+    "commit": "--elements 200000 --tensors 2 50",
+    "digest": "--mib 1",
+    "first_use": "",
+    "gpu": "--size tiny --densities 0.01 --device cpu",
+    "plan": "--tensors 30 --ranks 4 --workers 2",
+    "prompts": "--prompts 2 --tokens 2000",
+    "proof": "--elements 200000",
+    "sharded": "--size small --bucket-bytes 1048576",
+    "small": "--tensors 300",
+    "switch": "--engine embedded --prompt 40 --rows 2",
+    "tiles": "--size tiny",
+}
+LONG = {"by_shard", "coding", "digest", "first_use", "sharded"}  # seconds of processes or of compilers
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in LONG else ()) for name in SMALLEST]
+)
+def test_a_benchmark_runs(name, capsys):
+    assert main([name, "--repeats", "1", *SMALLEST[name].split(), "--json"]) == 0
+    assert any(value not in ("", "0") for _, value in figures(json.loads(capsys.readouterr().out)))
+
+
+def test_benchmarks_of_this_folder_are_tried_here_or_need_an_engine():
+    assert SUBJECTS.keys() - SMALLEST.keys() == {"landing"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_benchmark_of_a_gpu_runs_there(capsys):
+    assert main(["gpu", "--repeats", "1", "--size", "tiny", "--densities", "0.01", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kernels"] == "triton"
+
+
+def test_transports_are_compared_with_their_references(tmp_path):
+    found = json.loads(json.dumps(transport.measure(print, size="tiny", repeats=2, folder=str(tmp_path))))
+    for part in ("model", "small"):
+        assert all(len(taken) == 2 and min(taken) > 0 for taken in found[part]["seconds"].values())
+        for way, others in transport.REFERENCES.items():
+            for other in others:
+                compared = found[part][f"{way} / {other}"]
+                assert 0 < compared["low"] <= compared["median"] <= compared["high"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_encodings_are_compared_with_a_copy_and_other_formats():
+    found = json.loads(json.dumps(delta.measure(print, size="tiny", densities=[0.03], threads=2, repeats=1)))
+    for label in ("3.0% scattered", "3.0% clustered"):
+        row = found[label]
+        assert row["density"] == pytest.approx(0.03, rel=0.2) and row["bits per changed"]["int32 + bf16"] == 48
+        assert row["bits per changed"]["ulp"] < row["bits per changed"]["overwrite"]
+        assert set(row["seconds"]) == {"copy", "xor", *delta.KINDS}
+
+
+def test_both_schemes_reach_the_workers_and_only_torchrls_shares_unsent_changes(tmp_path):
+    settings = {"parameters": 60_000, "workers": 2, "repeats": 2, "transport": "disk", "folder": str(tmp_path)}
+    found = json.loads(json.dumps(scheme.measure(print, **settings)))
+    assert all(len(taken) == 2 for taken in found["seconds"].values())
+    assert found["workers see unsent changes"]["ours"] is False
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="memory"):
+        scheme.measure(print, **settings | {"transport": "memory"})
+
+
+def test_memory_that_is_freed_again_still_counts():
+    with track_peak() as extra:
+        block = bytearray(b"x") * (64 << 20)
+        del block
+    assert not extra or extra[0] >= 60 << 20
+
+
+def test_rounds_run_every_way_and_begin_with_another_one_each_time():
+    order = []
+
+    def run(name):
+        order.append(name)
+        return float(len(order))
+
+    seconds = rounds({"a": lambda: run("a"), "b": lambda: run("b")}, 2)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert seconds == {"a": [4.0, 5.0], "b": [3.0, 6.0]}
+
+
+def test_a_ratio_is_taken_round_by_round():
+    assert ratio([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == {"median": 1.0, "low": 0.5, "high": 2.0}
+    assert dict(figures({"a": {"b": [1.0, 3.0, 2.0]}, "n": 3})) == {"a: b": "2 (1 to 3)", "n": "3"}
+
+
+@pytest.mark.parametrize("clustered", [False, True])
+def test_synthetic_pairs_have_the_density_that_was_asked_for(clustered):
+    pair = synthetic_pair(0.1, clustered=clustered, hidden=256, layers=1, vocabulary=4096)
+    total = sum(new.numel() for _, _, new in pair)
+    assert sum(int((old != new).sum()) for _, old, new in pair) / total == pytest.approx(0.1, rel=0.1)
+
+
+def test_a_fine_tuning_run_changes_few_weights_by_small_steps_and_bounds_say_how_few_bits_that_takes():
+    chain = real_chain(hidden=64, layers=1, vocabulary=256, pretrain_steps=20, warm_steps=3, syncs=1)
+    old, new = (torch.cat([tensor.reshape(-1) for tensor in side.values()]) for side in chain)
+    changed, plain, conditional = bounds(old, new)
+    assert new.dtype == torch.bfloat16 and 0 < changed < 0.2 * new.numel() and 0 < conditional < plain < 32 * changed
+
+
+def test_the_command_refuses_a_directory_and_names_that_it_does_not_know(tmp_path, capsys):
+    assert cli(["bench", "transport", "--dir", str(tmp_path / "nowhere"), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["type"] == "ConfigError"
+    assert cli(["bench", "scheme", "--transport", "pigeon"]) == cli(["bench", "delta", "--size", "huge"]) == 2
+
+
+def test_the_command_prints_one_document(capsys):
+    assert cli(["bench", "delta", "--size", "tiny", "--density", "0.5", "--repeats", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() > {"50.0% scattered"}

@@ -1,0 +1,101 @@
+"""The guides to external engines of vime (vLLM) and slime (SGLang): each row of their table, behind a router."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import torchrl_ext as tx
+from tests.models import PROMPT, greedy, tiny_model
+from torchrl_ext.cli.environments import settings_for_router
+from torchrl_ext.compat.flags.options import WeightUpdateConfig
+from torchrl_ext.compat.flags.serving import make_serving
+
+pytestmark = pytest.mark.engine
+
+ROWS = {
+    "full over a group": {},
+    "full over files": {"update_weight_transport": "disk"},
+    "deltas over files": {"update_weight_mode": "delta", "update_weight_transport": "disk"},
+    "deltas over a group": {"update_weight_mode": "delta", "update_weight_encoding": "indices"},
+}
+GROUPS = {"vllm": ("vllm", "second_vllm"), "sglang": ("sglang",)}
+
+
+@pytest.fixture(scope="module", params=GROUPS)
+def engines(request):
+    return [request.getfixturevalue(name) for name in GROUPS[request.param]]
+
+
+@pytest.fixture(scope="module")
+def serving(engines):
+    config = WeightUpdateConfig(rollout_external_engine_addrs=tuple(engine.url for engine in engines))
+    with make_serving(config, **settings_for_router(engines[0].kind)) as made:
+        yield made
+
+
+def through(routing):
+    client = routing.client(timeout_s=120.0)
+    try:
+        (found,) = client.generate([PROMPT], max_tokens=24, temperature=0.0, ignore_eos=True)
+        return list(found.token_ids)
+    finally:
+        client.close()
+
+
+@torch.no_grad()
+def nudge(model):
+    """Change one element in a hundred, as a step of fine-tuning in bfloat16 does."""
+    torch.manual_seed(7)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter += torch.randn_like(parameter) * 2 * parameter.std() * (torch.rand_like(parameter) < 0.01)
+
+
+def test_the_router_and_the_roles_are_those_of_the_engines_and_none_is_restarted(serving, engines):
+    routing = serving.model("default")
+    assert {worker.url for worker in routing.router.workers()} == {engine.url for engine in engines}
+    assert {(info.kind, info.worker_type, info.world_size) for info in routing.engines} == {
+        (engines[0].kind, "regular", 1)
+    }
+    assert serving.recover() == ()
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_engines_follow_by_each_row_of_the_table(serving, engines, row, tmp_path):
+    options = dict(ROWS[row])
+    if "transport" in str(options):
+        options["update_weight_disk_dir"] = str(tmp_path)
+    config = WeightUpdateConfig(rollout_external_engine_addrs=tuple(engine.url for engine in engines), **options)
+    routing, model = serving.model("default"), tiny_model(30 + list(ROWS).index(row))
+    sender = tx.WeightSender(config.make_transport(routing.engines), routing.fleet())
+    sender.register_model(model)
+    update = routing.following(sender.update_weights)
+    try:
+        update()
+        before = greedy(model, count=24)
+        nudge(model)
+        report = update()
+    finally:
+        sender.shutdown()
+    assert greedy(model, count=24) != before
+    assert through(routing) == greedy(model, count=24)
+    assert report.verified and [row.state for row in report.engines] == ["serving"] * len(engines)
+    for engine in engines:
+        assert engine.says(model) and engine.is_called(str(report.version))
+    if config.update_weight_mode == "delta":
+        assert report.bytes * 5 < report.model_bytes
+    elif config.update_weight_transport == "disk":
+        (version,) = tmp_path.glob("weight_v*")  # an older one, which every engine has loaded, is removed
+        loaded = AutoModelForCausalLM.from_pretrained(version, dtype=torch.float32).state_dict()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_the_smallest_encoding_comes_first_in_the_guide(tmp_path):
+    sizes, old = [], tiny_model(0)
+    new = tiny_model(0)
+    nudge(new)
+    for encoding in ("deltas_zstd", "deltas", "indices"):
+        sender = tx.WeightSender(tx.DeltaTransport(tmp_path / encoding, encoding=encoding))
+        sender.update_weights(old)
+        sizes.append(sender.update_weights(new).bytes)
+    assert sizes == sorted(sizes)

@@ -1,0 +1,48 @@
+"""TorchRL's own surface on a vLLM server: an updater in its collector, and code for its scheme but for one import."""
+
+import pytest
+from tensordict import set_list_to_stack
+from torchrl.collectors.llm import LLMCollector
+
+import torchrl_ext as tx
+from tests.models import tiny_model
+from torchrl_ext.cli.demo.training import DigitsTask
+from torchrl_ext.compat.torchrl_llm.schemes import VLLMWeightSyncScheme, get_model_metadata
+from torchrl_ext.testing.tiny import make_tokenizer
+
+pytestmark = pytest.mark.engine
+
+
+def test_a_collector_updates_the_engine_of_its_rollouts_and_each_token_has_its_version(vllm, tmp_path):
+    tokenizer, made_by, reports = make_tokenizer(), [], []
+    task = DigitsTask(tokenizer, 512, group=1)
+    settings = {"generate_kwargs": {"max_new_tokens": 8, "ignore_eos": True}}
+    updater = tx.TransportWeightUpdater("disk", vllm.url, root=str(tmp_path))
+    with set_list_to_stack(True):  # as TorchRL's chat environments want it
+        collector = LLMCollector(
+            task.env(),
+            policy=tx.RemoteLLMPolicy(vllm.url, tokenizer=tokenizer, input_mode="text", **settings),
+            dialog_turns_per_batch=task.turns,
+            total_dialog_turns=2 * task.turns,
+            weight_updater=updater,
+            track_policy_version=True,
+        )
+        try:
+            for seed, batch in enumerate(collector, 91):
+                made_by.append({*batch["token_versions", "response"].flatten().tolist()})
+                model = tiny_model(seed)
+                collector.update_policy_weights_(model)
+                reports.append(updater.report)
+                vllm.assert_serves(model, updater.report)
+        finally:
+            collector.shutdown()
+    assert len(reports) == 2 and made_by[1] == {reports[0].version}
+
+
+def test_code_for_torchrls_vllm_scheme_drives_the_engine(vllm):
+    model = tiny_model(93)
+    sender = VLLMWeightSyncScheme(gpus_per_replica=1, num_replicas=1).create_sender()
+    sender.register_model(model)
+    sender.init_all_workers_group(get_model_metadata(model), vllm_engine=vllm.url)
+    vllm.assert_serves(model, sender.update_weights())
+    sender.shutdown()

@@ -1,0 +1,76 @@
+"""``torchrl-ext bench WHAT``: measure on this machine, in one run, side by side."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE
+from rich.table import Table
+
+from torchrl_ext.bench.runner import figures
+from torchrl_ext.cli.frame import App, answer, examples, note
+from torchrl_ext.errors import ConfigError
+
+__all__ = ["app"]
+
+app = App(help="Measure transports on this machine, each beside a reference in the same run.")
+
+Repeats = Annotated[int, typer.Option(min=1, help="Rounds of each comparison.")]
+Folder = Annotated[str | None, typer.Option("--dir", help="Where files are written. Default: the temporary directory.")]
+
+
+@app.command(epilog=examples("torchrl-ext bench transport", "torchrl-ext bench transport --size small"))
+def transport(
+    size: Annotated[str, typer.Option(help="full (418 M parameters), small, or tiny (to try the command).")] = "full",
+    bucket_bytes: Annotated[int, typer.Option(min=0, help="Size of a bucket of the collective.")] = 8 << 20,
+    repeats: Repeats = 7,
+    folder: Folder = None,
+) -> int:
+    """Measure full updates by collective, ipc and disk, beside the plainest ways to move the same bytes."""
+    return _run("transport", size=size, bucket_bytes=bucket_bytes, repeats=repeats, folder=folder)
+
+
+@app.command(epilog=examples("torchrl-ext bench delta", "torchrl-ext bench delta --density 0.01 --density 0.03"))
+def delta(
+    size: Annotated[str, typer.Option(help="full (418 M parameters), small, or tiny (to try the command).")] = "small",
+    density: Annotated[
+        list[float], typer.Option(min=0, max=1, help="Share of the elements that change; repeat it for several.")
+    ] = [0.001, 0.01, 0.03, 0.1, 0.5, 1.0],  # noqa: B006 - read only
+    threads: Annotated[int | None, typer.Option(min=1, help="Worker threads. Default: as in an update.")] = None,
+    repeats: Repeats = 7,
+    folder: Folder = None,
+) -> int:
+    """Measure size and speed of every encoding, beside a copy, xor with zstd, and int32 with bf16."""
+    return _run("delta", size=size, densities=density, threads=threads, repeats=repeats, folder=folder)
+
+
+@app.command(epilog=examples("torchrl-ext bench scheme", "torchrl-ext bench scheme --parameters 1000000"))
+def scheme(
+    parameters: Annotated[int, typer.Option(min=1, help="Parameters of the policy, in float32.")] = 100_000_000,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 4,
+    transport: Annotated[str, typer.Option(help="Transport of our scheme.")] = "ipc",
+    repeats: Repeats = 7,
+    folder: Folder = None,
+) -> int:
+    """Measure an update of a collector's workers, beside TorchRL's own multi-process scheme."""
+    settings = {"parameters": parameters, "workers": workers, "transport": transport}
+    return _run("scheme", repeats=repeats, folder=folder, **settings)
+
+
+def _run(subject: str, *, folder: str | None, **settings: Any) -> int:
+    from torchrl_ext.bench.data import SIZES
+    from torchrl_ext.registry import transports
+
+    for option, known in (("size", list(SIZES)), ("transport", list(transports.names()))):
+        if settings.get(option, known[0]) not in known:
+            raise ConfigError(f"--{option} {settings[option]}", expected=f"one of {', '.join(known)}")
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"--dir {folder} is no directory", state="nothing was measured", hint="make it first")
+    results = importlib.import_module(f"torchrl_ext.bench.{subject}").measure(note, folder=folder, **settings)
+    table = Table("figure", "value", box=SIMPLE)
+    for name, figure in figures(results):
+        table.add_row(name, figure)
+    return answer(results, table)
