@@ -28,7 +28,8 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 
 from torchrl_ext.codecs.patch import SparsePatch
 from torchrl_ext.codecs.units import units
-from torchrl_ext.plugins.vllm.loader import VLLMLoader
+from torchrl_ext.plugins.loader import EngineLoader
+from torchrl_ext.plugins.vllm.model import VLLMModel
 from torchrl_ext.plugins.vllm.register import register
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
@@ -75,7 +76,7 @@ def main() -> None:
         source = CheckpointSource(asked["model"])
         tensors = {name: tensor.clone() for name, tensor in source}
         metas = [ParamMeta.of(name, tensor) for name, tensor in tensors.items()]
-        loader = VLLMLoader(model, config)
+        loader = EngineLoader(VLLMModel(model, config))
         loader.check(metas)
         found = [_measure(model, loader, tensors, elements, asked["repeats"]) for elements in asked["elements"]]
         reload_s = _median(lambda: _reload(loader, source), asked["repeats"])
@@ -89,7 +90,9 @@ def main() -> None:
     print(json.dumps(result), flush=True)
 
 
-def _measure(model: Any, loader: VLLMLoader, tensors: dict[str, Tensor], elements: int, repeats: int) -> dict[str, Any]:
+def _measure(
+    model: Any, loader: EngineLoader, tensors: dict[str, Tensor], elements: int, repeats: int
+) -> dict[str, Any]:
     """Seconds to stage and commit ``elements`` changed elements, and vLLM's own function with the same patches."""
     forth, back = _steps(tensors, elements)
     seconds: dict[str, list[float]] = {"stage": [], "commit": [], "vllm": []}
@@ -151,7 +154,7 @@ def _theirs(step: _Step) -> list[CheckpointWeightPatch]:
     return found
 
 
-def _reload(loader: VLLMLoader, source: CheckpointSource) -> None:
+def _reload(loader: EngineLoader, source: CheckpointSource) -> None:
     loader.start()
     loader.load(source)
     loader.finish()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.engine.cells import CELLS, Cell
+from tests.engine.cells import CELLS
 from tests.engine.served import ServedSGLang, ServedVLLM, serving
 from tests.kinds import kind_checkpoint, kind_model
 from tests.quantised import FORMS, quantise_checkpoint, quantised, round_to
@@ -38,13 +38,6 @@ def marked(cell):
 STARTING = [cell for cell in CELLS if not cell.does_not_start]
 FOLLOWING = [marked(cell) for cell in STARTING if not cell.refused]
 REFUSING = [marked(cell) for cell in STARTING if cell.refused]
-# a step, a kind that needs it, the layer that it is for, and whether the engine can go on when it was left out
-WITHOUT_REPAIR = [
-    ("experts.process_weights_after_loading", "qwen3-moe", "float32", "mlp.experts.routed_experts", "paused"),
-    ("tied lm_head.process_weights_after_loading", "qwen3-tied", "float32", "lm_head", "serving"),
-]
-if torch.cpu._is_avx512_bf16_supported():  # vLLM packs convolutions there and nowhere else
-    WITHOUT_REPAIR.append(("mixer.conv_weights", "mamba2", "bfloat16", "mixer", "serving"))
 
 
 class Trainer:
@@ -208,22 +201,3 @@ def test_an_engine_that_cannot_follow_says_why_before_any_weight_travels(cell, t
             assert engine.says() == before
         found = re.search(cell.refused, str(error.value))
         noted.update(outcome="refused", gap_cold=cold, reason=found[0])
-
-
-@pytest.mark.parametrize(
-    ("step", "kind", "dtype", "layer", "state"),
-    [pytest.param(*row, marks=pytest.mark.exhaustive if i else (), id=row[1]) for i, row in enumerate(WITHOUT_REPAIR)],
-)
-def test_without_a_step_that_vllms_reload_leaves_out_layers_are_refused_by_name(
-    step, kind, dtype, layer, state, tmp_path
-):
-    cell = Cell(engine="vllm", kind=kind, dtype=dtype, settings={"environ": {"TORCHRL_EXT_LEAVE_OUT": step}})
-    words = rf"\d layer\(s\) of this engine wrong: [\w.]*{re.escape(layer)} \("
-    trainer, refused = Trainer(cell), pytest.raises(WeightSyncError, match=words)
-    with started(cell, tmp_path) as engine:
-        before = engine.says()
-        with engine.sender("disk", tmp_path / "disk") as (sender, _), refused as error:
-            trainer.next()
-            sender.update_weights(trainer.weights)
-        assert [row.state for row in error.value.rows] == [state]
-        assert engine.served.paused() if state == "paused" else engine.says() == before

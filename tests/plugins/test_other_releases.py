@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import finished, python
 from torchrl_ext.plugins.sglang import routes
-from torchrl_ext.plugins.vllm import names
+from torchrl_ext.plugins.vllm.internals import NEEDED
 
 REGISTER = """
 import importlib, json, logging, pathlib, sys
@@ -141,10 +141,8 @@ for step in (
 def stand_in(*absent):
     """A vLLM that has the names of the table, but for some; what the plugin calls at a worker's start works."""
     texts = {}
-    for places, _ in names._NEEDED.values():
-        module, _, name = places.split("|")[0].partition(":")
-        texts.setdefault(module, [])
-        texts[module] += [] if name in absent else [f"class {name}: ..."]
+    for modules, names in (row for rows in NEEDED.values() for row in rows.items()):
+        texts[modules.split("|")[0]] = [f"class {name}: ..." for name in names.split() if name not in absent]
     files = {f"{module.replace('.', '/')}/__init__.py": "\n".join(lines) for module, lines in texts.items()}
     weights, groups = "vllm/distributed/weight_transfer/base", "vllm/distributed/parallel_state"
     files[f"{weights}/__init__.py"] = BASE + files[f"{weights}/__init__.py"]
@@ -181,14 +179,14 @@ def test_a_vllm_whose_adapters_are_others_still_lands_weights_and_says_what_it_d
 
 
 def test_a_name_that_moved_is_found_where_an_earlier_release_has_it(tmp_path):
-    code = "import sys; sys.path.insert(0, sys.argv[1])\nfrom torchrl_ext.plugins.vllm import names\n"
+    code = "import sys; sys.path.insert(0, sys.argv[1])\nfrom torchrl_ext.plugins.vllm.internals import internals\n"
     for name in ("vllm/attention/layer.py", "vllm/model_executor/layers/attention.py"):
         path = tmp_path / name
         path.parent.mkdir(parents=True)
         path.write_text("class MLAAttention: ..." if "layer.py" in name else "x = 1")
     for folder in ("vllm", "vllm/attention", "vllm/model_executor", "vllm/model_executor/layers"):
         (tmp_path / folder / "__init__.py").touch()
-    assert python(code + "print(names.MLAAttention.__module__)", tmp_path).strip() == "vllm.attention.layer"
+    assert python(code + "print(internals.MLAAttention.__module__)", tmp_path).strip() == "vllm.attention.layer"
 
 
 VIME = """

@@ -4,11 +4,9 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-import torch
-from torch import nn
 
 from tests.processes import python
 from torchrl_ext.errors import ConfigError
@@ -106,9 +104,9 @@ class Paused:
 
 @pytest.mark.parametrize("held", [(), (False, False), (False, True)])
 def test_requests_that_wait_without_keys_do_not_keep_the_cache(monkeypatch, held):
-    monkeypatch.setitem(sys.modules, "torchrl_ext.plugins.sglang.loader", SimpleNamespace(SGLangLoader=None))
+    monkeypatch.setitem(sys.modules, "torchrl_ext.plugins.sglang.model", SimpleNamespace(SGLangModel=None))
     _flush, manager = import_module("torchrl_ext.plugins.sglang.worker")._flush, Paused(held)
-    sys.modules.pop("torchrl_ext.plugins.sglang.worker")  # it has no loader
+    sys.modules.pop("torchrl_ext.plugins.sglang.worker")  # it has no model
     waiting = list(manager.waiting_queue)
     assert _flush(manager) is (not any(held)) and manager.flushed == (not any(held))
     assert manager.waiting_queue == waiting  # none is lost
@@ -161,33 +159,3 @@ def test_workers_agree_and_their_shares_add_up():
     port = str(free_port())
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda rank: python(TOGETHER, str(rank), port), range(2)))
-
-
-class Deriving(nn.Module):
-    """A layer whose loader derives a parameter, a buffer, a module and attributes from the weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.scale = nn.Parameter(torch.ones(2, 2), requires_grad=False), 1.0
-
-    def load(self):
-        self.weight_t = nn.Parameter(self.weight.data.t(), requires_grad=False)
-        self.register_buffer("sums", self.weight.data.sum(0), persistent=False)
-        self.derived, self.absorbed, self.scale = self.weight.data * 2, nn.Linear(2, 2, device="meta"), 2.0
-
-
-def test_nothing_that_a_loader_derives_from_stand_ins_stays(monkeypatch):
-    for name in ("sglang", "sglang.srt", "sglang.srt.model_loader", "sglang.srt.model_loader.loader"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["sglang.srt.model_loader.loader"].DefaultModelLoader = object
-    monkeypatch.delitem(sys.modules, "torchrl_ext.plugins.sglang.loader", raising=False)
-    loader = import_module("torchrl_ext.plugins.sglang.loader")
-    monkeypatch.delitem(sys.modules, "torchrl_ext.plugins.sglang.loader")
-    layer = Deriving()
-    before, weight = set(vars(layer)), layer.weight
-    with loader._stand_ins(layer):
-        layer.load()
-        assert layer.weight_t.is_meta and layer.derived.is_meta
-    assert set(vars(layer)) == before and layer.weight is weight and layer.scale == 1.0
-    assert [*layer.state_dict(keep_vars=True)] == ["weight"] and not [*layer.buffers(), *layer.children()]
-    assert not layer._non_persistent_buffers_set

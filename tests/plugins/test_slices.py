@@ -1,21 +1,18 @@
 """A worker of a sharded model needs some blocks of each tensor, and lands them as it would land whole tensors."""
 
-import copy
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
 import torchrl_ext as tx
-from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.landing.placement import record
+from torchrl_ext.errors import EngineRefusedError, IntegrityError, ManifestError
 from torchrl_ext.landing.sliced import Sliced, part_of
-from torchrl_ext.plugins.loader import PluginLoader
-from torchrl_ext.plugins.slices import apart, merged
+from torchrl_ext.plugins.loader import EngineLoader, StandIns, swapped
+from torchrl_ext.plugins.slices import sharing_no_layer
 from torchrl_ext.proof.runtime import reachable
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.transports.base import WorkerEnd
@@ -116,46 +113,67 @@ class Model(nn.Module):
                 self.heads.weight.data[part].view(2, 2, HIDDEN).copy_(own[:, part])
         elif name == "norm":
             self.norm.weight.data.copy_(tensor)
-        else:
-            assert name == "scale", name
+        elif name == "scale":
             self.norm.scale.data.copy_(tensor.reshape(1))
 
 
-class Loader(PluginLoader):
-    """Packs ``down`` after it was loaded; its layer has to be opened for a load, and takes nothing while it is not."""
+class Sharded:
+    """What a loader sees of a rank's `Model`: ``down`` is packed after it was loaded, and opened for a load.
 
-    def __init__(self, model, checkpoint, packs=("down",)):
-        super().__init__(model, str(checkpoint), None, alone=False, dtype=torch.float32, tied=False)
-        self.opened, self.packs = [], packs
+    Args:
+        module: the `Model`.
+        checkpoint: what it was started with.
+        anew: build layers anew from what is loaded for them, so that whatever else they had is lost.
+        derives: keep a copy of ``qkv`` to compute with, which loads of the whole model bring up to date.
+    """
 
-    def runtime(self):
-        return reachable(self._model)
+    group, alone, shared, dtype, tied, rejection, dummy = None, False, True, torch.float32, False, None, None
+    kept, repairs = (), {}
 
-    def _placed(self, params):
-        stand_in = copy.deepcopy(self._model).to("meta")
-        stand_in.down.weight = nn.Parameter(torch.empty(HIDDEN, 6, device="meta"), requires_grad=False)
-        return record(stand_in.load_weights, params, dict(stand_in.named_parameters()))
+    def __init__(self, module, checkpoint, *, anew=False, derives=False):
+        save_file(weights(0), checkpoint / "model.safetensors")
+        self.module, self.checkpoint, self.by_layer = module, str(checkpoint), anew
+        self._derives, self.opened = derives, []
 
-    def _is_plain(self, tensor, landing):
-        return tensor is not None and tensor.numel() > 0
+    @contextmanager
+    def stand_ins(self):
+        def form(layer):
+            shapes = {name: own.shape for name, own in layer._parameters.items()}
+            shapes |= {"weight": (HIDDEN, 6)} if layer is self.module.down else {}
+            return {name: empty(shape, device="meta") for name, shape in shapes.items()}, {}
 
-    def _open(self, names):
-        self.opened.append(None if names is None else sorted(names))
-        layers = []
-        if names is None or "down" in names:
-            self._model.down.weight = nn.Parameter(torch.full((HIDDEN, 6), torch.nan), requires_grad=False)
-            layers.append(self._model.down)
-        return layers
+        with swapped(self.module, form) as tensors:
+            partly = {"embed.weight", "mixer.corner", "norm.scale"}
+            yield StandIns(tensors, {name: one.numel() for name, one in tensors.items() if name not in partly})
+        self.module.handed.clear()
 
-    def _close(self, layers):
-        for layer in layers:
-            pack(layer)
+    def open(self, layers):
+        self.opened.append(None if layers is None else sorted(layers))
+        if layers is None or "down" in layers:
+            self.module.down.weight = empty((HIDDEN, 6))
+        opened = [layer for path, layer in self.module.named_children() if layers is None or path in layers]
+        for layer in opened if self.by_layer else ():
+            for own in layer.parameters():
+                own.data.fill_(torch.nan)
+        return opened
 
-    def _loaded_with(self, touched):
-        return [name for name in SHAPES if touched and not self.patchable(name)]
+    def close(self, layers):
+        if self.module.down in layers:
+            pack(self.module.down)
+        if self._derives and len(layers) == len([*self.module.children()]):
+            derive(self.module)
 
-    def _made_up(self):
-        return None
+    def readings(self):
+        return reachable(self.module)
+
+
+def empty(shape, device="cpu"):
+    return nn.Parameter(torch.full(shape, torch.nan, device=device), requires_grad=False)
+
+
+def derive(model):
+    model.qkv.copy = model.qkv.weight.data.clone()
+    return model
 
 
 def pack(layer):
@@ -187,18 +205,21 @@ def rank(request):
     return request.param
 
 
-@pytest.fixture
-def loader(rank, tmp_path):
-    save_file(weights(0), tmp_path / "model.safetensors")
-    found = Loader(cold(rank, 0), tmp_path)
-    found.by_slices(True)
+def loader_of(module, folder, by_slices=True, **how):
+    found = EngineLoader(Sharded(module, folder, **how))
+    found.by_slices(by_slices)
     found.check(as_source(weights(0)).params())
     return found
 
 
+@pytest.fixture
+def loader(rank, tmp_path):
+    return loader_of(cold(rank, 0), tmp_path)
+
+
 def sent(loader, seed, targets, names=SHAPES):
     """What a transport yields that fills targets where they are given."""
-    for name, tensor in weights(seed).items():
+    for name, tensor in (weights(seed) if isinstance(seed, int) else seed).items():
         if name not in names:
             continue
         blocks = loader.slices().get(name)
@@ -235,7 +256,7 @@ def test_each_worker_names_the_blocks_that_land_on_it(loader, rank):
 def test_slices_land_as_a_cold_start_lands_whole_tensors(loader, rank, by_targets):
     for seed in (1, 2, 0):
         updated(loader, seed, by_targets)
-        assert_is(loader._model, cold(rank, seed))
+        assert_is(loader.model.module, cold(rank, seed))
 
 
 def test_plain_tensors_are_received_in_live_memory_and_their_layers_are_not_opened(loader, rank):
@@ -244,116 +265,88 @@ def test_plain_tensors_are_received_in_live_memory_and_their_layers_are_not_open
     assert targets.keys() == {"embed", "q", "k", "v", "gate_up", "turned", "norm", "scale"} | {
         f"experts.{2 * rank + index}.w" for index in range(2)
     }
-    live = dict(loader._model.named_parameters())
+    live = dict(loader.model.module.named_parameters())
     block = Block((6 * rank, 2), (6 * rank + 6, 3))
     assert part_of(targets["turned"], block).data_ptr() == live["turned.weight"][2].data_ptr()
     assert part_of(targets["gate_up"], loader.slices()["gate_up"][0]).shape == (2, 2 * INNER, HIDDEN)
     loader.load(sent(loader, 1, targets))
     loader.finish()
-    assert loader._model.handed == ["down", "decay", "corner"] and loader.opened == [["corner", "decay", "down"]]
-    assert_is(loader._model, cold(rank, 1))
+    assert loader.model.module.handed == ["down", "decay", "corner"] and loader.model.opened == [["down", "mixer"]]
+    assert_is(loader.model.module, cold(rank, 1))
 
 
 def test_a_tensor_that_shares_a_layer_with_one_that_is_rebuilt_goes_through_the_loader(rank, tmp_path):
-    save_file(weights(0), tmp_path / "model.safetensors")
     model = cold(rank, 0)
     model.norm.scale.data.mul_(3)  # not as the loader would leave it: the engine made something else of it
-    loader = Loader(model, tmp_path)
-    loader.by_slices(True)
-    loader.check(as_source(weights(0)).params())
+    loader = loader_of(model, tmp_path)
     loader.start()
-    assert not {"scale", "norm"} & loader.targets().keys() and {"scale", "norm"} <= set(loader.opened[-1])
+    assert not {"scale", "norm"} & loader.targets().keys() and "norm" in loader.model.opened[-1]
 
 
 def test_what_a_worker_needs_nothing_of_is_not_missing_and_all_else_is(loader, rank):
     loader.start()
     loader.load(pair for pair in sent(loader, 1, {}) if pair[0] not in ("q", "decay"))
     assert loader.missing() == ["decay", "q"]
-    with pytest.raises(IntegrityError, match="2 of the parameters that were announced did not come, first 'decay'"):
+    with pytest.raises(IntegrityError, match=r"2 of the parameters .*'decay'"):
         loader.finish()
     updated(loader, 2)
-    assert_is(loader._model, cold(rank, 2))
+    assert_is(loader.model.module, cold(rank, 2))
 
 
-def test_a_slice_too_little_is_an_error_and_no_old_weight(loader, rank):
-    def lacking():
-        for name, tensor in sent(loader, 1, {}):
-            if name in ("q", "down"):
-                (block, data), *_ = tensor.parts
-                short = Block(block.start, (block.stop[0] - 1, block.stop[1]))
-                tensor = Sliced.of(tensor.meta, [(short, data[:-1])])
-            yield name, tensor
-
-    for name in ("q", "down"):
-        loader.start()
-        with pytest.raises(IntegrityError, match=f"of tensor '{name}' did not come"):
-            loader.load(pair for pair in lacking() if pair[0] == name)
+@pytest.mark.parametrize("name", ["q", "down"])
+def test_a_slice_too_little_is_an_error_and_no_old_weight(loader, rank, name):
+    ((_, tensor),) = sent(loader, 1, {}, [name])
+    (block, data), *_ = tensor.parts
+    short = Block(block.start, (block.stop[0] - 1, block.stop[1]))
+    loader.start()
+    with pytest.raises(IntegrityError, match=f"of tensor '{name}' did not come"):
+        loader.load([(name, Sliced.of(tensor.meta, [(short, data[:-1])]))])
     updated(loader, 2)
-    assert_is(loader._model, cold(rank, 2))
+    assert_is(loader.model.module, cold(rank, 2))
 
 
-def test_no_digest_is_taken_of_slices(loader, monkeypatch):
-    def refuse(tensor):
-        assert not isinstance(tensor, Sliced)
-        return ""
-
-    monkeypatch.setattr("torchrl_ext.plugins.loader.tensor_digest", refuse)
-    loader.vouch(True)
-    updated(loader, 1, by_targets=False)
+def test_digests_are_taken_of_what_comes_whole_and_of_no_slices(loader):
+    for by_slices, expected in ((True, ""), (False, tensor_digest(weights(1)["down"]))):
+        loader.by_slices(by_slices)
+        assert loaded(loader, 1, SHAPES, by_slices)["down"] == expected
 
 
-def test_a_rehearsal_goes_the_way_that_updates_go(loader, rank, monkeypatch):
+def test_a_rehearsal_takes_the_route_of_updates(loader, rank, monkeypatch):
     seen = []
     land = Model._load
     monkeypatch.setattr(Model, "_load", lambda self, name, tensor: seen.append(tensor) or land(self, name, tensor))
-    assert loader.unrehearsed()
-    told = loader.rehearse()
-    assert told["restored"] and loader.proof() == "rehearsed" and not loader.unrehearsed()
-    assert_is(loader._model, cold(rank, 0))
+    assert loader.unrehearsed() and loader.rehearse()["restored"]
+    assert loader.proof() == "rehearsed" and not loader.unrehearsed()
+    assert_is(loader.model.module, cold(rank, 0))
     assert any(isinstance(tensor, Sliced) for tensor in seen)
     loader.by_slices(False)  # of whole tensors nothing was shown
     assert loader.proof() == "sent" and loader.unrehearsed()
     loader.rehearse()
-    assert loader.proof() == "rehearsed" and loader.opened[-1] is None
+    assert loader.proof() == "rehearsed" and loader.model.opened[-1] is None
 
 
 def test_a_rehearsal_finds_live_memory_that_is_not_what_is_computed_with(rank, tmp_path):
-    save_file(weights(0), tmp_path / "model.safetensors")
-    model = cold(rank, 0)
-    model.qkv.copy = model.qkv.weight.data.clone()  # what the layer multiplies with; no load brings it
-    loader = Loader(model, tmp_path)
-    loader.by_slices(True)
-    loader.check(as_source(weights(0)).params())
-    with pytest.raises(Exception, match="qkv"):
+    loader = loader_of(derive(cold(rank, 0)), tmp_path)  # no load brings the copy
+    with pytest.raises(EngineRefusedError, match="qkv"):
         loader.rehearse()
     assert loader.proof() == "sent"
 
 
 def test_where_only_a_whole_load_rebuilds_a_derived_copy_no_slice_lands_past_the_loader(rank, tmp_path):
-    def derive(model):
-        model.qkv.copy = model.qkv.weight.data.clone()
-        return model
-
-    class Deriving(Loader):
-        def _open(self, names):
-            return [*super()._open(names), *([self._model] if names is None else [])]
-
-        def _close(self, layers):
-            for layer in layers:
-                derive(layer) if layer is self._model else pack(layer)
-
-    save_file(weights(0), tmp_path / "model.safetensors")
-    loader = Deriving(derive(cold(rank, 0)), tmp_path)
-    loader.by_slices(True)
-    loader.check(as_source(weights(0)).params())
-    assert loader._sliced().direct
+    loader = loader_of(derive(cold(rank, 0)), tmp_path, derives=True)
+    loader.start()
+    assert loader.targets()
+    updated(loader, 0)
+    loader.modified = False  # it was started with these
     loader.rehearse()
-    assert loader.proof() == "rehearsed" and not loader._sliced().direct
+    assert loader.proof() == "rehearsed"
     updated(loader, 1)
-    assert_is(loader._model, derive(cold(rank, 1)))
+    assert_is(loader.model.module, derive(cold(rank, 1)))
+    loader.start()
+    assert not loader.targets()
 
 
-def test_a_transport_that_brings_slices_is_told_what_is_wanted_and_updates_go_the_way_that_was_rehearsed(
+def test_a_transport_that_brings_slices_gets_what_is_wanted_and_updates_take_the_rehearsed_route(
     loader, rank, monkeypatch
 ):
     wanted = {}
@@ -363,12 +356,7 @@ def test_a_transport_that_brings_slices_is_told_what_is_wanted_and_updates_go_th
             self.end = end
 
         def receive(self, arrival, into, within):
-            for name, tensor in self.end.receive(arrival, {}, within):
-                blocks = wanted["slices"].get(name)
-                if blocks is None:
-                    yield name, tensor
-                elif blocks:
-                    yield name, Sliced.cut(name, tensor, blocks, into.get(name))
+            yield from sent(loader, dict(self.end.receive(arrival, {}, within)), into)
 
         def close(self):
             self.end.close()
@@ -381,8 +369,8 @@ def test_a_transport_that_brings_slices_is_told_what_is_wanted_and_updates_go_th
     loader.by_slices(False)
     engine = InProcessEngine(tx.WeightReceiver(loader))
     sender = tx.WeightSender(tx.make_transport("memory"), engine)
-    assert sender.update_weights(weights(0)).proof == "rehearsed" and not wanted and loader.opened[-1] is None
-    loader.touched = False  # they were the weights that it was started with
+    assert sender.update_weights(weights(0)).proof == "rehearsed" and not wanted and loader.model.opened[-1] is None
+    loader.modified = False  # they were the weights that it was started with
     with monkeypatch.context() as patch:
         for name, value in {"slices": True, "proves": True, "join": staticmethod(join)}.items():
             patch.setattr(tx.MemoryTransport, name, value)
@@ -390,44 +378,21 @@ def test_a_transport_that_brings_slices_is_told_what_is_wanted_and_updates_go_th
         for seed in (1, 2):
             report = sender.update_weights(weights(seed))
             assert report.proof == "rehearsed" and report.verified
-            assert_is(loader._model, cold(rank, seed))
+            assert_is(loader.model.module, cold(rank, seed))
     assert wanted == {"slices": loader.slices(), "whole": loader.whole()}
-    assert loader.opened[-1] == ["corner", "decay", "down"]
+    assert loader.model.opened[-1] == ["down", "mixer"]
 
 
-def test_neighbours_become_one_block_and_so_does_what_overlaps():
-    def box(*bounds):
-        return Block(tuple(one[0] for one in bounds), tuple(one[1] for one in bounds))
-
-    assert merged([]) == ()
-    assert merged([box((0, 2), (0, 4))] * 3) == (box((0, 2), (0, 4)),)
-    assert merged([box((2, 4), (0, 4)), box((0, 2), (0, 4))]) == (box((0, 4), (0, 4)),)
-    assert merged([box((0, 2), (0, 4)), box((1, 2), (1, 3))]) == (box((0, 2), (0, 4)),)
-    assert merged([box((0, 2), (0, 2)), box((1, 3), (1, 3))]) == (box((0, 3), (0, 3)),)
-    far = (box((0, 2), (0, 4)), box((4, 6), (0, 4)))
-    assert merged(reversed(far)) == far
-    grid = [box((x, x + 1), (y, y + 2)) for x in range(3) for y in (0, 2, 4)]
-    assert merged(grid) == (box((0, 3), (0, 6)),)
-    corner = (box((0, 1), (0, 2)), box((1, 2), (0, 1)))
-    assert merged(corner) == corner
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(*[st.tuples(st.integers(0, 5), st.integers(1, 3))] * 2), max_size=12))
-def test_merged_blocks_have_every_element_once_and_no_two_of_them_join(sides):
-    blocks = [Block(tuple(at for at, _ in own), tuple(at + size for at, size in own)) for own in sides]
-    found, whole, times = merged(blocks), Block.whole((8, 8)), torch.zeros(8, 8)
-    for block in found:
-        times[block.within(whole)] += 1
-    assert times.max() <= 1 and all((times[block.within(whole)] == 1).all() for block in blocks)
-    assert merged(found) == found == merged(reversed(blocks)) and len(found) <= len(blocks)
-
-
-def of(loader, seed, names, targets=None):
-    """What a transport yields of a part."""
-    if targets is None:
-        return [(name, tensor) for name, tensor in weights(seed).items() if name in names]
-    return list(sent(loader, seed, targets, names))
+def loaded(loader, seed, names, by_slices):
+    """Load a part."""
+    loader.part(frozenset(names))
+    loader.start()
+    by_name = {name: tensor for name, tensor in weights(seed).items() if name in names}
+    loader.load(sent(loader, seed, loader.targets(), names) if by_slices else by_name.items())
+    loader.finish()
+    digests = loader.digests()
+    loader.part(None)
+    return digests
 
 
 def mixed(rank, seed, names):
@@ -443,91 +408,81 @@ def test_a_part_lands_as_a_cold_start_lands_it_and_opens_only_layers_that_are_re
     loader.by_slices(by_slices)
     landed = set()
     for names in ({"q", "embed", "experts.1.w"}, {"v", "norm"}, {"down", "decay", "corner", "k"}):
-        loader.part(frozenset(names))
-        loader.start()
-        loader.load(of(loader, 1, names, loader.targets() if by_slices else None))
-        loader.finish()
-        loader.part(None)
+        digests = loaded(loader, 1, names, by_slices)
         landed |= names
-        assert_is(loader._model, mixed(rank, 1, landed))
-    assert loader.opened == [["corner", "decay", "down"]]  # corner shares its layer with decay
-    assert set(loader._model.handed) == {"down", "decay", "corner"}
-    loader.by_slices(False)
-    loader.start()
-    loader.load(weights(2).items())
-    loader.finish()
-    assert_is(loader._model, cold(rank, 2))
+        assert_is(loader.model.module, mixed(rank, 1, landed))
+        assert by_slices or digests == {name: tensor_digest(weights(1)[name]) for name in names}
+    assert loader.model.opened == [["down", "mixer"]]
+    assert {"down", "decay"} <= set(loader.model.module.handed) <= {"down", "decay", "corner"}
 
 
-def test_a_part_without_what_its_layers_are_rebuilt_from_is_refused_by_name(loader, rank):
-    before = state(loader._model)
-    for by_slices in (False, True):
-        loader.by_slices(by_slices)
-        with pytest.raises(ManifestError, match=r"'down' the engine builds layers anew, and lacks 'decay'"):
-            loader.part(frozenset({"q", "down"}))
+@pytest.mark.parametrize("by_slices", [False, True])
+def test_a_part_without_what_its_layers_are_rebuilt_from_is_refused_by_name(rank, tmp_path, by_slices):
+    loader = loader_of(cold(rank, 0), tmp_path, by_slices, anew=True)
+    with pytest.raises(ManifestError, match=r"'decay' .*lacks 'corner'"):
+        loader.part(frozenset({"decay", "q"}))
     with pytest.raises(ManifestError, match="no parameter 'nobody'"):
         loader.part(frozenset({"nobody"}))
-    assert {key: tensor.tolist() for key, tensor in state(loader._model).items()} == {
-        key: tensor.tolist() for key, tensor in before.items()
-    }
-
-
-class Anew(Loader):
-    """Builds layers anew from what is loaded for them: whatever else they had is lost."""
-
-    def _layers(self, names):
-        return {landing.param.rpartition(".")[0] for name in names for landing in self.landings(name)}
-
-    def _stays(self, param):
-        return False
-
-    def _loaded_with(self, touched):
-        return [name for name in SHAPES if not self.patchable(name) and self._layers([name]) & self._layers(touched)]
-
-    def _open(self, names):
-        opened = super()._open(names)
-        for layer in self._layers(SHAPES if names is None else names):
-            for own in getattr(self._model, layer).parameters():
-                own.data.fill_(torch.nan)
-        return opened
-
-
-def test_what_shares_a_layer_that_is_built_anew_has_to_come_with_it(rank, tmp_path):
-    save_file(weights(0), tmp_path / "model.safetensors")
-    loader = Anew(cold(rank, 0), tmp_path)
-    loader.check(as_source(weights(0)).params())
-    assert loader.rehearse()["changes"] == "in place"  # the changed layers are loaded, and no others
-    with pytest.raises(ManifestError, match="lacks 'corner' for them"):
-        loader.part(frozenset({"decay", "q"}))
-    names = {"decay", "corner", "q"}
-    loader.part(frozenset(names))
-    loader.start()
-    loader.load(of(loader, 1, names))
-    loader.finish()
-    assert_is(loader._model, mixed(rank, 1, names))
-
-
-def test_what_stays_as_it_is_while_its_layer_is_built_anew_needs_not_come_and_opens_it_all_the_same():
-    at = {"weight": "layer.weight", "bias": "layer.bias", "other": "norm.weight"}
-    landings = {name: [SimpleNamespace(param=param)] for name, param in at.items()}
-    assert apart({"bias", "other"}, landings) == {"other"}
-    assert apart({"bias", "other"}, landings, lambda param: param == "layer.bias") == {"bias", "other"}
-    assert apart({"weight", "other"}, landings, lambda param: param == "layer.bias") == {"other"}
-
-
-def test_what_did_not_come_of_a_part_is_named(loader):
-    loader.by_slices(False)
+    assert_is(loader.model.module, cold(rank, 0))
     loader.part(frozenset({"q", "k"}))
     loader.start()
-    loader.load(of(loader, 1, {"k"}))
-    with pytest.raises(IntegrityError, match="1 of the parameters that were announced did not come, first 'q'"):
+    loader.load(sent(loader, 1, {}, ["k"]) if by_slices else [("k", weights(1)["k"])])
+    with pytest.raises(IntegrityError, match=r"1 of the parameters .*'q'"):
         loader.finish()
 
 
-def test_digests_are_those_of_the_part(loader):
-    loader.by_slices(False)
-    loader.part(frozenset({"q", "down", "decay", "corner"}))
-    loader.start()
-    loader.load(of(loader, 1, {"q", "down", "decay", "corner"}))
-    loader.finish()
-    assert loader.digests() == {name: tensor_digest(weights(1)[name]) for name in ("q", "down", "decay", "corner")}
+def test_changes_load_the_layers_that_are_built_anew_as_a_whole_and_no_others(rank, tmp_path):
+    loader = loader_of(cold(rank, 0), tmp_path, by_slices=False, anew=True)
+    assert loader.rehearse()["changes"] == "in place" and loader.model.opened[1] == ["down", "mixer"]
+    loaded(loader, 1, {"decay", "corner", "q"}, by_slices=False)
+    assert_is(loader.model.module, mixed(rank, 1, {"decay", "corner", "q"}))
+
+
+def test_a_tensor_that_stays_while_its_layer_is_built_anew_need_not_come_and_opens_it_all_the_same():
+    at = {"weight": "layer.weight", "bias": "layer.bias", "other": "norm.weight"}
+    landings = {name: [SimpleNamespace(param=param)] for name, param in at.items()}
+    assert sharing_no_layer({"bias", "other"}, landings) == {"other"}
+    assert sharing_no_layer({"bias", "other"}, landings, lambda param: param == "layer.bias") == {"bias", "other"}
+    assert sharing_no_layer({"weight", "other"}, landings, lambda param: param == "layer.bias") == {"other"}
+
+
+class Deriving(nn.Module):
+    """A layer whose loader derives a parameter, a buffer, a module and attributes from the weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(2, 2), requires_grad=False), 1.0
+
+    def load(self):
+        self.weight_t = nn.Parameter(self.weight.data.t(), requires_grad=False)
+        self.register_buffer("sums", self.weight.data.sum(0), persistent=False)
+        self.derived, self.absorbed, self.scale = self.weight.data * 2, nn.Linear(2, 2, device="meta"), 2.0
+
+
+def test_nothing_that_a_loader_derives_from_stand_ins_stays():
+    layer = Deriving()
+    before, weight = set(vars(layer)), layer.weight
+    with swapped(layer, lambda module: ({"weight": module.weight.to("meta")}, {})):
+        layer.load()
+        assert layer.weight_t.is_meta and layer.derived.is_meta
+    assert set(vars(layer)) == before and layer.weight is weight and layer.scale == 1.0
+    assert [*layer.state_dict(keep_vars=True)] == ["weight"] and not [*layer.buffers(), *layer.children()]
+    assert not layer._non_persistent_buffers_set
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda sent: sent.update(strange=torch.zeros(2)), "no parameter 'strange'"),
+        (lambda sent: sent.pop("k"), "'k' is missing"),
+        (lambda sent: sent.update(norm=torch.zeros(HIDDEN + 1)), "norm.*shape"),
+        (lambda sent: sent.update(norm=sent["norm"].double()), "norm.*round"),
+    ],
+    ids=["unknown", "missing", "misshapen", "rounded"],
+)
+def test_an_update_that_cannot_land_is_refused_by_name_and_touches_nothing(loader, rank, change, words):
+    update = weights(1)
+    change(update)
+    with pytest.raises(ManifestError, match=words):
+        loader.check(as_source(update).params())
+    assert_is(loader.model.module, cold(rank, 0))

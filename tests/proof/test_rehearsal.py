@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchrl_ext as tx
-from tests.sync.processed import PROBE, Absorbed, ProcessedLoader, Sabotage, checkpoint, outputs
+from tests.proof.processed import PROBE, Absorbed, Model, ProcessedModel, Sabotage, checkpoint, outputs, processed
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.kernels.base import flat_bits
+from torchrl_ext.plugins.loader import EngineLoader
 from torchrl_ext.proof import runtime
 from torchrl_ext.proof.known_weights import changed, chosen_positions
 from torchrl_ext.proof.rules import RULES
@@ -26,13 +27,18 @@ from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import WeightReceiver
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("start")
+
+
 def sending(loader, transport=None, **settings):
     engine = InProcessEngine(WeightReceiver(loader))
     return tx.WeightSender(transport or tx.make_transport("memory"), engine, **settings), engine
 
 
 def holds(loader, seed):
-    return torch.equal(loader.model(PROBE), outputs(checkpoint(seed)))
+    return torch.equal(loader.model.module(PROBE), outputs(checkpoint(seed)))
 
 
 def verdicts(engine):
@@ -40,8 +46,8 @@ def verdicts(engine):
     return {row["kernel"]: row["verdict"] for row in told["layers"]}
 
 
-def test_layers_that_come_back_are_told_from_layers_that_are_written_in_place():
-    loader = ProcessedLoader(checkpoint(0))
+def test_layers_that_come_back_are_told_from_layers_that_are_written_in_place(folder):
+    loader = processed(folder)
     sender, engine = sending(loader)
     for seed in (1, 2):
         report = sender.update_weights(checkpoint(seed))
@@ -57,8 +63,8 @@ def test_layers_that_come_back_are_told_from_layers_that_are_written_in_place():
 
 
 @pytest.mark.parametrize("kind", ["Shuffled", "Packed", "Absorbed"])
-def test_what_an_engines_reload_leaves_out_is_refused_by_name_before_a_weight_travels(kind):
-    loader = ProcessedLoader(checkpoint(0), lacks=[kind])
+def test_what_an_engines_reload_leaves_out_is_refused_by_name_before_a_weight_travels(folder, kind):
+    loader = processed(folder, lacks=[kind])
     sender, engine = sending(loader)
     with pytest.raises(WeightSyncError, match=f"blocks.0.{kind}") as told:
         sender.update_weights(checkpoint(1))
@@ -69,45 +75,43 @@ def test_what_an_engines_reload_leaves_out_is_refused_by_name_before_a_weight_tr
 
 
 @pytest.mark.parametrize("kind", ["Shuffled", "Packed", "Absorbed"])
-def test_a_repair_that_is_known_mends_it_and_is_named(kind):
-    loader = ProcessedLoader(checkpoint(0), lacks=[kind], knows=[kind])
+def test_a_repair_that_is_known_mends_it_and_is_named(folder, kind):
+    loader = processed(folder, lacks=[kind], knows=[kind])
     sender, engine = sending(loader)
     for seed in (1, 2):
         assert sender.update_weights(checkpoint(seed)).proof == "rehearsed" and holds(loader, seed)
     assert verdicts(engine)[kind] == "repaired" and engine.rehearsed[0]["repairs"] == [f"{kind}.process"]
 
 
-def test_changes_land_where_the_bytes_are_the_checkpoints_and_never_by_shape(tmp_path):
-    loader = ProcessedLoader(checkpoint(0))
+def test_changes_land_where_the_bytes_are_the_checkpoints_and_never_by_shape(folder, tmp_path):
+    loader = processed(folder)
     sender, _ = sending(loader, tx.make_transport("delta", root=tmp_path))
     for seed in (1, 2, 3):
         assert sender.update_weights(checkpoint(seed)).verified and holds(loader, seed)
     assert loader.patchable("blocks.0.Fused.q") and not loader.patchable("blocks.0.Shuffled.experts.0")
 
 
-def test_where_changes_would_leave_a_derived_copy_behind_the_model_is_loaded_whole(tmp_path):
-    loader = ProcessedLoader(checkpoint(0), careless=True)
+def test_where_changes_would_leave_a_derived_copy_behind_the_model_is_loaded_whole(folder, tmp_path):
+    loader = processed(folder, careless=True)
     sender, engine = sending(loader, tx.make_transport("delta", root=tmp_path))
     for seed in (1, 2, 3):
         assert sender.update_weights(checkpoint(seed)).proof == "rehearsed" and holds(loader, seed)
     assert engine.rehearsed[0]["changes"] == "by reload" and not loader.patchable("blocks.0.Fused.q")
 
 
-def test_where_nobody_knows_what_lands_where_nothing_is_called_in_place_and_what_stays_is_found():
-    loader = ProcessedLoader(checkpoint(0))
-    loader.landings, loader.patchable = lambda name: (), lambda name: False
-    sender, _ = sending(loader)
+def test_where_nobody_knows_what_lands_where_nothing_is_called_in_place_and_what_stays_is_found(folder, monkeypatch):
+    loader = processed(folder, opaque=True)
+    sender, engine = sending(loader)
     assert sender.update_weights(checkpoint(1)).proof == "rehearsed" and holds(loader, 1)
-    loader = ProcessedLoader(checkpoint(0))
-    loader.landings, loader.patchable, loader.load = lambda name: (), lambda name: False, lambda pairs: None
-    loader._late = {}
-    sender, _ = sending(loader)
+    assert set(verdicts(engine).values()) == {"by reload"}
+    sender, _ = sending(processed(folder, opaque=True))
+    monkeypatch.setattr(Model, "load_weights", lambda model, pairs: list(pairs))
     with pytest.raises(WeightSyncError, match="weight is computed with, and no load changes it"):
         sender.update_weights(checkpoint(1))
 
 
-def test_an_engine_that_was_not_brought_back_takes_nothing_even_unproved():
-    loader = ProcessedLoader(checkpoint(0), lacks=["Packed"])
+def test_an_engine_that_was_not_brought_back_takes_nothing_even_unproved(folder):
+    loader = processed(folder, lacks=["Packed"])
     engine = InProcessEngine(WeightReceiver(loader))
     for how, words in (("once", "Packed"), ("never", "start the engine again")):
         sender = tx.WeightSender(tx.make_transport("memory"), engine, rehearse=how)
@@ -116,15 +120,15 @@ def test_an_engine_that_was_not_brought_back_takes_nothing_even_unproved():
     assert engine.rows()[0].state == "paused"
 
 
-def test_never_proves_what_was_sent_and_no_more():
-    loader = ProcessedLoader(checkpoint(0), lacks=["Absorbed"])
+def test_never_proves_what_was_sent_and_no_more(folder):
+    loader = processed(folder, lacks=["Absorbed"])
     sender, _ = sending(loader, rehearse="never")
     report = sender.update_weights(checkpoint(1))
     assert (report.verified, report.proof) == (False, "sent") and not holds(loader, 1)
 
 
-def test_a_second_connection_need_not_rehearse_and_may():
-    loader = ProcessedLoader(checkpoint(0))
+def test_a_second_connection_need_not_rehearse_and_may(folder):
+    loader = processed(folder)
     engine = InProcessEngine(WeightReceiver(loader))
     engine_calls = []
     rehearse = loader.rehearse
@@ -136,12 +140,12 @@ def test_a_second_connection_need_not_rehearse_and_may():
     assert sender.update_weights(checkpoint(1)).verified and holds(loader, 1)
 
 
-def test_no_saboteur_ends_verified(tmp_path):
+def test_no_saboteur_ends_verified(folder, tmp_path):
     """200 loaders, each wrong about one tensor in one way."""
     caught = {way: 0 for way in Sabotage.WAYS}
     for seed in range(200):
         sabotage = Sabotage(seed)
-        loader = ProcessedLoader(checkpoint(0), sabotage)
+        loader = processed(folder, sabotage=sabotage)
         by_delta = sabotage.way == "misplace" or seed % 5 == 0
         transport = tx.make_transport("delta", root=tmp_path / str(seed)) if by_delta else None
         sender, engine = sending(loader, transport)
@@ -180,11 +184,11 @@ def dig(found):
 
 
 @pytest.mark.parametrize("bound", [None, 7100, 5000])
-def test_an_engine_that_hides_a_stale_tensor_is_refused_or_says_that_it_is_unproven(bound, monkeypatch):
+def test_an_engine_that_hides_a_stale_tensor_is_refused_or_says_that_it_is_unproven(folder, bound, monkeypatch):
     monkeypatch.setattr(Absorbed, "process", lambda layer: setattr(layer, "config", buried(0.25 * layer.weight.data.T)))
     monkeypatch.setattr(Absorbed, "forward", lambda layer, x: x @ dig(layer.config))
     monkeypatch.setattr(runtime, "OBJECTS", bound or runtime.OBJECTS)
-    sound, stale = ProcessedLoader(checkpoint(0)), ProcessedLoader(checkpoint(0), lacks=["Absorbed"])
+    sound, stale = processed(folder), processed(folder, lacks=["Absorbed"])
     proofs = [sending(sound)[0].update_weights(checkpoint(1)).proof]
     sender, engine = sending(stale)
     if bound != 5000:  # it is seen
@@ -217,12 +221,12 @@ def dress(model):
     return model
 
 
-def test_what_engines_keep_beside_weights_leaves_no_layer_unproven():
-    loader = ProcessedLoader(checkpoint(0))
-    bare = {reading.key for reading in reachable(loader.model)}
-    seen = [reading for reading in reachable(dress(loader.model)) if not reading.left_out]
+def test_what_engines_keep_beside_weights_leaves_no_layer_unproven(folder):
+    loader = processed(folder)
+    bare = {reading.key for reading in reachable(loader.model.module)}
+    seen = [reading for reading in reachable(dress(loader.model.module)) if not reading.left_out]
     assert {reading.key for reading in seen} == bare | {
-        f"{path}.impl.input_buffers.0".strip(".") for path, _ in loader.model.named_modules()
+        f"{path}.impl.input_buffers.0".strip(".") for path, _ in loader.model.module.named_modules()
     }
     sender, engine = sending(loader)
     assert sender.update_weights(checkpoint(1)).proof == "rehearsed" and holds(loader, 1)
@@ -279,16 +283,17 @@ def test_a_tensor_is_found_whatever_keeps_it(kind):
     assert len(found) == 1 and found[0].derived and found[0].key.startswith("kernel.")
 
 
-def test_what_no_load_changes_is_refused_as_a_copy_or_named_with_the_rule_that_lets_it_pass():
-    loader = ProcessedLoader(checkpoint(0))
-    loader.model.scale, loader.model.flags = torch.rand(32), torch.ones(32)
-    loader.model.register_buffer("offsets", torch.rand(32))
+def test_what_no_load_changes_is_refused_as_a_copy_or_named_with_the_rule_that_lets_it_pass(folder):
+    loader = processed(folder)
+    module = loader.model.module
+    module.scale, module.flags = torch.rand(32), torch.ones(32)
+    module.register_buffer("offsets", torch.rand(32))
     sender, engine = sending(loader)
     assert sender.update_weights(checkpoint(1)).proof == "rehearsed"
     named = {"table": ["cos_sin_cache"], "vector": ["scale"], "unloaded": ["offsets"], "uniform": ["flags"]}
     assert engine.rehearsed[0]["rules"] == named and named.keys() < RULES.keys()
-    loader = ProcessedLoader(checkpoint(0))
-    loader.model.blocks[0]["Fused"].q_cache = torch.cat([checkpoint(0)["blocks.0.Fused.q"].T, torch.zeros(1, 8)])
+    loader = processed(folder)
+    loader.model.module.blocks[0]["Fused"].q_cache = torch.cat([checkpoint(0)["blocks.0.Fused.q"].T, torch.zeros(1, 8)])
     sender, _ = sending(loader)
     with pytest.raises(WeightSyncError, match=r"q_cache is a copy of blocks.0.Fused.q"):
         sender.update_weights(checkpoint(1))
@@ -312,14 +317,23 @@ def test_a_tensor_belongs_to_the_nearest_module_that_keeps_it():
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_a_complex_parameter_is_rehearsed(dtype, tmp_path):
+def test_a_model_of_made_up_numbers_is_rehearsed_with_them_and_a_complex_parameter_too(dtype):
+    def made_up(tensor):
+        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        numbers.uniform_(0.5, 1, generator=torch.Generator().manual_seed(1234))
+
     def complex_norm(seed):
         return checkpoint(seed) | {"norm": torch.polar(torch.ones(8), checkpoint(seed)["norm"]).to(dtype)}
 
-    loader = ProcessedLoader(complex_norm(0))
+    loader = EngineLoader(ProcessedModel(Model(dtype), dummy=made_up))
+    for parameter in loader.model.module.parameters():
+        made_up(parameter)
+    loader.model.close([layer for _, layer in loader.model.module.layers()])
     sender, engine = sending(loader)
     assert sender.update_weights(complex_norm(1)).proof == "rehearsed"
-    assert torch.equal(loader.model(PROBE), outputs(complex_norm(1))) and verdicts(engine)["Model"] == "by reload"
+    assert (
+        torch.equal(loader.model.module(PROBE), outputs(complex_norm(1))) and verdicts(engine)["Model"] == "by reload"
+    )
 
 
 @given(

@@ -14,7 +14,7 @@ from tests.landing.views import VIEWS, made
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.hf_names import shards_of_part
 from torchrl_ext.weights.shards.blocks import Shard
-from torchrl_ext.weights.view import Block, View, overlap, tiles, without
+from torchrl_ext.weights.view import Block, View, merged, overlap, tiles, without
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
@@ -65,6 +65,18 @@ def test_what_is_left_without_others_has_each_other_element_once(data):
     whole, taken = data.draw(blocks_of(shape, full=False)), data.draw(st.lists(blocks_of(shape, full=False)))
     expected = counted([whole], shape) * (counted(taken, shape) == 0)
     assert (counted(without([whole], taken), shape) == expected).all()
+
+
+@given(st.data())
+def test_merged_blocks_have_every_element_once_and_no_two_of_them_join(data):
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+    blocks = data.draw(st.lists(blocks_of(shape), max_size=8))
+    found = merged(blocks)
+    times = counted(found, shape)
+    assert times.max() <= 1 and (times[counted(blocks, shape) > 0] == 1).all()
+    assert merged(found) == found == merged(reversed(blocks)) and len(found) <= len(blocks)
+    whole, cuts = Block.whole(shape), data.draw(blocks_of(shape))
+    assert merged([cuts, *without([whole], [cuts])]) == (whole,)
 
 
 def test_overlaps_and_holes_of_the_same_size_are_both_seen():

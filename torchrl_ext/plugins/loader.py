@@ -1,4 +1,4 @@
-"""How weights land in one worker's model: what vLLM and SGLang share, and how they refuse what cannot land.
+"""Load weights into one worker's model of vLLM or SGLang, and refuse what cannot land in it.
 
 Whole versions go through the model's own loader. Changes are written element by element where the live bytes are those
 of the checkpoint. Parameters that an engine keeps in another form (packed, shuffled, quantised) cannot be written to:
@@ -7,68 +7,162 @@ their checkpoint tensors are kept on the host by the transport, patched there, a
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, distributed, nn
 
-from torchrl_ext.errors import ConfigError, IntegrityError
-from torchrl_ext.landing.loader import Changes
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.landing.loader import Changes, Patchable, Rehearsable, Sliceable, WeightLoader
 from torchrl_ext.landing.patcher import Patcher, Piece, compare, holds, read
-from torchrl_ext.landing.placement import Landing, Placement
+from torchrl_ext.landing.placement import Landing, Placement, record
 from torchrl_ext.landing.sliced import Sliced
-from torchrl_ext.plugins import refusals
-from torchrl_ext.plugins.slices import Slices, apart, land
+from torchrl_ext.plugins.refusals import UNCHANGED, unknown
+from torchrl_ext.plugins.slices import Slices, layer_of, sharing_no_layer, write_pieces
 from torchrl_ext.plugins.workers import combine
-from torchrl_ext.proof.engine_loader import EngineLoader
 from torchrl_ext.proof.known_weights import start_tensors
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.proof.rehearsal import Rehearsal, rehearse
+from torchrl_ext.proof.runtime import Reading
+from torchrl_ext.types import Info, ParamMeta, cast_hint, dtype_name
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import PositionDigest, position_digest, tensor_digest
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["PluginLoader"]
+__all__ = ["EngineLoader", "EngineModel", "StandIns", "swapped"]
+
+_EVERY = "every parameter of the checkpoint that the engine was started with"
 
 
-class PluginLoader(EngineLoader):
+class StandIns(NamedTuple):
+    """Tensors without data in the place of a model's own.
+
+    Attributes:
+        tensors: in the form that the model's loader writes to, by runtime name.
+        needed: how many elements an update has to write to each runtime parameter.
+        copied: addresses of live tensors of which a layer computes with a packed copy, which a write would not reach.
+    """
+
+    tensors: Mapping[str, Tensor]
+    needed: Mapping[str, int]
+    copied: Collection[int] = ()
+
+
+class EngineModel(Protocol):
+    """One worker's model as its engine processes it.
+
+    Attributes:
+        module: the model; its ``load_weights`` takes (name, tensor) pairs of a checkpoint.
+        checkpoint: the directory, or the name, of what the engine was started with.
+        group: the tensor-parallel workers, on the CPU.
+        alone: no other worker holds a part of the model.
+        shared: workers hold different tensors, so that a name of the checkpoint may land on another worker only.
+        dtype: in which the engine computes.
+        tied: the output embedding is the input embedding.
+        rejection: why an engine of these settings takes no update; None where it does.
+        dummy: fills a tensor, with the form and the marks of a runtime parameter, with the numbers that the engine
+            made up for it instead of loading a checkpoint; None where it loaded one.
+        by_layer: `open` builds single layers anew, so that each of them has to be loaded as a whole.
+        kept: last parts of names of runtime tensors that keep their memory and bytes while their layer is built anew.
+        repairs: steps that the engine's own processing leaves out after a load, by name: each takes the module and the
+            layers that were loaded, and returns the layers that it finished.
+    """
+
+    module: Any
+    checkpoint: str
+    group: distributed.ProcessGroup
+    alone: bool
+    shared: bool
+    dtype: torch.dtype
+    tied: bool
+    rejection: ConfigError | None
+    dummy: Callable[[Tensor], Any] | None
+    by_layer: bool
+
+    @property
+    def kept(self) -> Collection[str]: ...
+
+    @property
+    def repairs(self) -> Mapping[str, Callable[[nn.Module, Collection[nn.Module]], Iterable[nn.Module]]]: ...
+
+    def stand_ins(self) -> AbstractContextManager[StandIns | None]:
+        """Swap the model's tensors for stand-ins, and back; None where its loader writes to none that can be known."""
+
+    def open(self, layers: Collection[str] | None) -> Collection[nn.Module]:
+        """Bring layers into the form that the model's loader writes to, and return those that `close` has to finish.
+
+        Args:
+            layers: paths of the modules that will be loaded; None for all of them.
+        """
+
+    def close(self, layers: Collection[nn.Module]) -> None:
+        """Bring layers into the form that is computed with."""
+
+    def readings(self) -> Iterator[Reading]:
+        """Yield every tensor that this worker computes with (`torchrl_ext.proof.runtime.reachable`)."""
+
+
+@contextmanager
+def swapped(
+    model: nn.Module, stand_ins: Callable[[nn.Module], tuple[dict[str, Any], dict[str, Any]]]
+) -> Iterator[dict[str, Tensor]]:
+    """Swap every parameter and buffer for a stand-in, and back; yields the stand-ins by name.
+
+    What a loader derives from them meanwhile goes as well: parameters, buffers, modules and other attributes are those
+    that were there, and no others.
+
+    Args:
+        model: whose modules are changed.
+        stand_ins: makes the parameters and the buffers of one module.
+    """
+    before: list[tuple[Any, Any]] = []
+    for module in model.modules():
+        registered = module._parameters, module._buffers, module._non_persistent_buffers_set, module._modules
+        before += [(state, state.copy()) for state in (*registered, vars(module))]
+    try:
+        for module in model.modules():
+            parameters, buffers = stand_ins(module)
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        yield {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    finally:
+        for state, content in before:
+            state.clear()
+            state.update(content)
+
+
+@final
+class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
     """Loads weights into one worker's model, and knows which tensors lie there with the bytes that came.
 
     `digests` reads a tensor back from the live model where this worker alone holds it whole and as it came. For others
     it gives the digest of what was handed to the model's loader: a packed or quantised form cannot be read in
-    checkpoint coordinates, so the rehearsal has to show what becomes of them (`EngineLoader`).
+    checkpoint coordinates, so the rehearsal has to show what becomes of them.
 
     Args:
         model: the worker's model.
-        checkpoint: the directory, or the name, of what the engine was started with.
-        group: the tensor-parallel workers, on the CPU.
-        alone: no other worker holds a part of the model.
-        dtype: in which the engine computes.
-        tied: the output embedding is the input embedding.
-        dummy: the model was filled with random numbers instead of the checkpoint.
-        unfit: why an engine of these settings takes no update; None where it does.
+
+    Attributes:
+        modified: something was loaded after the weights that the engine was started with.
+        repairs: names of the model's repairs that are made after each load.
+        repaired: path of each layer that the last load needed a repair of -> the repair.
+        takes_slices: the transport brings slices of tensors (`torchrl_ext.landing.sliced`).
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        checkpoint: str,
-        group: distributed.ProcessGroup,
-        *,
-        alone: bool,
-        dtype: torch.dtype,
-        tied: bool,
-        dummy: bool = False,
-        unfit: ConfigError | None = None,
-    ) -> None:
-        super().__init__()
-        self._model: Any = model  # every model of an engine has `load_weights`
-        self._checkpoint, self._group, self._alone = checkpoint, group, alone
-        self._dtype, self._tied, self._dummy, self._unfit = dtype, tied, dummy, unfit
-        self._shapes = _shapes_of(checkpoint)
+    def __init__(self, model: EngineModel) -> None:
+        self.model = model
+        self.modified = self.takes_slices = False
+        self.repairs, self.repaired = frozenset(model.repairs), dict[str, str]()
+        self._needs_digests = True
+        self._rehearsals: dict[bool, Rehearsal] = {}  # by whether slices came
+        self._rehearsing = False
+        self._shapes = _shapes_of(model.checkpoint)
         self._params: tuple[ParamMeta, ...] = ()
         self._placement: Placement | None = None
+        self._stand_ins = StandIns({}, {})
         self._pieces: dict[str, list[Piece]] = {}
         self._slices: Slices | None = None  # of this placement and these pieces, once they were asked for
         self._patcher = Patcher({})
@@ -83,44 +177,6 @@ class PluginLoader(EngineLoader):
         self._targets: Mapping[str, Sliced] = {}
         self._loading = self._whole_model = False
 
-    # what differs between engines
-
-    @abstractmethod
-    def _placed(self, params: tuple[ParamMeta, ...]) -> Placement | None:
-        """Run the model's loader over tensors without data, and return what lands where; None where that is not known.
-
-        Raises:
-            ManifestError, ConfigError: the parameters cannot land, see `check`.
-        """
-
-    @abstractmethod
-    def _open(self, names: Collection[str] | None) -> Collection[nn.Module]:
-        """Bring layers into the form that the model's loader writes to, and return those that `_close` has to finish.
-
-        Args:
-            names: tensors that will be loaded; None for all of them.
-        """
-
-    @abstractmethod
-    def _close(self, layers: Collection[nn.Module]) -> None:
-        """Bring layers into the form that is computed with."""
-
-    @abstractmethod
-    def _loaded_with(self, touched: set[str]) -> Collection[str]:
-        """Return the tensors to load when those of ``touched``, which cannot be patched, change."""
-
-    @abstractmethod
-    def _made_up(self) -> Iterable[tuple[str, Tensor]] | None:
-        """Return the checkpoint of a model that was filled with random numbers; None where it cannot be known."""
-
-    def _is_plain(self, tensor: Tensor | None, landing: Landing) -> bool:
-        """Return whether a runtime tensor can have the form in which it was loaded, as far as the engine tells."""
-        return True
-
-    def _stays(self, param: str) -> bool:
-        """Return whether a runtime tensor keeps its memory and its bytes while `_open` brings its layer into form."""
-        return True
-
     # what can land, and where
 
     @property
@@ -128,58 +184,111 @@ class PluginLoader(EngineLoader):
         return not self._loading
 
     def check(self, params: Iterable[ParamMeta]) -> None:
-        """Refuse what cannot land, by running the model's loader over tensors without data; live ones are not touched.
-
-        Raises:
-            ManifestError: names the first parameter that is unknown, missing, or of another shape or dtype.
-            ConfigError: an engine of these settings takes no update.
-        """
+        """Refuse what cannot land, by running the model's loader over tensors without data; see `WeightLoader`."""
         params = tuple(params)
-        if self._unfit is not None:
-            raise self._unfit
+        if self.model.rejection is not None:
+            raise self.model.rejection
         if self._params == params:
             return
         for meta in params:  # loaders of sharded layers narrow before they compare, and would let a larger one pass
             expected = self._shapes.get(meta.name, meta.shape)
             if expected != meta.shape:
-                raise refusals.misshapen(meta, expected)
+                raise ManifestError(
+                    f"parameter {meta.name!r} arrives with shape {list(meta.shape)}",
+                    expected=f"{list(expected)}, as in the checkpoint that the engine was started with",
+                    state=UNCHANGED,
+                )
         self._placement = self._placed(params)
         self._params, self._pieces, self._patcher, self._slices = params, {}, Patcher({}), None
         if self._placement is not None and not self._whole_model:
             self._pieces = self._in_place(self._placement)
             self._patcher = Patcher(self._pieces)
 
-    def ready(self) -> None:
-        if not self._params and self._shapes:
-            self.check(CheckpointSource(self._checkpoint).params())
-
-    def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
-        if self._dummy:
-            return self._made_up()
-        return start_tensors(CheckpointSource(self._checkpoint), self._params, self._dtype) if self._shapes else None
-
-    def landings(self, name: str) -> Iterable[Landing]:
+    def landings(self, name: str) -> tuple[Landing, ...]:
+        """Return the copies of a checkpoint tensor into runtime parameters (`Reading.key`) of this worker."""
         return self._placement.landings.get(name, ()) if self._placement is not None else ()
 
     def patchable(self, name: str) -> bool:
         return name in self._patcher.pieces
 
     def land_whole(self) -> None:
+        """Land changes by loading the whole model from now on."""
         self._pieces, self._patcher, self._slices, self._whole_model = {}, Patcher({}), None, True
 
-    def kernel(self, layer: str) -> str:
-        module = self._model.get_submodule(layer)
-        method = getattr(module, "quant_method", None)
-        experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
-        return ", ".join(type(part).__name__ for part in (module, method, experts) if part is not None)
+    def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
+        """Return a new pass over what the engine was started with, named as in an update; None where it is not known.
+
+        Of numbers that the engine made up, what other workers hold is zero here.
+        """
+        if self.model.dummy is None:
+            source = CheckpointSource(self.model.checkpoint) if self._shapes else None
+            return None if source is None else start_tensors(source, self._params, self.model.dtype)
+        if self._placement is None or not all(map(_is_exact, self._placement.landings.values())):
+            return None  # what a loader computes from checkpoint tensors cannot be undone
+        return self._dummy_checkpoint(self._placement, self.model.dummy)
+
+    def _dummy_checkpoint(self, placement: Placement, dummy: Callable[[Tensor], Any]) -> Iterator[tuple[str, Tensor]]:
+        device = next(self.model.module.parameters()).device  # random numbers differ between devices
+        for meta in placement.params:
+            landings = placement.landings[meta.name]
+            tensor = torch.zeros(meta.shape, dtype=landings[0].dtype if landings else meta.dtype)
+            for landing in landings:
+                form = self._stand_ins.tensors[landing.param]
+                filled = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device=device).zero_()
+                vars(filled).update(vars(form))
+                dummy(filled)
+                landing.source.of(tensor).copy_(landing.target.of(filled))
+            yield meta.name, tensor
+
+    def _placed(self, params: tuple[ParamMeta, ...]) -> Placement | None:
+        """Run the model's loader over stand-ins, and return what lands where; None where that is not known."""
+        with self.model.stand_ins() as stand_ins:
+            if stand_ins is None:
+                self._refuse_absent(self._shapes, {meta.name for meta in params})
+                return None
+            placement = record(self.model.module.load_weights, params, stand_ins.tensors)
+        self._refuse(placement, stand_ins.needed)
+        self._stand_ins = stand_ins
+        return placement
+
+    def _refuse(self, placement: Placement, needed: Mapping[str, int]) -> None:
+        """Refuse names that land nowhere, parameters that would stay incomplete, and values that would be rounded."""
+        for name in placement.nowhere():
+            elsewhere = self.model.shared and (name in self._shapes or not self._shapes)
+            if not (elsewhere or self._is_tied_head(name) or name.endswith("rotary_emb.inv_freq")):
+                raise unknown(name)
+        for param, numel in needed.items():
+            written = placement.written[param]
+            if written < numel and (written or not self._is_tied_head(param)):  # a tied head has no memory of its own
+                block = layer_of(layer_of(param))
+                near = [name for name in self._shapes if name.startswith(block)]
+                self._refuse_absent(near, {meta.name for meta in placement.params})
+                raise ManifestError(
+                    f"the update leaves parameter {param!r} of the engine's model incomplete: {written} of {numel} "
+                    f"elements, from {', '.join(placement.sources(param)) or 'no parameter of the update'}",
+                    expected=_EVERY,
+                    state=UNCHANGED,
+                )
+        for meta, landing in placement.lossy():
+            raise ManifestError(
+                f"parameter {meta.name!r} arrives as {dtype_name(meta.dtype)}, and the engine would round it",
+                expected=f"{dtype_name(landing.dtype)}, in which the engine computes",
+                state=UNCHANGED,
+                hint=cast_hint(landing.dtype),
+            )
+
+    def _refuse_absent(self, names: Iterable[str], sent: Collection[str]) -> None:
+        for name in names:
+            if name not in sent and not self._is_tied_head(name):
+                raise ManifestError(f"parameter {name!r} is missing from the update", expected=_EVERY, state=UNCHANGED)
 
     def _is_tied_head(self, name: str) -> bool:
         """Return whether ``name`` is the output embedding of a model in which that is the input embedding."""
-        return self._tied and name.endswith("lm_head.weight")
+        return self.model.tied and name.endswith("lm_head.weight")
 
     def _live(self) -> dict[str, Tensor]:
         """Return the parameters and buffers that the model computes with, by runtime name."""
-        return {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        return {**dict(self.model.module.named_parameters()), **dict(self.model.module.named_buffers())}
 
     def _in_place(self, placement: Placement) -> dict[str, list[Piece]]:
         """Return the copies of each tensor whose bytes show that the live model holds it as it was loaded.
@@ -191,22 +300,45 @@ class PluginLoader(EngineLoader):
         live, found = self._live(), {}
         for meta in placement.params:
             landings = placement.landings[meta.name]
-            exact = all(
-                one.exact and one.dtype == meta.dtype and self._is_plain(live.get(one.param), one) for one in landings
-            )
-            absorbed = any("kv_b_proj" in one.param for one in landings)  # MLA computes with a product of it
-            if landings and exact and not absorbed and not meta.dtype.is_complex:
-                found[meta.name] = [one.piece(live[one.param]) for one in landings]
-        for name, tensor in () if self.touched else self.start_weights() or ():
+            plain = all(landing.dtype == meta.dtype and self._is_plain(live, landing.param) for landing in landings)
+            absorbed = any("kv_b_proj" in landing.param for landing in landings)  # MLA computes with a product of it
+            if landings and plain and _is_exact(landings) and not absorbed and not meta.dtype.is_complex:
+                found[meta.name] = [landing.piece(live[landing.param]) for landing in landings]
+        for name, tensor in () if self.modified else self.start_weights() or ():
             if name in found and holds(found[name], tensor):
                 self._agreed[name] = placement.landings[name]
-        plain = {name for name in found if self._agreed.get(name) == placement.landings[name]}
-        plain &= apart(plain, placement.landings, self._stays)
-        kept = {name: pieces for name, pieces in found.items() if name in plain}
+        agreed = {name for name in found if self._agreed.get(name) == placement.landings[name]}
+        alone = sharing_no_layer(agreed, placement.landings, self._stays)
+        kept = {name: pieces for name, pieces in found.items() if name in alone}
         embedding = next((pieces for name, pieces in kept.items() if name.endswith("embed_tokens.weight")), [])
         return kept | {name: embedding if self._is_tied_head(name) else [] for name in placement.nowhere()}
 
+    def _is_plain(self, live: Mapping[str, Tensor], param: str) -> bool:
+        """Return whether the engine keeps a tensor in its loaded form, and no packed copy beside it."""
+        tensor, form = live.get(param), self._stand_ins.tensors[param]
+        if tensor is None or tensor.data_ptr() in self._stand_ins.copied:
+            return False
+        return (tensor.shape, tensor.stride(), tensor.dtype) == (form.shape, form.stride(), form.dtype)
+
+    def _stays(self, param: str) -> bool:
+        return not self.model.by_layer or param.rpartition(".")[2] in self.model.kept
+
+    def _layers(self, names: Iterable[str]) -> set[str]:
+        """Return the modules in whose parameters these checkpoint tensors land."""
+        return {layer_of(landing.param) for name in names for landing in self.landings(name)}
+
+    def _load_together(self, names: Collection[str]) -> list[str]:
+        """Return the tensors to load when some that cannot be patched change: what is built anew is loaded whole."""
+        together = [meta.name for meta in self._params if names and not self.patchable(meta.name)]
+        if self._whole_model or not self.model.by_layer:
+            return together
+        layers = self._layers(names)
+        return [name for name in together if self._layers([name]) & layers]
+
     # which parts of tensors are needed
+
+    def by_slices(self, wanted: bool) -> None:
+        self.takes_slices = wanted
 
     def slices(self) -> Mapping[str, tuple[Block, ...]]:
         sliced = self._sliced()
@@ -214,9 +346,12 @@ class PluginLoader(EngineLoader):
 
     def whole(self) -> Mapping[str, str]:
         sliced = self._sliced()
-        return dict.fromkeys((meta.name for meta in self._params), _UNKNOWN) if sliced is None else sliced.whole
+        if sliced is not None:
+            return sliced.whole
+        why = "layers of this model rebuild their weights after loading, so that it is not known which parts they take"
+        return dict.fromkeys((meta.name for meta in self._params), why)
 
-    def targets(self) -> Mapping[str, Tensor]:
+    def targets(self) -> Mapping[str, Sliced]:
         """Return live memory of tensors that land without the model's loader, from a `start` on that takes slices."""
         return self._targets
 
@@ -225,63 +360,37 @@ class PluginLoader(EngineLoader):
             self._slices = Slices(self._placement, self._pieces)
         return self._slices
 
-    # how what cannot land is refused
-
-    def _refuse(self, placement: Placement, needed: Mapping[str, int], *, shared: bool) -> None:
-        """Refuse names that land nowhere, parameters that would stay incomplete, and values that would be rounded.
-
-        Args:
-            placement: where the parameters of the update land.
-            needed: how many elements of each runtime parameter an update has to write.
-            shared: workers hold different parts of the model, so that names of the checkpoint may land elsewhere.
-        """
-        for name in placement.nowhere():
-            elsewhere = shared and (name in self._shapes or not self._shapes)
-            if not (elsewhere or self._is_tied_head(name) or name.endswith("rotary_emb.inv_freq")):
-                raise refusals.unknown(name)
-        names = {meta.name for meta in placement.params}
-        for param, numel in needed.items():
-            written = placement.written[param]
-            if written < numel and (written or not self._is_tied_head(param)):  # a tied head has no memory of its own
-                prefix = param.rpartition(".")[0].rpartition(".")[0]
-                self._refuse_absent(name for name in self._shapes if name not in names and name.startswith(prefix))
-                raise refusals.incomplete(param, written, numel, placement.sources(param))
-        for meta, landing in placement.lossy():
-            raise refusals.rounded(meta, landing.dtype)
-
-    def _refuse_absent(self, names: Iterable[str]) -> None:
-        for name in names:
-            if not self._is_tied_head(name):
-                raise refusals.absent(name)
+    def _coming(self) -> Slices | None:
+        """Return the slices that the transport brings; None where it brings whole tensors."""
+        return self._sliced() if self.takes_slices else None
 
     # whole versions, and parts of them
 
     def part(self, names: frozenset[str] | None) -> None:
-        """Note what comes; the layers that are opened for it have to come whole, as the engine builds them anew.
-
-        Raises:
-            ManifestError: a tensor lands together with one that is not among ``names``, or is not known.
-        """
+        """Note what comes; the layers that are opened for it have to come whole, as the engine builds them anew."""
         self._part, self._direct = None, frozenset()
         if names is None:
             return
         for name in names - {meta.name for meta in self._params}:
-            raise refusals.unknown(name)
-        sliced = self._sliced() if self.takes_slices else None
-        if sliced is None:
-            plain = {name for name in names if self.patchable(name)}
-            direct = apart(plain, {name: [*self.landings(name)] for name in names})
-        else:
-            direct = frozenset(name for name in names if name in sliced.direct or not sliced.landing(name))
-        left = sorted({*self._loaded_with({*names - direct})} - names) if names - direct else ()
-        if left:
-            raise refusals.together(sorted(names - direct), left)
+            raise unknown(name)
+        sliced = self._coming()
+        direct = names & self._patcher.pieces.keys() if sliced is None else names - {*sliced.loaded}
+        opening = sorted(names - direct)
+        lacking = sorted({*self._load_together(opening)} - names)
+        if lacking:
+            more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+            raise ManifestError(
+                f"of a part with {', '.join(map(repr, opening[:3]))} the engine builds layers anew, and lacks "
+                f"{', '.join(map(repr, lacking[:3]))}{more} for them",
+                state=UNCHANGED,
+                hint="name them too: only= with the path of the whole layer; or leave only= out",
+            )
         self._part, self._direct = names, direct
 
     def start(self) -> None:
         self.forget()
-        self.touched = self.touched or not self._rehearsing
-        sliced = self._sliced() if self.takes_slices else None
+        self.modified = self.modified or not self._rehearsing
+        sliced = self._coming()
         if self._part is None:
             self._opened = self._open(None if sliced is None or not sliced.direct else sliced.loaded)
         else:
@@ -293,19 +402,19 @@ class PluginLoader(EngineLoader):
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
         """Apply every pair, by the model's own loader; where slices come, some past it (`Slices.direct`)."""
         with torch.no_grad():
-            self._model.load_weights(self._passing(pairs))
+            self.model.module.load_weights(self._passing(pairs))
 
     def _passing(self, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield what the model's loader takes; slices have no digests, as the transport has checked each block."""
-        sliced = self._sliced() if self.takes_slices else None
+        sliced = self._coming()
         direct = self._direct if sliced is None else sliced.direct
         for name, tensor in pairs:
-            digested = self.vouches and not self.takes_slices and not self._readable(name)
+            digested = self._needs_digests and not self.takes_slices and not self._readable(name)
             self._handed[name] = tensor_digest(tensor) if digested else ""
             if name not in direct:
                 yield name, tensor
             elif tensor is not self._targets.get(name):
-                land(tensor, self._pieces[name])
+                write_pieces(tensor, self._pieces.get(name, ()))
 
     def finish(self) -> None:
         """End the load: bring the layers into the form that is computed with.
@@ -330,10 +439,31 @@ class PluginLoader(EngineLoader):
         """Return the parameters of an unfinished load that did not come yet."""
         if not self._loading or self._rehearsing:
             return []
-        sliced = self._sliced() if self.takes_slices else None
-        comes = (meta.name for meta in self._params if self._part is None or meta.name in self._part)
-        due = (name for name in comes if sliced is None or sliced.landing(name))
+        sliced = self._coming()
+        expected = (meta.name for meta in self._params if self._part is None or meta.name in self._part)
+        due = (name for name in expected if sliced is None or sliced.landing(name))
         return [name for name in due if name not in self._handed]
+
+    def _open(self, names: Collection[str] | None) -> Collection[nn.Module]:
+        self.repaired = {}
+        return self.model.open(None if names is None else self._layers(names))
+
+    def _close(self, layers: Collection[nn.Module]) -> None:
+        self.model.close(layers)
+        self._repair(layers)
+
+    def _repair(self, layers: Collection[nn.Module]) -> None:
+        paths = {id(module): path for path, module in self.model.module.named_modules()}
+        for step, repair in self.model.repairs.items():
+            if step in self.repairs:
+                self.repaired |= {paths[id(layer)]: step for layer in repair(self.model.module, layers)}
+
+    def reloaded(self) -> None:
+        self._loading = False
+        self._repair(list(self.model.module.modules()))
+
+    def vouch(self, wanted: bool) -> None:
+        self._needs_digests = wanted
 
     def digests(self) -> dict[str, str]:
         found = dict(self._handed)
@@ -344,7 +474,7 @@ class PluginLoader(EngineLoader):
 
     def _readable(self, name: str) -> bool:
         """Return whether this worker holds the tensor whole, as it came."""
-        return self._alone and bool(self._pieces.get(name))
+        return self.model.alone and bool(self._pieces.get(name))
 
     def forget(self) -> None:
         """Drop what is known of the model's bytes, and what was staged."""
@@ -353,7 +483,7 @@ class PluginLoader(EngineLoader):
 
     def invalidate(self) -> None:
         self.forget()
-        self.touched = True
+        self.modified = True
 
     # changes
 
@@ -365,9 +495,9 @@ class PluginLoader(EngineLoader):
         Raises:
             ConfigError: neither can be had.
         """
-        if self._alone and self._params and all(self.patchable(meta.name) for meta in self._params):
-            return {name: one.hex() for name, one in self._together(self._patcher.held(digest)).items()}
-        start = None if self.touched else self.start_weights()
+        if self.model.alone and self._params and all(self.patchable(meta.name) for meta in self._params):
+            return {name: held.hex() for name, held in self._together(self._patcher.held(digest)).items()}
+        start = None if self.modified else self.start_weights()
         if start is None:
             raise ConfigError(
                 "this engine cannot read its weights back, and they are not those that it was started with",
@@ -379,7 +509,7 @@ class PluginLoader(EngineLoader):
         """Translate changes of tensors that can be patched; bring the others to their new value on the host."""
         self._whole = []
         self._staged, self._expected = self._patcher.stage(changes), changes.digests
-        names = self._loaded_with(self._patcher.others)
+        names = self._load_together(self._patcher.others)
         self._whole = list(changes.whole(names)) if names else []
         compare({name: position_digest(tensor, changes.digest) for name, tensor in self._whole}, self._expected)
 
@@ -394,20 +524,71 @@ class PluginLoader(EngineLoader):
 
     @torch.no_grad()
     def commit(self) -> None:
-        self._handed, self.touched = {}, self.touched or not self._rehearsing
+        self._handed, self.modified = {}, self.modified or not self._rehearsing
         self._patcher.commit()
         whole, self._whole = self._whole, []
         if whole:
             layers = self._open(None if self._whole_model else [name for name, _ in whole])
-            self._model.load_weights(iter(whole))
+            self.model.module.load_weights(iter(whole))
             self._close(layers)
 
     def _together(self, own: Mapping[str, PositionDigest]) -> dict[str, PositionDigest]:
         """Return digests of the tensors that the workers hold together; those that overlap in part are left out."""
-        return combine(own, self._patcher.pieces, self._params, self._group)
+        return combine(own, self._patcher.pieces, self._params, self.model.group)
+
+    # what is proved
+
+    @property
+    def _rehearsed(self) -> Rehearsal | None:
+        """The rehearsal of the current route, or the one after which the engine could not be restored."""
+        lost = next((found for found in self._rehearsals.values() if not found.restored), None)
+        return lost or self._rehearsals.get(self.takes_slices)
+
+    def proof(self) -> str:
+        """Return ``"in place"`` or ``"rehearsed"`` if a rehearsal showed that of every layer, else ``"sent"``."""
+        return "sent" if self._rehearsed is None else self._rehearsed.proof
+
+    def unrehearsed(self, *, again: bool = False) -> bool:
+        return (self._rehearsed is None or again) and not self._why_not()
+
+    def _why_not(self) -> str:
+        """Return why no rehearsal is possible; "" if one is."""
+        if self.modified:
+            return "the engine no longer holds the weights that it was started with: start it again"
+        return "the engine was started without a checkpoint" if self.start_weights() is None else ""
+
+    def rehearsal(self) -> Info:
+        return {"why": self._why_not()} if self._rehearsed is None else self._rehearsed.to_json()
+
+    @torch.no_grad()
+    def rehearse(self) -> Info:
+        """Rehearse the route of an update on the idle model, which holds what it was started with; return the result.
+
+        Raises:
+            EngineRefusedError, IntegrityError: see `Rehearsal.refusal`.
+        """
+        if not self._params and self._shapes:  # no trainer has named its own yet
+            self.check(CheckpointSource(self.model.checkpoint).params())
+        if self._why_not():
+            return self.rehearsal()
+        self._rehearsing = True
+        try:
+            found = self._rehearsals[self.takes_slices] = rehearse(self)
+        finally:
+            self._rehearsing = False
+        self.modified = not found.restored
+        self.refuse_unsound()
+        return found.to_json()
+
+    def refuse_unsound(self, *, unproved: bool = False) -> None:
+        """Raise `Rehearsal.refusal`; with ``unproved`` only where the engine was not brought back."""
+        found = self._rehearsed
+        if found is not None and found.refused and not (unproved and found.restored):
+            raise found.refusal()
 
 
-_UNKNOWN = "layers of this model rebuild their weights after loading, so that it is not known which parts they take"
+def _is_exact(landings: Iterable[Landing]) -> bool:
+    return all(landing.exact for landing in landings)
 
 
 def _shapes_of(checkpoint: str) -> dict[str, tuple[int, ...]]:

@@ -12,9 +12,9 @@ from torchrl_ext.kernels.base import Piece
 from torchrl_ext.landing.placement import Landing, Placement
 from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.view import Block, View, Walk, overlap
+from torchrl_ext.weights.view import Block, View, Walk, merged, overlap
 
-__all__ = ["Slices", "apart", "land", "merged"]
+__all__ = ["Slices", "layer_of", "sharing_no_layer", "write_pieces"]
 
 _WASTE = 2
 """A tensor comes whole where the blocks around what is needed of it have more than so many times its elements."""
@@ -51,7 +51,8 @@ class Slices:
                     self.whole[meta.name] = "the engine's loader takes elements of it that lie far apart"
                     continue
                 self._walks[meta.name], self.blocks[meta.name] = found, blocks
-        self.direct = apart({name for name, own in pieces.items() if own and self.blocks.get(name)}, placement.landings)
+        plain = {name for name, own in pieces.items() if own and self.blocks.get(name)}
+        self.direct = sharing_no_layer(plain, placement.landings)
 
     @cached_property
     def loaded(self) -> tuple[str, ...]:
@@ -72,14 +73,14 @@ class Slices:
         """
         found = {}
         for name in self.direct:
-            laid = [(block, _laid(block, self._walks[name], live)) for block in self.blocks[name]]
+            laid = [(block, _live_view(block, self._walks[name], live)) for block in self.blocks[name]]
             parts = [(block, memory) for block, memory in laid if memory is not None]
             if len(parts) == len(laid):
                 found[name] = Sliced.of(self._metas[name], parts)
         return found
 
 
-def apart(
+def sharing_no_layer(
     plain: set[str], landings: Mapping[str, Iterable[Landing]], stays: Callable[[str], bool] = lambda param: False
 ) -> frozenset[str]:
     """Return those of ``plain`` that share no layer with other tensors.
@@ -89,8 +90,10 @@ def apart(
         landings: all tensors that come -> where they land.
         stays: whether a live parameter of some name is left alone when the rest of its layer is built anew.
     """
-    layers = {name: set(map(_layer, own)) for name, own in landings.items()}
-    built = {name: {_layer(one) for one in landings[name] if not stays(one.param)} for name in plain}
+    layers = {name: {layer_of(landing.param) for landing in own} for name, own in landings.items()}
+    built = {
+        name: {layer_of(landing.param) for landing in landings[name] if not stays(landing.param)} for name in plain
+    }
     while True:
         opened = set().union(*(own for name, own in layers.items() if name not in plain))
         kept = {name for name in plain if not built[name] & opened}
@@ -99,38 +102,18 @@ def apart(
         plain = kept
 
 
-def _layer(landing: Landing) -> str:
-    return landing.param.rpartition(".")[0]
+def layer_of(name: str) -> str:
+    """Return the path of the module that has a parameter, or another module."""
+    return name.rpartition(".")[0]
 
 
 @torch.no_grad()
-def land(tensor: Tensor, pieces: Iterable[Piece]) -> None:
+def write_pieces(tensor: Tensor, pieces: Iterable[Piece]) -> None:
     """Write a checkpoint tensor, whole or `Sliced`, where pieces of it lie."""
     for piece in pieces:
         live = piece.destination
         whole = tensor if isinstance(tensor, Sliced) else tensor.contiguous()
         live.copy_(whole.as_strided(live.shape, piece.strides, whole.storage_offset() + piece.offset))
-
-
-def merged(blocks: Iterable[Block]) -> tuple[Block, ...]:
-    """Return disjoint blocks, in order, that have every element of these; two that overlap or make up a block join."""
-    found: list[Block] = []
-    for block in sorted(set(blocks)):
-        while (other := next((one for one in reversed(found) if _joins(one, block)), None)) is not None:
-            found.remove(other)
-            block = _around(other, block)
-        found.append(block)
-    return tuple(sorted(found))
-
-
-def _joins(one: Block, other: Block) -> bool:
-    if not (all(map(int.__ge__, one.stop, other.start)) and all(map(int.__ge__, other.stop, one.start))):
-        return False  # quick, as most of many blocks lie far apart
-    return one.meet(other) is not None or _around(one, other).numel == one.numel + other.numel
-
-
-def _around(one: Block, other: Block) -> Block:
-    return Block(tuple(map(min, one.start, other.start)), tuple(map(max, one.stop, other.stop)))
 
 
 def _walks(meta: ParamMeta, landings: Collection[Landing]) -> list[tuple[Walk, Landing]] | str:
@@ -148,7 +131,7 @@ def _walks(meta: ParamMeta, landings: Collection[Landing]) -> list[tuple[Walk, L
     return found
 
 
-def _laid(block: Block, walks: Iterable[tuple[Walk, Landing]], live: Mapping[str, Tensor]) -> Tensor | None:
+def _live_view(block: Block, walks: Iterable[tuple[Walk, Landing]], live: Mapping[str, Tensor]) -> Tensor | None:
     """Return the live memory of a block, seen with the block's shape; None where no strides lead through it."""
     own = [(walk, landing) for walk, landing in walks if block.contains(walk.block)]
     own.sort(key=lambda one: sum(map(int.__ne__, one[0].start, block.start)))

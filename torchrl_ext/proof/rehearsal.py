@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torchrl_ext.errors import IntegrityError
+from torchrl_ext.errors import EngineRefusedError, IntegrityError, WeightSyncError
 from torchrl_ext.landing.placement import Landing
+from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.proof import rules
 from torchrl_ext.proof.known_weights import changed, chosen_positions, content, reverting_changes
 from torchrl_ext.proof.runtime import Reading
@@ -36,11 +37,13 @@ from torchrl_ext.types import Info
 from torchrl_ext.weights.digests import PositionDigest, position_digest, tensor_digest
 
 if TYPE_CHECKING:
-    from torchrl_ext.proof.engine_loader import EngineLoader
+    from torchrl_ext.plugins.loader import EngineLoader
 
 __all__ = ["IN_PLACE", "REFUSED", "UNPROVEN", "Layer", "Rehearsal", "rehearse"]
 
 log = logging.getLogger("torchrl_ext")
+
+_NAMED = 5  # layers that an error lists
 
 IN_PLACE, BY_RELOAD, REPAIRED, UNPROVEN, REFUSED = "in place", "by reload", "repaired", "unproven", "refused"
 
@@ -89,6 +92,40 @@ class Rehearsal:
         """The layers that the route of an update does not bring to where a cold start brings them."""
         return tuple(layer for layer in self.layers if layer.verdict == REFUSED)
 
+    @property
+    def proof(self) -> str:
+        """``"in place"`` or ``"rehearsed"`` if that was shown of every layer, else ``"sent"``."""
+        verdicts = {layer.verdict for layer in self.layers}
+        if verdicts & {UNPROVEN, REFUSED}:
+            return "sent"
+        return "in place" if verdicts <= {IN_PLACE} else "rehearsed"
+
+    def refusal(self) -> WeightSyncError:
+        """Return why the engine takes no update, where layers are refused.
+
+        Returns:
+            EngineRefusedError: a layer does not come back to what a cold start makes of it; nothing of the trainer's
+                was loaded, and the engine serves what it served.
+            IntegrityError: the same, and the engine could not be brought back: it has to be started again.
+        """
+        named = "; ".join(f"{layer.name} ({layer.kernel}): {layer.why}" for layer in self.refused[:_NAMED])
+        what = f"an update would leave {len(self.refused)} layer(s) of this engine wrong: {named}"
+        expected = "every tensor that the engine computes with as a cold start from the same weights makes it"
+        if not self.restored:
+            return IntegrityError(
+                what,
+                expected=expected,
+                state="the engine stays paused: it holds something else than it was started with",
+                hint="start the engine again, with another kernel backend if it has one for this layer",
+            )
+        return EngineRefusedError(
+            what,
+            expected=expected,
+            state="no weight of the trainer was loaded; the engine serves what it served",
+            hint="start it with another kernel backend for this layer, or report the layer and the engine's version; "
+            "rehearse='never' sends all the same, and then no update is called verified",
+        )
+
     def to_json(self, most: int = 10) -> Info:
         """Return a JSON-safe summary.
 
@@ -118,9 +155,9 @@ def rehearse(loader: EngineLoader) -> Rehearsal:
     Args:
         loader: of a model that holds the weights that it was started with.
     """
-    cold = _Snapshot(loader.runtime(), contents=True)
+    cold = _Snapshot(loader.model.readings(), contents=True)
     start = _Start(loader, cold)
-    known = tuple(loader.known_repairs())
+    known = tuple(loader.model.repairs)
     attempt = _attempt(loader, start, cold, known)
     if attempt.wrong and loader.takes_slices:
         loader.land_whole()
@@ -171,11 +208,11 @@ def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot, repairs: tupl
     except Exception as error:
         log.warning("the weights that the engine was started with could not be loaded again", exc_info=error)
         found.wrong.setdefault("", f"{type(error).__name__}: {error}")
-    left = cold.differing(_Snapshot(loader.runtime()))
+    left = cold.differing(_Snapshot(loader.model.readings()))
     found.wrong.update(
         {layer: f"{', '.join(sorted(names))} not as after a cold start" for layer, names in left.items()}
     )
-    found.repaired, found.restored = dict(loader.repaired()), not left
+    found.repaired, found.restored = dict(loader.repaired), not left
     return found
 
 
@@ -187,7 +224,7 @@ def _take_back(loader: EngineLoader, start: _Start, cold: _Snapshot) -> bool:
     except IntegrityError as error:
         log.warning("changes cannot be written in place: %s", error)
         return False
-    left = cold.differing(_Snapshot(loader.runtime()))
+    left = cold.differing(_Snapshot(loader.model.readings()))
     if left:
         log.warning("changes that are written in place leave something else than a cold start: %s", left)
     return not left
@@ -195,8 +232,19 @@ def _take_back(loader: EngineLoader, start: _Start, cold: _Snapshot) -> bool:
 
 def _load(loader: EngineLoader, pairs: Iterable[tuple[str, Tensor]]) -> None:
     loader.start()
-    loader.load(loader.as_sent(pairs))
+    loader.load(_as_sent(loader, pairs) if loader.takes_slices else pairs)
     loader.finish()
+
+
+def _as_sent(loader: EngineLoader, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield full tensors as a transport that brings slices would hand them over."""
+    slices, targets = loader.slices(), loader.targets()
+    for name, tensor in pairs:
+        blocks = slices.get(name)
+        if blocks is None:
+            yield name, tensor
+        elif blocks:
+            yield name, Sliced.cut(name, tensor, blocks, targets.get(name))
 
 
 class _Start:
@@ -297,7 +345,7 @@ class _Snapshot:
 
 def _unreached(loader: EngineLoader, start: _Start, cold: _Snapshot) -> dict[str, str]:
     """Return the layers in which something stayed although every tensor of the checkpoint changed, each with why."""
-    now = {reading.key: reading for reading in loader.runtime()}  # held: a kernel may put others in their place
+    now = {reading.key: reading for reading in loader.model.readings()}  # held: a kernel may put others in their place
     moved = _Snapshot(now.values(), contents=True)
     start.note(moved)
     off = cold.differing(moved)
@@ -396,4 +444,12 @@ def _verdicts(loader: EngineLoader, start: _Start, attempt: _Attempt) -> Iterato
             verdict, why = REPAIRED, attempt.repaired[layer]
         elif attempt.changes == IN_PLACE and names and all(map(loader.patchable, names)):
             verdict = IN_PLACE
-        yield Layer(name=layer or "the model", kernel=loader.kernel(layer), verdict=verdict, why=why)
+        yield Layer(name=layer or "the model", kernel=_kernel(loader, layer), verdict=verdict, why=why)
+
+
+def _kernel(loader: EngineLoader, layer: str) -> str:
+    """Name what computes in the module at ``layer``."""
+    module = loader.model.module.get_submodule(layer)
+    method = getattr(module, "quant_method", None)
+    experts = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+    return ", ".join(type(part).__name__ for part in (module, method, experts) if part is not None)

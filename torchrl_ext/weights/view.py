@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Block", "Step", "View", "Walk", "overlap", "tiles", "without"]
+__all__ = ["Block", "Step", "View", "Walk", "merged", "overlap", "tiles", "without"]
 
 _Index = TypeVar("_Index", int, np.ndarray, Tensor)
 
@@ -312,3 +312,24 @@ def without(blocks: Iterable[Block], taken: Iterable[Block]) -> list[Block]:
                 start[dim], stop[dim] = first, last
         left = rest
     return left
+
+
+def merged(blocks: Iterable[Block]) -> tuple[Block, ...]:
+    """Return disjoint blocks, in order, that have every element of these; two that overlap or make up a block join."""
+    found: list[Block] = []
+    for block in sorted(set(blocks)):
+        while (other := next((one for one in reversed(found) if _joins(one, block)), None)) is not None:
+            found.remove(other)
+            block = _around(other, block)
+        found.append(block)
+    return tuple(sorted(found))
+
+
+def _joins(one: Block, other: Block) -> bool:
+    if not (all(map(int.__ge__, one.stop, other.start)) and all(map(int.__ge__, other.stop, one.start))):
+        return False  # quick, as most of many blocks lie far apart
+    return one.meet(other) is not None or _around(one, other).numel == one.numel + other.numel
+
+
+def _around(one: Block, other: Block) -> Block:
+    return Block(tuple(map(min, one.start, other.start)), tuple(map(max, one.stop, other.stop)))

@@ -263,9 +263,9 @@ def _worker(runner: Any) -> Any:
 
     model = runner.model
     if model not in _workers:
-        unfit = None if getattr(runner, "eplb_manager", None) is None else rebalanced()
+        rejection = None if getattr(runner, "eplb_manager", None) is None else rebalanced()
         if get_pp_group().world_size > 1:
-            unfit = ConfigError(
+            rejection = ConfigError(
                 "the plugin does not know engines with pipeline stages", expected="--pp-size 1", state=UNCHANGED
             )
         worker = SGLangWorker(
@@ -273,7 +273,7 @@ def _worker(runner: Any) -> Any:
             _start_of(runner),
             get_tp_group().cpu_group,
             dummy=str(runner.server_args.load_format) == "dummy",
-            unfit=unfit,
+            rejection=rejection,
         )
         if model in _loaded:
             worker.invalidate()

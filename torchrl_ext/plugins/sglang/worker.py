@@ -23,7 +23,8 @@ import torch
 from torch import distributed, nn
 
 from torchrl_ext.messages import Finish, Join, Load, Message, Prefetch, Reset, Start, State, partial_version
-from torchrl_ext.plugins.sglang.loader import SGLangLoader
+from torchrl_ext.plugins.loader import EngineLoader
+from torchrl_ext.plugins.sglang.model import SGLangModel
 from torchrl_ext.plugins.sglang.routes import Land
 from torchrl_ext.plugins.workers import agree
 from torchrl_ext.routes import Flush
@@ -56,14 +57,14 @@ class SGLangWorker:
         model: the worker's model.
         checkpoint: the directory that it was loaded from.
         group: the tensor-parallel workers of this server, on the CPU.
-        **settings: of `SGLangLoader`.
+        **settings: of `SGLangModel`.
     """
 
     def __init__(self, model: nn.Module, checkpoint: str, group: distributed.ProcessGroup, **settings: Any) -> None:
         self._checkpoint = checkpoint
-        self._loader = SGLangLoader(model, checkpoint, group, **settings)
+        self._model = SGLangModel(model, checkpoint, group, **settings)
         self._end = WorkerEnd(
-            self._loader,
+            EngineLoader(self._model),
             rank=distributed.get_rank(group),
             workers=distributed.get_world_size(group),
             agree=lambda words: agree(words, group),
@@ -82,10 +83,12 @@ class SGLangWorker:
 
     def invalidate(self) -> None:
         """Note that SGLang loaded the model by itself: the next version does not build on what it holds."""
+        self._model.unpacked = False
         self._end.receiver.invalidate()
 
     def reloaded(self) -> None:
         """Note that SGLang loaded a whole checkpoint by itself."""
+        self._model.unpacked = False
         self._end.receiver.handle(Reset(weights="reloaded"))
 
     def refuse_parts(self) -> None:
@@ -108,7 +111,7 @@ class SGLangWorker:
             case Join():
                 self._joined = None
             case Start():
-                self._loader.prepared = message.bracketed
+                self._model.prepared = message.bracketed
         answer = self._end.handle(message)
         if isinstance(message, Finish):
             scheduler.record_weight_version_after_update(str(message.version))
@@ -138,7 +141,7 @@ class SGLangWorker:
                 receiver.connect(Join.of(root.invite(params)))
 
         def commit() -> None:
-            self._loader.prepared = False
+            self._model.prepared = False
             receiver.start()
             receiver.load(Load(version=version, handoff={"params": params}))
             receiver.finish(version)

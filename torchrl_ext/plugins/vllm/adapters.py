@@ -30,7 +30,7 @@ from fastapi.responses import JSONResponse
 
 from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, UnloadAdapter, read
-from torchrl_ext.plugins.vllm import names as vllm
+from torchrl_ext.plugins.vllm.internals import internals
 from torchrl_ext.routes import ADAPTERS_ROUTE
 from torchrl_ext.stores.opening import admit
 from torchrl_ext.types import Info
@@ -82,7 +82,7 @@ class AdapterRoutes:
     async def _handle(self, message: Message) -> Info:
         match message:
             case CheckAdapter():  # all workers are asked
-                request = vllm.WeightTransferInitRequest(init_info=message.to_json())
+                request = internals.WeightTransferInitRequest(init_info=message.to_json())
                 await self._engine.init_weight_transfer_engine(request)
             case StageAdapter():
                 await self._stage(message.name, message.version, message.path)
@@ -103,12 +103,14 @@ class AdapterRoutes:
             raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
         admit(path)
         # refused here, since one worker of several that raises leaves later calls a reply behind
-        vllm.PEFTHelper.from_local_dir(path, None).validate_legal(lora_config)
+        internals.PEFTHelper.from_local_dir(path, None).validate_legal(lora_config)
         number = self._models.lora_id_counter.inc(1)
         # a trainer may begin anew in an emptied root: another spelling keeps vLLM off what it cached of older files
         again = "/." * self._times[path]
         self._times[path] += 1
-        request = vllm.LoRARequest(lora_name=adapter_label(name, version), lora_int_id=number, lora_path=path + again)
+        request = internals.LoRARequest(
+            lora_name=adapter_label(name, version), lora_int_id=number, lora_path=path + again
+        )
         if not await self._engine.add_lora(request):
             raise ConfigError(f"the workers did not take {path}")
         self._staged[name] = request

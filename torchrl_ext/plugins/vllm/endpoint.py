@@ -40,8 +40,8 @@ from fastapi.routing import APIRoute
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.messages import Finish, Pull, Reset, State
-from torchrl_ext.plugins.vllm import names as vllm
 from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
+from torchrl_ext.plugins.vllm.internals import internals
 from torchrl_ext.routes import BACKEND, asleep_by, bears_key
 from torchrl_ext.rpc.port import EngineState
 from torchrl_ext.sync.engines.local import VLLMObjectPort
@@ -206,7 +206,7 @@ class _Reloadable(VLLMObjectPort):
 def _metrics() -> str:
     """Return what the server answers to ``GET /metrics``."""
     exposition = importlib.import_module("prometheus_client")  # by name: it comes with vLLM
-    return str(exposition.generate_latest(vllm.get_prometheus_registry()).decode())
+    return str(exposition.generate_latest(internals.get_prometheus_registry()).decode())
 
 
 async def _answered(request: Request, call: Callable[[Mapping[str, Any]], str]) -> JSONResponse:

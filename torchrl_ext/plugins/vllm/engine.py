@@ -23,9 +23,10 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from torchrl_ext.errors import EngineError, ManifestError
 from torchrl_ext.messages import CheckAdapter, Finish, Join, Message, Reset, Start, read, stamped
+from torchrl_ext.plugins.loader import EngineLoader
 from torchrl_ext.plugins.refusals import check_adapter
-from torchrl_ext.plugins.vllm import names as vllm
-from torchrl_ext.plugins.vllm.loader import VLLMLoader
+from torchrl_ext.plugins.vllm.internals import internals
+from torchrl_ext.plugins.vllm.model import VLLMModel
 from torchrl_ext.plugins.workers import agree
 from torchrl_ext.routes import ANSWERS, OPEN_UPDATE, escaped
 from torchrl_ext.sync.worker_end import WorkerEnd, joined, words_of
@@ -58,10 +59,11 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, *where: Any) -> None:
         super().__init__(config, *where)  # vLLM's configuration, the device and the model
-        vllm.say()
+        internals.log_missing()
         vllm_config, parallel = self.vllm_config, self.parallel_config
         self._is_last = parallel.rank == parallel.world_size - 1
-        self._loader = VLLMLoader(self.model, vllm_config)
+        self._layers = VLLMModel(self.model, vllm_config)
+        self._loader = EngineLoader(self._layers)
         self._end = WorkerEnd(
             self._loader,
             rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
@@ -80,7 +82,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Do what a message says that loads nothing: join, prefetch, rehearse, check an adapter, answer."""
-        with vllm.set_current_vllm_config(self.vllm_config):
+        with internals.set_current_vllm_config(self.vllm_config):
             self._told(lambda: self._prepare(init_info.info))
 
     def start_weight_update(self) -> None:
@@ -90,7 +92,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._sound = self._open = self._told(lambda: self._end.handle(self._own(Start())))
         finally:
             if not self._sound:
-                self._loader.roll_back()  # also where it failed on another worker alone
+                self._layers.roll_back()  # also where it failed on another worker alone
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one handoff, compare digests, or seal."""
@@ -112,7 +114,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if missing:
             log.error("a weight update was ended with %d parameters missing, and is dropped", len(missing))
         if missing or not sound:
-            self._loader.roll_back()
+            self._layers.roll_back()
             self._end.receiver.invalidate()
         else:
             self._told(lambda: self._end.handle(self._own(Finish(version=self._end.receiver.version))))
@@ -126,7 +128,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if whole:
             self._end.receiver.handle(Reset(weights="reloaded"))
         else:
-            self._end.receiver.invalidate(torn=self._loader.is_open())
+            self._end.receiver.invalidate(torn=self._layers.is_open())
 
     @property
     def whole(self) -> bool:
@@ -150,7 +152,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._end.handle(message)
 
     def _refuse_second(self) -> None:
-        vllm.check()
+        internals.check()
         if self._open:
             raise EngineError(OPEN_UPDATE, hint="end it with POST /finish_weight_update")
 
@@ -175,7 +177,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 def told_all(words: str) -> list[str]:
     """Return the messages of all workers of this engine; ranks lie as `initialize_model_parallel` lays them out."""
-    groups = (vllm.get_tp_group(), vllm.get_pcp_group(), vllm.get_pp_group())
+    groups = (internals.get_tp_group(), internals.get_pcp_group(), internals.get_pp_group())
     return agree(words, *(group.cpu_group for group in groups if group.world_size > 1))
 
 
@@ -197,7 +199,7 @@ def _check_adapter(model: Any, vllm_config: Any, message: CheckAdapter) -> None:
     wrapped = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
     for meta in message.params if vllm_config.parallel_config.pipeline_parallel_size == 1 else ():
         try:
-            layer = vllm.parse_fine_tuned_lora_name(meta.name, mapper)[0]
+            layer = internals.parse_fine_tuned_lora_name(meta.name, mapper)[0]
         except ValueError as error:
             raise ManifestError(f"vLLM cannot load {meta.name}: {error}", expected="plain LoRA tensors") from None
         if layer not in wrapped and ".experts" not in layer:

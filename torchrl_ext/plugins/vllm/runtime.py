@@ -6,17 +6,16 @@ Nothing of vLLM is patched: each repair calls a public step of the layer itself,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchrl_ext.landing.placement import Placement
-from torchrl_ext.plugins.vllm import names as vllm
+from torchrl_ext.plugins.vllm.internals import internals
 from torchrl_ext.proof.runtime import Reading, reachable
 
-__all__ = ["REPAIRS", "also_packed", "made_up", "readings"]
+__all__ = ["REPAIRS", "Repair", "also_packed", "readings"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -34,33 +33,11 @@ def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
     """
     yield from reachable(model)
     for path, layer in model.named_modules():
-        multiplies = isinstance(layer, (vllm.LinearBase, vllm.ParallelLMHead))
+        multiplies = isinstance(layer, (internals.LinearBase, internals.ParallelLMHead))
         if multiplies and (_multiplies_packed(layer) or _is_quantised(layer)):
             answer = _answer(layer, dtype)
             if answer is not None:
                 yield Reading(layer=path, name="answer", tensor=answer, derived=True, of="weight")
-
-
-def made_up(placement: Placement, forms: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checkpoint of which an engine's dummy weights are this worker's part (``--load-format dummy``).
-
-    vLLM fills each parameter, as a loader would find it, from a generator of its own (`DummyModelLoader`), so that they
-    can be computed again. What other workers hold is zero here.
-
-    Args:
-        placement: where checkpoint tensors land; by exact copies.
-        forms: runtime parameters as a loader finds them, on the meta device, by name.
-    """
-    for meta in placement.params:
-        landings = placement.landings[meta.name]
-        tensor = torch.zeros(meta.shape, dtype=landings[0].dtype if landings else meta.dtype)
-        for landing in landings:
-            form = forms[landing.param]
-            filled = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype).zero_()
-            vars(filled).update({key: value for key, value in vars(form).items() if key == "dummy_weight_value"})
-            vllm.initialize_single_dummy_weight(filled)
-            landing.source.of(tensor).copy_(landing.target.of(filled))
-        yield meta.name, tensor
 
 
 def _answer(layer: Any, dtype: torch.dtype) -> Tensor | None:
@@ -91,7 +68,7 @@ def _is_quantised(layer: nn.Module) -> bool:
 
 
 def _inputs(layer: nn.Module) -> int:
-    loaded = vllm.get_layerwise_info(layer).restore_metadata[0].get("weight")  # outputs, inputs
+    loaded = internals.get_layerwise_info(layer).restore_metadata[0].get("weight")  # outputs, inputs
     per_rank: Any = getattr(layer, "input_size_per_partition", None)
     return int(per_rank if per_rank is not None or loaded is None else loaded.shape[-1])
 
@@ -117,10 +94,10 @@ def _pack_tied(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Modul
 
     A layerwise reload processes the layer that was loaded, and the other one's packed copy (CPU) would stay as it was.
     """
-    inputs: list[Any] = [layer.weight for layer in model.modules() if type(layer) is vllm.VocabParallelEmbedding]
+    inputs: list[Any] = [layer.weight for layer in model.modules() if type(layer) is internals.VocabParallelEmbedding]
     looked_up = {weight.data_ptr() for weight in inputs if weight.numel()}
     packed = []
-    for head in (layer for layer in model.modules() if isinstance(layer, vllm.ParallelLMHead)):
+    for head in (layer for layer in model.modules() if isinstance(layer, internals.ParallelLMHead)):
         if head.weight.numel() and head.weight.data_ptr() in looked_up:
             head.quant_method.process_weights_after_loading(head)
             packed.append(head)
@@ -142,7 +119,9 @@ def _follow_convolutions(model: nn.Module, layers: Collection[nn.Module]) -> lis
     return followed
 
 
-REPAIRS: dict[str, Callable[[nn.Module, Collection[nn.Module]], list[nn.Module]]] = {
+Repair = Callable[[nn.Module, Collection[nn.Module]], list[nn.Module]]
+
+REPAIRS: dict[str, Repair] = {
     "experts.process_weights_after_loading": _pack_experts,
     "tied lm_head.process_weights_after_loading": _pack_tied,
     "mixer.conv_weights": _follow_convolutions,
@@ -156,6 +135,6 @@ def also_packed(model: nn.Module) -> Iterator[Tensor]:
     vLLM on a CPU keeps the weight of an output embedding beside the copy.
     """
     for layer in model.modules():
-        looked_up = type(layer) is vllm.VocabParallelEmbedding  # it never multiplies
+        looked_up = type(layer) is internals.VocabParallelEmbedding  # it never multiplies
         if not looked_up and _multiplies_packed(layer):
             yield from (parameter for parameter in layer.parameters(recurse=False) if parameter.numel())

@@ -1,0 +1,121 @@
+"""The model of an SGLang worker: its own loader writes into the parameters that it computes with.
+
+Where a layer's quantisation method rebuilds them after loading (quantised models, weights packed for AMX), the model's
+loader alone can do the writing, between `restore_weights_before_loading` and `postprocess_weights`
+(`sglang.srt.model_loader.loader`, 0.5.23).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.model_loader import weight_utils
+from sglang.srt.model_loader.loader import DefaultModelLoader
+from torch import Tensor, distributed, nn
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.plugins.loader import StandIns, swapped
+from torchrl_ext.plugins.refusals import UNCHANGED
+from torchrl_ext.proof.runtime import Reading, reachable
+
+__all__ = ["SGLangModel"]
+
+
+class SGLangModel:
+    """An `EngineModel` of one SGLang worker.
+
+    Args:
+        module: the worker's model.
+        checkpoint: the directory, or the name, of what the engine was started with.
+        group: the tensor-parallel workers, on the CPU.
+        dummy: SGLang filled the model with random numbers.
+        rejection: why an engine of these settings takes no update.
+
+    Attributes:
+        prepared: SGLang itself unpacks layers before a load, and packs them after it (``/begin_weight_update``).
+        unpacked: we have unpacked layers, and neither we nor SGLang packed them since.
+    """
+
+    by_layer = False
+    kept = ()
+    repairs: dict[str, Any] = {}  # noqa: RUF012 - none
+
+    def __init__(
+        self,
+        module: nn.Module,
+        checkpoint: str,
+        group: distributed.ProcessGroup,
+        *,
+        dummy: bool = False,
+        rejection: ConfigError | None = None,
+    ) -> None:
+        self.module, self.checkpoint, self.group = module, checkpoint, group
+        self.alone = distributed.get_world_size(group) == 1
+        self.shared = any(getattr(layer, "moe_ep_size", 1) > 1 for layer in module.modules())  # expert parallelism
+        self.dtype = next(module.parameters()).dtype
+        self.tied = bool(getattr(getattr(module, "config", None), "tie_word_embeddings", False))
+        self.dummy: Callable[[Tensor], Any] | None = _fill if dummy else None
+        self.prepared = self.unpacked = False
+        self._packs, self.rejection = _packs(module), rejection
+        if self._packs and getattr(DefaultModelLoader, "restore_weights_before_loading", None) is None:
+            self.rejection = rejection or ConfigError(
+                "layers of this model rebuild their weights after loading, and this SGLang cannot undo that",
+                expected="SGLang 0.5.21 or later, or a model that is not quantised",
+                state=UNCHANGED,
+            )
+
+    def readings(self) -> Iterator[Reading]:
+        return reachable(self.module)
+
+    @contextmanager
+    def stand_ins(self) -> Iterator[StandIns | None]:
+        if self._packs:
+            yield None
+            return
+        found: dict[int, Any] = {}  # a tied tensor keeps its identity
+
+        def on_meta(tensors: dict[str, Any]) -> dict[str, Any]:
+            return {
+                name: None if tensor is None else found.setdefault(id(tensor), _stand_in(tensor))
+                for name, tensor in tensors.items()
+            }
+
+        with swapped(self.module, lambda layer: (on_meta(layer._parameters), on_meta(layer._buffers))) as tensors:
+            yield StandIns(tensors, {name: parameter.numel() for name, parameter in self.module.named_parameters()})
+
+    def open(self, layers: Collection[str] | None) -> Collection[nn.Module]:
+        """Unpack the layers of the whole model, as SGLang does before its own updates."""
+        if self._packs and not self.unpacked and not self.prepared:
+            DefaultModelLoader.restore_weights_before_loading(self.module, next(self.module.parameters()).device)
+            self.unpacked = True
+        return ()
+
+    def close(self, layers: Collection[nn.Module]) -> None:
+        if self._packs and not self.prepared:
+            DefaultModelLoader.postprocess_weights(self.module, next(self.module.parameters()).device)
+        self.unpacked = False
+
+
+def _packs(module: nn.Module) -> bool:
+    """Return whether layers rebuild their parameters after loading, so that the model's loader cannot write to them."""
+    methods = {type(getattr(layer, "quant_method", None)).__name__ for layer in module.modules()} - {"NoneType"}
+    packed = any(getattr(layer, "use_intel_amx_backend", False) for layer in module.modules())
+    return packed or not all(method.startswith("Unquantized") for method in methods)
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """Return a tensor of the meta device with the class and the loader's marks of ``tensor``, which loaders look at."""
+    found = tensor.detach().to("meta")
+    if isinstance(tensor, nn.Parameter):
+        found = nn.Parameter(found, requires_grad=False)
+    found.__class__ = tensor.__class__
+    found.__dict__ = dict(tensor.__dict__)
+    return found
+
+
+def _fill(tensor: Tensor) -> None:
+    """Fill a tensor as `DummyModelLoader` fills a parameter; SGLang takes those of a whole model."""
+    weight_utils.initialize_dummy_weights(SimpleNamespace(state_dict=lambda: {"": tensor}))
