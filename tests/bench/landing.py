@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.bench.models import SIZES, in_vllm, make_model
+from tests.bench.models import SIZES, in_vllm, make_model, plain_linears
 from torchrl_ext.cli.environments import settings_for
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.rpc.makes.vllm import vllm_engine
@@ -92,7 +92,9 @@ def end_to_end(size: str, repeats: int, say: Callable[[str], None], *, packed: b
         start = make_model(folder / "model", size)
         weights = {name: tensor.clone() for name, tensor in CheckpointSource(start)}
         say("starting vLLM")
-        settings = settings_for("vllm") | {"max_model_len": 256, "plain_linears": not packed}
+        settings = settings_for("vllm") | {"max_model_len": 256}
+        if not packed:
+            stack.enter_context(plain_linears())
         server = stack.enter_context(VLLMServer(start, **settings))
         busy = stack.enter_context(_Busy(server.url))
         pauses: dict[str, list[float]] = {"delta": [], "disk": []}
@@ -201,4 +203,4 @@ def _cold(folder: Path, start: Path, weights: dict[str, Tensor]) -> Path:
 
 def _in_vllm(model: Path, elements: list[int], repeats: int) -> dict[str, Any]:
     asked = {"model": str(model), "elements": elements, "repeats": repeats, "port": free_port()}
-    return in_vllm("vllm_landing.py", asked, plain=True)
+    return in_vllm("vllm_landing.py", asked)

@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from torchrl_ext.cli.environments import settings_for
@@ -30,14 +32,22 @@ def make_model(folder, size, *, seed=0, **settings):
     return make_tiny_lm(Path(folder), seed=seed, dtype=torch.bfloat16, **{**SIZES[size], **heads, **settings})
 
 
-def in_vllm(script, asked, *, plain=False):
+@contextmanager
+def plain_linears():
+    """vLLM servers that are started in the block keep linear weights unpacked (`plain/plain_linears.py`)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).with_name("plain")), prepend=os.pathsep)
+        patch.setenv("VLLM_PLUGINS", "plain_linears,torchrl_ext_cpu")
+        yield
+
+
+def in_vllm(script, asked):
     """Run a script of this folder where vLLM is: one JSON object in, one out."""
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-overlay-") as overlay:
         make_overlay(Path(overlay))
         environ = {
             **os.environ,
             "PYTHONPATH": overlay,
-            **({"TORCHRL_EXT_PLAIN_LINEARS": "1"} if plain else {}),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",

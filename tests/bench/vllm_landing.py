@@ -7,11 +7,13 @@ random weights, in this process and without a server, so that nothing else is ti
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,6 +65,8 @@ def _nothing(*_: Any, **__: Any) -> None:
 def main() -> None:
     """Build the model, then measure every density in turn."""
     asked = json.load(sys.stdin)
+    sys.path.append(str(Path(__file__).with_name("plain")))
+    importlib.import_module("plain_linears").register()
     register()
     config = EngineArgs(
         model=asked["model"], dtype="bfloat16", enforce_eager=True, max_model_len=256, tokenizer=asked["model"]

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from dataclasses import replace
 
 import pytest
 
@@ -53,6 +54,11 @@ def test_an_environment_is_made_once_by_one_process_and_anew_for_another_recipe(
     assert found == [python] * 2 and python.is_relative_to(cache)
     assert runs(python, "import toyengine, demanding, standin; assert standin.WORKS == 1 and standin.STARTED")
     assert not runs(python, "import unwanted")
+    assert sum(line.startswith("making") for line in lines) == 1
+    newer = replace(recipe, files={"standin.py": "WORKS = 3\n", "info/of.txt": "text"})
+    assert ensure(newer, lines.append) == python and runs(
+        python, "import toyengine, standin; assert standin.WORKS == 3"
+    )
     assert sum(line.startswith("making") for line in lines) == 1
     other = Recipe(name="toy", packages=(wheel(tmp_path, "second"),), files={"standin.py": "WORKS = 2\n"})
     assert ensure(other, lines.append) == python and sum("another recipe" in line for line in lines) == 1
@@ -129,8 +135,8 @@ assert "torch" not in sys.modules  # it names no operator
 
 
 def test_stand_ins_can_be_imported_from_and_raise_when_they_are_called(tmp_path):
-    (tmp_path / "torchvision").mkdir()
     for name, text in recipe_of("sglang").files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     done = subprocess.run(
         [sys.executable, "-c", STAND_INS.format(folder=str(tmp_path))], capture_output=True, text=True

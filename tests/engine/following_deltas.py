@@ -6,12 +6,14 @@ engine that still holds the checkpoint that it was started with.
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from threading import Event
 
 import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.bench.models import plain_linears
 from tests.engine.served import assert_spans, serving
 from tests.models import tiny_model, tiny_tokenizer
 from torchrl_ext.weights.digests import position_digest
@@ -22,14 +24,15 @@ def serving_deltas(served, settings, usual):
 
     Args:
         served: their make.
-        settings: of the launcher, by name; a name that has "tied" in it has tied embeddings.
+        settings: of the launcher, by name; a name with "tied" in it has tied embeddings, and
+            one with "plain" linears as a GPU keeps them.
         usual: names of those that are not left to ``--exhaustive``.
     """
     params = [pytest.param(name, marks=() if name in usual else pytest.mark.exhaustive) for name in settings]
 
     @pytest.fixture(scope="module", params=params)
     def engine(request, tmp_path_factory):
-        chosen = settings[request.param]
+        chosen, plain = settings[request.param], "plain" in request.param
         dtype, tied = getattr(torch, chosen["dtype"]), "tied" in request.param
 
         def model(seed):  # in bfloat16 two implementations agree only where one token leads by far
@@ -39,7 +42,10 @@ def serving_deltas(served, settings, usual):
         model(0).save_pretrained(start)
         tiny_tokenizer().save_pretrained(start)
         log = tmp_path_factory.mktemp("log") / f"{served.kind}.log"
-        with serving(served, start, max_model_len=256, log_path=log, **chosen) as found:
+        with (
+            plain_linears() if plain else nullcontext(),
+            serving(served, start, max_model_len=256, log_path=log, **chosen) as found,
+        ):
             found.start, found.model = start, model
             yield found
 

@@ -12,8 +12,6 @@ from tests.engine.served import until_met
 from tests.engine.test_sglang_sync import running
 from tests.models import tiny_model
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.messages import FORMAT
-from torchrl_ext.routes import CHANNEL
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.types import ParamMeta
 
@@ -74,22 +72,6 @@ def test_sglang_itself_accepts_unknown_names_in_silence(serving, tmp_path):
 def test_a_load_format_that_nobody_knows_does_not_end_the_server(serving, tmp_path):
     message = load_from_disk(serving, tmp_path, 400, load_format="strange", weight_version="x")
     assert "strange" in message
-    assert_untouched(serving)
-
-
-def test_whatever_is_said_to_the_plugin_does_not_end_the_server(serving):
-    for text in (
-        "",
-        "no json",
-        "[]",
-        "{}",
-        f'{{"format": {FORMAT}, "kind": "load", "version": "3"}}',
-        f'{{"format": {FORMAT}, "kind": "verify", "digests": {{"x": 0}}}}',
-        f'{{"format": {FORMAT}, "kind": "join", "transport": "disk", "params": [], "offer": {{}}}}',
-        '{"format": 99, "release": "9.9", "kind": "poll"}',
-    ):
-        answer = serving.http.call("POST", "/weights_checker", {"action": CHANNEL + text})
-        assert answer.status == 400 and answer.json()["message"], text
     assert_untouched(serving)
 
 

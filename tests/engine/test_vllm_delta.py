@@ -9,9 +9,9 @@ pytestmark = pytest.mark.engine
 
 SETTINGS = {
     "packed": {"dtype": "float32"},
-    "plain": {"dtype": "float32", "plain_linears": True},
+    "plain": {"dtype": "float32"},
     "packed and tied, two workers": {"dtype": "float32", "tensor_parallel_size": 2},
-    "plain, two workers, bfloat16": {"dtype": "bfloat16", "plain_linears": True, "tensor_parallel_size": 2},
+    "plain, two workers, bfloat16": {"dtype": "bfloat16", "tensor_parallel_size": 2},
 }
 
 served = serving_deltas(ServedVLLM, SETTINGS, usual=("packed and tied, two workers",))

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
+import asyncio
 import json
 import random
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.hostile import HOSTILE, worse_json
+from tests.plugins.stand_ins import SGLang, add_sglang
 from tests.plugins.test_other_releases import REGISTER, stand_in
 from tests.processes import python
 from torchrl_ext import messages
 from torchrl_ext.collectors.worker_end import Keep
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.plugins.sglang import register, routes
+from torchrl_ext.plugins.sglang import adapters, register, routes
 from torchrl_ext.plugins.sglang.adapters import CheckLoaded
-from torchrl_ext.plugins.sglang.routes import Land
 from torchrl_ext.routes import CHANNEL, Flush, ListAdapters
 from torchrl_ext.sync import inspection
 from torchrl_ext.sync.worker_end import WorkerEnd
@@ -31,7 +30,6 @@ EVERY = [
     messages.Join(transport="disk", params=PARAMS, rank_offset=3, world_size=9, compares=False, offer={"root": "/x"}),
     messages.Rehearse(how="always", ask=True),
     messages.Prefetch(version=7, part=Part(base=6, names=frozenset({"w", "b"}))),
-    Land(files=["a"], paused=True, label="7"),
     messages.Pull(source="/x", directory="/y", version=7),
     messages.Poll(),
     messages.Start(bracketed=True),
@@ -52,31 +50,26 @@ EVERY = [
     messages.Leave(),
 ]
 
-MANIFESTS = [
-    *HOSTILE, *({"torchrl_ext": value} for value in HOSTILE), {"w": {"dtype": "float32"}},
-    *({"torchrl_ext": Land().to_json() | {name: value}} for name in ("files", "paused", "label") for value in HOSTILE),
-]  # fmt: skip
-
 
 def damaged(seed, count):
     """Messages that nobody of ours would send; among them half a surrogate pair, which JSON can name."""
     chance = random.Random(seed)
     yield from HOSTILE
     for message in EVERY:
-        yield message.to_json() | {"kind": "land"}
+        yield message.to_json() | {"kind": "check_loaded"}
         yield from (worse_json(message.to_json(), chance) for _ in range(count))
     yield json.loads('{"format": 2, "kind": "stage_adapter", "name": "a", "version": 7, "path": "/\\ud800"}')
 
 
 class Scheduler:
-    """Of SGLang's scheduler: a worker that it asks to load, and that lands deltas."""
+    """SGLang's scheduler, its manager, runner, updater and model in one, with a worker of ours."""
 
     def __init__(self):
         self.model = self.scheduler = self
-        self.is_draft_worker, self.waiting_queue = False, []
+        self.is_draft_worker, self.waiting_queue, self._engine_paused = False, [], False
         self.model_config = SimpleNamespace(model_path="/start", revision=None)
         self.tp_worker = SimpleNamespace(model_runner=self)
-        self.lora_manager, self.calls = None, []
+        self.lora_manager, self.version = None, ""
         self.end = WorkerEnd(TensorsLoader({"w": torch.zeros(2)}), rank=0, workers=1, agree=lambda words: [words])
 
     def get_model_runner(self):
@@ -85,57 +78,89 @@ class Scheduler:
     def get_model(self):
         return self
 
-    def invalidate(self):
-        self.end.receiver.invalidate()
-
-    def land(self, path, call):
-        self.calls.append(call)
-        return True, "landed"
-
     def answer(self, message, manager):
-        return True, json.dumps(self.end.handle(message))
+        return self.end.handle(message)
 
 
 @pytest.fixture
 def scheduler(monkeypatch):
-    io_struct = SimpleNamespace(CheckWeightsReqOutput=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", io_struct)
-    group = SimpleNamespace(get_tp_group=lambda: SimpleNamespace(cpu_group=None))
-    monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", group)
-    monkeypatch.setattr("torchrl_ext.plugins.workers.agree", lambda words, *_: [words])
+    add_sglang(monkeypatch)
     monkeypatch.setattr(register, "_worker", lambda runner: runner)
     made = Scheduler()
+    monkeypatch.setitem(register._workers, made, made)
     yield made
     made.end.close()
 
 
-@pytest.mark.parametrize("load_format", ["delta", "auto", None])
-def test_a_load_from_disk_with_any_manifest_gets_an_answer(scheduler, load_format):
-    def theirs(manager, request):
-        return register.update_weights_from_disk(
-            lambda *_, **__: (True, "loaded"), scheduler, "/x", load_format, recapture_cuda_graph=False
-        )
-
-    for manifest in MANIFESTS:
-        success, words = routes.load(theirs, scheduler, SimpleNamespace(manifest=manifest))
-        assert success or "a 'land' message" in words, words
-        assert success or load_format == "delta"
-    assert routes.load(theirs, scheduler, SimpleNamespace())[0]
-    call = Land(files=["a"], paused=True, label="7")
-    routes.load(theirs, scheduler, SimpleNamespace(manifest={"torchrl_ext": call.to_json()}))
-    if load_format == "delta":
-        assert scheduler.calls[-2:] == [Land(), call]
+def odd(chance):
+    """A value that no caller of ours would send."""
+    return chance.choice([*HOSTILE, b"", b"\xff", object(), "\ud800", {"\ud800": [None]}, [[]] * 100])
 
 
-def test_a_check_of_weights_with_any_action_gets_an_answer_that_can_be_sent(scheduler, monkeypatch):
+def test_no_call_of_a_scheduler_raises_and_every_answer_can_be_sent(scheduler, monkeypatch):
+    """An exception that leaves a scheduler ends SGLang's server."""
     monkeypatch.setattr(inspection, "_DIAL_S", 0.02)  # a dial that fails takes this long, whatever the reason
-    for told in damaged(1, 10):
+    for told in damaged(1, 40):
         request = SimpleNamespace(action=CHANNEL + json.dumps(told))
         answer = register.check_weights(lambda *_: "theirs", scheduler, request)
         assert isinstance(answer.success, bool) and answer.message.encode() is not None
-    for action in ("checksum", None, 7, [CHANNEL]):
-        assert register.check_weights(lambda *_: "theirs", scheduler, SimpleNamespace(action=action)) == "theirs"
     assert not register.check_weights(None, scheduler, SimpleNamespace(action=f"{CHANNEL}{'[' * 100_000}")).success
+    chance = random.Random(5)
+    for _ in range(1000):
+        value = odd(chance)
+        if not str(value).startswith(CHANNEL):
+            assert register.check_weights(lambda *_: "theirs", scheduler, SimpleNamespace(action=value)) == "theirs"
+        how = chance.choice(["loads", "refuses", "raises"])
+
+        def theirs(updater, path, load_format, how=how, **_):
+            if how == "raises":
+                raise ValueError(path)
+            return how == "loads", f"{path}"
+
+        def load(manager, request, theirs=theirs, value=value):
+            arguments = {"recapture_cuda_graph": request.field, "weight_name_filter": chance.choice([None, "w"])}
+            return register.update_weights_from_disk(theirs, manager, value, request.field, **arguments)
+
+        success, words = register.load_from_disk(load, scheduler, SimpleNamespace(field=odd(chance)))
+        assert success == (how == "loads") and words.encode() is not None
+        assert register.continue_generation(lambda *_: "goes on", scheduler, value) in ("goes on", None)
+    monkeypatch.setattr("torchrl_ext.plugins.workers.agree", lambda *_: 1 / 0)  # its other workers are gone
+    assert register.continue_generation(lambda *_: "goes on", scheduler) == "goes on"
+    scheduler.tp_worker = None  # whatever of SGLang is not as it was
+    request = SimpleNamespace(action=CHANNEL + json.dumps(messages.State().to_json()))
+    assert not register.check_weights(None, scheduler, request).success
+
+
+def test_no_call_of_sglangs_server_raises_and_every_answer_can_be_sent(monkeypatch):
+    add_sglang(monkeypatch)
+    monkeypatch.setattr(inspection, "_DIAL_S", 0.02)
+    manager, chance = SGLang({"w": torch.zeros(2)}, "/start"), random.Random(6)
+
+    async def theirs(manager, request, *_):
+        return True, "theirs", None, None
+
+    async def look_up(manager, request):
+        return request.lora_path
+
+    async def test():
+        for told in damaged(4, 40):
+            request = SimpleNamespace(action=CHANNEL + json.dumps(told))
+            success, words, *_ = await routes.check_weights(theirs, manager, request)
+            assert isinstance(success, bool) and words.encode() is not None
+        own = adapters._managers.setdefault(manager, adapters.Adapters(manager, None))
+        own._served["a"] = "a@7"
+        for _ in range(1000):
+            names = [chance.choice([None, "a", odd(chance)]) for _ in range(3)]
+            parts = {0: SimpleNamespace(lora_path=None), 1: SimpleNamespace(lora_path="a")}
+            request = SimpleNamespace(lora_path=chance.choice([names, *names]), _sub_obj_cache=parts)
+            given = request.lora_path
+            found = await adapters.resolve(look_up, manager, request)
+            assert found is given or found == "a@7" or isinstance(given, list)
+            assert parts[0].lora_path is None and parts[1].lora_path == "a@7"
+            assert list(adapters.respond(lambda *_: [1], manager, SimpleNamespace(lora_path=odd(chance)))) == [1]
+
+    asyncio.run(test())
+    manager.end.close()
 
 
 VLLM = REGISTER.replace("plugin.register()\nplugin.register()", '''
@@ -157,13 +182,21 @@ config = Some(
     load_config=Some(load_format="auto"), quant_config=None,
 )
 engine = TorchRLExtEngine(Some(backend="torchrl_ext"), config, torch.device("cpu"), torch.nn.Linear(2, 2))
+from torchrl_ext.plugins.vllm.register import _pull
 for last in (True, False):
     engine._is_last = last
-    for told in damaged(2, 4):
+    parallel = Some(rank=0, world_size=1 if last else 2)
+    worker = Some(model_config=config.model_config, vllm_config=Some(parallel_config=parallel))
+    def pull(told):
+        given = told if isinstance(told, dict) else {"target_version": told}
+        answer = _pull(worker, told, **{str(name): value for name, value in given.items()})
+        assert not answer["success"]
+    for told in damaged(2, 20):
         for step in (
             lambda: engine.init_transfer_engine(engine.parse_init_info(told)),
             lambda: engine.update_weights(told),
             lambda: engine.receive_weights(engine.parse_update_info(told)),
+            lambda: pull(told),
         ):
             try:
                 step()
@@ -176,22 +209,3 @@ for last in (True, False):
 def test_a_worker_of_vllm_that_is_not_the_last_raises_at_no_message_whatever_it_is(tmp_path):
     """The executor of vLLM reads no reply behind the first bad one: every later call would get an earlier reply."""
     python(VLLM, tmp_path / "site", "vllm", json.dumps(stand_in()))
-
-
-def test_a_request_of_a_batch_without_an_adapter_is_passed_on(monkeypatch):
-    for name in ("sglang", "sglang.srt"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    adapters = importlib.import_module("torchrl_ext.plugins.sglang.adapters")
-
-    async def theirs(manager, request):
-        return request.lora_path
-
-    manager = Scheduler()
-    own = adapters.Adapters(manager, None)
-    monkeypatch.setitem(adapters._managers, manager, own)
-    own._served["a"] = "a@7"
-    parts = {0: SimpleNamespace(lora_path=None), 1: SimpleNamespace(lora_path="a")}
-    request = SimpleNamespace(lora_path=[None, "a"], _sub_obj_cache=parts)
-    with pytest.raises(StopIteration) as done:
-        adapters.resolve(theirs, manager, request).send(None)
-    assert done.value.value == [None, "a@7"] and parts[0].lora_path is None and parts[1].lora_path == "a@7"

@@ -88,12 +88,6 @@ def test_a_vllm_with_other_workers_says_that_only_an_engine_made_with_our_backen
     assert said.count("WARNING") == 1 and "made without our backend" in said and "follows no trainer" not in said
 
 
-def test_linears_that_cannot_be_kept_plain_stop_no_vllm(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHRL_EXT_PLAIN_LINEARS", "1")
-    said = registered(tmp_path, "vllm", WHOLE | {"vllm/_custom_ops.py": "x = 1"})
-    assert said.count("WARNING") == 1 and "TORCHRL_EXT_PLAIN_LINEARS" in said
-
-
 BASE = """
 from typing import Generic, TypeVar
 I, U = TypeVar("I"), TypeVar("U")
@@ -197,12 +191,14 @@ class WorkerBase:
 RELOADED = """
 from types import SimpleNamespace
 from vllm.v1.worker.worker_base import WorkerBase
+from torchrl_ext.plugins.found import started_with
 from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine
 worker = WorkerBase("/start")
 worker.weight_transfer_engine = object.__new__(TorchRLExtEngine)
 TorchRLExtEngine.invalidate = lambda engine, whole: print("noticed")
 worker.reload_weights("/other")
-print(worker.started_with, WorkerBase.pull_weights.__module__)
+worker.model_config.model = "/other"
+print(started_with(worker, worker.model_config), WorkerBase.pull_weights.__module__)
 """
 
 

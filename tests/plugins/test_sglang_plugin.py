@@ -1,4 +1,4 @@
-"""What reaches SGLang's environment, seen from an interpreter that has only that; and how its workers agree."""
+"""What reaches an engine's environment, seen from an interpreter that has only that; and how workers agree."""
 
 import subprocess
 import sys
@@ -12,6 +12,7 @@ from tests.processes import python
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.plugins.sglang import register
 from torchrl_ext.serving.engines.sglang import SGLangServer
+from torchrl_ext.serving.engines.vllm import VLLMServer
 from torchrl_ext.serving.overlay import make_overlay
 from torchrl_ext.serving.processes import free_port
 
@@ -19,29 +20,30 @@ LOOK = """
 import sys
 sys.path.insert(0, {overlay!r})
 from importlib.metadata import entry_points
-(found,) = [entry for entry in entry_points(group="sglang.srt.plugins") if entry.name == "torchrl_ext"][:1]
+(found,) = [entry for entry in entry_points(group={group!r}) if entry.name == "torchrl_ext"][:1]
 before = set(sys.modules)
 found.load()
 import torchrl_ext.sync.receiver, torchrl_ext.landing.placement, torchrl_ext.weights.checkpoint
 import torchrl_ext.transports.disk, torchrl_ext.transports.collective.transport, torchrl_ext.plugins.workers
 new = set(sys.modules) - before
-print(sorted(new & {{"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "sglang"}}))
+print(sorted(new & {{"torchrl", "tensordict", "transformers", "ray", "httpx", "requests", "sglang", "vllm"}}))
 print(torchrl_ext.__file__)
 """
 
 
-def test_the_overlay_brings_the_plugin_and_nothing_of_the_trainers(tmp_path):
+@pytest.mark.parametrize("group", ["sglang.srt.plugins", "vllm.general_plugins"])
+def test_the_overlay_brings_the_plugin_and_nothing_of_the_trainers(tmp_path, group):
     make_overlay(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK.format(overlay=str(tmp_path))], capture_output=True, text=True, check=True
-    )
+    look = LOOK.format(overlay=str(tmp_path), group=group)
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
     imported, home = done.stdout.split("\n")[:2]
     assert imported == "[]" and home.startswith(str(tmp_path))
 
 
-def test_a_model_that_does_not_exist_is_refused_before_anything_is_installed(tmp_path):
+@pytest.mark.parametrize("server", [SGLangServer, VLLMServer])
+def test_a_model_that_does_not_exist_is_refused_before_anything_is_installed(tmp_path, server):
     with pytest.raises(ConfigError, match="no directory"):
-        SGLangServer(tmp_path / "nothing", python="/no/python")
+        server(tmp_path / "nothing", python="/no/python")
 
 
 class Model:
@@ -66,6 +68,7 @@ class Model:
 class Worker:
     def __init__(self, model, checkpoint, group, **settings):
         self.checkpoint, self.loaded_past_us = checkpoint, 0
+        self.end = self.receiver = self
 
     def invalidate(self):
         self.loaded_past_us += 1
@@ -130,7 +133,7 @@ group = distributed.group.WORLD
 assert agree("" if rank else "cannot", group) == ["cannot", ""]
 assert agree("", group) == ["", ""]
 assert agree("\\0é" * 5000 if rank else "short", group) == ["short", "\\0é" * 5000]
-assert agree("x" * (2 << 20), group)[1] == "x" * (1 << 20)
+assert agree("x" * (2 << 20), group)[1] == "x" * (2 << 20)
 alone = [distributed.new_group([one]) for one in range(2)][rank]  # a group inside another
 assert agree(f"worker {rank}", alone, group) == ["worker 0", "worker 1"]
 assert agree("cannot" if rank else "", alone, group) == ["", "cannot"]

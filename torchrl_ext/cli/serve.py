@@ -40,9 +40,6 @@ def serve(
     max_model_len: Annotated[int | None, Option(help="Most tokens of a sequence, with its prompt.")] = None,
     lora_rank: Annotated[int | None, Option(help="Serve LoRA adapters up to this rank (vllm, sglang).")] = None,
     lora_adapters: Annotated[int | None, Option(help="Adapters that requests may use at a time, by default 1.")] = None,
-    plain_linears: Annotated[
-        bool, Option("--plain-linears", help="Keep linear weights unpacked on a CPU (vllm).")
-    ] = False,
     log_path: Annotated[
         str | None, Option(_FLAGS["log_path"], help="File for the server's log (vllm, sglang).")
     ] = None,
@@ -64,7 +61,6 @@ def serve(
         "max_model_len": max_model_len,
         "lora_rank": lora_rank,
         "lora_adapters": lora_adapters,
-        "plain_linears": plain_linears or None,
         "log_path": log_path,
         "start_timeout_s": start_timeout_s,
     }

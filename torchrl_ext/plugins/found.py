@@ -1,4 +1,4 @@
-"""Try what a plugin needs of the release that it meets: what is missing is logged once, and never stops an engine."""
+"""What both plugins find in the engine that they meet: internals of its release, and the checkpoint of its start."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
-__all__ = ["enable", "grant_tiles"]
+__all__ = ["enable", "started_with"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -46,9 +47,15 @@ def _say_once(releases: str, missing: tuple[tuple[str, str], ...]) -> None:
         log.info("%s", releases)
 
 
-def grant_tiles() -> None:
-    """Ask the kernel for AMX tiles, which it grants only on request: without them bfloat16 ends in SIGILL."""
-    import torch
+def started_with(owner: Any, config: Any) -> str:
+    """Return the checkpoint that an engine was started with: an engine's own record is of what it loaded last.
 
-    if not torch.cuda.is_available() and torch.cpu._is_amx_tile_supported():
-        torch.cpu._init_amx()
+    Args:
+        owner: the engine's object that lives as long as its weights; it remembers the answer to the first call.
+        config: the engine's configuration of the model.
+    """
+    from torchrl_ext.weights.checkpoint import revised
+
+    path = getattr(config, "model", None) or config.model_path  # vLLM's name, and SGLang's
+    start = revised(str(path), getattr(config, "revision", None))
+    return str(vars(owner).setdefault("torchrl_ext_started_with", start))

@@ -14,27 +14,26 @@ from torchrl_ext.weights.digests import PositionDigest
 
 __all__ = ["agree", "combine"]
 
-_WORDS_BYTES = 1 << 20  # most bytes of one worker's message that the others get
 _SIGN = 1 << 63
 _UNKNOWN = (0, 0, -1, 0)
 
 
 def agree(words: str, *groups: distributed.ProcessGroup) -> list[str]:
-    """Return the messages of all workers, in order of rank; at most 1 MiB of each.
+    """Return the messages of all workers, of any length, in order of rank.
 
     Every worker has to call it, at the same point of its work.
 
     Args:
         words: this worker's message.
-        groups: those that the worker is in, the innermost first: ranks are laid out so that its own varies fastest.
+        groups: the groups that the worker is in, the innermost first: its own ranks vary fastest.
     """
-    spoken = words.encode("utf-8", "replace")[:_WORDS_BYTES]
+    spoken = words.encode("utf-8", "replace")
     lengths = [int(length) for length in _gather_all(torch.tensor([[len(spoken)]]), groups)]
-    row = torch.tensor([list(spoken.ljust(max(lengths), b"\0"))], dtype=torch.uint8)
-    rows = _gather_all(row, groups) if any(lengths) else row.expand(len(lengths), 0)
-    return [
-        bytes(told[:length].tolist()).decode("utf-8", "replace") for told, length in zip(rows, lengths, strict=True)
-    ]
+    if not any(lengths):
+        return [""] * len(lengths)
+    row = torch.frombuffer(bytearray(spoken.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+    rows = _gather_all(row.unsqueeze(0), groups).numpy()
+    return [told[:length].tobytes().decode("utf-8") for told, length in zip(rows, lengths, strict=True)]
 
 
 def combine(

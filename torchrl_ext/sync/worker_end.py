@@ -28,7 +28,7 @@ from torchrl_ext.types import Info
 from torchrl_ext.versions.hooks import PRE_READ_HOOK, read_hook
 from torchrl_ext.versions.others import local_checkpoint
 
-__all__ = ["WorkerEnd", "joined", "pull", "words_of"]
+__all__ = ["WorkerEnd", "joined", "pull", "together", "words_of"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -109,17 +109,7 @@ class WorkerEnd:
         Raises:
             EngineError: on every worker, if any worker failed.
         """
-        words = ""
-        try:
-            for step in steps:
-                step()
-        except Exception as error:
-            words = words_of(error)
-            log.error("weight update failed on worker %d", self._rank, exc_info=error)
-            on_failure()
-        failures = self._agree(words)
-        if any(failures):
-            raise EngineError(joined(failures))
+        together(self._agree, *steps, on_failure=on_failure)
 
     def settle(self) -> None:
         """Stop joining or staging on every worker; then no background thread touches the model. A pull goes on."""
@@ -230,6 +220,30 @@ def pull(message: Pull, base: str | None) -> None:
     """
     before = read_hook(os.environ.get(PRE_READ_HOOK))
     local_checkpoint(message.directory, base).pull(message.source, message.version, before=before)
+
+
+def together(
+    agree: Callable[[str], list[str]], *steps: Callable[[], Any], on_failure: Callable[[], None] = lambda: None
+) -> None:
+    """Run ``steps`` in order on every worker of an engine; call ``on_failure`` on a worker where one fails.
+
+    Args:
+        agree: as for `WorkerEnd`.
+
+    Raises:
+        EngineError: on every worker, if any worker failed.
+    """
+    words = ""
+    try:
+        for step in steps:
+            step()
+    except Exception as error:
+        words = words_of(error)
+        log.error("a step failed on this worker", exc_info=error)
+        on_failure()
+    failures = agree(words)
+    if any(failures):
+        raise EngineError(joined(failures))
 
 
 def words_of(error: BaseException) -> str:

@@ -1,6 +1,6 @@
 """Engine routes that the trainers of slime and vime call: pull, load from disk, label.
 
-Bodies and answers are those of slime's SGLang (``/pull_weights``, ``/update_weights_from_disk``) and of vime's vLLM
+Bodies and answers are those of slime's SGLang (`torchrl_ext.compat.slime.routes`) and of vime's vLLM
 (``/collective_rpc`` with ``pull_weights`` or ``reload_weights``). An embedded engine serves them if started with::
 
     python -m torchrl_ext.embedded --model DIR --port P --routes torchrl_ext.compat.slime.embedded:routes
@@ -8,26 +8,21 @@ Bodies and answers are those of slime's SGLang (``/pull_weights``, ``/update_wei
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from typing import Any, final
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from torchrl_ext.compat.slime.routes import Step, handler, pull_for_vime, steps_of
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.server import DRAIN_TIMEOUT_S, read_json
-from torchrl_ext.errors import ConfigError, WeightSyncError
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.messages import Finish, Message, Pull, State
-from torchrl_ext.sync.published import DiskLoads
 from torchrl_ext.sync.worker_end import pull
 from torchrl_ext.types import Info, decoded
 
 __all__ = ["routes"]
-
-log = logging.getLogger("torchrl_ext")
 
 
 def routes(engine: Engine) -> list[Route]:
@@ -36,16 +31,7 @@ def routes(engine: Engine) -> list[Route]:
     ``/flush_cache``, which slime calls by GET, does nothing: requests share no cache here, and weights loaded by these
     routes drop the keys and values of running requests.
     """
-    loads, scheduler = DiskLoads(_Reloadable(engine)), engine.scheduler
-
-    def pull_weights(body: Info) -> None:
-        pull(Pull.of(body), engine.model_dir)
-
-    def update_from_disk(body: Info) -> None:
-        label = body.get("weight_version")
-        if label is not None:
-            label = decoded(label, str, "weight_version")
-        loads.load(body.get("model_path"), body.get("load_format"), label, body.get("files"))
+    steps, scheduler = steps_of(_SlimeEngine(engine)), engine.scheduler
 
     def update_version(body: Info) -> Info:
         scheduler.version = decoded(body.get("new_version"), str, "new_version")
@@ -54,52 +40,38 @@ def routes(engine: Engine) -> list[Route]:
     def collective_rpc(body: Info) -> Info:
         method, given = body.get("method"), decoded(body.get("kwargs") or {}, Info, "kwargs")
         if method == "pull_weights":
-            pull_weights(given)
+            pull_for_vime(given, engine.model_dir)
             return {"results": [{"success": True, "weight_version": str(given["target_version"])}]}
         if method == "reload_weights":
-            loads.load(given.get("weights_path"), None, None, None)
+            steps["/update_weights_from_disk"]({"model_path": given.get("weights_path")})
             return {"results": [None]}
         raise ConfigError(f"there is no method {method!r:.80} here", expected="pull_weights or reload_weights")
 
     async def version(request: Request) -> Response:
         return JSONResponse({"weight_version": scheduler.version})
 
-    steps: dict[str, Callable[[Info], Info | None]] = {
-        "/pull_weights": pull_weights,
-        "/update_weights_from_disk": update_from_disk,
+    more: dict[str, Step] = {
         "/update_weight_version": update_version,
         "/collective_rpc": collective_rpc,
         "/pause_generation": lambda body: engine.pause(body.get("mode", "abort"), DRAIN_TIMEOUT_S),
         "/continue_generation": lambda body: engine.resume(),
     }
     return [
-        *(Route(path, _in_sglangs_words(step), methods=["POST"]) for path, step in steps.items()),
-        Route("/flush_cache", _in_sglangs_words(lambda body: None), methods=["GET", "POST"]),
+        *(Route(path, handler(step, read_json), methods=["POST"]) for path, step in {**steps, **more}.items()),
+        Route("/flush_cache", handler(lambda body: None, read_json), methods=["GET", "POST"]),
         Route("/get_weight_version", version, methods=["GET"]),
     ]
 
 
-def _in_sglangs_words(step: Callable[[Info], Info | None]) -> Callable[[Request], Any]:
-    """Return a handler that runs ``step`` on the body in a thread and reports the result as SGLang does."""
-
-    async def handler(request: Request) -> Response:
-        body = await read_json(request)
-        try:
-            returned = await run_in_threadpool(step, body if isinstance(body, dict) else {})
-        except WeightSyncError as error:
-            log.error("%s %s: %s", request.method, request.url.path, error)
-            return JSONResponse({"success": False, "message": str(error)}, status_code=400)
-        return JSONResponse({"success": True, "message": "Success.", **(returned or {})})
-
-    return handler
-
-
 @final
-class _Reloadable:
-    """The engine as `DiskLoads` drives it; it refuses to serve incomplete weights."""
+class _SlimeEngine:
+    """The embedded engine behind slime's routes; it refuses to serve incomplete weights."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.model, self.resume = engine, engine.model_dir, engine.resume
+
+    def pull(self, message: Pull) -> None:
+        pull(message, self.model)
 
     def paused(self) -> bool:
         return self._engine.scheduler.paused

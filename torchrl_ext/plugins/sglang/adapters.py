@@ -20,22 +20,26 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
 from torchrl_ext.errors import ConfigError, EngineError, NotConnectedError
-from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, UnloadAdapter, read
+from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, UnloadAdapter
+from torchrl_ext.plugins.adapters import AdapterTable, refuse_layers
 from torchrl_ext.plugins.refusals import check_adapter
 from torchrl_ext.routes import CHANNEL, ListAdapters
-from torchrl_ext.stores.opening import admit
 from torchrl_ext.types import Info, Text
-from torchrl_ext.weights.peft import adapter_label, adapter_version
+from torchrl_ext.weights.peft import adapter_version
 
-__all__ = ["HOOKS", "Adapters", "CheckLoaded", "check_worker"]
+__all__ = ["HOOKS", "CheckLoaded", "answer_adapters", "check_worker", "is_for_adapters"]
 
 _NOT_HERE = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}, "bias": "none"}
 """Settings of PEFT that change what an adapter computes and that SGLang ignores, with their neutral values."""
+
+_HINT = (
+    "adapt gate_proj with up_proj, and q_proj with v_proj; or start the server so that --lora-target-modules "
+    "has the layer"
+)
 
 
 class CheckLoaded(Message, frozen=True, kw_only=True):
@@ -44,11 +48,8 @@ class CheckLoaded(Message, frozen=True, kw_only=True):
     label: Text
 
 
-_managers: weakref.WeakKeyDictionary[Any, Adapters] = weakref.WeakKeyDictionary()
-
-
 @final
-class Adapters:
+class Adapters(AdapterTable):
     """Keeps which version each adapter name stands for in one server, and switches it.
 
     Args:
@@ -61,40 +62,24 @@ class Adapters:
         self._served: dict[str, str] = {}
         self._before: dict[str, str] = {}
 
+    @property
+    def served(self) -> dict[str, str]:
+        return self._served
+
     def label(self, name: str | None) -> str | None:
         """Return the label of the version that serves requests by ``name``; other names are their own label."""
-        return self._served.get(name, name) if name is not None else None
+        return self._served.get(name, name) if isinstance(name, str) else name
 
-    async def answer(self, message: Message) -> Info:
-        """Do what a message says, and return the version that each name stands for.
-
-        Raises:
-            ConfigError, EngineError, NotConnectedError: it cannot be done; the names stand for what they stood for.
-        """
-        match message:
-            case CheckAdapter():
-                await self._check(message)
-            case StageAdapter():
-                await self._stage(message.name, message.version, message.path)
-            case ServeAdapter():
-                self._serve(message.name, message.version)
-            case UnloadAdapter():
-                await self._unload(message.name)
-        return {"adapters": {name: {"version": adapter_version(label)} for name, label in self._served.items()}}
-
-    async def _check(self, message: CheckAdapter) -> None:
+    async def check(self, message: CheckAdapter) -> None:
         from sglang.srt.runtime_context import get_lora
 
         started = get_lora()
         check_adapter(message, enabled=started.enable_lora, max_rank=started.max_lora_rank)
-        able, words = await self._ask_workers(CheckAdapter(params=message.params))
-        if not able:
-            raise EngineError(words)
+        await self._ask(CheckAdapter(params=message.params))
 
-    async def _stage(self, name: str, version: int, path: str) -> None:
+    async def stage(self, name: str, label: str, path: str) -> None:
         from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput
 
-        admit(path)
         config = json.loads((Path(path) / "adapter_config.json").read_bytes())
         wrong = {name: config[name] for name, plain in _NOT_HERE.items() if config.get(name) not in (None, plain)}
         if wrong:
@@ -103,8 +88,8 @@ class Adapters:
                 expected="plain LoRA, scaled by lora_alpha / r",
                 hint="train the adapter without, or send merged weights",
             )
-        label = adapter_label(name, version)
-        await self._drop(name, keep={self._served.get(name), self._before.get(name)})
+        kept = {self._served.get(name), self._before.get(name)}
+        await self._drop(name, keep=kept)
         told = await self._manager.load_lora_adapter(LoadLoRAAdapterReqInput(lora_name=label, lora_path=path))
         if not told.success:  # of a KeyError SGLang hands on the key alone
             missing = told.error_message.startswith("'base_model.")
@@ -112,24 +97,29 @@ class Adapters:
                 f"there is no tensor {told.error_message}" if missing else told.error_message,
                 hint="SGLang packs q_proj, k_proj and v_proj: adapt q_proj with v_proj" if missing else None,
             )
-        whole, words = await self._ask_workers(CheckLoaded(label=label))
-        if not whole:
-            await self._drop(name, keep={self._served.get(name), self._before.get(name)})
-            raise EngineError(words)
+        try:
+            await self._ask(CheckLoaded(label=label))
+        except EngineError:
+            await self._drop(name, keep=kept)
+            raise
 
-    def _serve(self, name: str, version: int) -> None:
-        label = adapter_label(name, version)
+    def serve(self, name: str, label: str) -> Info:
         if label not in self._manager.lora_registry.get_all_adapters():
             raise NotConnectedError(f"{label} is not staged", hint="load the adapter again")
         if name in self._served:
             self._before[name] = self._served[name]
         self._served[name] = label
+        return {}
 
-    async def _unload(self, name: str) -> None:
-        if self._served.pop(name, None) is None:
-            raise ConfigError(f"no adapter {name!r} is loaded; there are: {', '.join(self._served) or 'none'}")
+    async def unload(self, name: str) -> None:
+        del self._served[name]
         self._before.pop(name, None)
         await self._drop(name, keep=set())
+
+    async def _ask(self, message: Message) -> None:
+        able, words = await self._ask_workers(message)
+        if not able:
+            raise EngineError(words)
 
     async def _drop(self, name: str, keep: set[str | None]) -> None:
         """Unload versions that no request uses; for one in use SGLang would wait, and load nothing meanwhile."""
@@ -143,23 +133,34 @@ class Adapters:
                 self._manager.lora_ref_cache.pop(label, None)  # SGLang would load it again for a request by its label
 
 
-_HERE = (CheckAdapter, ListAdapters, ServeAdapter, StageAdapter, UnloadAdapter)
+_managers: weakref.WeakKeyDictionary[Any, Adapters] = weakref.WeakKeyDictionary()
 
 
-async def check_weights(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
-    """Wrap the server's part of ``/weights_checker``: answer messages about adapters, and pass on any other call."""
-    message = None
-    if request.action.startswith(CHANNEL):
-        with suppress(ValueError, RecursionError):  # what is no message is for the workers to refuse
-            message = read(json.loads(request.action.removeprefix(CHANNEL)))
-    if not isinstance(message, _HERE):
-        return await original(manager, request, *args)
-    if manager not in _managers:
-        _managers[manager] = Adapters(manager, _asking(original, weakref.proxy(manager), type(request)))
+def is_for_adapters(message: Message) -> bool:
+    """Return whether the process that looks names up answers a message."""
+    return isinstance(message, (CheckAdapter, ListAdapters, ServeAdapter, StageAdapter, UnloadAdapter))
+
+
+async def answer_adapters(original: Callable[..., Any], manager: Any, message: Message, kind: type) -> Any:
+    """Do what a message about adapters says, and answer in the form of ``/weights_checker``. Never raises.
+
+    Args:
+        original: SGLang's method, which asks the workers.
+        manager: SGLang's `TokenizerManager`.
+        message: for which `is_for_adapters`.
+        kind: SGLang's class of requests to ``original``.
+    """
+    held = weakref.proxy(manager)
+
+    async def ask(message: Message) -> tuple[bool, str]:
+        success, words, *_ = await original(held, kind(action=CHANNEL + json.dumps(message.to_json())))
+        return success, words
+
     try:
-        return True, json.dumps(await _managers[manager].answer(message)), None, None
+        adapters = _managers.setdefault(manager, Adapters(manager, ask))
+        return True, json.dumps(await adapters.handle(message)), None, None
     except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is
-        return False, f"{type(error).__name__}: {error}", None, None
+        return False, f"{type(error).__name__}: {error}".encode("utf-8", "replace").decode(), None, None
 
 
 async def resolve(original: Callable[..., Any], manager: Any, request: Any) -> Any:
@@ -203,12 +204,13 @@ def check_worker(manager: Any, message: CheckAdapter | CheckLoaded) -> None:
     from sglang.srt.layers.utils import get_layer_id
     from sglang.srt.lora.utils import get_normalized_target_modules
 
-    for meta in message.params:
-        layer, number = _layer(meta.name), get_layer_id(meta.name)
+    def applies(layer: str) -> bool:
+        number = get_layer_id(layer)
         known = get_normalized_target_modules([layer]) <= manager.target_modules
         ends = number is None and layer.rpartition(".")[2] in ("embed_tokens", "lm_head")
-        if ".experts" not in layer and not (known and (ends or (number or 0) < len(manager.lora_modules))):
-            raise _no_lora(manager, layer)
+        return known and (ends or (number or 0) < len(manager.lora_modules))
+
+    refuse_layers((_layer(meta.name) for meta in message.params), applies, manager.target_modules, _HINT)
 
 
 def _check_loaded(manager: Any, label: str) -> None:
@@ -221,37 +223,21 @@ def _check_loaded(manager: Any, label: str) -> None:
     ]
     ends = {"embed_tokens": manager.embed_tokens_module, "lm_head": manager.lm_head_module}
     layers.append((adapter.embedding_layers, {name for name, module in ends.items() if module is not None}))
-    for weights, wrapped in layers:
-        for layer in map(_layer, weights):
-            if not any(f".{layer}".endswith(f".{module}") for module in wrapped) and ".experts" not in layer:
-                raise _no_lora(manager, layer)
+    unapplied = [
+        layer
+        for weights, wrapped in layers
+        for layer in map(_layer, weights)
+        if not f".{layer}".endswith(tuple(f".{module}" for module in wrapped))
+    ]
+    refuse_layers(unapplied, lambda layer: False, manager.target_modules, _HINT)
 
 
 def _layer(name: str) -> str:
     return name.partition(".lora_")[0].removeprefix("base_model.model.")
 
 
-def _no_lora(manager: Any, layer: str) -> ConfigError:
-    return ConfigError(
-        f"the engine has no LoRA for layer {layer!r}",
-        expected=f"some of {', '.join(sorted(manager.target_modules))}",
-        hint="adapt gate_proj with up_proj, and q_proj with v_proj; or start the server so that --lora-target-modules "
-        "has the layer",
-    )
-
-
-def _asking(original: Callable[..., Any], manager: Any, kind: type) -> Callable[[Message], Awaitable[tuple[bool, str]]]:
-    async def ask(message: Message) -> tuple[bool, str]:
-        success, words, *_ = await original(manager, kind(action=CHANNEL + json.dumps(message.to_json())))
-        return success, words
-
-    return ask
-
-
-_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS: dict[str, Callable[..., Any]] = {
-    f"{_CONTROL}.check_weights": check_weights,
     f"{_TOKENIZER}._resolve_lora_path": resolve,
     f"{_TOKENIZER}._wait_one_response": respond,
 }

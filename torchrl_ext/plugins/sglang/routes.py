@@ -1,94 +1,166 @@
-"""Routes that other trainers call and a stock SGLang lacks: ``POST /pull_weights`` and ``GET /get_weight_version``.
+"""Routes that the trainers of slime call (`torchrl_ext.compat.slime.routes`), in the process of SGLang's HTTP server.
 
-They are added where SGLang makes the object that its routes call (`TokenizerManager`), in the process of its HTTP
-server. Servers with ``--tokenizer-worker-num`` above 1 load no plugin there, and have not got them.
-
-SGLang's own ``/update_weights_from_disk`` passes over fields that it does not know. With ``load_format="delta"`` its
-workers are told here which ``files`` the call names, in a field of the request that no load from disk uses.
+A stock SGLang lacks ``POST /pull_weights`` and ``GET /get_weight_version``; they are added where SGLang makes the
+object that its routes call (`TokenizerManager`). Its own ``/update_weights_from_disk`` loads checkpoints, and here
+versions as well, with ``load_format="delta"``: our messages to the workers travel as those of any trainer. Servers with
+``--tokenizer-worker-num`` above 1 load no plugin in that process, and have none of this.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import wait
+from contextlib import suppress
 from typing import Any, Final
 
-from torchrl_ext.errors import DeadlineError, EngineError, WeightSyncError
-from torchrl_ext.messages import Message, Poll, Pull
-from torchrl_ext.routes import CHANNEL, answers_in, merged
-from torchrl_ext.types import Text
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import EngineError, EngineRefusedError
+from torchrl_ext.messages import Finish, Join, Message, Poll, Prefetch, Pull, State, read
+from torchrl_ext.plugins.sglang.adapters import answer_adapters, is_for_adapters
+from torchrl_ext.routes import CHANNEL, Flush, answers_in, merged
+from torchrl_ext.types import Info
 
-__all__ = ["HOOKS", "Land", "announced", "load"]
+__all__ = ["HOOKS"]
 
 log = logging.getLogger("torchrl_ext")
 
+_SLIME: Final = "torchrl_ext.compat.slime.routes"  # by its name: nothing here depends on it
 _SERVER: Final = "sglang.srt.entrypoints.http_server"
 _PULL_S: Final = 7200.0
+_STEP_S: Final = 600.0
+_FLUSH_S: Final = 10.0
+_steps: weakref.WeakKeyDictionary[Any, dict[str, Callable[[Info], Any]]] = weakref.WeakKeyDictionary()
 
 
-class Land(Message, frozen=True, kw_only=True):
-    """Says what a server's workers need to know of a call that has them land a version directory.
+def _message_in(action: Any) -> Message | None:
+    """Return our message in the ``action`` of a call of ``/weights_checker``; None where it has none."""
+    if isinstance(action, str) and action.startswith(CHANNEL):
+        with suppress(Exception):  # what is no message is for the workers to refuse
+            return read(json.loads(action.removeprefix(CHANNEL)))
+    return None
 
-    Attributes:
-        files: the names of files that the call has; None for all of the version.
-        paused: whether the server is paused.
-        label: what the weights in service are called.
+
+class _SlimeEngine:
+    """The server behind slime's routes, driven from threads beside its loop.
+
+    Args:
+        manager: SGLang's `TokenizerManager`.
+        loop: the loop that it runs on.
     """
 
-    files: list[Any] | None = None
-    paused: bool = False
-    label: Text | None = None
+    def __init__(self, manager: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._manager, self._loop = weakref.proxy(manager), loop
+        self.model = str(manager.server_args.model_path)
+
+    def paused(self) -> bool:
+        return bool(self._manager.is_pause)
+
+    def pause(self) -> None:
+        if not self.paused():
+            pooled = getattr(self._manager.server_args, "disaggregation_mode", "null") != "null"
+            # in a pool each engine has one half of a request
+            self._call("pause_generation", "PauseGenerationReqInput", mode="abort" if pooled else "retract")
+
+    def resume(self) -> None:
+        self._call("continue_generation", "ContinueGenerationReqInput")
+
+    def label(self) -> str | None:
+        label = self._manager.config_value("weight_version")
+        return None if label is None else str(label)
+
+    def handle(self, message: Message) -> Info:
+        answer = self._ask(message)
+        if isinstance(message, (Join, Prefetch, Pull)):
+            pull = isinstance(message, Pull)
+            asked = Poll(pull=True) if isinstance(message, Pull) else Poll(connection=message.connection)
+            Deadline(_PULL_S if pull else _STEP_S).poll(
+                lambda: not self._ask(asked).get("working"), f"SGLang's workers did not {message.kind}"
+            )
+        return answer
+
+    def pull(self, message: Pull) -> None:
+        self.handle(message)
+
+    def finish(self, message: Finish, label: str | None) -> None:
+        self.handle(message)
+        label = str(message.version) if label is None else label
+        self._call("update_weight_version", "UpdateWeightVersionReqInput", new_version=label, abort_all_requests=False)
+        Deadline(_FLUSH_S).poll(
+            lambda: self._ask(Flush()).get("flushed"),
+            late=lambda: EngineRefusedError("requests that are paused hold the cache of the old weights"),
+        )
+
+    def reload(self, path: str, label: str | None) -> None:
+        """Refuse: SGLang itself loads checkpoints."""
+        raise EngineRefusedError(f"{path} is not loaded here", hint="leave the load format to SGLang")
+
+    def undo(self, landing: bool) -> bool:
+        return not landing  # nobody can tell what workers hold then, or what they cached
+
+    def _ask(self, message: Message) -> Info:
+        success, words, *_ = self._call(
+            "check_weights", "CheckWeightsReqInput", action=CHANNEL + json.dumps(message.to_json())
+        )
+        if not success:
+            raise EngineError(words)
+        return merged(answers_in({"message": words}))
+
+    def _call(self, method: str, kind: str, **fields: Any) -> Any:
+        """Call a method of the manager with one of SGLang's requests, and return its answer."""
+        request = getattr(importlib.import_module("sglang.srt.managers.io_struct"), kind)(**fields)
+        call: Coroutine[Any, Any, Any] = getattr(self._manager, method)(request)
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        within = Deadline(_STEP_S, f"SGLang's {method}")
+        if not wait([future], within.left_s).done:
+            future.cancel()
+            raise within.error()
+        return future.result()
 
 
-_OURS: Final = "torchrl_ext"
-_manifests: list[Any] = []
-"""In a scheduler, while it loads from disk: the call's manifest, from whoever sent the call; see `announced`."""
-
-
-def announced() -> Land:
-    """Return, in a scheduler, what the server's process said of the call that loads from disk.
-
-    Raises:
-        ConfigError: a caller put something else in its place.
-    """
-    for manifest in _manifests:
-        if isinstance(manifest, dict) and _OURS in manifest:
-            return Land.from_json(manifest[_OURS])
-    return Land()
+def _steps_of(manager: Any) -> dict[str, Callable[[Info], Any]]:
+    """Return what slime's routes do; to be called in the server's loop."""
+    if manager not in _steps:
+        engine = _SlimeEngine(manager, asyncio.get_running_loop())
+        _steps[manager] = importlib.import_module(_SLIME).steps_of(engine)
+    return _steps[manager]
 
 
 async def update(original: Callable[..., Any], manager: Any, told: Any, request: Any = None) -> Any:
-    """Wrap the server's part of ``/update_weights_from_disk``: tell workers of a delta's files, and whether it pauses.
-
-    A delta is no checkpoint that the server could go by: what it says of its model stays as it was.
-    """
+    """Wrap the server's part of ``/update_weights_from_disk``: load versions, and let SGLang load anything else."""
     if told.load_format != "delta":
         return await original(manager, told, request)
-    body = {} if request is None else await request.json()
-    label = manager.config_value("weight_version")
-    label = None if label is None else str(label)
-    told.manifest = {_OURS: Land(files=body.get("files"), paused=bool(manager.is_pause), label=label).to_json()}
-    before = manager.served_model_name, manager.model_path, manager.config_value("load_format")
-    try:
-        return await original(manager, told, request)
-    finally:
-        manager.served_model_name, manager.model_path = before[:2]
-        manager.record_config_updates(_OURS, load_format=before[2])
+    if told.abort_all_requests:
+        manager.abort_request(abort_all=True)
+
+    async def body() -> Info:
+        named = {} if request is None else await request.json()  # for ``files``, a field that SGLang does not know
+        known = {name: getattr(told, name) for name in ("model_path", "load_format", "weight_version")}
+        return {**known, "files": named.get("files")}
+
+    step = _steps_of(manager)["/update_weights_from_disk"]
+    answer = await importlib.import_module(_SLIME).answered(step, body())
+    return answer["success"], answer["message"], answer["num_paused_requests"]
 
 
-def load(original: Callable[..., Any], manager: Any, told: Any) -> Any:
-    """Wrap a scheduler's part of it: keep what `update` said for the worker that lands the delta.
+async def check_weights(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
+    """Wrap the server's part of ``/weights_checker``: answer messages about adapters.
 
-    Nothing is read here, where an exception would end the server.
+    To the workers' answer to `State` it adds whether the server itself is paused, which its schedulers do not know of
+    every pause.
     """
-    _manifests.append(getattr(told, "manifest", None))
-    try:
-        return original(manager, told)
-    finally:
-        _manifests.clear()
+    message = _message_in(request.action)
+    if message is not None and is_for_adapters(message):
+        return await answer_adapters(original, manager, message, type(request))
+    success, words, *rest = await original(manager, request, *args)
+    if success and isinstance(message, State):
+        words += " | " + json.dumps({"server": True, "paused": bool(manager.is_pause)})
+    return (success, words, *rest)
 
 
 def init(original: Callable[..., Any], manager: Any, *args: Any, **settings: Any) -> None:
@@ -104,66 +176,26 @@ def init(original: Callable[..., Any], manager: Any, *args: Any, **settings: Any
 
 def _add(app: Any, manager: Any) -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
-    from starlette.responses import JSONResponse
+
+    slime = importlib.import_module(_SLIME)
 
     async def pull_weights(request: Any) -> Any:
-        try:
-            message = Pull.of(json.loads(await request.body()))
-            await _told(manager, message)
-            success, words = True, "Success."
-        except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is
-            success, words = False, str(error) if isinstance(error, WeightSyncError) else f"{error or type(error)}"
-        return JSONResponse({"success": success, "message": words}, status_code=200 if success else 400)
+        return await slime.handler(_steps_of(manager)["/pull_weights"])(request)
 
     async def get_weight_version(request: Any) -> Any:
-        return JSONResponse({"weight_version": manager.config_value("weight_version")})
+        return slime.JSONResponse({"weight_version": manager.config_value("weight_version")})
 
     level = auth_level(AuthLevel.ADMIN_OPTIONAL)
     there = {getattr(route, "path", None) for route in app.routes}
-    for path, endpoint, method in (
-        ("/pull_weights", pull_weights, "POST"),
-        ("/get_weight_version", get_weight_version, "GET"),
-    ):
+    for endpoint, method in ((pull_weights, "POST"), (get_weight_version, "GET")):
+        path = f"/{endpoint.__name__}"
         if path not in there:
             app.add_route(path, level(endpoint), methods=[method])
-
-
-async def _told(manager: Any, message: Message) -> None:
-    """Tell every worker what to begin, and wait until all are done; others' messages pass in between."""
-    await _ask(manager, message)
-    loop = asyncio.get_running_loop()
-    until, pause_s = loop.time() + _PULL_S, 0.02
-    while (await _ask(manager, Poll(pull=True))).get("working"):
-        if loop.time() > until:
-            raise DeadlineError(f"the workers are still pulling after {_PULL_S:g} s")
-        await asyncio.sleep(pause_s)
-        pause_s = min(1.0, 1.5 * pause_s)
-
-
-async def _ask(manager: Any, message: Message) -> dict[str, Any]:
-    from sglang.srt.managers.io_struct import CheckWeightsReqInput
-
-    success, words, *_ = await manager.check_weights(
-        CheckWeightsReqInput(action=CHANNEL + json.dumps(message.to_json()))
-    )
-    if not success:
-        raise EngineError(words)
-    return merged(answers_in({"message": words}))
-
-
-async def state(original: Callable[..., Any], manager: Any, told: Any, request: Any = None) -> Any:
-    """Wrap the server's part of ``/weights_checker``: add to the workers' answer to `State` whether the server itself
-    is paused, which its schedulers do not know of every pause."""
-    success, words, *rest = await original(manager, told, request)
-    action = str(told.action)
-    if success and action.startswith(CHANNEL) and json.loads(action.removeprefix(CHANNEL)).get("kind") == "state":
-        words += " | " + json.dumps({"server": True, "paused": bool(manager.is_pause)})
-    return (success, words, *rest)
 
 
 _MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{_MANAGER}.__init__": init,
-    f"{_MANAGER}.check_weights": state,
+    f"{_MANAGER}.check_weights": check_weights,
     f"{_MANAGER}.update_weights_from_disk": update,
 }

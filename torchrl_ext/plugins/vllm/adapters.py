@@ -2,7 +2,7 @@
 
 =====================================  =========================================================================
 ``GET  /torchrl_ext/adapters``         ``{"adapters": {name: {"version", "path", "in_use"}}}``: what each name stands
-                                       for, and the versions that requests are still at work with
+                                       for, and the versions that requests still use
 ``POST /torchrl_ext/adapters``         a message: `CheckAdapter`, `StageAdapter`, `ServeAdapter` or `UnloadAdapter`
 =====================================  =========================================================================
 
@@ -25,23 +25,23 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, final
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 from torchrl_ext.errors import ConfigError, NotConnectedError
-from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, UnloadAdapter, read
+from torchrl_ext.messages import CheckAdapter, read
+from torchrl_ext.plugins.adapters import AdapterTable, NoAdapterError
 from torchrl_ext.plugins.vllm.internals import internals
-from torchrl_ext.routes import ADAPTERS_ROUTE
-from torchrl_ext.stores.opening import admit
+from torchrl_ext.routes import ListAdapters
 from torchrl_ext.types import Info
-from torchrl_ext.weights.peft import adapter_label, adapter_version
+from torchrl_ext.weights.peft import adapter_version
 
 __all__ = ["AdapterRoutes"]
 
 
 @final
-class AdapterRoutes:
-    """Serves the routes, and keeps what was staged last under each name."""
+class AdapterRoutes(AdapterTable):
+    """Answers the routes, and keeps what was staged last under each name."""
 
     def __init__(self) -> None:
         self._engine: Any = None
@@ -49,92 +49,70 @@ class AdapterRoutes:
         self._staged: dict[str, Any] = {}
         self._times: Counter[str] = Counter()  # how often a path was staged
 
-    def attach(self, router: APIRouter) -> None:
-        """Add the routes to ``router``."""
-        router.add_api_route(ADAPTERS_ROUTE, self.told, methods=["GET"])
-        router.add_api_route(ADAPTERS_ROUTE, self.answer, methods=["POST"])
-
     def init(self, engine_client: Any, state: Any) -> None:
         """Remember the engine, and the server's state."""
         self._engine, self._state = engine_client, state
 
-    async def told(self) -> JSONResponse:
-        """Answer with what each name stands for, and the versions that requests still use."""
-        rows = {
-            name: {
-                "version": adapter_version(request.lora_name),
-                "path": request.lora_path,
-                "in_use": self._in_use(name),
-            }
-            for name, request in self._served.items()
-        }
-        return JSONResponse({"adapters": rows})
+    async def list_adapters(self, request: Request) -> JSONResponse:
+        """Answer with what each name stands for."""
+        return JSONResponse(await self.handle(ListAdapters()))
 
     async def answer(self, request: Request) -> JSONResponse:
         """Do what the message in a request says, and answer the request."""
         try:
-            return JSONResponse(await self._handle(read(await request.json())))
-        except _NotLoaded as error:
-            return JSONResponse({"error": str(error)}, status_code=404)
+            return JSONResponse(await self.handle(read(await request.json())))
         except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is
-            return JSONResponse({"error": str(error) or type(error).__name__}, status_code=400)
+            status = 404 if isinstance(error, NoAdapterError) else 400
+            return JSONResponse({"error": str(error) or type(error).__name__}, status_code=status)
 
-    async def _handle(self, message: Message) -> Info:
-        match message:
-            case CheckAdapter():  # all workers are asked
-                request = internals.WeightTransferInitRequest(init_info=message.to_json())
-                await self._engine.init_weight_transfer_engine(request)
-            case StageAdapter():
-                await self._stage(message.name, message.version, message.path)
-            case ServeAdapter():
-                return self._serve(message.name, adapter_label(message.name, message.version))
-            case UnloadAdapter():
-                self._unload(message.name)
-            case _:
-                raise ConfigError(f"a message of kind {message.kind!r} means nothing to adapters")
-        return {}
+    @property
+    def served(self) -> dict[str, str]:
+        return {name: request.lora_name for name, request in self._requests.items()}
 
-    async def _stage(self, name: str, version: int, path: str) -> None:
+    def row(self, name: str, label: str) -> Info:
+        return {**super().row(name, label), "path": self._requests[name].lora_path, "in_use": self._in_use(name)}
+
+    async def check(self, message: CheckAdapter) -> None:
+        """Ask all workers, which look at the layers of their models."""
+        request = internals.WeightTransferInitRequest(init_info=message.to_json())
+        await self._engine.init_weight_transfer_engine(request)
+
+    async def stage(self, name: str, label: str, path: str) -> None:
         """Load a version under an id of its own."""
         if self._models.is_base_model(name):
             raise ConfigError(f"{name!r} is what the base model is called here", hint="call the adapter something else")
         lora_config = self._engine.vllm_config.lora_config
         if lora_config is None:
             raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
-        admit(path)
         # refused here, since one worker of several that raises leaves later calls a reply behind
         internals.PEFTHelper.from_local_dir(path, None).validate_legal(lora_config)
         number = self._models.lora_id_counter.inc(1)
         # a trainer may begin anew in an emptied root: another spelling keeps vLLM off what it cached of older files
         again = "/." * self._times[path]
         self._times[path] += 1
-        request = internals.LoRARequest(
-            lora_name=adapter_label(name, version), lora_int_id=number, lora_path=path + again
-        )
+        request = internals.LoRARequest(lora_name=label, lora_int_id=number, lora_path=path + again)
         if not await self._engine.add_lora(request):
             raise ConfigError(f"the workers did not take {path}")
         self._staged[name] = request
 
-    def _serve(self, name: str, label: str) -> Info:
-        """Point the name at what was staged."""
+    def serve(self, name: str, label: str) -> Info:
         request = self._staged.pop(name, None)
         if request is None or request.lora_name != label:
             raise NotConnectedError(f"{label} is not staged", hint="load the adapter again")
-        self._served[name] = request
+        self._requests[name] = request
         return {"in_use": self._in_use(name)}
 
-    def _unload(self, name: str) -> None:
-        """Forget a name; running requests end with the version that they began with."""
+    async def unload(self, name: str) -> None:
         self._staged.pop(name, None)
-        if self._served.pop(name, None) is None:
-            raise _NotLoaded(f"no adapter {name!r} is loaded; there are: {', '.join(self._served) or 'none'}")
+        del self._requests[name]
 
     @property
     def _models(self) -> Any:
         return self._state.openai_serving_models
 
     @property
-    def _served(self) -> dict[str, Any]:
+    def _requests(self) -> dict[str, Any]:
+        """What vLLM looks names up in."""
         return self._models.lora_requests
 
     def _in_use(self, name: str) -> list[int]:
@@ -143,7 +121,3 @@ class AdapterRoutes:
         labels = {request.lora_name for request in running if request is not None}
         versions = (adapter_version(label) for label in labels if label.rpartition("@")[0] == name)
         return sorted(version for version in versions if version is not None)
-
-
-class _NotLoaded(Exception):
-    """Raised where no adapter of that name is loaded."""

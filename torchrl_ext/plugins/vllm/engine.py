@@ -3,7 +3,7 @@
 Messages come as the ``init_info`` of ``/init_weight_transfer_engine`` and the ``update_info`` of ``/update_weights``;
 `Start` and `Finish` have routes of their own, without a body.
 
-How failures and answers are told. vLLM's multi-process executor reads the replies of its workers in order of rank and
+How failures and answers travel. vLLM's multi-process executor reads the replies of its workers in order of rank and
 raises at the first bad one, without reading the replies behind it (`MultiprocExecutor.collective_rpc`, 0.32): a worker
 that raises ahead of others would leave every later call one reply behind. So the workers agree after each step, and
 where any of them failed the last one alone raises, in the words of all. The routes hand nothing back but an error's
@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from torchrl_ext.errors import EngineError, ManifestError
+from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.messages import CheckAdapter, Finish, Join, Message, Reset, Start, read, stamped
+from torchrl_ext.plugins.adapters import refuse_layers
+from torchrl_ext.plugins.found import started_with
 from torchrl_ext.plugins.loader import EngineLoader
 from torchrl_ext.plugins.refusals import check_adapter
 from torchrl_ext.plugins.vllm.internals import internals
@@ -32,7 +34,7 @@ from torchrl_ext.routes import ANSWERS, OPEN_UPDATE, escaped
 from torchrl_ext.sync.worker_end import WorkerEnd, joined, words_of
 from torchrl_ext.types import Info
 
-__all__ = ["TorchRLExtEngine", "told_all"]
+__all__ = ["TorchRLExtEngine", "agreed", "gather_words"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -57,7 +59,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(self, config: Any, *where: Any) -> None:
+    def __init__(self, config: Any, *where: Any, base: str | None = None) -> None:
         super().__init__(config, *where)  # vLLM's configuration, the device and the model
         internals.log_missing()
         vllm_config, parallel = self.vllm_config, self.parallel_config
@@ -68,8 +70,8 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._loader,
             rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
             workers=parallel.world_size_across_dp,
-            agree=told_all,
-            base=str(vllm_config.model_config.model),
+            agree=gather_words,
+            base=base or started_with(self.model, vllm_config.model_config),
         )
         self._sound = False  # the update was started, and no part of it failed on any worker
         self._open = False  # as the worker around us sees it: it was started and neither failed nor finished here
@@ -83,13 +85,13 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Do what a message says that loads nothing: join, prefetch, rehearse, check an adapter, answer."""
         with internals.set_current_vllm_config(self.vllm_config):
-            self._told(lambda: self._prepare(init_info.info))
+            agreed(lambda: self._prepare(init_info.info), last=self._is_last)
 
     def start_weight_update(self) -> None:
         """Begin an update; what an earlier one left behind is cleared first."""
         self._sound = self._open = False
         try:
-            self._sound = self._open = self._told(lambda: self._end.handle(self._own(Start())))
+            self._sound = self._open = agreed(lambda: self._end.handle(self._own(Start())), last=self._is_last)
         finally:
             if not self._sound:
                 self._layers.roll_back()  # also where it failed on another worker alone
@@ -104,7 +106,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Do the work of `update_weights`, without waiting for the device."""
         sound, self._sound = self._sound, False
         opened, self._open = self._open, self._open and not self._is_last  # the worker around us ends it if we raise
-        self._sound = self._told(lambda: self._end.handle(read(update_info.info))) and sound
+        self._sound = agreed(lambda: self._end.handle(read(update_info.info)), last=self._is_last) and sound
         self._open = opened
 
     def finish_weight_update(self) -> None:
@@ -117,7 +119,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._layers.roll_back()
             self._end.receiver.invalidate()
         else:
-            self._told(lambda: self._end.handle(self._own(Finish(version=self._end.receiver.version))))
+            agreed(lambda: self._end.handle(self._own(Finish(version=self._end.receiver.version))), last=self._is_last)
 
     def invalidate(self, *, whole: bool) -> None:
         """Note that vLLM loaded the model by itself: the next version does not build on what it holds.
@@ -145,7 +147,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _prepare(self, told: Info) -> Info:
         message = read(told)
         if isinstance(message, CheckAdapter):
-            self._end.together(lambda: _check_adapter(self.model, self.vllm_config, message))
+            self._end.together(lambda: _check_layers(self.model, self.vllm_config, message))
             return {}
         if isinstance(message, Join):
             self._end.together(self._refuse_second)
@@ -156,55 +158,58 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._open:
             raise EngineError(OPEN_UPDATE, hint="end it with POST /finish_weight_update")
 
-    def _told(self, step: Callable[[], Info]) -> bool:
-        """Return whether ``step``, in which workers agree, went well on all of them.
 
-        Raises:
-            EngineError: on the last worker only, when it failed, or has an answer.
-        """
-        try:
-            answer = step()
-        except Exception as error:
-            if self._is_last:
-                raise EngineError(escaped(words_of(error))) from error
-            return False
-        if answer:
-            answers = told_all(ANSWERS + json.dumps(answer))
-            if self._is_last:
-                raise EngineError(escaped(joined(answers)))
-        return True
+def agreed(step: Callable[[], Info | None], *, last: bool) -> bool:
+    """Return whether ``step``, in which workers agree, went well on all of them.
+
+    Args:
+        last: whether this worker's reply is the last one that vLLM reads.
+
+    Raises:
+        EngineError: on the last worker only, when the step failed, or has an answer.
+    """
+    try:
+        answer = step()
+    except Exception as error:
+        if last:
+            raise EngineError(escaped(words_of(error))) from error
+        return False
+    if answer:
+        answers = gather_words(ANSWERS + json.dumps(answer))
+        if last:
+            raise EngineError(escaped(joined(answers)))
+    return True
 
 
-def told_all(words: str) -> list[str]:
+def gather_words(words: str) -> list[str]:
     """Return the messages of all workers of this engine; ranks lie as `initialize_model_parallel` lays them out."""
     groups = (internals.get_tp_group(), internals.get_pcp_group(), internals.get_pp_group())
     return agree(words, *(group.cpu_group for group in groups if group.world_size > 1))
 
 
-def _check_adapter(model: Any, vllm_config: Any, message: CheckAdapter) -> None:
-    """Refuse an adapter with a layer that has no LoRA on this worker.
+def _check_layers(model: Any, vllm_config: Any, message: CheckAdapter) -> None:
+    """Refuse, on a worker, an adapter with a layer that has no LoRA there.
 
     vLLM itself refuses a layer by the last part of its name only, and passes over any other that it does not find:
     such an adapter would be served without a part of it.
 
     Raises:
-        ConfigError, StoreError: see `check_adapter`.
-        ManifestError: names the first layer that has no LoRA here.
+        ConfigError, StoreError: see `check_adapter` and `refuse_layers`.
     """
     manager: Any = getattr(model, "lora_manager", None)
     most = None if manager is None else manager.lora_config.max_lora_rank
     check_adapter(message, enabled=manager is not None, max_rank=most)
+    if vllm_config.parallel_config.pipeline_parallel_size == 1:
+        wrapped = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
+        known = {name.rpartition(".")[2] for name in wrapped}
+        refuse_layers(_layers_of(model, message), wrapped.__contains__, known)
+
+
+def _layers_of(model: Any, message: CheckAdapter) -> Iterator[str]:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    mapper = None if mapper is None else mapper.get_rename_mapper()
-    wrapped = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
-    for meta in message.params if vllm_config.parallel_config.pipeline_parallel_size == 1 else ():
+    renames: Callable[[str], str] | None = None if mapper is None else mapper.get_rename_mapper()
+    for meta in message.params:
         try:
-            layer = internals.parse_fine_tuned_lora_name(meta.name, mapper)[0]
+            yield internals.parse_fine_tuned_lora_name(meta.name, renames)[0]
         except ValueError as error:
-            raise ManifestError(f"vLLM cannot load {meta.name}: {error}", expected="plain LoRA tensors") from None
-        if layer not in wrapped and ".experts" not in layer:
-            raise ManifestError(
-                f"the engine has no LoRA for layer {layer!r}",
-                expected=f"some of {', '.join(sorted({name.rpartition('.')[2] for name in wrapped}))}",
-                hint="leave it out of target_modules, or start the server so that --lora-target-modules has it",
-            )
+            raise ConfigError(f"vLLM cannot load {meta.name}: {error}", expected="plain LoRA tensors") from None

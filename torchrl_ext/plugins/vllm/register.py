@@ -8,18 +8,21 @@ that was made with another backend, or with none, gets ours by the collective ca
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from torchrl_ext.messages import partial_version
-from torchrl_ext.plugins.found import enable, grant_tiles
+from torchrl_ext.plugins.found import enable, started_with
 from torchrl_ext.routes import BACKEND, TAKE_OVER
 
 __all__ = ["register"]
 
 _TESTED = "0.32.0"
+_BACKEND = "torchrl_ext.plugins.vllm.engine"
+_WHOLE = "torchrl_ext_whole"
+"""The collective call that asks vLLM's workers whether they may generate."""
 
 
 def register() -> None:
@@ -29,14 +32,11 @@ def register() -> None:
     release does not have is logged, and nothing is raised.
     """
     needed = {
-        "bfloat16 may end in SIGILL on this CPU": grant_tiles,
         "it follows no trainer by our transports": _register_backend,
         "vime's trainers cannot have it pull versions": _add_pull,
         "an engine that was made without our backend cannot get it": _offer_backend,
         "whoever resumes it may let it serve a part of an update": _guard_resume,
     }
-    if os.environ.get("TORCHRL_EXT_PLAIN_LINEARS") == "1":
-        needed["TORCHRL_EXT_PLAIN_LINEARS has no effect"] = _keep_linears_plain
     enable("vLLM", "vllm", _TESTED, needed)
 
 
@@ -44,17 +44,15 @@ def _register_backend() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     try:
-        WeightTransferEngineFactory.register_engine(BACKEND, "torchrl_ext.plugins.vllm.engine", "TorchRLExtEngine")
+        WeightTransferEngineFactory.register_engine(BACKEND, _BACKEND, "TorchRLExtEngine")
     except ValueError:
         return  # registered by an earlier call
 
 
 def _add_pull() -> None:
-    """Give workers the method ``pull_weights``, which remember their checkpoint and notice when vLLM loads another.
+    """Give workers the method ``pull_weights``, and have them notice when vLLM loads another checkpoint.
 
-    vLLM's own ``reload_weights`` puts the path that it loads in place of the one that the worker was started with. So
-    `WorkerBase.__init__` is wrapped, and each worker's ``reload_weights``. Where vime's patch has put ``pull_weights``
-    there, that one stays.
+    `WorkerBase.__init__` is wrapped, and each worker's ``reload_weights``. A ``pull_weights`` of vime's patch stays.
     """
     from vllm.v1.worker.worker_base import WorkerBase
 
@@ -64,7 +62,7 @@ def _add_pull() -> None:
 
     def init(worker: Any, *args: Any, **settings: Any) -> None:
         begin(worker, *args, **settings)
-        worker.started_with = str(worker.model_config.model)
+        started_with(worker, worker.model_config)
         reload = getattr(worker, "reload_weights", None)
         if reload is not None:
             worker.reload_weights = functools.partial(_reload, worker, reload)
@@ -74,24 +72,41 @@ def _add_pull() -> None:
         WorkerBase.pull_weights = _pull
 
 
-def _pull(
-    worker: Any, local_checkpoint_dir: str, source_dir: str, target_version: int, pre_read_hook: str | None = None
-) -> dict[str, Any]:
-    from torchrl_ext.plugins.vllm.pull import pulled
+def _pull(worker: Any, /, *given: Any, **told: Any) -> dict[str, Any]:
+    """Bring the checkpoint on this worker's host to a version, as vime's trainers ask for it.
 
-    told = {"local_checkpoint_dir": local_checkpoint_dir, "source_dir": source_dir, "target_version": target_version}
-    return pulled(worker, worker.started_with, told, pre_read_hook)
+    It runs in the loop of vLLM's workers: no token is made meanwhile, other than with ``POST /pull_weights``. Workers
+    read the arguments where they agree, so that all of them refuse bad ones.
+    """
+    from torchrl_ext.plugins.vllm.engine import agreed, gather_words
+    from torchrl_ext.sync.worker_end import together
+
+    slime = import_module("torchrl_ext.compat.slime.routes")
+    told |= dict(zip(slime.VIMES_ARGUMENTS, given, strict=False))
+    start, parallel = started_with(worker, worker.model_config), worker.vllm_config.parallel_config
+    went_well = agreed(
+        lambda: together(gather_words, lambda: slime.pull_for_vime(told, start)),
+        last=parallel.rank == parallel.world_size - 1,
+    )
+    return {"success": went_well, "weight_version": str(told.get("target_version"))}
 
 
 def _reload(worker: Any, reload: Callable[..., None], *args: Any, **settings: Any) -> None:
-    from torchrl_ext.plugins.vllm.pull import reloaded
-
     whole = False
     try:
         reload(*args, **settings)
         whole = True
     finally:
-        reloaded(worker, whole=whole)
+        engine = _engine_of(worker)
+        if engine is not None:
+            engine.invalidate(whole=whole)
+
+
+def _engine_of(worker: Any) -> Any:
+    """Return the backend of a worker where it is ours, else None."""
+    ours = sys.modules.get(_BACKEND)  # imported once a worker has our backend
+    engine = getattr(worker, "weight_transfer_engine", None)
+    return engine if ours is not None and isinstance(engine, ours.TorchRLExtEngine) else None
 
 
 def _offer_backend() -> None:
@@ -111,19 +126,15 @@ def _take_over(worker: Any) -> None:
 
     from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine
 
-    other = worker.weight_transfer_engine
-    if isinstance(other, TorchRLExtEngine):
+    if _engine_of(worker) is not None:
         return
     if worker._weight_update_active:
         raise RuntimeError("an update of another trainer is open: end it before this engine follows a new one")
-    config, model = WeightTransferConfig(backend=BACKEND), worker.model_runner.get_model()
-    worker.weight_transfer_engine = TorchRLExtEngine(config, worker.vllm_config, worker.device, model)
+    other, model = worker.weight_transfer_engine, worker.model_runner.get_model()
+    config, base = WeightTransferConfig(backend=BACKEND), started_with(worker, worker.model_config)
+    worker.weight_transfer_engine = TorchRLExtEngine(config, worker.vllm_config, worker.device, model, base=base)
     if other is not None:
         other.shutdown()
-
-
-_WHOLE = "torchrl_ext_whole"
-"""The collective call that asks vLLM's workers whether they may generate."""
 
 
 def _guard_resume() -> None:
@@ -149,19 +160,5 @@ def _refusing_parts(resume: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def _is_whole(worker: Any) -> bool:
     """Return whether a worker holds one version, whole; of another backend than ours nobody knows better."""
-    ours = sys.modules.get("torchrl_ext.plugins.vllm.engine")  # there, once a worker has our backend
-    engine = getattr(worker, "weight_transfer_engine", None)
-    return ours is None or not isinstance(engine, ours.TorchRLExtEngine) or engine.whole
-
-
-def _keep_linears_plain() -> None:
-    """Make a CPU vLLM keep linear weights as they are on a GPU: plain tensors that can be written in place.
-
-    Both kinds of packing are switched off before a model is loaded. This serves to try what a GPU engine does.
-    """
-    import vllm._custom_ops as ops
-    import vllm.model_executor.layers.utils as layers
-
-    _ = ops._supports_onednn, layers.check_cpu_sgl_kernel  # raises where they are absent: setting them would do nothing
-    ops._supports_onednn = False
-    layers.check_cpu_sgl_kernel = lambda *_: False
+    engine = _engine_of(worker)
+    return engine is None or bool(engine.whole)

@@ -1,4 +1,4 @@
-"""`VLLMScorer` gets log-probabilities of given tokens from vLLM's `LLM` or `AsyncLLM`, in their own process."""
+"""Log-probabilities of given tokens from vLLM's `LLM` or `AsyncLLM`, in their own process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-__all__ = ["VLLMScorer"]
+__all__ = ["logprobs"]
 
 _SAMPLING = SamplingParams(  # 0: the prompt's own tokens, whatever their rank
     prompt_logprobs=0,
@@ -21,34 +21,24 @@ _SAMPLING = SamplingParams(  # 0: the prompt's own tokens, whatever their rank
 )
 
 
-class VLLMScorer:
-    """Gets log-probabilities of given tokens from a vLLM object.
+def logprobs(
+    llm: Any, prompts: Sequence[Sequence[int]], *, asynchronous: bool
+) -> list[list[float]] | Awaitable[list[list[float]]]:
+    """Return what `EngineClient.logprobs` does; of an `AsyncLLM` an awaitable of it, for its loop."""
+    if asynchronous:
+        return _ask_all(llm, prompts)
+    asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs = llm.generate(asked, _SAMPLING, use_tqdm=False)
+    return [_read(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
 
-    Args:
-        llm: the object.
-        asynchronous: whether it is an `AsyncLLM`.
-    """
 
-    def __init__(self, llm: Any, asynchronous: bool) -> None:
-        self._llm, self._asynchronous = llm, asynchronous
-
-    def ask(self, prompts: Sequence[Sequence[int]]) -> list[list[float]] | Awaitable[list[list[float]]]:
-        """Return what `EngineClient.logprobs` does; of an `AsyncLLM` an awaitable of it, for its loop."""
-        if self._asynchronous:
-            return self._ask_all(prompts)
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self._llm.generate(asked, _SAMPLING, use_tqdm=False)
-        return [_read(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
-
-    async def _ask_all(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        found = []
-        for prompt in prompts:
-            answers = self._llm.generate(
-                {"prompt_token_ids": list(prompt)}, _SAMPLING, f"torchrl-ext-{uuid.uuid4().hex}"
-            )
-            (output,) = [answer async for answer in answers]
-            found.append(_read(prompt, output))
-        return found
+async def _ask_all(llm: Any, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    found = []
+    for prompt in prompts:
+        answers = llm.generate({"prompt_token_ids": list(prompt)}, _SAMPLING, f"torchrl-ext-{uuid.uuid4().hex}")
+        (output,) = [answer async for answer in answers]
+        found.append(_read(prompt, output))
+    return found
 
 
 def _read(prompt: Sequence[int], output: Any) -> list[float]:

@@ -88,7 +88,6 @@ class SGLangSpec(StockSpec):
             environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys([*allowed.split(","), "torchrl_ext"]))
         if self.on_cpu:
             environ["SGLANG_USE_CPU_ENGINE"] = "1"
-            environ["TORCHRL_EXT_UNPINNED"] = "1"  # SGLang's LoRA pins memory, which needs a GPU
             environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "2")
             workers = _workers([f"--tp-size={self.tensor_parallel_size}", *self.extra_args])
             if workers > 1:

@@ -28,9 +28,6 @@ class VLLMSpec(StockSpec):
 
     The LoRA rank is rounded up to one that vLLM supports. On a CPU, tensor-parallel workers share the cores unless
     ``OMP_NUM_THREADS`` is set.
-
-    Attributes:
-        plain_linears: CPU only: keep linear weights as plain tensors, like on a GPU, instead of packing them.
     """
 
     name: ClassVar[str] = "vllm"
@@ -40,8 +37,6 @@ class VLLMSpec(StockSpec):
     negates: ClassVar[bool] = True
     unguarded: ClassVar[str] = "/pause, /update_weights and /collective_rpc"
     shared_memory: ClassVar[tuple[str, ...]] = ("vllm_dist_",)
-
-    plain_linears: bool = False
 
     @classmethod
     def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
@@ -83,8 +78,6 @@ class VLLMSpec(StockSpec):
                 # unbound, every worker would start a thread per core, and the threads would spin while they wait
                 own["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // self.tensor_parallel_size))
             environ |= {name: os.environ.get(name, value) for name, value in own.items()}
-        if self.plain_linears:
-            environ["TORCHRL_EXT_PLAIN_LINEARS"] = "1"
         return environ
 
 

@@ -308,7 +308,7 @@ class VLLMObjectPort(LocalPort):
         if not prompts:
             return []
         scorer = importlib.import_module("torchrl_ext.plugins.vllm.scorer")  # here, because it imports vLLM
-        return self._done(scorer.VLLMScorer(self._llm, self._asynchronous).ask(prompts))
+        return self._done(scorer.logprobs(self._llm, prompts, asynchronous=self._asynchronous))
 
     def _workers(self, method: str, **arguments: Any) -> None:
         """Call a method on every worker; raises as `_do`, with a worker's message."""

@@ -1,0 +1,67 @@
+"""Some hundreds of damaged requests to every route of ours on real servers, which go on serving what they served."""
+
+import json
+import random
+
+import httpx
+import pytest
+
+from tests.hostile import worse_json
+from tests.plugins.test_damaged_calls import EVERY
+from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.messages import FORMAT, read
+from torchrl_ext.routes import ADAPTERS_ROUTE, CHANNEL
+
+pytestmark = pytest.mark.engine
+
+LOAD = {"model_path": "/nothing/weight_v000003", "load_format": "delta", "weight_version": "3", "files": ["a"]}
+PULL = {"local_checkpoint_dir": "/nothing/local", "source_dir": "/nothing", "target_version": 3}
+ACTIONS = ["", "no json", "[]", "{}", "[" * 100_000, f'{{"format": {FORMAT}, "kind": "poll", "connection": "\ud800"}}']
+
+
+def damaged_message(chance):
+    """A message that no worker can read."""
+    while True:
+        message = worse_json(chance.choice(EVERY).to_json(), chance)
+        try:
+            read(message)
+        except WeightSyncError:
+            return message
+
+
+def of_vllm(chance):
+    message = damaged_message(chance)
+    pull = {"method": "pull_weights", "kwargs": worse_json(PULL, chance)}
+    return [
+        ("/init_weight_transfer_engine", {"init_info": message}),
+        ("/update_weights", {"update_info": message}),
+        ("/update_weights_from_disk", worse_json(LOAD, chance) | {"load_format": "delta"}),
+        ("/pull_weights", worse_json(PULL, chance)),
+        (ADAPTERS_ROUTE, message),
+        ("/collective_rpc", pull),
+    ]
+
+
+def of_sglang(chance):
+    text = json.dumps(damaged_message(chance))
+    return [
+        ("/weights_checker", {"action": CHANNEL + text}),
+        ("/weights_checker", {"action": CHANNEL + text[: chance.randrange(len(text))]}),
+        ("/weights_checker", {"action": CHANNEL + chance.choice(ACTIONS)}),
+        ("/update_weights_from_disk", worse_json(LOAD, chance) | {"load_format": "delta"}),
+        ("/pull_weights", worse_json(PULL, chance)),
+    ]
+
+
+@pytest.mark.parametrize(("kind", "requests"), [("vllm", of_vllm), ("sglang", of_sglang)])
+def test_no_damaged_request_ends_a_server_or_changes_what_it_serves(request, kind, requests):
+    served, chance = request.getfixturevalue(kind), random.Random(8)
+    pid, label, said = served.server.pid, served.version(), served.tokens()
+    with httpx.Client(base_url=served.url, timeout=120) as http:
+        for _ in range(80):
+            for route, body in requests(chance):
+                content = json.dumps(body)  # NaN as well
+                answer = http.post(route, content=content, headers={"content-type": "application/json"})
+                assert 400 <= answer.status_code <= 500, (route, body, answer.text)
+    assert served.server.pid == pid and served.server.alive() and not served.paused()
+    assert (served.version(), served.tokens()) == (label, said)

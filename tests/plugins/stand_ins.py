@@ -1,0 +1,206 @@
+"""The parts of vLLM's and SGLang's servers that our plugins call, each over one worker that is a real end of ours."""
+
+import asyncio
+import json
+import sys
+import threading
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.messages import Finish, Start, read
+from torchrl_ext.plugins.sglang import routes as sglang_routes
+from torchrl_ext.plugins.vllm import endpoint
+from torchrl_ext.routes import ANSWERS, CHANNEL, Flush
+from torchrl_ext.sync.worker_end import WorkerEnd
+from torchrl_ext.weights.digests import tensor_digest
+
+REQUESTS = (
+    "PauseGenerationReqInput", "ContinueGenerationReqInput", "UpdateWeightVersionReqInput", "CheckWeightsReqInput",
+    "CheckWeightsReqOutput", "LoadLoRAAdapterReqInput", "UnloadLoRAAdapterReqInput",
+)  # fmt: skip
+
+
+class Engine:
+    """What both have.
+
+    Attributes:
+        held: the weights in service.
+        hangs: the call that does not return until `let_go` is set; `hanging` is set once it is there.
+        fails: the call that fails once.
+    """
+
+    def __init__(self, held, model):
+        self.held, self.model = held, str(model)
+        self.end = WorkerEnd(TensorsLoader(held), rank=0, workers=1, agree=lambda words: [words], base=self.model)
+        self.paused, self.label, self.loaded = False, "0", []
+        self.hangs = self.fails = ""
+        self.hanging, self.let_go = threading.Event(), threading.Event()
+
+    def digests(self):
+        return {name: tensor_digest(tensor) for name, tensor in self.held.items()}
+
+    async def reached(self, call):
+        if call == self.hangs:
+            self.hanging.set()
+            while not self.let_go.is_set():
+                await asyncio.sleep(0.01)
+        if call == self.fails:
+            self.fails = ""
+            raise RuntimeError("out of memory")
+
+
+class VLLM(Engine):
+    """vLLM's `AsyncLLM`."""
+
+    def __init__(self, held, model, backend="torchrl_ext"):
+        super().__init__(held, model)
+        transfer = None if backend is None else SimpleNamespace(backend=backend)
+        config = SimpleNamespace(multimodal_config=None)
+        self.vllm_config = SimpleNamespace(
+            weight_transfer_config=transfer, model_config=config, kv_transfer_config=None, lora_config=None
+        )
+        self.output_processor = SimpleNamespace(request_states={})
+
+    async def is_paused(self):
+        return self.paused
+
+    async def is_sleeping(self):
+        return False
+
+    async def pause_generation(self, mode, clear_cache):
+        self.paused = True
+
+    async def resume_generation(self):
+        self.paused = False
+
+    async def get_weight_version(self):
+        return self.label
+
+    async def update_weight_version(self, label):
+        self.label = label
+
+    async def reset_prefix_cache(self, *_, **__):
+        return True
+
+    async def collective_rpc(self, method, kwargs=None):
+        await self.reached({"start_weight_update": "start", "update_weights": "load"}.get(method, method))
+        if method == "pull_weights":
+            return
+        if method == "reload_weights":
+            self.loaded.append(kwargs["weights_path"])
+            return
+        own = {"connection": self.end.receiver.connection}  # as the plugin takes it for routes without a body
+        message = {"start_weight_update": Start(**own), "finish_weight_update": Finish(version=1, **own)}.get(method)
+        answer = self.end.handle(read(next(iter(kwargs.values()))) if message is None else message)
+        if answer:
+            raise RuntimeError(ANSWERS + json.dumps(answer))
+
+    async def init_weight_transfer_engine(self, request):
+        raise RuntimeError("LoRA is not enabled")
+
+    def app(self, key=None):
+        """The server's application."""
+        plugin = endpoint.UpdateFromDisk()
+        models = SimpleNamespace(lora_requests={}, is_base_model=lambda name: False)
+
+        @asynccontextmanager
+        async def lifespan(app):
+            args = SimpleNamespace(model=self.model, api_key=[key] if key else None)
+            await plugin.init_state(self, SimpleNamespace(openai_serving_models=models), args)
+            yield
+
+        async def sleeping(request):
+            return JSONResponse({"is_sleeping": False})
+
+        app = Starlette(routes=[Route("/is_sleeping", sleeping)], lifespan=lifespan)
+        plugin.attach_router(app)
+        return app
+
+
+class SGLang(Engine):
+    """SGLang's `TokenizerManager`, and its one scheduler."""
+
+    def __init__(self, held, model):
+        super().__init__(held, model)
+        self.server_args = SimpleNamespace(model_path=self.model, disaggregation_mode="null")
+        self.lora_registry = SimpleNamespace(get_all_adapters=dict)
+
+    @property
+    def is_pause(self):
+        return self.paused
+
+    def config_value(self, name):
+        return self.label
+
+    def abort_request(self, *, abort_all):
+        pass
+
+    async def pause_generation(self, request):
+        self.paused = True
+
+    async def continue_generation(self, request):
+        self.paused = False
+
+    async def update_weight_version(self, request):
+        self.label = request.new_version
+
+    async def check_weights(self, request, *_):
+        message = read(json.loads(request.action.removeprefix(CHANNEL)))
+        await self.reached("pull_weights" if message.kind == "pull" else message.kind)
+        try:
+            answer = {"flushed": True} if isinstance(message, Flush) else self.end.handle(message)
+        except Exception as error:  # noqa: BLE001 - as the plugin answers
+            return False, str(error), None, None
+        return True, json.dumps(answer), None, None
+
+    def app(self, key=None):
+        """The server's application."""
+
+        async def theirs(manager, told, request):
+            self.loaded.append(told.model_path)
+            return True, "loaded by SGLang", 0
+
+        async def update(request):
+            body = await request.json()
+            fields = {"abort_all_requests": False, "load_format": None, "weight_version": None, **body}
+            success, message, paused = await sglang_routes.update(theirs, self, SimpleNamespace(**fields), request)
+            content = {"success": success, "message": message, "num_paused_requests": paused}
+            return JSONResponse(content, status_code=200 if success else 400)
+
+        app = Starlette(routes=[Route("/update_weights_from_disk", update, methods=["POST"])])
+        sys.modules["sglang.srt.entrypoints.http_server"].app = app
+        sglang_routes.init(lambda manager: None, self)
+        return app
+
+
+def add_sglang(patch):
+    """Put modules of SGLang where the plugin imports them; the patch ends that."""
+    modules = {
+        "sglang.srt.entrypoints.http_server": SimpleNamespace(app=None),
+        "sglang.srt.managers.io_struct": SimpleNamespace(**dict.fromkeys(REQUESTS, SimpleNamespace)),
+        "sglang.srt.utils.auth": SimpleNamespace(
+            AuthLevel=SimpleNamespace(ADMIN_OPTIONAL=None), auth_level=lambda level: lambda endpoint: endpoint
+        ),
+        "sglang.srt.runtime_context": SimpleNamespace(
+            get_lora=lambda: SimpleNamespace(enable_lora=False, max_lora_rank=8)
+        ),
+        "sglang.srt.distributed.parallel_state": SimpleNamespace(
+            get_tp_group=lambda: SimpleNamespace(cpu_group=None, world_size=1),
+            get_pp_group=lambda: SimpleNamespace(world_size=1),
+        ),
+    }
+    for name, module in modules.items():
+        patch.setitem(sys.modules, name, module)
+    patch.setattr("torchrl_ext.plugins.workers.agree", lambda words, *_: [words])
+
+
+@pytest.fixture
+def sglang(monkeypatch):
+    """Modules of SGLang."""
+    add_sglang(monkeypatch)
