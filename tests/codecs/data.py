@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_ext.codecs.token_loops import steps_between
+from torchrl_ext.codecs.units import unit_of, units
 from torchrl_ext.types import ParamMeta, dtype_name
 
 DTYPES = [
@@ -36,6 +39,15 @@ def random_bits(count: int, dtype: torch.dtype, generator: torch.Generator) -> T
     """Any bit pattern: NaNs with payloads, infinities, both zeros, subnormals."""
     raw = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
     return (raw & 1 if dtype == torch.bool else raw).view(dtype)
+
+
+def steps_of(old: Tensor, new: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of the units that differ between two tensors of one dtype, and the steps between them."""
+    unit, before, after = unit_of(old.dtype), units(old), units(new)
+    positions = np.flatnonzero(before != after)
+    steps = np.empty(positions.size, unit.dtype)
+    steps_between(before[positions], after[positions], unit.top, unit.mask, unit.ordered, steps)
+    return positions, steps
 
 
 def small_steps(old: Tensor, where: Tensor, generator: torch.Generator) -> Tensor:

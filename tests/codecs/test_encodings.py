@@ -33,7 +33,10 @@ def test_an_encoding_that_nobody_knows_is_refused_with_the_names_that_exist():
             codec_from_json(info)
 
 
-@pytest.mark.parametrize("settings", [{"link_bytes_s": 0}, {"threads": True}, {"link_bytes_s": float("nan")}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"link_bytes_s": 0}, {"link_bytes_s": float("nan")}, {"link_bytes_s": "x"}, {"threads": True}, {"threads": 1.5}],
+)
 def test_speeds_that_are_none_are_refused(settings):
     with pytest.raises(ConfigError, match="positive"):
         make_codec("auto", **settings)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import xxhash
@@ -54,26 +53,6 @@ def test_a_flipped_bit_anywhere_is_found_and_so_is_another_end(row):
         for data in (bytes(bad), payload[:at] or b"\0", payload + b"\0"):
             with pytest.raises(IntegrityError, match="'w'"):
                 codec.decode(data, meta, old)
-
-
-@rows
-def test_damage_with_a_fitting_checksum_is_refused_or_a_change_of_the_tensor(row):
-    codec, payload, meta, old, _ = parts(row)
-    generator = np.random.default_rng(0)
-    with at_most_more_bytes(512 << 20):
-        for number in range(150):
-            bad = bytearray(payload)
-            reach = min(len(bad) - 8, (12, 60, 1 << 20)[number % 3])
-            for at in generator.integers(0, reach, 1 + number % 2):
-                bad[at] = generator.integers(256)
-            if number % 10 == 0:
-                del bad[reach // 2]
-            try:
-                patch = codec.decode(sealed(bytes(bad)), meta, old)
-            except IntegrityError as error:
-                assert "'w'" in str(error)
-            else:
-                apply_patch(patch, old.clone())
 
 
 @pytest.mark.parametrize("name", ["ulp", "context", "dense"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 
@@ -12,104 +11,52 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.codecs.models import flat, models, placed
 from torchrl_ext.codecs import streams
 from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.codecs.streams import StreamPatch, find, fold
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.kernels.base import LINEAR, POSITION, flat_bits
-from torchrl_ext.stores.table import ParamTable, Segment
+from torchrl_ext.kernels.base import LINEAR, POSITION
+from torchrl_ext.stores import table as table_module
+from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import position_digest
 
-DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.float64, torch.complex128]
 
-
-@st.composite
-def models(draw):
-    """A table of plain or cut parameters, and their tensors before and after."""
-    shapes = draw(st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12))
-    metas = [ParamMeta(f"p{n}", draw(st.sampled_from(DTYPES)), shape) for n, shape in enumerate(shapes)]
-    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
-    density = draw(st.sampled_from([0.0, 0.1, 1.0]))
-
-    def made(meta):
-        data = np.frombuffer(generator.bytes(meta.nbytes) + b"\0", np.uint8).copy()
-        return torch.from_numpy(data)[: meta.nbytes].view(meta.dtype).reshape(meta.shape)
-
-    old, new = {meta.name: made(meta) for meta in metas}, {}
-    for meta in metas:
-        mask = torch.from_numpy(np.asarray(generator.random(meta.shape) < density))
-        new[meta.name] = torch.where(mask, made(meta), old[meta.name]) if meta.numel else old[meta.name]
-    segments = None
-    if draw(st.booleans()):
-        segments = {}
-        for number, meta in enumerate(metas):
-            cut = draw(st.integers(0, max(0, len(meta.shape) - 1)))
-            if meta.numel and meta.shape and meta.shape[cut] > 1:
-                at = draw(st.integers(1, meta.shape[cut] - 1))
-                start = tuple(at if dim == cut else 0 for dim in range(len(meta.shape)))
-                low = tuple(at if dim == cut else size for dim, size in enumerate(meta.shape))
-                high = tuple(size - at if dim == cut else size for dim, size in enumerate(meta.shape))
-                own = [Segment(number, (0,) * len(meta.shape), low), Segment(number, start, high)]
-            else:
-                own = [Segment(number)]
-            for rank, segment in enumerate(own):
-                segments.setdefault((rank, meta.dtype), []).append(segment)
-        segments = [*segments.values()]
-    return ParamTable.of(metas, segments), old, new
-
-
-def of_segments(table, tensors):
-    """Each segment's stream, number and tensor, streams in turns."""
-    rows = []
-    for number, stream in enumerate(table.streams):
-        for at, segment in enumerate(stream.segments):
-            tensor = tensors[table.params[segment.param].name]
-            if segment.start is not None:
-                cut = tuple(slice(a, a + n) for a, n in zip(segment.start, segment.sizes, strict=True))
-                tensor = tensor[cut]
-            rows.append((at, number, tensor))
-    return [(number, at, tensor) for at, number, tensor in sorted(rows, key=lambda row: row[:2])]
-
-
-@given(models(), st.sampled_from([POSITION, LINEAR]), st.sampled_from([1, 7, 64]), st.sampled_from([1, 3, 50]))
-@settings(max_examples=150, deadline=None)
-def test_streams_list_each_change_once_and_keep_the_digests(model, digest, block, staged):
-    table, old, new = model
-    flat = [[] for _ in table.streams]
-    for stream, _, tensor in of_segments(table, old):
-        flat[stream].append(flat_bits(tensor))
-    olds = [torch.cat(own) for own in flat]
-    found = {number: [] for number in range(len(olds))}
-    words = [np.zeros((len(stream.segments), 2), np.uint64) for stream in table.streams]
-
-    def then(block):
-        words[block.stream][block.segments.start : block.segments.stop] += block.words
-        return block.stream, block.start + block.positions.astype(np.int64), block.before.copy(), block.after.copy()
-
+@given(models(), st.integers(1, 3), st.sampled_from([POSITION, LINEAR]), st.sampled_from([1, 7, 64, 1 << 20]))
+@settings(max_examples=150)
+def test_streams_list_each_change_once_and_keep_the_digests(model, tiles, digest, block):
+    old, new = model
+    metas = [ParamMeta.of(name, tensor) for name, tensor in old.items()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "BLOCK_UNITS", block)
-        patch.setattr(streams, "_STAGED", staged)
-        for stream, *lists in find(table, olds, of_segments(table, new), then, threads=2, digest=digest):
-            found[stream].append(lists)
-    after = [[] for _ in table.streams]
-    for stream, _, tensor in of_segments(table, new):
-        after[stream].append(flat_bits(tensor))
-    for number, bits in enumerate(after):
-        was, now = olds[number].numpy(), torch.cat(bits).numpy()
-        places = np.flatnonzero(was != now)
-        lists = [np.concatenate(each) for each in zip(*found[number], strict=True)] if found[number] else [[], [], []]
-        assert np.array_equal(lists[0], places)
-        assert np.array_equal(lists[1], was[places].view(lists[1].dtype) if len(places) else lists[1])
-        assert np.array_equal(lists[2], now[places].view(lists[2].dtype) if len(places) else lists[2])
-    total = {meta.name: position_digest(old[meta.name], digest) for meta in table.params if math.prod(meta.shape)}
+        patch.setattr(streams, "_STAGED", 3)
+        patch.setattr(table_module, "_TILE", 1)
+        table = ParamTable.of(metas, tiles=tiles)
+        olds, news = flat(table, old), flat(table, new)
+        words = [np.zeros((len(stream.segments), 2), np.uint64) for stream in table.streams]
+
+        def then(block):
+            words[block.stream][block.segments.start : block.segments.stop] += block.words
+            places = block.start + block.positions.astype(np.int64)
+            return block.stream, places.tolist(), block.before.tolist(), block.after.tolist()
+
+        found = [([], [], []) for _ in olds]
+        for stream, *lists in find(table, olds, placed(table, new), then, threads=2, digest=digest):
+            for own, more in zip(found[stream], lists, strict=True):
+                own += more
+    for number, (was, now) in enumerate(zip(olds, news, strict=True)):
+        where = (was != now).nonzero()[:, 0]
+        unsigned = unit_of(table.streams[number].dtype).dtype
+        bits = (part[where].numpy().view(unsigned).tolist() for part in (was, now))
+        assert found[number] == (where.tolist(), *bits)
+    total = {name: position_digest(tensor, digest) for name, tensor in old.items()}
     for number, stream in enumerate(table.streams):
         for at, param in enumerate(stream.params):
-            name = table.params[param].name
-            if name in total:
-                total[name] = total[name].plus(tuple(map(int, words[number][at])))
-    assert total == {name: position_digest(new[name], digest) for name in total}
+            name = metas[param].name
+            total[name] = total[name].plus(tuple(map(int, words[number][at])))
+    assert total == {name: position_digest(tensor, digest) for name, tensor in new.items()}
 
 
 @pytest.mark.parametrize("threads", [2, 16, 64])

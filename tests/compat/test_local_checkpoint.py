@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -15,8 +16,9 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.compat.test_slime_chains import write_slime
-from tests.processes import finished
+from tests.processes import calling, finished
 from tests.transports.chains import checkpoint, flip, folder, published, same, step, weights
+from torchrl_ext.compat.slime import local_checkpoint
 from torchrl_ext.compat.slime.local_checkpoint import LocalCheckpoint
 from torchrl_ext.errors import ConfigError, DeadlineError, IntegrityError, WeightSyncError
 
@@ -87,30 +89,6 @@ def test_versions_of_this_library_are_pulled_whatever_their_encoding(root, local
     assert not (local / "manifest.json").exists()
 
 
-def test_of_a_published_version_only_files_of_a_checkpoint_are_taken(root, local, tmp_path):
-    own = weights()
-    checkpoint(folder(root, 1), own)
-    for name in (".bashrc", "authorized_keys", "run.sh", "vocab.json", ".hidden.json"):
-        (folder(root, 1) / name).write_text("{}")
-    LocalCheckpoint(local).pull(str(root), 1)
-    assert sorted(path.name for path in local.iterdir()) == [".weight_sync", "model.safetensors", "vocab.json"]
-    (tmp_path / "secret").write_text("content")
-    step(own, 1)
-    checkpoint(folder(root, 2), own)
-    (folder(root, 2) / "config.json").symlink_to(tmp_path / "secret")
-    with pytest.raises(IntegrityError, match="is a link to"):
-        LocalCheckpoint(local).pull(str(root), 2)
-    assert not (local / "config.json").exists()
-
-
-def test_a_local_checkpoint_is_a_directory_of_this_host(root, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for place in ("s3://bucket/local", "file:///tmp/local"):
-        with pytest.raises(ConfigError, match="the local checkpoint is"):
-            LocalCheckpoint(place).pull(str(root), 1)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_changes_is_written_in_place_and_nothing_else(chain, root, local):
     base, history = chain
     kept = LocalCheckpoint(local, base)
@@ -124,20 +102,6 @@ def test_what_changes_is_written_in_place_and_nothing_else(chain, root, local):
     assert (local / "config.json").read_text() == "mine"
 
 
-def test_full_versions_replace_the_files_also_under_the_same_number(root, local):
-    kept, own = LocalCheckpoint(local), weights()
-    checkpoint(folder(root, 1), own)
-    (folder(root, 1) / "tokenizer.json").write_text("{}")
-    kept.pull(str(root), 1)
-    assert same(read(local), own)
-    step(own, 1)
-    shutil.rmtree(folder(root, 1))
-    checkpoint(folder(root, 1), own)  # of another run: same number, same sizes
-    kept.pull(str(root), 1)
-    assert same(read(local), own)
-    assert not (local / "tokenizer.json").exists()
-
-
 def test_another_run_under_the_same_or_a_lower_number_is_not_taken_for_the_one_that_is_held(chain, root, local):
     base, _ = chain
     kept = LocalCheckpoint(local, base)
@@ -147,6 +111,29 @@ def test_another_run_under_the_same_or_a_lower_number_is_not_taken_for_the_one_t
     for version in (3, 1, 2):
         kept.pull(str(root), version)
         assert same(read(local), history[version])
+
+
+def test_full_versions_replace_the_files_under_the_same_number_and_only_files_of_a_checkpoint_are_taken(
+    root, local, tmp_path
+):
+    kept, own = LocalCheckpoint(local), weights()
+    checkpoint(folder(root, 1), own)
+    for name in (".bashrc", "authorized_keys", "run.sh", "vocab.json", ".hidden.json"):
+        (folder(root, 1) / name).write_text("{}")
+    kept.pull(str(root), 1)
+    assert same(read(local), own)
+    assert sorted(path.name for path in local.iterdir()) == [".weight_sync", "model.safetensors", "vocab.json"]
+    step(own, 1)
+    shutil.rmtree(folder(root, 1))
+    checkpoint(folder(root, 1), own)  # of another run: same number, same sizes
+    kept.pull(str(root), 1)
+    assert same(read(local), own) and not (local / "vocab.json").exists()
+    (tmp_path / "secret").write_text("content")
+    checkpoint(folder(root, 2), own)
+    (folder(root, 2) / "config.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(IntegrityError, match="is a link to"):
+        kept.pull(str(root), 2)
+    assert not (local / "config.json").exists()
 
 
 def test_bytes_that_are_not_what_the_state_says_are_copied_anew(chain, root, local):
@@ -196,6 +183,10 @@ def test_a_damaged_delta_is_refused_and_never_served_as_a_version(chain, root, l
 
 def test_a_directory_of_somebody_elses_is_refused_and_untouched(chain, root, tmp_path, monkeypatch):
     base, _ = chain
+    monkeypatch.chdir(tmp_path)
+    for place in ("s3://bucket/local", "file:///tmp/local"):
+        with pytest.raises(ConfigError, match="the local checkpoint is"):
+            LocalCheckpoint(place, base).pull(str(root), 1)
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("mine")
@@ -223,17 +214,11 @@ def test_without_a_base_only_full_versions_can_be_pulled(chain, root, local):
 def test_a_hook_is_called_before_anything_is_looked_for(chain, root, local):
     base, history = chain
     hidden, seen = root.rename(root.with_name("hidden")), []
-
-    def show(source, version):
-        seen.append((source, version))
-        hidden.rename(root)
-
     kept = LocalCheckpoint(local, base)
-    kept.pull(str(root), 0, before=show)
+    kept.pull(str(root), 0, before=lambda *asked: seen.append(asked))
     assert seen == []
-    kept.pull(str(root), 2, before=show)
-    assert seen == [(str(root), 2)]
-    assert same(read(local), history[2])
+    kept.pull(str(root), 2, before=lambda *asked: seen.append(asked) or hidden.rename(root))
+    assert seen == [(str(root), 2)] and same(read(local), history[2])
 
 
 def test_several_pull_at_once_and_one_that_cannot_get_in_says_so(chain, root, local):
@@ -248,23 +233,21 @@ def test_several_pull_at_once_and_one_that_cannot_get_in_says_so(chain, root, lo
             LocalCheckpoint(local, base).pull(str(root), 1, timeout_s=0.05)
 
 
-_PULL = """
-import os, signal, sys
-from torchrl_ext.compat.slime import local_checkpoint as module
-left = int(sys.argv[4])
-def counted(name):
-    original = getattr(module, name)
-    def call(*arguments, **settings):
-        global left
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*arguments, **settings)
-    setattr(module, name, call)
-for name in ("apply_patch", "sync", "_copy"):
-    counted(name)
-module.LocalCheckpoint(sys.argv[1], sys.argv[2]).pull(sys.argv[3], int(sys.argv[5]))
-"""
+def pull_and_die(local, base, root, point, version):
+    """Pull a version in a process that kills itself before its ``point``-th write."""
+    calls = itertools.count()
+
+    def counted(call):
+        def counting(*arguments, **settings):
+            if next(calls) == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **settings)
+
+        return counting
+
+    for name in ("apply_patch", "sync", "_copy"):
+        setattr(local_checkpoint, name, counted(getattr(local_checkpoint, name)))
+    LocalCheckpoint(local, base).pull(root, version)
 
 
 def slimes_pull():
@@ -289,7 +272,7 @@ def test_killed_at_any_point_the_next_pull_ends_with_the_right_bytes(chain, root
     for point in range(25):
         local = tmp_path / f"local{point}"
         LocalCheckpoint(local, base).pull(str(root), 1)
-        found = finished(_PULL, local, base, root, point, 3)
+        found = finished(calling(pull_and_die, str(local), str(base), str(root), point, 3))
         points += found.returncode == -signal.SIGKILL
         if number(local) is not None:
             assert same(read(local), history[number(local)])

@@ -142,24 +142,6 @@ class TestIndexes:
         with pytest.raises(IntegrityError, match=r"weight_v000002/model.safetensors.index.json.*base"):
             trainer_at(root, base=chain).receive_weights(WAIT_S)
 
-    @pytest.mark.parametrize(
-        "change",
-        [
-            lambda index: index["metadata"].pop("delta_encoding"),
-            lambda index: index["metadata"].clear(),
-            lambda index: index.pop("metadata"),
-            lambda index: index.update(metadata=None),
-            lambda index: index.update(metadata=[]),
-            lambda index: index.update(metadata="xor"),
-            lambda index: index.update(metadata={}, weight_map={}),
-            lambda index: index["metadata"].update(version="000001"),
-        ],
-    )
-    def test_a_delta_whose_metadata_is_damaged_does_not_pass_for_a_full_version(self, chain, root, change):
-        edit_index(root, 2, change)
-        with pytest.raises(IntegrityError, match="weight_v000002"):
-            trainer_at(root, base=chain).receive_weights(WAIT_S)
-
     def test_whatever_becomes_of_an_index_what_is_received_is_a_version_of_the_chain(self, chain, root):
         received, chance, refused = [], random.Random(3), 0
         for version in (1, 2):

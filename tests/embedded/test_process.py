@@ -1,6 +1,7 @@
 """The embedded engine as a child process: it starts, says why it cannot, and never outlives its parent."""
 
 import signal
+import sys
 
 import httpx
 import psutil
@@ -8,21 +9,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.models import PROMPT, greedy, tiny_checkpoint
-from tests.processes import WAIT_S, running_python
+from tests.processes import WAIT_S, calling, running_python
 from torchrl_ext.embedded.__main__ import main
 from torchrl_ext.errors import EngineError
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.serving.engines.embedded import EmbeddedServer
 from torchrl_ext.testing.tiny import make_tiny_lm
 from torchrl_ext.types import API_KEY_VARIABLE
-
-PARENT = """
-import sys
-from torchrl_ext.serving.engines.embedded import EmbeddedServer
-server = EmbeddedServer(sys.argv[1], dtype="float32", threads=1)
-print(server.pid, server.url, flush=True)
-sys.stdin.read()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +35,15 @@ def test_a_server_computes_in_the_dtype_that_it_is_told_and_ends_with_its_block(
     server.stop()
 
 
+def be_a_parent(model):
+    server = EmbeddedServer(model, dtype="float32", threads=1)
+    print(server.pid, server.url, flush=True)
+    sys.stdin.read()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_a_server_ends_when_its_parent_is_killed(checkpoint, number):
-    with running_python(PARENT, checkpoint) as parent:
+    with running_python(calling(be_a_parent, str(checkpoint))) as parent:
         pid, url = parent.stdout.readline().split()
         process = psutil.Process(int(pid))
         assert httpx.get(f"{url}/health").status_code == 200

@@ -13,12 +13,9 @@ from tests.embedded import served_here
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.embedded.engine import Engine
-from torchrl_ext.errors import EngineRefusedError, UpdateError, WeightSyncError
 from torchrl_ext.landing.loader import as_loader
-from torchrl_ext.messages import Join, Seal
+from torchrl_ext.messages import Join
 from torchrl_ext.rollout.client import InferenceClient
-from torchrl_ext.transports.base import Update
-from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
 
 CONTEXT = 4096
@@ -190,65 +187,6 @@ def test_pause_keep_lets_a_running_request_go_on_with_the_new_weights(server, ht
     assert list(found.token_ids[first.end : first.end + 16]) == greedy(new, prefix, 16)
 
 
-def test_a_damaged_update_leaves_the_engine_paused_and_the_next_one_resumes_it(
-    server, http, client, in_service, tmp_path
-):
-    in_service(0)
-    bad, good = model(1), model(2)
-    engine, transport = tx.make_engine("embedded", url=server.url), tx.make_transport("disk", root=tmp_path / "bad")
-    source = as_source(bad)
-    engine.connect(connect_info(transport, source))
-    transport.prepare(Update(source=source, version=1), Deadline(60))
-    weights = max((tmp_path / "bad").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
-    damaged = bytearray(weights.read_bytes())
-    damaged[-100] ^= 0xFF
-    weights.write_bytes(damaged)
-    engine.begin(1)
-    with pytest.raises(WeightSyncError):
-        engine.load(arrival(source))
-        engine.verify({name: tensor_digest(tensor) for name, tensor in source})
-    with pytest.raises(EngineRefusedError):
-        engine.commit(1)
-    with pytest.raises(EngineRefusedError, match="a part of a version"):
-        engine.resume()
-    assert http.post("/resume").status_code == 409  # nor by anybody else
-    told = http.get("/is_sleeping").json()
-    assert told == {"is_sleeping": False, "tags": [], "is_paused": True, "empty": False, "whole": False}
-    with sender_to(server, "disk", tmp_path) as sender:
-        assert sender.update_weights(good).verified
-    (found,) = client.generate([PROMPT], max_tokens=16, temperature=0.0, ignore_eos=True)
-    assert list(found.token_ids) == greedy(good, PROMPT, 16)
-
-
-def connect_info(transport, source):
-    opened = transport.open(1, source.params(), Deadline(60))
-    return {"transport": transport.name, **opened.info, **params_of(source), "world_size": 2}
-
-
-def arrival(source):
-    return {"version": 1, **params_of(source)}
-
-
-def params_of(source):
-    return {"params": [meta.to_json() for meta in source.params()]}
-
-
-def test_weights_that_do_not_fit_are_named_and_the_engine_serves_on(server, http, client, in_service, tmp_path):
-    _, own = in_service(0)
-    for name, tensor in (
-        ("extra", torch.zeros(2)),
-        ("model.norm.weight", None),
-        ("model.norm.weight", torch.zeros(3)),
-        ("model.norm.weight", torch.zeros(128).half()),
-    ):
-        weights = {**dict(as_source(own)), name: tensor}
-        weights = {name: tensor for name, tensor in weights.items() if tensor is not None}
-        with sender_to(server, "disk", tmp_path) as sender, pytest.raises(UpdateError, match=name):
-            sender.update_weights(weights)
-    (found,) = client.generate([PROMPT], max_tokens=8, temperature=0.0, ignore_eos=True)
-    assert list(found.token_ids) == greedy(own, PROMPT, 8)
-
-
 def test_a_transport_that_cannot_reach_the_process_is_refused_with_those_that_can(http):
     for name in ("memory", "pigeon"):
         answer = http.post(
@@ -263,12 +201,11 @@ def test_health_is_answered_while_a_trainer_keeps_the_engine_waiting_and_another
     server, http, in_service, tmp_path
 ):
     in_service(0)
-    absent = tx.make_transport("collective", timeout_s=120)
-    info = connect_info(absent, as_source(model(0)))
-    answers = []
+    absent, params, answers = tx.make_transport("collective", timeout_s=120), as_source(model(0)).params(), []
+    offer = absent.open(1, params, Deadline(60)).info
 
     def join():
-        body = {"init_info": Join.of(info).to_json()}
+        body = {"init_info": Join(transport=absent.name, params=params, world_size=2, offer=offer).to_json()}
         answers.append(httpx.post(f"{server.url}/init_weight_transfer_engine", json=body, timeout=120))
 
     thread = threading.Thread(target=join)
@@ -280,14 +217,6 @@ def test_health_is_answered_while_a_trainer_keeps_the_engine_waiting_and_another
     thread.join(timeout=60)
     assert answers[0].status_code >= 400
     absent.shutdown()
-
-
-def test_steps_of_a_sender_that_did_not_join_last_are_refused_before_anything_is_touched(http, in_service):
-    in_service(0)
-    answer = http.post("/update_weights", json={"update_info": Seal(connection="another").to_json()})
-    assert answer.status_code == 409 and "has to join again" in answer.json()["error"]["message"]
-    answer = http.post("/update_weights", json={"update_info": Seal().to_json()})
-    assert answer.status_code >= 400 and "start_weight_update" in answer.json()["error"]["message"]
 
 
 def test_what_the_engine_says_of_itself(server, checkpoint):

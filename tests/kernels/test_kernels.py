@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.codecs.data import DTYPES, random_bits
-from torchrl_ext.codecs.units import unit_of
+from tests.codecs.data import random_bits
 from torchrl_ext.kernels.base import (
     BITS,
     LINEAR,
@@ -67,8 +66,8 @@ def difference(after, before):
     return tuple((a - b) % 2**64 for a, b in zip(after, before, strict=True))
 
 
-def test_what_differs_is_listed_in_order(way):
-    own, device = way
+def test_what_differs_is_listed_in_order_and_not_overwritten_by_the_next(way):
+    (own, device), kept = way, []
     for size, width, density in itertools.product(SIZES, WIDTHS, DENSITIES):
         generator = torch.Generator().manual_seed(size)
         old = bits(size, width, generator)
@@ -77,21 +76,9 @@ def test_what_differs_is_listed_in_order(way):
         listed = own.diff(old.to(device), new.to(device))
         case = (size, width, density)
         assert listed.places.dtype == torch.int32 and listed.places.cpu().tolist() == where.tolist(), case
-        assert torch.equal(listed.before.cpu(), old[where]) and torch.equal(listed.after.cpu(), new[where]), case
-
-
-def test_signs_of_zeros_and_payloads_of_nans_are_differences(way):
-    own, device = way
-    for dtype in DTYPES:
-        old = torch.zeros(300, dtype=dtype)
-        raw = old.clone().view(torch.uint8).reshape(300, -1)
-        raw[7, -1] = 1 if dtype == torch.bool else 0x80  # -0.0, where there is one
-        raw[8] = 1 if dtype == torch.bool else 0xFF  # a NaN, where there is one
-        new = raw.reshape(-1).view(dtype)
-        listed = own.diff(flat_bits(old.to(device)), flat_bits(new.to(device)))
-        parts = dtype.itemsize // unit_of(dtype).width
-        assert sorted({place // parts for place in listed.places.tolist()}) == [7, 8], dtype
-        assert not own.diff(flat_bits(new.to(device)), flat_bits(new.to(device))).places.numel(), dtype
+        kept.append((case, listed, old[where], new[where]))
+    for case, listed, before, after in kept:
+        assert torch.equal(listed.before.cpu(), before) and torch.equal(listed.after.cpu(), after), case
 
 
 PLACES = {
@@ -203,15 +190,6 @@ def moved(before, steps, ordered):
     found = [one(a & every, b & every) for a, b in zip(before.tolist(), steps.tolist(), strict=True)]
     signed = [value - (1 << width) if before.dtype != torch.uint8 and value & top else value for value in found]
     return torch.tensor(signed, dtype=before.dtype)
-
-
-def test_nothing_lands_from_an_empty_list(way):
-    own, device = way
-    target = torch.arange(12, dtype=torch.int16).to(device)
-    none = torch.empty(0, dtype=torch.int32)
-    landed = own.land(piece_of("one", target), none, none.to(torch.int16), True)
-    assert own.scatter(target, landed.offsets, landed.values)
-    assert landed.words == (0, 0) and target.tolist() == list(range(12))
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -1,4 +1,4 @@
-"""How weights land in modules, TensorDicts and mappings."""
+"""How weights land in modules, TensorDicts and mappings: each name of an update, or none."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from torchrl_ext.errors import ConfigError, ManifestError
+import torchrl_ext as tx
+from tests.landing.changes import Listed
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader, as_loader
+from torchrl_ext.landing.patcher import READ_BACK_VERSIONS
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.weights.source import as_source
 
 
@@ -33,3 +37,54 @@ def test_a_loader_stays_as_it_is_and_other_things_are_refused():
     assert as_loader(loader) is loader
     with pytest.raises(ConfigError, match="cannot land in a list"):
         as_loader([])
+
+
+class Policy(nn.Module):
+    """A tied pair of weights, and a buffer that is not persistent."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.head = nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.rand(3), persistent=False)
+
+
+def following(policy, root):
+    return tx.WeightSender(tx.DeltaTransport(root), InProcessEngine(policy))
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
+def test_a_tied_tensor_under_either_name_and_a_buffer_that_is_not_persistent_land_as_changes(tmp_path, name):
+    own, theirs = Policy(0), Policy(1)
+    sender = following(theirs, tmp_path)
+    for step in range(3):
+        own.embed.weight.data[step] += 1.0
+        own.scale[step] = 7.0 + step
+        report = sender.update_weights({name: own.embed.weight.detach(), "scale": own.scale})
+        assert report.proof == "in place" and torch.equal(theirs.scale, own.scale)
+        assert torch.equal(theirs.head.weight, own.embed.weight)
+
+
+def test_a_change_of_a_name_that_was_not_checked_is_refused():
+    loader = TensorsLoader(Policy(0))
+    changes = Listed(digests=dict.fromkeys(("embed.weight", "stranger"), "0" * 32))
+    with pytest.raises(ManifestError, match="stranger"):
+        loader.stage(changes)
+
+
+def test_a_damaged_element_is_found_within_the_stated_number_of_versions(tmp_path):
+    own, theirs = (nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))) for _ in range(2))
+    sender = following(theirs, tmp_path)
+    for _ in range(2):
+        assert sender.update_weights(own).verified
+    with torch.no_grad():
+        theirs[13].weight[2, 1] += 1.0
+    with pytest.raises(UpdateError, match="weight") as told:
+        for _ in range(READ_BACK_VERSIONS):
+            with torch.no_grad():
+                own[0].bias += 0.5
+            sender.update_weights(own)
+    assert isinstance(told.value.__cause__, IntegrityError) and told.value.report.engines[0].state == "paused"
+    assert sender.update_weights(own).verified  # whole, and mended
+    assert all(torch.equal(one, other) for one, other in zip(own.parameters(), theirs.parameters(), strict=True))

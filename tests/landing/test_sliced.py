@@ -1,5 +1,7 @@
 """Tensors of which only some blocks are there, against the full tensors that they stand for."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -42,6 +44,7 @@ def mode(request):
 def test_a_view_reads_what_the_same_view_of_the_full_tensor_holds(name, mode):
     full, view = made((8, 6)), VIEWS[name]
     lazy, expected = view(whole(full)), view(full)
+    assert isinstance(lazy, Sliced) or name == "flattened columns"
     assert lazy.shape == expected.shape and lazy.dtype == expected.dtype
     found = torch.full(expected.shape, -1.0)
     found.copy_(lazy)
@@ -49,15 +52,6 @@ def test_a_view_reads_what_the_same_view_of_the_full_tensor_holds(name, mode):
     assert torch.equal(lazy.clone(), expected) and torch.equal(lazy.contiguous() + 0, expected)
     pieces = view(sliced(full, ((0, 0), (3, 6)), ((3, 0), (8, 2)), ((3, 2), (8, 6))))
     assert torch.equal(pieces + 0, expected)
-
-
-@pytest.mark.parametrize("name", [name for name in VIEWS if name != "flattened columns"])
-def test_a_view_stays_one_until_it_is_read(name, mode):
-    view = VIEWS[name](Sliced.of(ParamMeta("w", torch.float32, (8, 6)), []))
-    assert isinstance(view, Sliced)
-    if view.numel():
-        with pytest.raises(IntegrityError, match="of tensor 'w' did not come"):
-            torch.empty(view.shape).copy_(view)
 
 
 def random_view(rng, shape):
@@ -72,6 +66,9 @@ def random_view(rng, shape):
         lambda one: one[(slice(None),) * dim + (slice(first, None, 2),)],
         lambda one: one.unsqueeze(dim),
         lambda one: one.chunk(2, dim)[-1],
+        lambda one: one.to(torch.float64),
+        lambda one: one.contiguous(),
+        torch.clone,
     ]
     if shape[dim] % 2 == 0:
         views.append(lambda one: one.unflatten(dim, (2, -1)))
@@ -89,27 +86,27 @@ def test_views_of_views_read_the_full_tensor_or_name_what_is_not_there(mode, rng
         lazy = sliced(full, *held)
         for block in held:
             there[block.within(Block.whole(shape))] = True
-        for _ in range(rng.randint(0, 4)):
-            if full.dim():
-                view = random_view(rng, full.shape)
-                lazy, full, there = view(lazy), view(full), view(there)
-        assert isinstance(lazy, Sliced) and lazy.shape == full.shape
-        if there.all():
-            assert torch.equal(lazy + 0, full)
+        try:
+            for _ in range(rng.randint(0, 4)):
+                if full.dim():
+                    view = random_view(rng, full.shape)
+                    lazy, full, there = view(lazy), view(full), view(there).bool()
+                    assert lazy.shape == full.shape and lazy.dtype == full.dtype
+            found = lazy + 0
+        except IntegrityError as error:
+            assert re.search(r"\[.*\] of tensor 'w' did not come", str(error)) and not there.all()
         else:
-            with pytest.raises(IntegrityError, match="of tensor 'w' did not come"):
-                lazy + 0
+            assert there.all() and torch.equal(found, full)
 
 
-def test_the_error_names_the_tensor_and_what_of_it_is_not_there():
+@pytest.mark.parametrize("change", [lambda one: one.to(torch.bfloat16), torch.clone, lambda one: one.t().contiguous()])
+def test_a_cast_of_a_tensor_that_is_there_in_part_keeps_to_what_is_there(change, mode):
     full = made((8, 6))
-    part = sliced(full, ((0, 0), (4, 6)), name="model.layers.0.q_proj.weight")
-    with pytest.raises(
-        IntegrityError, match=r"\[4:6, 0:6\] of tensor 'model.layers.0.q_proj.weight' did not come"
-    ) as e:
-        torch.empty(4, 6).copy_(part[2:6])
-    assert "[0:4, 0:6]" in str(e.value)
-    torch.empty(2, 6).copy_(part[2:4])
+    part, expected = change(sliced(full, ((2, 2), (4, 6)), ((6, 1), (8, 3)))), change(full)
+    assert isinstance(part, Sliced) and part.dtype == expected.dtype and part.shape == expected.shape
+    assert torch.equal(part[2:4, 2:4] + 0, expected[2:4, 2:4])
+    with pytest.raises(IntegrityError):
+        part[0] + 0
 
 
 def test_a_copy_casts_as_a_copy_of_a_full_tensor_does(mode):
@@ -119,31 +116,6 @@ def test_a_copy_casts_as_a_copy_of_a_full_tensor_does(mode):
     assert torch.equal(found, full[2:5].to(torch.bfloat16))
     assert torch.equal(whole(full)[2:5].to(torch.float64) + 0, full[2:5].to(torch.float64))
     assert torch.equal(whole(full).view(torch.int32) + 0, full.view(torch.int32))
-
-
-@pytest.mark.parametrize("change", [lambda one: one.to(torch.bfloat16), torch.clone, lambda one: one.t().contiguous()])
-def test_a_cast_of_a_tensor_that_is_there_in_part_keeps_to_what_is_there(change, mode):
-    full = made((8, 6))
-    part = change(sliced(full, ((2, 0), (4, 6)), ((6, 1), (8, 3))))
-    expected = change(full)
-    assert isinstance(part, Sliced) and part.dtype == expected.dtype and part.shape == expected.shape
-    turned = expected.shape[0] == 6
-    box, other = (slice(2, 4), slice(0, 6)), (slice(6, 8), slice(1, 3))
-    for where in (box, other):
-        where = tuple(reversed(where)) if turned else where
-        assert torch.equal(part[where] + 0, expected[where])
-    with pytest.raises(IntegrityError):
-        part[0] + 0
-
-
-def test_a_cast_after_views_keeps_to_what_is_there(mode):
-    full = made((4, 6, 4))
-    part = sliced(full, ((1, 0, 0), (2, 6, 4)), ((3, 0, 0), (4, 6, 4)))
-    view = part[1:, :, 1:3].transpose(0, 2).unsqueeze(1).to(torch.float64)
-    expected = full[1:, :, 1:3].transpose(0, 2).unsqueeze(1).to(torch.float64)
-    assert torch.equal(view[..., 2] + 0, expected[..., 2]) and torch.equal(view[1, :, :, 0] + 0, expected[1, :, :, 0])
-    with pytest.raises(IntegrityError):
-        view[..., 1] + 0
 
 
 def test_a_tensor_without_dimensions_is_there_or_not(mode):
@@ -193,31 +165,21 @@ def test_nothing_writes_into_it(mode):
     assert torch.equal(part + 0, made((8, 6)))
 
 
-def test_a_read_of_what_one_part_has_copies_nothing():
+def test_a_block_that_one_part_has_is_read_from_its_memory():
     full = made((8, 6))
     part = Sliced.of(ParamMeta.of("w", full), [(Block((2, 0), (6, 6)), full[2:6])])
     assert part[3:5].t().read().data_ptr() == full[3:5].data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("block", "data"),
-    [
-        (Block((0, 0), (2, 6)), torch.zeros(3, 6)),
-        (Block((0, 0), (2, 6)), torch.zeros(2, 6, dtype=torch.float64)),
-        (Block((7, 0), (9, 6)), torch.zeros(2, 6)),
-        (Block((0,), (2,)), torch.zeros(2)),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused(block, data):
-    with pytest.raises(ConfigError, match="a part of"):
-        Sliced.of(ParamMeta("w", torch.float32, (8, 6)), [(block, data)])
-
-
-def test_the_memory_of_a_block():
-    full = made((8, 6))
-    assert part_of(full, Block((2, 1), (4, 3))).data_ptr() == full[2:4, 1:3].data_ptr()
-    part = Sliced.of(ParamMeta.of("w", full), [(Block((2, 0), (6, 6)), full[2:6])])
-    assert torch.equal(part_of(part, Block((3, 1), (4, 3))), full[3:4, 1:3])
+    for tensor in (full, part):
+        assert part_of(tensor, Block((3, 1), (4, 3))).data_ptr() == full[3:4, 1:3].data_ptr()
     assert part_of(part, Block((1, 1), (4, 3))) is None
     with pytest.raises(ConfigError, match="a view of 'w'"):
         part_of(part[1:], Block((3, 1), (4, 3)))
+    rows = Block((0, 0), (2, 6))
+    for block, data in (
+        (rows, torch.zeros(3, 6)),
+        (rows, torch.zeros(2, 6, dtype=torch.float64)),
+        (Block((7, 0), (9, 6)), torch.zeros(2, 6)),
+        (Block((0,), (2,)), torch.zeros(2)),
+    ):
+        with pytest.raises(ConfigError, match="a part of"):
+            Sliced.of(ParamMeta("w", torch.float32, (8, 6)), [(block, data)])

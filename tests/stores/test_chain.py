@@ -1,16 +1,17 @@
-"""Chains of versions: the route that costs least, what may go, and a thousand versions on disk."""
+"""Chains of versions: the route that costs least, what may be collected, and what readers read."""
 
 from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 import torchrl_ext as tx
 from torchrl_ext.codecs.base import make_codec
@@ -29,8 +30,6 @@ from torchrl_ext.versions.checkpoint_writer import FullWriter
 from torchrl_ext.versions.reader import ChainReader
 from torchrl_ext.versions.writer import ChainWriter, Copies
 from torchrl_ext.weights.source import MappingSource
-
-VERSIONS, EVERY = 1000, 40
 
 
 def delta(version, base=None, run="r", base_run="r", nbytes=10):
@@ -53,85 +52,122 @@ def full(version, run="r", nbytes=1000):
     return Manifest(version=version, run_id=run, params=(), files={"model.safetensors": nbytes}).to_bytes()
 
 
-def chain_of(**versions):
-    """``f`` full, ``d`` delta, ``b`` both."""
-    store = MemoryStore()
-    for name, kind in versions.items():
-        number = int(name[1:])
-        if kind in "fb":
-            store.put(f"{version_name(number)}/manifest.json", full(number))
-        if kind in "db":
-            beside = "delta/" if kind == "b" else ""
-            store.put(f"{version_name(number)}/{beside}manifest.json", delta(number))
-    store.put("latest", f"{max(int(name[1:]) for name in versions)}\n".encode())
-    return Chain(store)
+class Chains(RuleBasedStateMachine):
+    """Trainers publish, readers take leases and look for routes, and versions are collected, in any order."""
+
+    def __init__(self):
+        super().__init__()
+        self.store = MemoryStore()
+        self.chain, self.published, self.leases = Chain(self.store), {}, []
+
+    @rule(kind=st.sampled_from(["full", "delta", "both"]), nbytes=st.sampled_from([10, 400]), anew=st.booleans())
+    def publish(self, kind, nbytes, anew):
+        number, before = len(self.published) + 1, self.published.get(len(self.published))
+        if before is None or (anew and kind == "full"):  # a run begins
+            kind, run = "full", f"run{number}"
+        else:
+            run = before["run"]
+        folder = version_name(number)
+        if kind != "delta":
+            self.store.put(f"{folder}/manifest.json", full(number, run))
+        if kind != "full":
+            beside = "delta/" if kind == "both" else ""
+            self.store.put(f"{folder}/{beside}manifest.json", delta(number, run=run, base_run=run, nbytes=nbytes))
+        self.published[number] = {"kind": kind, "run": run, "nbytes": nbytes}
+        self.chain.advance(number)
+
+    def there(self):
+        return self.chain.numbers()
+
+    @precondition(lambda self: self.published)
+    @rule(data=st.data(), ended=st.booleans())
+    def lease(self, data, ended):
+        first, key = data.draw(st.sampled_from(self.there())), f"readers/{len(self.store.list('readers'))}"
+        until = time.time() + (-1 if ended else 600)
+        self.store.put(key, json.dumps({"first": first, "until": until}).encode())
+        self.leases = [(name, number) for name, number in self.leases if name != key]
+        self.leases += [] if ended else [(key, first)]
+
+    @precondition(lambda self: self.leases)
+    @rule()
+    def finish(self):
+        self.store.delete(self.leases.pop()[0])
+
+    @rule(keep=st.integers(1, 3))
+    def collect(self, keep):
+        there = self.there()
+        keyframes = [number for number in there if self.published[number]["kind"] != "delta"][-keep:]
+        oldest = keyframes[0] if len(keyframes) == keep else (there or [0])[0]
+        needed = min([oldest, *(first for _, first in self.leases)])
+        assert self.chain.collect(keep) == [number for number in there if number < needed]
+        assert sorted(self.store.list("readers")) == sorted(key.split("/")[1] for key, _ in self.leases)
+
+    @precondition(lambda self: self.published)
+    @rule(data=st.data())
+    def route(self, data):
+        there = self.there()
+        target = data.draw(st.sampled_from(there))
+        held = data.draw(st.sampled_from([None, *((row["run"], number) for number, row in self.published.items())]))
+        if held and data.draw(st.booleans()):
+            held = ("other", held[1])
+        deltas, keyframe, costs = [], None, {}
+        for number in range(target, -1, -1):  # what a reader could begin with, from the newest down
+            row = self.published.get(number)
+            cost = sum(self.published[later]["nbytes"] for later in deltas)
+            if row and held == (row["run"], number) and (not deltas or row["run"] == self.published[deltas[0]]["run"]):
+                costs["held"] = (cost, [*deltas])
+                break
+            if number not in there:
+                break
+            if row["kind"] != "delta" and keyframe is None:
+                keyframe, costs["keyframe"] = number, (cost + 1000, [*deltas])
+            if row["kind"] == "full":
+                break
+            deltas.insert(0, number)
+        found = self.chain.route(target, held)
+        assert costs and found.nbytes == min(cost for cost, _ in costs.values())
+        assert (found.nbytes, [manifest.version for _, manifest in found.deltas]) in costs.values()
+        assert found.keyframe is None or found.keyframe.version == keyframe
 
 
-def taken(route):
-    return (route.keyframe and route.keyframe.version, [manifest.version for _, manifest in route.deltas])
+TestChains = Chains.TestCase
+TestChains.settings = settings(max_examples=100, stateful_step_count=30)
 
 
-class TestNumbers:
-    @pytest.mark.parametrize("number", [0, 7, 999_999, 1_000_000, 123_456_789])
-    def test_a_version_number_survives_its_name(self, number):
-        assert version_number(version_name(number)) == number
-
-    @pytest.mark.parametrize(
-        "name", ["weight_v7", "weight_v0000007", "weight_v00000x", "weight_v000007.tmp", "latest", ""]
-    )
-    def test_other_names_are_no_versions(self, name):
-        assert version_number(name) is None
-
-    def test_versions_are_listed_oldest_first_whatever_their_digits(self, tmp_path):
-        for name in (*map(version_name, (999_999, 3, 1_000_000)), "other"):
-            (tmp_path / name).mkdir()
-        assert Chain(LocalStore(tmp_path)).numbers() == [3, 999_999, 1_000_000]
-
-    def test_the_pointer_only_moves_forward(self):
-        chain = Chain(MemoryStore())
-        assert chain.latest() == 0
-        chain.advance(5)
-        chain.advance(5)
-        with pytest.raises(StoreError, match="go back from version 5 to 4"):
-            chain.advance(4)
-        assert chain.latest() == 5
+def test_routes_that_are_not_there_are_refused():
+    chain = Chain(MemoryStore())
+    with pytest.raises(FileNotFoundError):
+        chain.route(2)
+    chain.store.put(f"{version_name(1)}/manifest.json", full(1))
+    for base, said in ((1, "'other'"), (2, "is missing")):
+        chain.store.put(f"{version_name(base + 1)}/manifest.json", delta(base + 1, base_run="other"))
+        if base == 2:
+            chain.store.delete(version_name(2))
+            chain.known.clear()
+        with pytest.raises(IntegrityError, match=said):
+            chain.route(base + 1)
+    assert Chain(MemoryStore()).collect() == []
 
 
-class TestRoutes:
-    def test_one_that_joins_reads_the_newest_keyframe_and_what_follows(self):
-        chain = chain_of(v1="f", v2="d", v3="b", v4="d", v5="d")
-        assert taken(chain.route(5)) == (3, [4, 5])
-        assert taken(chain.route(2)) == (1, [2])
-        assert taken(chain.route(3)) == (3, [])
-
-    def test_one_that_follows_reads_deltas_past_a_keyframe(self):
-        chain = chain_of(v1="f", v2="d", v3="b", v4="d")
-        assert taken(chain.route(4, ("r", 2))) == (None, [3, 4])
-        assert taken(chain.route(4, ("r", 4))) == (None, [])
-
-    def test_one_of_another_run_begins_at_a_keyframe(self):
-        assert taken(chain_of(v1="f", v2="d", v3="d").route(3, ("other", 2))) == (1, [2, 3])
-
-    def test_a_target_that_is_gone_is_told_apart(self):
-        with pytest.raises(FileNotFoundError):
-            chain_of(v1="f").route(2)
-
-    def test_a_delta_on_another_runs_version_is_refused(self):
-        chain = chain_of(v1="f")
-        chain.store.put(f"{version_name(2)}/manifest.json", delta(2, base_run="other"))
-        with pytest.raises(IntegrityError, match="'other'"):
-            chain.route(2)
+@given(st.integers(0, 10**9))
+def test_a_version_number_survives_its_name(number):
+    name = version_name(number)
+    assert version_number(name) == number
+    for other in (f"{name}.tmp", name.replace("_v", "_v0" if number < 10**6 else "_"), f"x{name}"):
+        assert version_number(other) is None
 
 
-class TestCollection:
-    def test_keeps_the_newest_keyframe_and_everything_after_it(self):
-        chain = chain_of(v1="f", v2="d", v3="b", v4="d", v5="b", v6="d")
-        assert chain.collect(keep_keyframes=2) == [1, 2]
-        assert chain.collect() == [3, 4]
-        assert chain.collect() == []
-
-    def test_without_a_keyframe_nothing_goes(self):
-        assert chain_of(v1="d", v2="d").collect() == []
+def test_versions_are_listed_oldest_first_and_the_pointer_only_moves_forward(tmp_path):
+    for name in (*map(version_name, (999_999, 3, 1_000_000)), "weight_v7", "weight_v00000x", "other"):
+        (tmp_path / name).mkdir()
+    assert Chain(LocalStore(tmp_path)).numbers() == [3, 999_999, 1_000_000]
+    chain = Chain(MemoryStore())
+    assert chain.latest() == 0
+    chain.advance(5)
+    chain.advance(5)
+    with pytest.raises(StoreError, match="from version 5 to 4"):
+        chain.advance(4)
+    assert chain.latest() == 5
 
 
 BAD_LEASES = {
@@ -154,40 +190,24 @@ BAD_LEASES = {
 }
 
 
-class TestLeases:
-    def test_none_that_is_nonsense_stops_a_trainer_or_keeps_what_it_published(self, tmp_path, caplog):
-        trainer = tx.make_transport("delta", root=tmp_path, keyframe_every=2)
-        weights = {"w": torch.zeros(10)}
+def test_no_lease_that_is_nonsense_stops_a_trainer_or_keeps_what_it_published(tmp_path, caplog):
+    trainer = tx.make_transport("delta", root=tmp_path, keyframe_every=2)
+    weights = {"w": torch.zeros(10)}
+    trainer.send_weights(weights)
+    readers = tmp_path / "readers"
+    readers.mkdir()
+    for name, content in BAD_LEASES.items():
+        content = content() if callable(content) else content
+        (readers / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    os.mkfifo(readers / "a pipe")
+    (readers / "zeros").symlink_to("/dev/zero")
+    (readers / "a folder").mkdir()
+    for _ in range(4):
         trainer.send_weights(weights)
-        (tmp_path / "readers").mkdir()
-        for name, content in BAD_LEASES.items():
-            content = content() if callable(content) else content
-            (tmp_path / "readers" / name).write_bytes(content.encode() if isinstance(content, str) else content)
-        os.mkfifo(tmp_path / "readers" / "a pipe")
-        (tmp_path / "readers" / "zeros").symlink_to("/dev/zero")
-        (tmp_path / "readers" / "a folder").mkdir()
-        for _ in range(4):
-            trainer.send_weights(weights)
-        assert sorted(path.name for path in tmp_path.glob("weight_v*")) == ["weight_v000005"]
-        for name in [*BAD_LEASES, "a pipe", "zeros", "a folder"]:
-            assert caplog.text.count(f"readers/{name} is no lease") == 1, name
-        trainer.shutdown()
-
-    def test_one_that_is_sound_keeps_what_it_names_until_it_ends(self, tmp_path):
-        trainer = tx.make_transport("delta", root=tmp_path, keyframe_every=2)
-        weights = {"w": torch.zeros(10)}
-        trainer.send_weights(weights)
-        lease = tmp_path / "readers" / "me"
-        lease.parent.mkdir()
-        lease.write_text(json.dumps({"first": 1, "until": time.time() + 600}))
-        for _ in range(3):
-            trainer.send_weights(weights)
-        assert Chain(LocalStore(tmp_path)).numbers() == [1, 2, 3, 4]
-        lease.write_text(json.dumps({"first": 1, "until": time.time() - 1}))
-        trainer.send_weights(weights)
-        assert Chain(LocalStore(tmp_path)).numbers() == [5]
-        assert not lease.exists()
-        trainer.shutdown()
+    assert sorted(path.name for path in tmp_path.glob("weight_v*")) == ["weight_v000005"]
+    for path in readers.iterdir():
+        assert caplog.text.count(f"readers/{path.name} is no lease") == 1, path.name
+    trainer.shutdown()
 
 
 class Counting(LocalStore):
@@ -229,56 +249,26 @@ def test_a_writer_that_collects_reads_no_manifest_back(tmp_path):
     assert store.manifests > 0
 
 
-@pytest.fixture(scope="module")
-def thousand():
-    """A root with a thousand versions, and what each of some of them was; in memory where that has a filesystem."""
-    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=shared) as folder:
-        yield _thousand(Path(folder) / "root")
-
-
-def _thousand(root):
-    generator = torch.Generator().manual_seed(0)
-    trainer = tx.make_transport("delta", root=root, encoding="ulp", keyframe_every=EVERY, keep_files=True)
-    own, kept = {"w": torch.randn(4000, generator=generator).bfloat16(), "b": torch.zeros(3)}, {}
-    for version in range(1, VERSIONS + 1):
-        where = torch.randint(0, 4000, (40,), generator=generator)
-        own["w"][where] *= 1.01
+def test_any_version_is_joined_or_followed_within_the_bytes_of_its_route(tmp_path):
+    trainer = tx.DeltaTransport(tmp_path, encoding="ulp", keyframe_every=20, keep_files=True)
+    own, history = {"w": torch.randn(4000).bfloat16(), "b": torch.zeros(3)}, {}
+    for version in range(1, 102):
+        own["w"][torch.randint(0, 4000, (40,))] *= 1.01
         own["b"][0] = version
         trainer.send_weights("policy", own)
-        if version in (2, VERSIONS) or version % 97 == 1 or version % (5 * EVERY) in (0, 1, EVERY - 1):
-            kept[version] = {name: tensor.clone() for name, tensor in own.items()}
+        history[version] = {name: tensor.clone() for name, tensor in own.items()}
     trainer.shutdown()
-    return root, kept
 
+    def reader_on_root():
+        store = Counting(tmp_path)
+        reader = ChainReader(Chain(store), lambda number, manifest: PublishedVersion(store, number, manifest))
+        reader.retain(lambda name: True)
+        return store, reader
 
-def reader_on(root):
-    store = Counting(root)
-    chain = Chain(store)
-    reader = ChainReader(chain, lambda number, manifest: PublishedVersion(store, number, manifest))
-    reader.retain(lambda name: True)
-    return store, reader
-
-
-class TestAThousandVersions:
-    def test_any_of_them_can_be_joined_within_the_bytes_of_one_keyframe_and_its_deltas(self, thousand):
-        root, kept = thousand
-        for version, expected in kept.items():
-            store, reader = reader_on(root)
-            route = reader.open(version)
-            needed = reader.chain.route(version).nbytes
-            received = dict(reader.tensors(route, {}))
-            assert store.nbytes <= 1.2 * needed
-            assert all(same_bits(received[name], tensor) for name, tensor in expected.items())
-
-    def test_one_that_follows_reads_only_deltas_however_far_it_is_behind(self, thousand):
-        root, kept = thousand
-        store, reader = reader_on(root)
-        versions = sorted(kept)
-        dict(reader.tensors(reader.open(versions[0]), {}))
-        for version in versions[1:]:
-            before, held = store.nbytes, reader.held
-            needed = reader.chain.route(version, held).nbytes
+    following = reader_on_root()
+    for version in (2, 20, 21, 38, 80, 81, 101):
+        for store, reader in (following, reader_on_root()):
+            before, needed = store.nbytes, reader.chain.route(version, reader.held).nbytes
             received = dict(reader.tensors(reader.open(version), {}))
             assert store.nbytes - before <= 1.2 * needed
-            assert all(same_bits(received[name], tensor) for name, tensor in kept[version].items())
+            assert all(same_bits(received[name], tensor) for name, tensor in history[version].items())

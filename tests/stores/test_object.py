@@ -52,33 +52,55 @@ def test_values_come_back_are_listed_and_go(store):
     assert store.list() == ["b"]
     with pytest.raises(FileNotFoundError):
         store.get("a/one")
-    with pytest.raises(StoreError, match=r"without '\.\.'"):
+    with pytest.raises(StoreError, match=r"\.\."):
         store.get("../b")
+    store.put("a/b", bytes(range(100)))
+    assert store.ranges("a/b", [(3, 2), (98, 10)]) == [b"\3\4", b"bc"]
+    assert store.ranges("a/b", []) == []
+    with pytest.raises(FileNotFoundError):
+        store.ranges("a/c", [(0, 1)])
 
 
-def test_a_draft_that_fails_leaves_nothing(store):
-    with pytest.raises(ValueError, match="half-way"), store.draft("folder") as draft:
+@ANYWHERE
+def test_a_draft_is_there_as_a_whole_or_not_at_all_and_other_processes_add_to_it(place):
+    store, other = open_store(*place), open_store(*place)
+    with pytest.raises(ValueError, match="half-way"), store.draft("weight_v000001") as draft:
         draft.write("one", b"1")
-        with draft.append("two") as append:
-            append(b"2")
-            raise ValueError("half-way")
+        other.add(draft.place, "delta/two", b"2")
+        place = draft.place
+        raise ValueError("half-way")
+    assert store.list() == store.list("weight_v000001") == []
+    for there in (place, "weight_v000001", ".."):
+        with pytest.raises(StoreError):
+            other.add(there, "late", b"4")
+    with store.draft("weight_v000001") as draft:  # another attempt under the same number
+        with pytest.raises(StoreError):
+            other.add(place, "late", b"4")
+        other.add(draft.place, "delta/two", b"2")
+        draft.write("manifest.json", b"{}")
+        place = draft.place
+    with pytest.raises(StoreError):
+        other.add(place, "late", b"4")
+    assert store.list("weight_v000001") == ["delta", "manifest.json"]
+    assert store.get("weight_v000001/delta/two") == b"2"
+    with pytest.raises(StoreError, match="exists already"), store.draft("weight_v000001"):
+        raise AssertionError("the block ran")
+
+
+def test_pieces_of_a_draft_are_one_value_or_nothing(store):
+    with pytest.raises(ValueError, match="half-way"), store.draft("folder") as draft, draft.append("two") as append:
+        append(b"2")
+        raise ValueError("half-way")
     assert store.list() == []
     with store.draft("folder") as draft:
         with draft.append("large") as append:
             append(b"2")
             append(memoryview(b"4"))
         draft.write("manifest.json", b"3")
-    assert store.list("folder") == ["large", "manifest.json"]
     assert store.get("folder/large") == b"24"
-    with pytest.raises(StoreError, match="exists already"), store.draft("folder"):
-        pass
 
 
-@pytest.mark.parametrize(
-    ("place", "encoding"),
-    [("s3", "auto"), ("s3", "xor"), ("memory", "auto"), ("memory", "deltas_zstd")],
-    indirect=["place"],
-)
+@pytest.mark.parametrize(("place", "encoding"), [("s3", "auto"), ("memory", "xor")], indirect=["place"])
 def test_a_chain_is_published_followed_joined_and_collected(place, encoding):
     url, options = place
     trainer, follower = (
@@ -157,46 +179,12 @@ def test_what_cannot_be_collected_stays_and_fails_no_update(caplog):
     assert trainer.latest_version() == 2
 
 
-def test_a_server_that_is_gone_is_told(s3):
+def test_addresses_that_cannot_be_used_are_named(s3, tmp_path):
     dead = {**s3, "endpoint_url": f"http://127.0.0.1:{free_port()}", "config_kwargs": {"retries": {"max_attempts": 0}}}
     store = open_store("s3://bucket/x", dead)
     with pytest.raises(StoreError, match="s3://bucket/x"):
         store.put("a", b"1")
-
-
-def test_a_protocol_nobody_knows_is_refused():
     with pytest.raises(ConfigError, match="nonsense"):
         open_store("nonsense://x")
-
-
-def test_options_for_a_directory_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="takes no storage_options"):
+    with pytest.raises(ConfigError, match="storage_options"):
         open_store(tmp_path, {"key": "k"})
-
-
-class TestParts:
-    @ANYWHERE
-    def test_ranges_are_those_of_the_value_and_end_with_it(self, place):
-        store = open_store(*place)
-        store.put("a/b", bytes(range(100)))
-        assert store.ranges("a/b", [(3, 2), (98, 10)]) == [b"\3\4", b"bc"]
-        assert store.ranges("a/b", []) == []
-        with pytest.raises(FileNotFoundError):
-            store.ranges("a/c", [(0, 1)])
-
-    def test_another_process_adds_to_a_draft_which_takes_it_along_when_it_fails(self, place):
-        store, other = open_store(*place), open_store(*place)
-        with pytest.raises(ValueError, match="lost"), store.draft("weight_v000001") as draft:
-            other.add(draft.place, "delta/one", b"1")
-            other.add(draft.place, "two", b"2")
-            place = draft.place
-            raise ValueError("lost")
-        assert store.list() == [] and store.list("weight_v000001") == []
-        with pytest.raises(StoreError, match="is not being written any more"):
-            other.add(place, "late", b"3")
-        with store.draft("weight_v000001") as draft:  # another attempt under the same number
-            with pytest.raises(StoreError, match="is not being written any more"):
-                other.add(place, "late", b"3")
-            other.add(draft.place, "one", b"1")
-            draft.write("manifest.json", b"{}")
-        assert store.list("weight_v000001") == ["manifest.json", "one"]

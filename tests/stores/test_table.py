@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.weights.boxes import SHAPES, blocks_of
 from torchrl_ext.codecs.streams import StreamPatch
 from torchrl_ext.codecs.units import units
 from torchrl_ext.errors import ManifestError
@@ -16,32 +17,21 @@ from torchrl_ext.testing import any_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.view import Block
 
-DTYPES = (torch.bfloat16, torch.complex128)
 
-
-@st.composite
-def boxes(draw):
-    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
-    start = tuple(draw(st.integers(0, size - 1)) for size in shape)
-    sizes = tuple(draw(st.integers(1, size - first)) for first, size in zip(start, shape, strict=True))
-    return shape, start, sizes
-
-
-@given(boxes(), st.sampled_from(DTYPES))
-def test_units_of_a_box_lie_where_its_elements_do(box, dtype):
-    shape, start, sizes = box
-    meta, segment = ParamMeta("w", dtype, shape), Segment(0, start, sizes)
-    (stream,) = ParamTable.of([meta], [[segment]]).streams
+@given(SHAPES, st.sampled_from([torch.bfloat16, torch.complex128]), st.data())
+def test_units_of_a_box_lie_where_its_elements_do(shape, dtype, data):
+    block = data.draw(blocks_of(shape))
+    assume(block.numel)
+    meta, segment = ParamMeta("w", dtype, shape), Segment(0, block.start, block.shape)
+    table = ParamTable.of([meta], [[segment]])
+    (stream,) = table.streams
     tensor = any_bits(dtype, *shape)
-    own = stream.box(0)
-    part = tensor[own.within(Block.whole(shape))].contiguous()
+    part = tensor[block.within(Block.whole(shape))].contiguous()
     places = stream.positions(0, np.arange(units_of(meta, segment)))
-    assert np.array_equal(units(tensor)[places], units(part)) and own.shape == sizes
+    assert np.array_equal(units(tensor)[places], units(part)) and stream.box(0) == block
     straight = places[-1] - places[0] == places.size - 1
     assert stream.starts[0] == (places[0] if straight else -1)
-    patch = StreamPatch(
-        ParamTable.of([meta], [[segment]]), 0, 0, stream.size, np.arange(stream.size), units(part), False
-    )
+    patch = StreamPatch(table, 0, 0, stream.size, np.arange(stream.size), units(part), False)
     assert patch.of(0).indices.tolist() == places.tolist()
 
 

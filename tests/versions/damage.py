@@ -1,4 +1,4 @@
-"""Deltas made worse, as often as wanted: `python -m tests.versions.damage manifests|blocks [count [seed]]`.
+"""Deltas made worse.
 
 Each is refused with an error of ours, or read as what was published, in bounded memory. Checksums are made anew, so
 that what is behind them is reached too.
@@ -11,7 +11,6 @@ import collections
 import json
 import random
 import sys
-import time
 import traceback
 from dataclasses import replace
 
@@ -222,9 +221,3 @@ def many(what: str, count: int, seed: int, own: list[Published]) -> collections.
                 if outcomes["wrong"] < 20:
                     print(f"number {number} of seed {seed}:\n{traceback.format_exc(limit=-4)}", file=sys.stderr)
     return outcomes
-
-
-if __name__ == "__main__":
-    what, count, seed = [*sys.argv[1:], *["10000", "0"][len(sys.argv) - 2 :]]
-    began = time.monotonic()
-    print(what, dict(many(what, int(count), int(seed), [*map(published, KINDS)])), f"{time.monotonic() - began:.0f} s")

@@ -6,6 +6,7 @@ import json
 import time
 import uuid
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import safetensors.torch
@@ -50,29 +51,18 @@ class Slow(ObjectStore):
 
     left = 1 << 60
 
+    @contextmanager
     def append(self, key):
-        return self._slowed(super().append(key))
+        with super().append(key) as append:
 
-    def _slowed(self, block):
-        store = self
+            def slowly(data):
+                self.left -= len(data)
+                if self.left < 0:
+                    raise StoreError("the connection was reset")
+                time.sleep(0.001)
+                append(data)
 
-        class Slowed:
-            def __enter__(self):
-                append = block.__enter__()
-
-                def slowly(data):
-                    store.left -= len(data)
-                    if store.left < 0:
-                        raise StoreError("the connection was reset")
-                    time.sleep(0.001)
-                    append(data)
-
-                return slowly
-
-            def __exit__(self, *raised):
-                return block.__exit__(*raised)
-
-        return Slowed()
+            yield slowly
 
 
 class Live(MappingSource):

@@ -1,42 +1,22 @@
-"""Boxes of parameters that a trainer rank writes: where their elements lie in the whole, and what is read of them."""
+"""What a trainer rank digests of the blocks that it writes."""
 
 from __future__ import annotations
 
-import random
 from base64 import b64decode
 
 import numpy as np
 import pytest
 import torch
 
-from tests.weights.shards.test_sharing import some_block
 from torchrl_ext.codecs.choice import ulp
 from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores.delta_manifest import DIGEST
-from torchrl_ext.stores.table import ParamTable, Segment
 from torchrl_ext.testing import any_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.shards.own import OwnBlocks
-from torchrl_ext.weights.digests import PositionDigest, block_words, position_digest
+from torchrl_ext.weights.digests import block_words
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import WeightSource
-from torchrl_ext.weights.view import without
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128])
-def test_positions_and_digests_of_blocks_are_those_of_the_whole(dtype):
-    chance, parts = random.Random(1), 2 if dtype == torch.complex128 else 1
-    for _ in range(100):
-        shape = tuple(chance.randint(1, 6) for _ in range(chance.randint(0, 4)))
-        meta, whole, block = ParamMeta("w", dtype, shape), Block.whole(shape), some_block(shape, chance)
-        (stream,) = ParamTable.of([meta], [[Segment(0, block.start, block.shape)]]).streams
-        every = np.arange(meta.numel * parts).reshape(*shape, parts)
-        expected = every[block.within(whole)].reshape(-1)
-        assert (stream.positions(0, np.arange(expected.size)) == expected).all()
-        tensor, digest = any_bits(dtype, *shape), PositionDigest()
-        for piece in (block, *without([whole], [block])):
-            digest = digest.plus(block_words(meta, piece, tensor[piece.within(whole)], LINEAR))
-        assert digest == position_digest(tensor, LINEAR)
 
 
 class Blocks(WeightSource):

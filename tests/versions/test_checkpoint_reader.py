@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.processes import running_python
+from tests.processes import calling, running_python
 from tests.transports import disk_ends
 from tests.transports.chains import flip
 from tests.transports.disk_ends import joined, publish, weights
@@ -45,7 +45,9 @@ class TestVisibility:
 class TestReading:
     @pytest.mark.parametrize("transport", ["disk", "delta"])
     @pytest.mark.parametrize("runs", [(1, 1, 1), (2, 2, 2), (2, 1)], ids=str)
-    def test_a_new_run_in_an_emptied_root_is_followed_whatever_its_number(self, root, transport, runs):
+    def test_a_new_run_in_an_emptied_root_is_followed_and_a_copy_of_the_old_one_is_nothing_new(
+        self, root, transport, runs
+    ):
         worker = tx.make_transport(transport, root=root)
         for value, versions in enumerate(runs):
             trainer = tx.make_transport(transport, root=root)
@@ -53,21 +55,13 @@ class TestReading:
                 trainer.send_weights("policy", weights(value))
             assert worker.receive_weights(0.0)["w00"][0] == value
             assert worker.received_version == versions
-            assert worker.receive_weights(0.0) is None
             trainer.shutdown()
+            root.rename(root.parent / "moved")
+            shutil.copytree(root.parent / "moved", root)
+            for _ in range(2):
+                assert worker.receive_weights(0.0) is None
             shutil.rmtree(root)
-
-    @pytest.mark.parametrize("transport", ["disk", "delta"])
-    def test_a_root_that_was_copied_and_put_back_holds_nothing_new(self, root, transport):
-        worker, trainer = (tx.make_transport(transport, root=root) for _ in range(2))
-        trainer.send_weights("policy", weights(1))
-        assert worker.receive_weights(0.0)["w00"][0] == 1
-        trainer.shutdown()
-        shutil.copytree(root, root.parent / "copy")
-        shutil.rmtree(root)
-        shutil.copytree(root.parent / "copy", root)
-        for _ in range(2):
-            assert worker.receive_weights(0.0) is None
+            shutil.rmtree(root.parent / "moved")
 
     def test_abort_ends_a_wait(self, worker):
         waiting = threading.Thread(target=worker.receive_weights, args=(WAIT_S,))
@@ -83,14 +77,8 @@ class TestReading:
         shutil.rmtree(root / "weight_v000001")
         assert dict(end.receive(arrival, {}, Deadline(WAIT_S)))["w19"][0] == 1
 
-    def test_damage_is_found_while_the_engine_serves(self, root, trainer, worker):
-        publish(trainer, weights(1), 1)
-        flip(root / "weight_v000001" / "model-00003-of-00010.safetensors", -1)
-        with pytest.raises(IntegrityError, match="model-00003-of-00010"):
-            worker.attend(Deadline(WAIT_S)).stage(1, None, Deadline(WAIT_S))
-
     def test_a_process_that_follows_a_trainer_in_a_hurry_never_sees_a_mixture(self, root, trainer):
-        with running_python(FOLLOWER, root) as child:
+        with running_python(calling(follow, str(root))) as child:
             assert child.stdout.readline() == "ready\n"
             version = 0
             while child.poll() is None:
@@ -100,17 +88,15 @@ class TestReading:
             assert child.wait() == 0, child.stdout.read()
 
 
-FOLLOWER = """
-import sys, torchrl_ext as tx
-worker, last = tx.DiskTransport(sys.argv[1]), 0
-print("ready", flush=True)
-for _ in range(40):
-    received = worker.receive_weights(60)
-    values = {float(tensor[i]) for tensor in received.values() for i in (0, -1)}
-    assert values == {float(worker.received_version)}, values
-    assert worker.received_version > last
-    last = worker.received_version
-"""
+def follow(root):
+    worker, last = tx.DiskTransport(root), 0
+    print("ready", flush=True)
+    for _ in range(40):
+        received = worker.receive_weights(60)
+        values = {float(tensor[at]) for tensor in received.values() for at in (0, -1)}
+        assert values == {float(worker.received_version)}, values
+        assert worker.received_version > last
+        last = worker.received_version
 
 
 class TestDamage:
@@ -131,26 +117,40 @@ class TestDamage:
         ("damage", "said"),
         [
             (lambda path: os.truncate(path, path.stat().st_size - 8), "bytes instead of the"),
-            (lambda path: os.truncate(path, 3), "has only 3 bytes"),
-            (lambda path: path.write_bytes(path.read_bytes() + b"more"), "bytes instead of the"),
             (lambda path: path.write_bytes((1 << 60).to_bytes(8, "little") + path.read_bytes()[8:]), "claims a header"),
             (lambda path: path.write_bytes(path.read_bytes().replace(b'"F32"', b'"F99"')), "cannot be read"),
             (lambda path: path.unlink(), "is missing"),
         ],
-        ids=["truncated", "nearly empty", "longer", "a huge header", "an unknown dtype", "missing"],
+        ids=["truncated", "a huge header", "an unknown dtype", "missing"],
     )
     def test_a_shard_is_refused_before_the_first_tensor_when_it_is(self, folder, worker, damage, said):
         damage(folder / "model-00010-of-00010.safetensors")
-        with pytest.raises(IntegrityError, match=rf"model-00010-of-00010\.safetensors.*{said}"):
-            worker.receive_weights(0.0)
+        end = worker.attend(Deadline(WAIT_S))
+        for read in (worker.receive_weights, lambda _: end.stage(1, None, Deadline(WAIT_S))):
+            with pytest.raises(IntegrityError, match=rf"model-00010-of-00010\.safetensors.*{said}"):
+                read(0.0)
 
-    @pytest.mark.parametrize("link", [None, "/dev/zero", "../../elsewhere"], ids=["a pipe", "a device", "a link out"])
-    def test_a_shard_that_is_no_file_of_the_root_is_refused_at_once(self, root, folder, worker, link):
-        shard = folder / "model-00010-of-00010.safetensors"
-        shard.rename(root.parent / "elsewhere")
-        os.mkfifo(shard) if link is None else shard.symlink_to(link)
-        with pytest.raises(IntegrityError, match=r"model-00010-of-00010\.safetensors is (no regular file|a link to)"):
-            worker.receive_weights(0.0)
+    @pytest.mark.parametrize(
+        ("transport", "file"),
+        [("disk", "manifest.json"), ("delta", "manifest.json"), ("disk", "model-00010-of-00010.safetensors")],
+    )
+    @pytest.mark.parametrize("kind", ["a pipe", "a device", "a link out", "a folder", "a large file"])
+    def test_what_is_no_file_of_the_root_is_refused_at_once(self, root, folder, transport, file, kind):
+        path = folder / file
+        path.rename(root.parent / "elsewhere")
+        if kind == "a pipe":
+            os.mkfifo(path)
+        elif kind == "a folder":
+            path.mkdir()
+        elif kind == "a large file":
+            path.touch()
+            os.truncate(path, 1 << 40)
+        else:
+            path.symlink_to("/dev/zero" if kind == "a device" else "../../elsewhere")
+        with pytest.raises(
+            IntegrityError, match=rf"{file} .*(no regular file|a link to|1,099,511,627,776 bytes|cannot be read)"
+        ):
+            tx.make_transport(transport, root=root).receive_weights(0.0)
 
     @pytest.mark.parametrize(
         ("old", "new", "said"),
@@ -178,50 +178,21 @@ class TestDamage:
         with pytest.raises(IntegrityError, match=said):
             worker.receive_weights(0.0)
 
-    def test_a_manifest_whose_parameters_were_emptied_is_refused(self, folder, worker):
-        manifest = folder / "manifest.json"
-        text = manifest.read_text()
-        begin, end = text.index('"params": [') + len('"params": ['), text.index("\n  ],\n")
-        manifest.write_text(text[:begin] + text[end:])
-        with pytest.raises(IntegrityError, match=r"manifest\.json is damaged: its content is not that of its checksum"):
-            worker.receive_weights(0.0)
-
-    @pytest.mark.parametrize("transport", ["disk", "delta"])
-    @pytest.mark.parametrize("kind", ["a pipe", "a device", "a link out", "a folder", "a large file"])
-    def test_a_manifest_that_is_no_file_of_the_root_is_refused_at_once(self, root, folder, transport, kind):
-        manifest = folder / "manifest.json"
-        manifest.rename(root.parent / "elsewhere")
-        if kind == "a pipe":
-            os.mkfifo(manifest)
-        elif kind == "a folder":
-            manifest.mkdir()
-        elif kind == "a large file":
-            manifest.touch()
-            os.truncate(manifest, 1 << 40)
-        else:
-            manifest.symlink_to("/dev/zero" if kind == "a device" else "../../elsewhere")
-        said = r"manifest\.json (is no regular file|is a link to|has 1,099,511,627,776 bytes)"
-        with pytest.raises(IntegrityError, match=said):
-            tx.make_transport(transport, root=root).receive_weights(0.0)
-
     @pytest.mark.parametrize("text", [b"", b"-1", b"1.5", b"weight_v000001", b"9" * 30, b"9" * 19])
     def test_a_pointer_that_is_no_number_is_told(self, root, folder, worker, text):
         (root / "latest").write_bytes(text)
         with pytest.raises(IntegrityError, match="the pointer 'latest'"):
             worker.receive_weights(0.0)
 
-    def test_a_version_of_another_run_is_refused(self, folder, worker):
-        arrival = Arrival(version=1, params=as_source(weights(1)).params(), info={"run_id": "another"})
-        with pytest.raises(IntegrityError, match="published by run"):
-            list(worker.attend(Deadline(WAIT_S)).receive(arrival, {}, Deadline(WAIT_S)))
-
-    @pytest.mark.parametrize("change", ["renamed", "fewer"])
-    def test_a_version_that_is_not_what_the_trainer_announced_is_refused(self, folder, worker, change):
-        params = as_source(weights(1)).params()
-        params = params[:-1] if change == "fewer" else (msgspec.structs.replace(params[0], name="other"), *params[1:])
-        with pytest.raises(ManifestError, match="nothing was read"):
-            list(worker.attend(Deadline(WAIT_S)).receive(Arrival(version=1, params=params), {}, Deadline(WAIT_S)))
-
-    def test_a_version_that_is_gone_is_told_with_the_newest(self, folder, worker):
-        with pytest.raises(StoreError, match=r"weights version 5; the newest in .* is 1"):
-            worker.attend(Deadline(WAIT_S)).stage(5, None, Deadline(WAIT_S))
+    def test_a_version_that_is_not_what_was_announced_is_refused(self, folder, worker):
+        params, end = as_source(weights(1)).params(), worker.attend(Deadline(WAIT_S))
+        renamed = (msgspec.structs.replace(params[0], name="other"), *params[1:])
+        for arrival, error, said in (
+            (Arrival(version=1, params=params, info={"run_id": "another"}), IntegrityError, "published by run"),
+            (Arrival(version=1, params=params[:-1]), ManifestError, "nothing was read"),
+            (Arrival(version=1, params=renamed), ManifestError, "nothing was read"),
+        ):
+            with pytest.raises(error, match=said):
+                list(end.receive(arrival, {}, Deadline(WAIT_S)))
+        with pytest.raises(StoreError, match=r"version 5; the newest in .* is 1"):
+            end.stage(5, None, Deadline(WAIT_S))

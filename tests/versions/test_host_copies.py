@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.processes import WAIT_S, running_python
+from tests.processes import WAIT_S, calling, maps_of, running_python
 from torchrl_ext.errors import StoreError
 from torchrl_ext.testing import same_bits
 from torchrl_ext.versions.reader import host_copy
 
-READER = """
-import sys, torchrl_ext as tx
-reader = tx.DeltaTransport(sys.argv[1], local_dir=sys.argv[2])
-reader.receive_weights(30)
-print(sum(sys.argv[2] in line and "(deleted)" in line for line in open("/proc/self/maps")), flush=True)
-sys.stdin.read()
-"""
+
+def read_and_wait(root, local):
+    tx.DeltaTransport(root, local_dir=local).receive_weights(30)
+    maps = maps_of(os.getpid()).splitlines()
+    print(sum(local in line and "(deleted)" in line for line in maps), flush=True)
+    sys.stdin.read()
 
 
 def test_a_copy_has_the_same_bits_and_no_name(tmp_path):
@@ -48,7 +49,7 @@ def test_a_reader_with_copies_in_files_follows_and_nothing_is_left_when_it_is_ki
         trainer.send_weights(own)
         found = reader.receive_weights(WAIT_S)
         assert all(same_bits(found[name], tensor) for name, tensor in own.items())
-    with running_python(READER, root, local) as child:
+    with running_python(calling(read_and_wait, str(root), str(local))) as child:
         assert child.stdout.readline() == "2\n"
         child.send_signal(signal.SIGKILL)
         child.wait(WAIT_S)

@@ -34,24 +34,18 @@ def chain(request, tmp_path):
 
 def test_host_copies_follow_when_the_next_version_is_looked_for(chain):
     reader, history = chain
-    reader.advance(reader.changes(2))
+    second = reader.changes(2)
+    reader.advance(second)
     assert same(reader.mirror, history[1])
     later = reader.changes(3)
-    assert same(reader.mirror, history[2])
-    assert later.held == reader.held
+    assert same(reader.mirror, history[2]) and later.held == reader.held
     reader.advance(later)
     assert same(dict(reader.tensors(reader.open(4), {})), history[4])
     assert same(reader.mirror, history[4])
-
-
-def test_changes_on_another_version_are_refused_and_the_next_one_is_read_in_full(chain):
-    reader, history = chain
-    second = reader.changes(2)
-    reader.advance(second)
     with pytest.raises(IntegrityError, match="version 1 is not the one held"):
         reader.advance(second)
-    assert reader.changes(3) is None
-    assert same(dict(reader.tensors(reader.open(3), {})), history[3])
+    assert reader.changes(4) is None
+    assert same(dict(reader.tensors(reader.open(4), {})), history[4])
 
 
 @pytest.mark.parametrize("error", [IntegrityError("a payload went bad"), MemoryError()], ids=["damage", "no memory"])
@@ -121,7 +115,7 @@ def test_tensors_come_in_any_order_and_each_range_is_decoded_once(kind, monkeypa
         assert same(dict(route.whole(OLD, names)), NEW)
 
 
-@pytest.mark.parametrize(("cores", "computing", "spare"), [(8, 8, 1), (2, 2, 1), (2, 1, 1), (4, 1, 3), (64, 1, 4)])
+@pytest.mark.parametrize(("cores", "computing", "spare"), [(8, 8, 1), (2, 1, 1), (4, 1, 3), (64, 1, 4)])
 def test_decoding_takes_cores_that_the_model_does_not_compute_on(cores, computing, spare, monkeypatch):
     monkeypatch.setattr(stream.os, "sched_getaffinity", lambda _: range(cores))
     monkeypatch.setattr(torch, "get_num_threads", lambda: computing)

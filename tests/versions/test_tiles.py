@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchrl_ext as tx
+from tests.codecs.models import flat, models, placed
 from tests.transports.chains import same, trainer_at
 from torchrl_ext.codecs import choice, streams
 from torchrl_ext.codecs.streams import find
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.kernels.base import LINEAR, flat_bits
+from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores import LocalStore, table
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.delta_manifest import from_json
@@ -34,77 +35,26 @@ def small(monkeypatch):
     monkeypatch.setattr(streams, "BLOCK_UNITS", 1 << 8)
 
 
-@st.composite
-def models(draw):
-    """A model before and after a change of some of its elements, in the order of the source."""
-    shapes = draw(
-        st.lists(
-            st.one_of(
-                st.tuples(st.integers(0, 40)),
-                st.tuples(st.integers(1, 40), st.integers(1, 40)),
-                st.tuples(st.integers(1, 4), st.integers(1, 12), st.integers(1, 12)),
-            ),
-            min_size=1,
-            max_size=8,
-        )
-    )
-    seed, density = draw(st.integers(0, 2**32)), draw(st.sampled_from([0.0, 0.02, 0.3, 1.0]))
-    generator = torch.Generator().manual_seed(seed)
-    old, new = {}, {}
-    for number, shape in enumerate(shapes):
-        dtype = draw(st.sampled_from([torch.bfloat16, torch.float32, torch.uint8, torch.complex128]))
-        before, after = (any_bits(dtype, *shape, seed=seed + number + extra) for extra in (0, 1000))
-        mask = torch.rand(shape, generator=generator) < density
-        old[f"p{number}"], new[f"p{number}"] = before, torch.where(mask, after, before)
-    return old, new
-
-
-def flat(of, tensors):
-    """The bits of each stream of a table."""
-    found = []
-    for stream in of.streams:
-        names = [of.params[param].name for param in stream.params]
-        parts = [flat_bits(stream.cut(number, tensors[name])) for number, name in enumerate(names)]
-        found.append(torch.cat(parts))
-    return found
-
-
-def placed(of, tensors):
-    for name, tensor in tensors.items():
-        for stream, segment in of.places[of.number[name]]:
-            yield stream, segment, of.streams[stream].cut(segment, tensor)
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(model=models(), tiles=st.integers(2, 5), encoding=st.sampled_from(ENCODINGS))
 def test_blocks_are_those_that_a_comparison_of_tiles_finds(model, tiles, encoding):
     old, new = model
     metas = [ParamMeta.of(name, tensor) for name, tensor in old.items()]
-    plain, cut = ParamTable.of(metas), ParamTable.of(metas, tiles=tiles)
-    codec = getattr(choice, encoding)()
+    plain, cut, codec = ParamTable.of(metas), ParamTable.of(metas, tiles=tiles), getattr(choice, encoding)()
     slow = find(
         cut, flat(cut, old), placed(cut, new), lambda found: code(cut, codec, False, found), threads=2, digest=LINEAR
     )
-    expected = {(one.stream, one.start): one for one in slow if one.payload}
-    copies = {name: tensor.clone() for name, tensor in old.items()}
-    olds = flat(plain, old)
-    held = {}
-    for stream, bits in zip(plain.streams, olds, strict=True):
-        first = (stream.first // (2 if stream.dtype == torch.complex128 else 1)).tolist()
-        own = (
-            bits.view(stream.dtype)
-            if stream.dtype != torch.complex128
-            else torch.view_as_complex(bits.view(torch.float64).view(-1, 2))
-        )
-        for number, param in enumerate(stream.params):
-            meta = metas[param]
-            held[meta.name] = own[first[number] : first[number + 1]].view(meta.shape)
-    assert same(held, copies)
+    expected = {(block.stream, block.start): block for block in slow if block.payload}
+    olds, held = flat(plain, old), {}
+    for stream, bits in zip(plain.streams, olds, strict=True):  # tensors in the memory of the streams
+        names = [metas[param].name for param in stream.params]
+        parts = bits.view(torch.uint8).split([old[name].nbytes for name in names])
+        held |= {name: part.view(stream.dtype).view(old[name].shape) for name, part in zip(names, parts, strict=True)}
+    assert same(held, old)
     made = Tiles(plain, cut, codec, False, held.__getitem__)
     looked = find(plain, olds, placed(plain, new), made.route, threads=2, digest=LINEAR, follow=True)
-    words, changed, found = np.zeros((len(metas), 2), np.uint64), np.zeros(len(metas), np.int64), {}
+    changed, found = np.zeros(len(metas), np.int64), {}
     for block in made.blocks(looked, 2):
-        np.add.at(words, block.params, block.words)
         np.add.at(changed, block.params, block.changed)
         if block.payload:
             assert (block.stream, block.start) not in found
@@ -137,13 +87,15 @@ def step(own, seed, share=0.1):
 def test_chains_with_and_without_tiles_lead_to_the_same(tmp_path, encoding):
     """A trainer that is started anew may cut otherwise; readers follow, catch up over versions, or begin late."""
     own, reader, late = weights(), trainer_at(tmp_path), trainer_at(tmp_path)
+    served = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
     for version in range(1, 10):
         if version % 3 == 1:
             tiles = {1: 1, 4: 4, 7: 3}[version]
             trainer = trainer_at(
                 tmp_path, encoding=encoding, tiles=tiles, keyframe_every=2 * (version == 4), keep_files=True
             )
-        trainer.send_weights("policy", own)
+            sender = tx.WeightSender(trainer, InProcessEngine(served))
+        assert sender.update_weights(own).verified and same(served, own)
         assert same(reader.receive_weights(WAIT_S), own)
         if version in (2, 6, 8, 9):
             assert same(late.receive_weights(WAIT_S), own)
@@ -153,15 +105,6 @@ def test_chains_with_and_without_tiles_lead_to_the_same(tmp_path, encoding):
         step(own, version)
         if version % 3 == 0:
             trainer.shutdown()
-
-
-def test_an_engine_lands_tiles(tmp_path):
-    own, served = weights(), {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
-    sender = tx.WeightSender(tx.DeltaTransport(tmp_path, encoding="ulp", tiles=4), InProcessEngine(served))
-    for version in range(1, 5):
-        report = sender.update_weights(own)
-        assert report.verified and same(served, own)
-        step(own, version)
 
 
 @pytest.mark.parametrize(

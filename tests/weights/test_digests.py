@@ -7,43 +7,38 @@ import pytest
 import torch
 
 from tests.codecs.data import random_bits
-from torchrl_ext.codecs.patch import diff
 from torchrl_ext.kernels.base import LINEAR, POSITION, Piece, flat_bits, linear_keys
 from torchrl_ext.kernels.host import HostKernels
-from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest, position_digest
 
 GOLDEN, WORD = 0x9E3779B97F4A7C15, 2**64
 
 
-def by_hand(bits: list[int], start: int = 0) -> PositionDigest:
+def mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % WORD
+    return z ^ (z >> 31)
+
+
+def second(z: int) -> int:
+    y = ((z ^ (z >> 32)) * 0xD6E8FEB86659FD93) % WORD
+    return y ^ (y >> 29)
+
+
+def by_hand(raw: list[int], width: int, digest: str) -> PositionDigest:
     """The definition, element by element, in Python's integers."""
-    first = second = 0
-    for position, value in enumerate(bits, start):
-        z = (position * GOLDEN + value) % WORD
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % WORD
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % WORD
-        z ^= z >> 31
-        y = ((z ^ (z >> 32)) * 0xD6E8FEB86659FD93) % WORD
-        first, second = (first + z) % WORD, (second + (y ^ (y >> 29))) % WORD
-    return PositionDigest(first, second)
-
-
-def linear_by_hand(raw: list[int], width: int) -> PositionDigest:
-    """The definition of the linear digest, element by element, in Python's integers."""
-
-    def mix(z: int) -> int:
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % WORD
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % WORD
-        return z ^ (z >> 31)
-
-    seed, words = int.from_bytes(b"linear64", "little"), [0, 0]
+    words = [0, 0]
+    if digest == POSITION:
+        for position, value in enumerate(raw):
+            z = mix((position * GOLDEN + value) % WORD)
+            words = [(words[0] + z) % WORD, (words[1] + second(z)) % WORD]
+        return PositionDigest(*words)
+    seed = int.from_bytes(b"linear64", "little")
     parts = [(8 * k + 4 * half, bits >> 32 * half) for k, bits in enumerate(raw) for half in (0, 1)]
     for byte, bits in parts if width == 8 else [(k * width, bits) for k, bits in enumerate(raw)]:
         row, at = divmod(byte // 4, 2048)
         z = mix((row * GOLDEN + seed) % WORD)
-        y = ((z ^ (z >> 32)) * 0xD6E8FEB86659FD93) % WORD
-        for lane, factor in enumerate((z, y ^ (y >> 29))):
+        for lane, factor in enumerate((z, second(z))):
             key = mix((seed + GOLDEN * (2048 * lane + at + 1)) % WORD) >> 32
             words[lane] = (words[lane] + (bits % 2**32 + 1 << 8 * (byte % 4)) * key * (factor | 1)) % WORD
     return PositionDigest(*words)
@@ -56,19 +51,13 @@ def of_part(full: torch.Tensor, ranges, digest: str = LINEAR) -> PositionDigest:
     return PositionDigest(*HostKernels().words(Piece(destination=part, offset=offset, strides=full.stride()), digest))
 
 
-def test_it_is_what_its_definition_says():
-    bits = [0, 1, 0xFFFF, 0x8000, 0x3F80] * 20
-    tensor = torch.from_numpy(np.array(bits, np.uint16)).view(torch.bfloat16)
-    assert position_digest(tensor, POSITION) == by_hand(bits)
-    assert position_digest(tensor[:0], POSITION) == PositionDigest()
-
-
+@pytest.mark.parametrize("digest", (POSITION, LINEAR))
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float32, torch.float64))
-def test_the_linear_one_is_what_its_definition_says(dtype):
+def test_it_is_what_its_definition_says(dtype, digest):
     tensor = random_bits(9001, dtype, torch.Generator().manual_seed(0))
     raw = [value % 2 ** (8 * dtype.itemsize) for value in flat_bits(tensor).tolist()]
-    assert position_digest(tensor) == linear_by_hand(raw, dtype.itemsize)
-    assert position_digest(tensor[:0]) == PositionDigest()
+    assert position_digest(tensor, digest) == by_hand(raw, dtype.itemsize, digest)
+    assert position_digest(tensor[:0], digest) == PositionDigest()
 
 
 def test_keys_of_the_linear_one_are_never_0_and_never_equal_in_a_row_even_if_shifted():
@@ -79,19 +68,13 @@ def test_keys_of_the_linear_one_are_never_0_and_never_equal_in_a_row_even_if_shi
 
 @pytest.mark.parametrize("digest", (POSITION, LINEAR))
 def test_shards_of_any_cut_add_up(digest):
-    full = random_bits(12 * 10 * 60, torch.float32, torch.Generator().manual_seed(0)).reshape(12, 10, 60)
+    full = random_bits(12 * 10 * 6000, torch.float32, torch.Generator().manual_seed(0)).reshape(12, 10, 6000)
     whole = position_digest(full, digest)
-    for cuts in itertools.product([(0, 12), (0, 5, 12)], [(0, 10), (0, 1, 10)], [(0, 60), (0, 41, 60)]):
+    for cuts in itertools.product([(0, 12), (0, 5, 12)], [(0, 10), (0, 1, 10)], [(0, 6000), (0, 4100, 6000)]):
         total = PositionDigest()
         for ranges in itertools.product(*(list(itertools.pairwise(cut)) for cut in cuts)):
             total += of_part(full, ranges, digest)
         assert total == whole
-
-
-def test_parts_of_a_large_tensor_add_up():
-    tensor = random_bits(5_000_000, torch.bfloat16, torch.Generator().manual_seed(0)).reshape(500, 10_000)
-    left, right = (of_part(tensor, ((0, 500), columns)) for columns in ((0, 7000), (7000, 10_000)))
-    assert left + right == position_digest(tensor)
 
 
 @pytest.mark.parametrize("digest", (POSITION, LINEAR))
@@ -155,24 +138,6 @@ def test_accidents_are_seen(digest):
     assert len(seen) > 1500
 
 
-def test_the_sign_of_zero_and_nan_payloads_count():
-    zeros = torch.zeros(4)
-    assert position_digest(zeros) != position_digest(-zeros)
-    nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
-    assert position_digest(nans[:1]) != position_digest(nans[1:])
-
-
 def test_it_is_written_as_32_hex_digits():
     assert PositionDigest(1, 2).hex() == f"{1:016x}{2:016x}"
     assert len(position_digest(torch.arange(10)).hex()) == 32
-
-
-def test_metas_of_patches_and_digests_agree_on_positions():
-    old, new = torch.zeros(3, 4), torch.zeros(3, 4)
-    new[2, 1] = 5.0
-    patch = diff(ParamMeta.of("w", old), old, new)
-    assert patch.indices.tolist() == [9]
-    delta, gone = (of_part(tensor, ((2, 3), (1, 2))) for tensor in (new, old))
-    assert position_digest(old).first - gone.first + delta.first in (
-        position_digest(new).first + k * WORD for k in (-1, 0, 1)
-    )

@@ -1,18 +1,21 @@
-"""LoRA modules are merged on the way out, and stay as they are."""
+"""LoRA modules are merged on the way out and stay as they are; adapters by themselves are what PEFT would save."""
 
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from tests.adapters import lora_policy, randomise
 from tests.models import tiny_model
 from tests.processes import python
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.testing import same_bits
-from torchrl_ext.weights.peft import PeftSource, is_peft
+from torchrl_ext.weights.peft import ADAPTER_CONFIG, AdapterFolder, AdapterSource, PeftSource, as_adapter
 from torchrl_ext.weights.source import as_source, checked
 
 peft = pytest.importorskip("peft")
@@ -49,23 +52,29 @@ def assert_merged(model):
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_linear_layers_are_merged(dtype):
-    model = adapted(dtype)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dtype": torch.bfloat16},
+        {"target_modules": ["embed_tokens", "o_proj"], "use_rslora": True},
+        {"tied": True},
+        {"modules_to_save": ["lm_head"]},
+    ],
+    ids=str,
+)
+def test_layers_of_every_kind_are_merged(settings):
+    model = adapted(**settings)
     found = assert_merged(model)
-    assert set(found) == set(tiny_model().state_dict())
-    base = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight
-    assert not torch.equal(found["model.layers.0.self_attn.q_proj.weight"], base)
-
-
-def test_embeddings_and_rank_stabilised_scaling_are_merged():
-    assert_merged(adapted(target_modules=["embed_tokens", "o_proj"], use_rslora=True))
-
-
-def test_modules_to_save_are_sent_as_trained():
-    model = adapted(modules_to_save=["lm_head"])
-    found = assert_merged(model)
-    assert same_bits(found["lm_head.weight"], model.get_base_model().lm_head.modules_to_save["default"].weight.detach())
+    assert set(found) == set(dict(as_source(tiny_model(tie_word_embeddings=settings.get("tied", False)))))
+    base = model.get_base_model()
+    if "modules_to_save" in settings:
+        assert same_bits(found["lm_head.weight"], base.lm_head.modules_to_save["default"].weight.detach())
+    if not settings:
+        layer = base.model.layers[0].self_attn.q_proj
+        assert not torch.equal(found["model.layers.0.self_attn.q_proj.weight"], layer.base_layer.weight)
+        assert {f"policy.{name}" for name in found} == set(dict(as_source(nn.ModuleDict({"policy": model}))))
+        assert set(as_source(model).files()) >= {"config.json"}
 
 
 def test_several_active_adapters_add_up():
@@ -80,58 +89,31 @@ def test_several_active_adapters_add_up():
     assert not torch.equal(both[name], second[name])
 
 
-def test_a_disabled_adapter_is_left_out():
-    model, name = adapted(), "model.layers.0.self_attn.q_proj.weight"
-    with model.disable_adapter():
-        assert same_bits(dict(as_source(model))[name], tiny_model().state_dict()[name])
-
-
-def test_an_adapter_that_is_merged_already_is_not_added_twice():
+def test_a_disabled_adapter_is_left_out_and_a_merged_one_is_not_added_twice():
     model = adapted()
     expected = dict(as_source(model))
+    with model.disable_adapter():
+        name = "model.layers.0.self_attn.q_proj.weight"
+        assert same_bits(dict(as_source(model))[name], tiny_model().state_dict()[name])
     model.merge_adapter()
     found = dict(as_source(model))
     assert all(same_bits(found[name], expected[name]) for name in expected)
 
 
-def test_tied_weights_travel_once():
-    assert "lm_head.weight" not in assert_merged(adapted(tied=True))
-
-
-def test_a_module_that_contains_an_adapted_one_is_merged_too():
-    found = dict(as_source(nn.ModuleDict({"policy": adapted()})))
-    assert set(found) == {f"policy.{name}" for name in tiny_model().state_dict()}
-
-
-def test_the_files_are_those_of_the_base_model():
-    assert set(as_source(adapted()).files()) >= {"config.json"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "kind"), [({"use_dora": True}, "Dora"), ({"bias": "none", "lora_bias": True}, "LoRA with a bias")]
-)
-def test_adapters_that_are_no_plain_lora_are_refused_by_layer(settings, kind):
-    if "lora_bias" in settings:
-        base = nn.ModuleDict({"q_proj": nn.Linear(4, 4)})
-        base.forward = lambda x: base["q_proj"](x)
-        model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["q_proj"], **settings))
-    else:
-        model = adapted(**settings)
-    with pytest.raises(ConfigError, match=rf"{kind}.* at '.*q_proj'"):
-        PeftSource(model)
-
-
 def test_other_tuners_are_refused():
-    model = peft.get_peft_model(tiny_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with pytest.raises(ConfigError, match="cannot be merged"):
-        as_source(model)
-    model = peft.get_peft_model(tiny_model(), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
-    with pytest.raises(ConfigError, match="cannot be merged"):
-        as_source(model)
-
-
-def test_a_plain_module_is_none():
-    assert not is_peft(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"Dora.* at '.*q_proj'"):
+        PeftSource(adapted(use_dora=True))
+    base = nn.ModuleDict({"q_proj": nn.Linear(4, 4)})
+    base.forward = lambda x: base["q_proj"](x)
+    biased = peft.LoraConfig(target_modules=["q_proj"], bias="none", lora_bias=True)
+    with pytest.raises(ConfigError, match=r"LoRA with a bias.* at '.*q_proj'"):
+        PeftSource(peft.get_peft_model(base, biased))
+    for config in (
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+    ):
+        with pytest.raises(ConfigError, match="cannot be merged"):
+            as_source(peft.get_peft_model(tiny_model(), config))
 
 
 def test_asking_does_not_import_peft():
@@ -140,3 +122,60 @@ def test_asking_does_not_import_peft():
         "as_source(torch.nn.Linear(2, 2)).params(); assert 'peft' not in sys.modules",
         fresh=True,
     )
+
+
+# adapters as they are
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return lora_policy(0)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.nn.Sequential], ids=["itself", "inside a module"])
+def test_an_adapter_is_what_save_pretrained_writes(policy, tmp_path, wrap):
+    policy.save_pretrained(tmp_path)
+    source, folder = AdapterSource(wrap(policy)), as_adapter(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    for each in (source, folder):
+        found = {meta.name: tensor for meta, tensor in checked(each)}
+        assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
+    assert isinstance(folder, AdapterFolder)
+    configs = [json.loads(each.files()[ADAPTER_CONFIG]) for each in (source, folder)]
+    configs[1]["target_modules"].sort()  # a set, which PEFT writes in any order
+    configs[1]["auto_mapping"] = None  # where AutoPeftModel, which has no task type here, would find the base's class
+    assert configs[0] == configs[1]
+
+
+def test_each_pass_has_the_values_of_its_moment(policy):
+    source = AdapterSource(policy)
+    before = {name: tensor.clone() for name, tensor in source}
+    randomise(policy, 5)
+    after = dict(source)
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_one_of_several_adapters_is_named():
+    model = lora_policy(0)
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    assert len(AdapterSource(model).params()) > len(AdapterSource(model, "other").params()) > 0
+    assert not any("other" in meta.name for meta in AdapterSource(model, "other").params())
+    with pytest.raises(ConfigError, match="no adapter 'third'"):
+        AdapterSource(model, "third")
+
+
+def test_models_and_folders_without_a_lora_adapter_are_refused(tmp_path):
+    ia3 = peft.get_peft_model(tiny_model(0), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / ADAPTER_CONFIG).write_text("{")
+    for weights, words in (
+        (tiny_model(0), r"no LoRA adapter.*get_peft_model"),
+        (ia3, "'IA3'"),
+        (lora_policy(0, init_lora_weights="pissa"), r"pissa.*base weights"),
+        (peft.inject_adapter_in_model(lora, tiny_model(0)), "no PEFT config"),
+        (tmp_path, r"adapter_config\.json is not there"),
+        (tmp_path / "damaged", "is no JSON"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            as_adapter(weights)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
@@ -15,7 +18,7 @@ from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.derived import MappedSource, as_mapper
-from torchrl_ext.weights.source import MappingSource, ModuleSource, WeightSource, as_source, checked
+from torchrl_ext.weights.source import MappingSource, WeightSource, as_source, checked
 
 
 def names(weights):
@@ -36,27 +39,26 @@ def test_a_module_gives_parameters_then_persistent_buffers():
     assert set(names(model)) == set(model.state_dict())
 
 
-def test_values_are_those_of_the_moment_and_carry_no_gradient():
+def test_values_are_those_of_the_moment_without_gradients_and_the_module_is_not_kept():
     model = nn.Linear(2, 2)
-    source = as_source(model)
+    source, reference = as_source(model), weakref.ref(model)
     dict(source)
     with torch.no_grad():
         model.weight.fill_(7)
     found = dict(source)["weight"]
-    assert not found.requires_grad
-    assert bool((found == 7).all())
+    assert not found.requires_grad and bool((found == 7).all())
+    del source, model
+    gc.collect()
+    assert reference() is None
 
 
-def test_tensors_tied_by_memory_alone_travel_once():
+def test_tensors_that_share_memory_travel_once_under_the_modules_name():
     shared = torch.randn(6)
     assert names({"a": shared, "b": shared[:], "c": shared[:3], "d": shared.view(2, 3)}) == ["a", "c", "d"]
-    embed, head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
-    head.weight.data = embed.weight.data
-    assert names(nn.Sequential(embed, head)) == ["0.weight"]
-
-
-def test_empty_tensors_are_never_taken_for_tied():
     assert names({"a": torch.empty(0), "b": torch.empty(0), "c": torch.empty(0, 3)}) == ["a", "b", "c"]
+    model = nn.ModuleDict({"z_embed": nn.Embedding(5, 3), "a_head": nn.Linear(3, 5, bias=False)})
+    model["a_head"].weight = model["z_embed"].weight
+    assert names(TensorDict.from_module(model)) == names(model) == ["z_embed.weight"]
 
 
 def test_a_tensordict_has_one_order_whatever_its_own():
@@ -68,21 +70,21 @@ def test_a_tensordict_has_one_order_whatever_its_own():
 def test_a_tensordict_of_a_module_has_the_modules_names():
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     assert names(TensorDict.from_module(model)) == sorted(names(model))
+    assert names(TensorDict({"a": torch.zeros(2), "text": "hello"}, [])) == ["a"]
     assert names(TensorDictParams(TensorDict.from_module(model).data.clone())) == sorted(names(model))
 
 
-def test_data_that_is_no_tensor_in_a_tensordict_is_no_weight():
-    assert names(TensorDict({"a": torch.zeros(2), "text": "hello"}, [])) == ["a"]
-
-
-def test_two_keys_that_join_to_one_name_are_refused():
-    with pytest.raises(ManifestError, match=r"two tensors are called 'a\.b'"):
-        names({"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)})
-
-
-def test_a_leaf_that_is_no_tensor_is_named():
-    with pytest.raises(ManifestError, match=r"'a\.b' is a int"):
-        names({"a": {"b": 3}})
+@pytest.mark.parametrize(
+    ("weights", "error", "word"),
+    [
+        ({"a": {"b": torch.zeros(1)}, "a.b": torch.ones(1)}, ManifestError, r"'a\.b'"),
+        ({"a": {"b": 3}}, ManifestError, r"'a\.b' is a int"),
+        *((weights, ConfigError, "no weights") for weights in (None, 3, [torch.zeros(1)], torch.zeros(1))),
+    ],
+)
+def test_other_things_are_no_weights(weights, error, word):
+    with pytest.raises(error, match=word):
+        names(weights)
 
 
 def test_names_lose_what_compile_and_checkpointing_wrap_around_them():
@@ -94,15 +96,6 @@ def test_names_lose_what_compile_and_checkpointing_wrap_around_them():
     assert names(nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))) == ["0.weight", "0.bias"]
 
 
-def test_a_source_holds_a_module_only_while_it_is_held():
-    model = nn.Linear(2, 2)
-    source, reference = as_source(model), weakref.ref(model)
-    dict(source)
-    del source, model
-    gc.collect()
-    assert reference() is None
-
-
 def test_a_source_stays_as_it_is_and_a_path_is_a_checkpoint(tmp_path):
     source = MappingSource({})
     assert as_source(source) is source
@@ -110,12 +103,6 @@ def test_a_source_stays_as_it_is_and_a_path_is_a_checkpoint(tmp_path):
         as_source(tmp_path / "nowhere")
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert isinstance(as_source(str(tmp_path)), CheckpointSource)
-
-
-@pytest.mark.parametrize("weights", [None, 3, [torch.zeros(1)], torch.zeros(1)])
-def test_what_holds_no_weights_is_refused(weights):
-    with pytest.raises(ConfigError, match="holds no weights"):
-        as_source(weights)
 
 
 class TestCast:
@@ -127,10 +114,6 @@ class TestCast:
         for meta, tensor in checked(source):
             assert same_bits(tensor, weights[meta.name].to(meta.dtype))
 
-    def test_a_cast_to_integers_is_refused(self):
-        with pytest.raises(ConfigError, match="cannot cast weights"):
-            MappedSource(MappingSource({}), dtype=torch.int8)
-
     def test_tensors_that_need_no_cast_stay_held(self):
         source = MappingSource({"a": torch.ones(3), "b": torch.ones(3, dtype=torch.int64)})
         assert set(MappedSource(source, dtype=torch.bfloat16).held()) == {"b"}
@@ -138,88 +121,62 @@ class TestCast:
         assert set(MappedSource(source, rename=lambda name: "x." + name).held()) == {"x.a", "x.b"}
 
 
-class TestRenamed:
-    def test_megatron_names_become_checkpoint_names(self):
-        mapper = as_mapper(
-            {
-                r"module\.module\.embedding\.word_embeddings\.weight": r"model.embed_tokens.weight",
-                r"module\.module\.decoder\.layers\.(\d+)\.self_attention\.linear_proj\.(weight|bias)": (
-                    r"model.layers.\1.self_attn.o_proj.\2"
-                ),
-                r"module\.module\.decoder\.layers\.(\d+)\.mlp\.linear_fc2\.weight": (
-                    r"model.layers.\1.mlp.down_proj.weight"
-                ),
-                r"module\.module\.decoder\.final_layernorm\.weight": "model.norm.weight",
-                r"module\.module\.output_layer\.weight": "lm_head.weight",
-            }
-        )
-        megatron = {
-            "module.module.embedding.word_embeddings.weight": "model.embed_tokens.weight",
-            "module.module.decoder.layers.0.self_attention.linear_proj.bias": "model.layers.0.self_attn.o_proj.bias",
-            "module.module.decoder.layers.11.mlp.linear_fc2.weight": "model.layers.11.mlp.down_proj.weight",
-            "module.module.decoder.final_layernorm.weight": "model.norm.weight",
-            "module.module.output_layer.weight": "lm_head.weight",
-            "module.module.output_layer.weight_scale": "module.module.output_layer.weight_scale",
-        }
-        tensors = {name: torch.full((2,), float(i)) for i, name in enumerate(megatron)}
-        source = MappedSource(MappingSource(tensors), rename=mapper)
-        found = {meta.name: tensor for meta, tensor in checked(source)}
-        assert set(found) == set(megatron.values())
-        for name, mapped in megatron.items():
-            assert same_bits(found[mapped], tensors[name])
+def test_the_first_pattern_that_matches_a_whole_name_renames_it():
+    mapper = as_mapper({r"module\.layers\.(\d+)\.fc2\.(weight|bias)": r"model.\1.down.\2", "a": "1", "a.*": "2"})
+    renamed = {"module.layers.11.fc2.bias": "model.11.down.bias", "a": "1", "ab": "2", "ba": "ba"}
+    tensors = {name: torch.full((2,), float(i)) for i, name in enumerate(renamed)}
+    source = MappedSource(MappingSource(tensors), rename=mapper)
+    found = {meta.name: tensor for meta, tensor in checked(source)}
+    assert {renamed[name]: tensor.tolist() for name, tensor in tensors.items()} == {
+        name: tensor.tolist() for name, tensor in found.items()
+    }
 
-    def test_two_names_that_meet_are_refused(self):
-        source = MappedSource(MappingSource({"a": torch.zeros(1), "b": torch.zeros(2)}), rename=lambda name: "same")
-        with pytest.raises(ManifestError, match="'a' and 'b' both map to 'same'"):
-            source.params()
 
-    def test_a_pattern_that_is_none_is_refused(self):
-        with pytest.raises(ConfigError, match="is no regular expression"):
-            as_mapper({"(": "x"})
-
-    def test_the_first_pattern_that_matches_the_whole_name_wins(self):
-        mapper = as_mapper({"a": "1", "a.*": "2", ".*": "3"})
-        assert [mapper(name) for name in ("a", "ab", "ba")] == ["1", "2", "3"]
+def test_casts_and_names_that_cannot_be_are_refused():
+    source = MappingSource({"a": torch.zeros(1), "b": torch.zeros(2)})
+    with pytest.raises(ManifestError, match="'a' and 'b' both"):
+        MappedSource(source, rename=lambda name: "same").params()
+    with pytest.raises(ConfigError, match="regular expression"):
+        as_mapper({"(": "x"})
+    with pytest.raises(ConfigError, match="cannot cast"):
+        MappedSource(source, dtype=torch.int8)
 
 
 class Claims(WeightSource):
-    """Says one thing and yields another."""
+    """Lists one thing and yields another."""
 
-    def __init__(self, said, yielded):
-        self.said, self.yielded = said, yielded
+    def __init__(self, listed, yielded):
+        self.listed, self.yielded = listed, yielded
 
     def params(self):
-        return tuple(ParamMeta.of(name, tensor) for name, tensor in self.said)
+        return tuple(ParamMeta.of(name, tensor) for name, tensor in self.listed)
 
     def __iter__(self):
         return iter(self.yielded)
 
 
-A, B, C = ("a", torch.zeros(2)), ("b", torch.zeros(3)), ("c", torch.zeros(4))
-
-
-@pytest.mark.parametrize(
-    ("yielded", "said"),
-    [
-        ([A, C, B], r"parameter 1 of the source is c .*Expected: b"),
-        ([A, ("b", torch.zeros(3, 1)), C], r"parameter 1 of the source is b float32\[3, 1\].*Expected: b float32\[3\]"),
-        ([A, ("b", torch.zeros(3).half()), C], r"b float16\[3\]"),
-        ([A, B], r"ended before parameter 2, 'c'"),
-        ([A, B, C, ("d", torch.zeros(1))], r"yields 'd' after its last"),
-    ],
-    ids=["order", "shape", "dtype", "missing", "extra"],
+PAIRS = st.lists(
+    st.tuples(
+        st.sampled_from("abc"),
+        st.sampled_from([torch.zeros(2), torch.zeros(2, 1), torch.zeros(2, dtype=torch.float16)]),
+    ),
+    max_size=4,
+    unique_by=lambda pair: pair[0],
 )
-def test_the_first_parameter_that_differs_from_the_manifest_is_named(yielded, said):
-    with pytest.raises(ManifestError, match=said):
-        list(checked(Claims([A, B, C], yielded)))
 
 
-def test_an_honest_source_passes():
-    assert [meta.name for meta, _ in checked(Claims([A, B, C], [A, B, C]))] == ["a", "b", "c"]
-    assert list(checked(ModuleSource(nn.Identity()))) == []
-
-
-def test_a_tensordict_of_a_module_sends_tied_tensors_under_the_modules_name():
-    model = nn.ModuleDict({"z_embed": nn.Embedding(5, 3), "a_head": nn.Linear(3, 5, bias=False)})
-    model["a_head"].weight = model["z_embed"].weight
-    assert names(TensorDict.from_module(model)) == names(model) == ["z_embed.weight"]
+@given(PAIRS, PAIRS, st.booleans())
+def test_the_first_parameter_that_differs_from_the_manifest_is_named(listed, other, honest):
+    source = Claims(listed, listed if honest else other)
+    expected = source.params()
+    found = [ParamMeta.of(name, tensor) for name, tensor in source.yielded]
+    if list(expected) == found:
+        assert [meta for meta, _ in checked(source)] == found
+        return
+    pairs = itertools.zip_longest(expected, found)
+    at, (wanted, came) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+    words = [f"parameter {at}"] if wanted else [repr(came.name)]
+    words += [wanted.name] if wanted else []
+    with pytest.raises(ManifestError) as caught:
+        list(checked(source))
+    assert all(word in str(caught.value) for word in words)

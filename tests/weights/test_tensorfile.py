@@ -6,6 +6,8 @@ import socket
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from torchrl_ext.errors import IntegrityError, ManifestError
@@ -32,67 +34,44 @@ def test_it_reads_what_the_reference_library_writes(tmp_path):
     file.close()
 
 
+ROW = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        lambda header: header["a"].update(data_offsets=[0, 12]),
-        lambda header: header["a"].update(data_offsets=[4, 20]),
-        lambda header: header["b"].update(data_offsets=[14, 18]),
-        lambda header: header["a"].update(data_offsets=[-16, 0]),
-        lambda header: header["a"].update(shape=[2**62, 2]),
-        lambda header: header["a"].update(shape=[-4]),
-        lambda header: header["a"].update(shape=[True, 4]),
-        lambda header: header["a"].update(shape="4"),
-        lambda header: header["a"].update(shape=[4.0]),
-        lambda header: header["a"].update(dtype="F4"),
-        lambda header: header["a"].update(dtype=["F32"]),
-        lambda header: header["a"].pop("dtype"),
-        lambda header: header.update(b=header["a"]),
-        lambda header: header.update(b=None),
-        lambda header: header.pop("b"),
+        *({"data_offsets": offsets} for offsets in ([0, 12], [4, 20], [-16, 0], None)),
+        *({"shape": shape} for shape in ([2**62, 2], [-4], [True, 4], "4", [4.0], None)),
+        *({"dtype": dtype} for dtype in ("F4", ["F32"], None)),
     ],
+    ids=str,
 )
 def test_headers_that_cannot_be_right_are_refused(tmp_path, change):
-    header = {
-        "a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
-        "b": {"dtype": "F32", "shape": [1], "data_offsets": [16, 20]},
-    }
-    change(header)
-    text = json.dumps(header).encode()
-    (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text + bytes(20))
-    with pytest.raises(IntegrityError, match="file"):
-        TensorFile(tmp_path / "file")
+    row = {key: value for key, value in (ROW | change).items() if value is not None}
+    last = {"dtype": "F32", "shape": [1], "data_offsets": [16, 20]}
+    overlapping = last | {"data_offsets": [14, 18]}
+    for header in ({"a": row, "b": last}, {"a": ROW, "b": overlapping}, {"a": ROW, "b": ROW}, {"a": ROW}):
+        refused(tmp_path / "file", json.dumps(header))
+    refused(tmp_path / "file", f'{{"a": {json.dumps(ROW)}, "a": {json.dumps(ROW)}}}')
 
 
-def test_a_name_that_stands_twice_is_refused(tmp_path):
-    row = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
-    text = f'{{"a": {row}, "a": {row}}}'.encode()
-    (tmp_path / "file").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
-    with pytest.raises(IntegrityError, match="twice"):
-        TensorFile(tmp_path / "file")
+def refused(path, header):
+    """A file of this header and 20 bytes is refused by name."""
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(20))
+    with pytest.raises(IntegrityError, match=path.name):
+        TensorFile(path)
 
 
-def stand_in(path, kind):
-    """Put something else than a file at ``path``."""
-    if kind == "a pipe":
-        os.mkfifo(path)
-    elif kind == "a folder":
-        path.mkdir()
-    elif kind == "a socket":
-        listening = socket.socket(socket.AF_UNIX)
-        listening.bind(os.path.relpath(path))
-        listening.close()
-    elif kind == "a device":
-        path.symlink_to("/dev/zero")
-    else:
-        path.symlink_to(path)
-
-
-@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a socket", "a device", "a circle of links"])
-def test_what_is_no_file_is_refused_at_once(tmp_path, kind):
-    stand_in(tmp_path / "file", kind)
-    with pytest.raises(IntegrityError, match=r"file (is no regular file|cannot be opened)"):
-        TensorFile(tmp_path / "file")
+def test_what_is_no_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "device").symlink_to("/dev/zero")
+    (tmp_path / "circle").symlink_to("circle")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(os.path.relpath(tmp_path / "socket"))
+    for path in tmp_path.iterdir():
+        with pytest.raises(IntegrityError, match=rf"{path.name} (is no regular file|cannot be opened)"):
+            TensorFile(path)
 
 
 def test_a_link_that_leaves_its_place_is_refused_and_one_within_it_is_followed(tmp_path):
@@ -109,36 +88,27 @@ def test_a_link_that_leaves_its_place_is_refused_and_one_within_it_is_followed(t
         TensorFile(outside, within=tmp_path / "root")
 
 
+METAS = st.lists(st.tuples(st.sampled_from(DTYPES), st.integers(0, 60)), max_size=8)
+
+
+@given(METAS, st.integers(1, 100))
+def test_shards_hold_at_most_their_bound_or_one_tensor_and_align_every_tensor(metas, limit):
+    params = [ParamMeta(str(number), dtype, (size,)) for number, (dtype, size) in enumerate(metas)]
+    shards = plan_shards(params, limit)
+    assert [meta for shard in shards for meta in shard.params] == params
+    sizes = [sum(meta.nbytes for meta in shard.params) for shard in shards]
+    for shard, size in zip(shards, sizes, strict=True):
+        assert size <= limit or sum(meta.nbytes > 0 for meta in shard.params) == 1
+        layout = Layout.of("file", shard.params)
+        assert all(layout.offsets[meta.name] % meta.dtype.itemsize == 0 for meta in shard.params)
+    heads = [shard.params[0].nbytes for shard in shards[1:]]
+    assert all(size + head > limit for size, head in zip(sizes, heads, strict=False))  # no shard is left half empty
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    assert [shard.name for shard in shards] == (names if count > 1 else ["model.safetensors"])
+
+
 def test_dtypes_and_names_that_the_format_lacks_are_refused_by_name():
     for meta in (ParamMeta("x", torch.complex128, (1,)), ParamMeta("__metadata__", torch.float32, (1,))):
         with pytest.raises(ManifestError, match=meta.name):
             Layout.of("file", [meta])
-
-
-def test_every_tensor_is_aligned_to_its_element_size():
-    params = [ParamMeta(str(i), dtype, (2 * i + 1,)) for i, dtype in enumerate(DTYPES * 2)]
-    layout = Layout.of("file", params)
-    for meta in params:
-        assert layout.offsets[meta.name] % meta.dtype.itemsize == 0
-    assert layout.params == tuple(params)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "limit", "expected"),
-    [
-        ([], 10, [0]),
-        ([10, 10], 20, [2]),
-        ([10, 11], 20, [1, 1]),
-        ([50, 1, 1, 50, 50], 20, [1, 2, 1, 1]),
-        ([0, 0, 20, 0], 20, [4]),
-    ],
-)
-def test_shards_hold_at_most_their_bound_or_one_tensor(sizes, limit, expected):
-    shards = plan_shards([ParamMeta(str(i), torch.uint8, (size,)) for i, size in enumerate(sizes)], limit)
-    assert [len(shard.params) for shard in shards] == expected
-    names = [shard.name for shard in shards]
-    assert names == (
-        ["model.safetensors"]
-        if len(names) == 1
-        else [f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
-    )

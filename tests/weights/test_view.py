@@ -10,33 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.landing.views import VIEWS, made
+from tests.weights.boxes import SHAPES, blocks_of, counted
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.hf_names import shards_of_part
 from torchrl_ext.weights.shards.blocks import Shard
 from torchrl_ext.weights.view import Block, View, merged, overlap, tiles, without
-
-SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-
-
-@st.composite
-def blocks_of(draw, shape, full=True):
-    """A block of a tensor of some shape; empty ones, too, unless ``full``."""
-    bounds = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
-    if full:
-        bounds = [
-            (min(low, size - 1), max(high, min(low, size - 1) + 1))
-            for (low, high), size in zip(bounds, shape, strict=True)
-        ]
-    return Block(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
-
-
-def counted(blocks, shape):
-    """How often blocks have each element."""
-    times = np.zeros(shape, int)
-    for block in blocks:
-        times[block.within(Block.whole(shape))] += 1
-    return times
 
 
 @given(st.data())
@@ -77,14 +55,6 @@ def test_merged_blocks_have_every_element_once_and_no_two_of_them_join(data):
     assert merged(found) == found == merged(reversed(blocks)) and len(found) <= len(blocks)
     whole, cuts = Block.whole(shape), data.draw(blocks_of(shape))
     assert merged([cuts, *without([whole], [cuts])]) == (whole,)
-
-
-def test_overlaps_and_holes_of_the_same_size_are_both_seen():
-    ends = [((0, 0), (4, 1)), ((0, 1), (1, 4)), ((1, 1), (2, 3)), ((2, 0), (3, 4)), ((3, 1), (4, 4))]
-    blocks = [Block(*both) for both in ends]
-    assert sum(block.numel for block in blocks) == 16
-    for order in itertools.permutations(blocks):
-        assert set(tiles(order, (4, 4))) == {blocks[0], blocks[3]}
 
 
 def test_a_block_reads_as_slices():
@@ -176,17 +146,6 @@ def test_a_view_is_what_torch_has_of_its_elements(data):
         inside = full[hull.within(Block.whole(full.shape))]
         assert torch.equal(walk.of(inside.clone(), hull), seen)
         assert torch.equal(walk.of(inside.mT.contiguous().mT if inside.dim() > 1 else inside, hull), seen)
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_a_view_that_a_loader_takes_has_a_box_exactly_where_its_elements_are_one(name):
-    full = made((8, 6), torch.int64)
-    seen = VIEWS[name](full)
-    if seen.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
-        return
-    hull = hull_of(seen, (8, 6)) if seen.numel() else None
-    once = hull is not None and len(set(seen.reshape(-1).tolist())) == seen.numel() == hull.numel
-    assert box(View.seen(seen), (8, 6)) == (hull if once else None)
 
 
 def test_sides_of_one_and_tensors_without_elements_have_boxes_too():

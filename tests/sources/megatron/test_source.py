@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from types import SimpleNamespace
@@ -14,12 +15,10 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.ranks import on_ranks
-from tests.transports import test_sharded
 from tests.weights.shards.ranks import require_assembled
 from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.sources.megatron.families import Architecture, config_of
 from torchrl_ext.sources.megatron.source import MegatronSource
-from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
@@ -247,23 +246,6 @@ def test_names_and_shapes_are_those_that_transformers_saves(family, tmp_path):
         assert dict(Architecture.of(config_of(form)).shapes) == wanted
 
 
-def test_no_transformers_is_said(monkeypatch):
-    held, settings, place = one()
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r"transformers cannot be imported.*pip install transformers"):
-        MegatronSource(held, settings, **place)
-
-
-def test_tensors_are_sent_in_the_dtype_that_was_asked_for():
-    settings = config("qwen3")
-    full = full_tensors(settings)
-    [(held, place)] = ranks_of(full, settings)
-    source = source_of(held, settings, place | {"dtype": torch.bfloat16})
-    assert {meta.dtype for meta in source.params()} == {torch.bfloat16}
-    for name, tensor in source:
-        assert torch.equal(tensor, full[name].bfloat16()), name
-
-
 def test_a_checkpoint_on_disk_has_the_files_beside_the_config(tmp_path):
     settings = config("qwen3")
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -308,15 +290,6 @@ def test_modules_say_which_layers_they_are():
         MegatronSource(modules, settings, **place, layers=[[1, 0], [2, 1]])
 
 
-@pytest.mark.parametrize("key", ["layernorm_zero_centered_gamma", "moe_mlp_glu_interleave_size"])
-def test_values_that_lie_otherwise_are_refused_where_modules_say_so(key):
-    held, settings, place = one()
-    module = module_of(held, range(4))
-    module.get_submodule("module.module").config = SimpleNamespace(**{key: 32})
-    with pytest.raises(ConfigError, match=f"the trainer's {key} is 32"):
-        MegatronSource(module, settings, **place)
-
-
 def parallel_state(**sizes):
     kinds = {"tp": "tensor_model", "pp": "pipeline_model", "ep": "expert_model", "etp": "expert_tensor"}
     found = {"get_virtual_pipeline_model_parallel_world_size": lambda: sizes.get("vpp")}
@@ -335,15 +308,11 @@ def test_ranks_are_read_from_the_parallel_state():
         at = {kind: (place[f"{kind}_size"], place[f"{kind}_rank"]) for kind in ("tp", "pp", "ep", "etp")}
         source = tx.MegatronSource.from_parallel_state(held, settings, parallel_state(**at, vpp=2))
         assert [(shard.meta, shard.block) for shard in source.shards()] == wanted
+    older = parallel_state(tp=(2, 0), pp=(1, 0), ep=(0, 0))  # which knows no groups of experts
+    (chunk,), _ = next(ranks_of(full, settings, tp=2, etp=2))
+    assert list(tx.MegatronSource.from_parallel_state(chunk, settings, older).shards())
     with pytest.raises(ConfigError, match=r"1 model chunk\(s\), and 2 virtual pipeline stage\(s\)"):
         tx.MegatronSource.from_parallel_state(held[0], settings, parallel_state(**at, vpp=2))
-
-
-def test_an_old_parallel_state_knows_no_groups_of_experts():
-    settings = config("qwen3_moe")
-    for held, place in ranks_of(full_tensors(settings), settings, tp=2, etp=2):
-        state = parallel_state(tp=(2, place["tp_rank"]), pp=(1, 0), ep=(0, 0))
-        assert list(tx.MegatronSource.from_parallel_state(held[0], settings, state).shards())
 
 
 # further tensors, and what is left out
@@ -399,124 +368,106 @@ def one(family="qwen3", **changes):
 
 
 QKV = "decoder.layers.2.self_attention.linear_qkv.weight"
+NORM = "decoder.layers.{}.input_layernorm.weight"
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("name", "tensor", "words"),
     [
-        (lambda held: held.pop(QKV), rf"has no '{QKV}', of which 'model.layers.2.self_attn.q_proj.weight' would"),
-        (lambda held: held.pop("output_layer.weight"), r"has no 'output_layer.weight', .*lm_head.weight.*`tied`"),
-        (lambda held: held.pop("embedding.word_embeddings.weight"), "has no 'embedding.word_embeddings.weight'"),
-        (lambda held: held.pop("decoder.final_layernorm.weight"), "has no 'decoder.final_layernorm.weight'"),
+        (QKV, None, rf"has no '{QKV}', .*'model.layers.2.self_attn.q_proj.weight'"),
+        ("output_layer.weight", None, "lm_head.weight.*`tied`"),
+        ("embedding.word_embeddings.weight", None, "has no 'embedding"),
+        ("decoder.final_layernorm.weight", None, "has no 'decoder.final"),
         (
-            lambda held: held.pop("decoder.layers.1.mlp.linear_fc1.layer_norm_weight"),
-            r"has no '(\S*)\.pre_mlp_layernorm.weight' nor '\1\.mlp.linear_fc1.layer_norm_weight', of which",
+            "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+            None,
+            r"has no '(\S*)\.pre_mlp_layernorm.weight' nor '\1\.mlp.linear_fc1.layer_norm_weight'",
         ),
-        (
-            lambda held: held.update({QKV: torch.zeros(63, 16)}),
-            rf"'{QKV}' .*\[63, 16\].*\[64, 16\] on rank 0 of 1 \(tp\)",
-        ),
-        (
-            lambda held: held.update({"embedding.word_embeddings.weight": torch.zeros(36, 16)}),
-            r"'embedding.word_embeddings.weight' .*\[36, 16\].*Expected: \[37, 16\]",
-        ),
-        (
-            lambda held: held.update({"decoder.layers.4.input_layernorm.weight": torch.zeros(16)}),
-            r"'decoder.layers.4.input_layernorm.weight' .*is no tensor of a qwen3 model.*names such as 'decoder.",
-        ),
-        (
-            lambda held: held.update({"decoder.layers.1.input_layernorm.weight": torch.zeros(16)}),
-            "is 'model.layers.1.input_layernorm.weight', which another tensor there is already",
-        ),
-        (lambda held: held.update({QKV: {"a": 1}}), f"'{QKV}' is a dict.*plain tensor"),
-        (
-            lambda held: held.update({QKV: held[QKV].as_subclass(Quantised)}),
-            "is a Quantised.*quantised",
-        ),
+        (QKV, torch.zeros(63, 16), rf"'{QKV}' .*\[63, 16\].*\[64, 16\] on rank 0 of 1 \(tp\)"),
+        ("embedding.word_embeddings.weight", torch.zeros(36, 16), r"\[36, 16\].*\[37, 16\]"),
+        (NORM.format(4), torch.zeros(16), rf"'{NORM.format(4)}' .*no tensor of a qwen3 model.*such as"),
+        (NORM.format(1), torch.zeros(16), "'model.layers.1.input_layernorm.weight', which another"),
+        (QKV, {"a": 1}, f"'{QKV}' is a dict"),
+        (QKV, torch.zeros(64, 16).as_subclass(type("Quantised", (torch.Tensor,), {})), "is a Quantised"),
     ],
+    ids=str,
 )
-def test_tensors_that_do_not_fit_are_named(change, words):
+def test_tensors_that_do_not_fit_are_named(name, tensor, words):
     held, settings, place = one()
-    change(held)
+    if tensor is None:
+        del held[name]
+    else:
+        held[name] = tensor
     with pytest.raises(ManifestError, match=words):
         MegatronSource(held, settings, **place)
 
 
-class Quantised(torch.Tensor):
-    pass
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tp_size": 2, "tp_rank": 2}, "tp_rank is 2 and tp_size 2"),
-        ({"tp_size": 3}, r"q_proj.weight: 64 cannot be split in 3 equal parts"),
-        ({"pp_size": 3}, "4 layers cannot be shared evenly by 3 stages of 1 chunk.*with `layers`"),
-        ({"pp_size": 2, "layers": [1, 2]}, r"layers=\[1, 2\] does not share 4 layers out to 2 stages"),
-        ({"pp_size": 2, "layers": [4]}, r"layers=\[4\] does not"),
-        ({"pp_size": 2, "layers": [[2, 1], [1]]}, r"layers=\[\[2, 1\], \[1\]\] does not"),
-        ({"tp_size": 4, "etp_size": 2}, "nothing says which rank this is.*give etp_rank"),
-        ({"names": {"a": ("model.norm.weight", (16,), None)}}, "'a' makes a 'model.norm.weight' that there is already"),
-        ({"names": {"a.{layer}": ("b", (16,), None)}}, "'a.{layer}' makes a 'b' that there is already"),
-        ({"names": {"a": ("b", (16,), 1)}}, r"'a' cannot be split along dimension 1 of \[16\]"),
+        ({"tp_size": 2, "tp_rank": 2}, "tp_rank is 2"),
+        ({"tp_size": 3}, "q_proj.weight: 64"),
+        ({"pp_size": 3}, "4 layers.*`layers`"),
+        *(({"pp_size": 2, "layers": layers}, "layers=") for layers in ([1, 2], [4], [[2, 1], [1]])),
+        ({"tp_size": 4, "etp_size": 2}, "etp_rank"),
+        ({"names": {"a": ("model.norm.weight", (16,), None)}}, "'a' makes a 'model.norm.weight'"),
+        ({"names": {"a.{layer}": ("b", (16,), None)}}, "'a.{layer}' makes a 'b'"),
+        ({"names": {"a": ("b", (16,), 1)}}, "'a' cannot be split"),
+        ({"model_type": "no_such_model"}, "transformers.*'no_such_model'"),
+        ({"model_type": None}, "transformers.*'None'"),
+        ({"model_type": "phi3", "pad_token_id": 0}, "'model.layers.0.self_attn.qkv_proj.weight'.*not known"),
+        ({"model_type": "gemma2"}, "'model.layers.0.pre_feedforward_layernorm.weight'.*`names`"),
+        ({"model_type": "bloom"}, "'transformer.word_embeddings.weight'.*not known"),
+        ({"hidden_size": None}, "(?s)transformers cannot.*hidden_size"),
+        ({"vocab_size": "37"}, "(?s)transformers cannot.*vocab_size"),
+        ({"num_key_value_heads": 3}, "4 heads"),
     ],
+    ids=str,
 )
-def test_layouts_that_cannot_be_are_refused(changes, words):
+def test_layouts_and_configs_that_cannot_be_are_refused(changes, words):
     held, settings, place = one()
     place = {key: value for key, value in place.items() if not key.startswith("etp")}
+    sizes = {key: value for key, value in changes.items() if key in inspect.signature(MegatronSource).parameters}
+    settings |= {key: value for key, value in changes.items() if key not in sizes}
     with pytest.raises(ConfigError, match=words):
-        MegatronSource(held, settings, **place | changes)
+        MegatronSource(held, settings, **place | sizes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"model_type": "no_such_model"}, "transformers cannot build the causal LM of a 'no_such_model' config"),
-        ({"model_type": None}, "transformers cannot build the causal LM of a 'None' config"),
-        (
-            {"model_type": "phi3", "pad_token_id": 0},
-            r"the layout of 'model.layers.0.self_attn.qkv_proj.weight' in Megatron is not known",
-        ),
-        ({"model_type": "gemma2"}, r"the layout of 'model.layers.0.pre_feedforward_layernorm.weight' in .*`names`"),
-        ({"model_type": "bloom"}, "the layout of 'transformer.word_embeddings.weight' in Megatron is not known"),
-        ({"hidden_size": None}, r"(?s)transformers cannot build .*hidden_size"),
-        ({"vocab_size": "37"}, r"(?s)transformers cannot build .*vocab_size"),
-        ({"num_key_value_heads": 3}, "4 heads cannot share 3 heads"),
-    ],
-)
-def test_configs_that_are_not_known_are_refused(changes, words):
-    held, settings, place = one()
-    with pytest.raises(ConfigError, match=words):
-        MegatronSource(held, settings | changes, **place)
-
-
-def test_experts_that_ranks_cannot_share_are_refused():
+def test_experts_that_ranks_cannot_share_and_values_that_lie_otherwise_are_refused():
     held, settings, place = one("qwen3_moe")
-    with pytest.raises(ConfigError, match="the number of experts: 4 cannot be split in 3"):
+    with pytest.raises(ConfigError, match="experts: 4"):
         MegatronSource(held, settings, **place | {"ep_size": 3})
+    held, settings, place = one()
+    module = module_of(held, range(4))
+    for key in ("layernorm_zero_centered_gamma", "moe_mlp_glu_interleave_size"):
+        module.get_submodule("module.module").config = SimpleNamespace(**{key: 32})
+        with pytest.raises(ConfigError, match=f"{key} is 32"):
+            MegatronSource(module, settings, **place)
 
 
-def test_a_config_that_cannot_be_read_is_refused(tmp_path):
-    held, _, place = one()
+def test_a_config_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    held, settings, place = one()
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         MegatronSource(held, tmp_path, **place)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="holds a list"):
         MegatronSource(held, tmp_path, **place)
-
-
-def test_several_dtypes_need_one_that_is_sent():
-    held, settings, place = one()
-    held[QKV] = held[QKV].bfloat16()
-    with pytest.raises(ConfigError, match=rf"several dtypes: .*bfloat16 \({QKV}\).*say with `dtype`"):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="pip install transformers"):
         MegatronSource(held, settings, **place)
-    assert len(list(MegatronSource(held, settings, **place, dtype=torch.float32))) == len(full_tensors(settings))
 
 
-def test_a_rank_by_itself_makes_no_checkpoint_of_a_part():
-    settings = config("qwen3")
-    held, place = next(ranks_of(full_tensors(settings), settings, tp=2))
-    with pytest.raises(ManifestError, match=r"are held by no rank.*a process by itself has to hold everything"):
+def test_several_dtypes_need_one_that_is_sent_and_a_rank_by_itself_sends_no_part():
+    held, settings, place = one()
+    full = full_tensors(settings)
+    held[QKV] = held[QKV].bfloat16()
+    with pytest.raises(ConfigError, match=rf"bfloat16 \({QKV}\).*`dtype`"):
+        MegatronSource(held, settings, **place)
+    source = MegatronSource(held, settings, **place, dtype=torch.bfloat16)
+    assert {meta.dtype for meta in source.params()} == {torch.bfloat16}
+    assert all(torch.equal(tensor, full[name].bfloat16()) for name, tensor in source)
+    held, place = next(ranks_of(full, settings, tp=2))
+    with pytest.raises(ManifestError, match=r"are held by no rank.*by itself"):
         next(iter(source_of(held, settings, place)))
 
 
@@ -570,22 +521,6 @@ def test_what_ranks_do_not_hold_together_is_said_to_all_of_them_and_none_waits(r
 
 
 @on_ranks(2)
-def test_a_transport_of_whole_tensors_keeps_an_engine_at_the_weights(rank, world, folder):
-    settings, full, held, place = mine(rank, "qwen3", tp=2)
-    source, served = source_of(held, settings, place), module_of({n: torch.zeros_like(t) for n, t in full.items()}, ())
-    sender = tx.WeightSender(
-        tx.MemoryTransport(),
-        InProcessEngine(served.module.module) if rank == 0 else None,
-        rank=rank,
-    )
-    report = sender.update_weights(source)
-    assert report.version == 1 and report.verified == (rank == 0)
-    for name, parameter in served.module.module.named_parameters():
-        assert torch.equal(parameter, full[name]) == (rank == 0), name
-    sender.shutdown()
-
-
-@on_ranks(2)
 def test_each_rank_writes_the_deltas_of_its_own_blocks(rank, world, folder):
     settings, full, held, place = mine(rank, "qwen3_moe", ep=2, experts="stacked")
     source = source_of(held, settings, place)
@@ -602,41 +537,3 @@ def test_each_rank_writes_the_deltas_of_its_own_blocks(rank, world, folder):
         for name, tensor in full_of.items():
             assert torch.equal(received[name], tensor), name
     sender.shutdown()
-
-
-SLICES = """
-from tests.sources.megatron.test_source import mine, source_of
-
-settings, full, held, place = mine(rank, "qwen3_moe", tp=2, ep=2)
-
-class Reference(WeightSource):
-    def params(self):
-        return source.params()
-    def __iter__(self):
-        return iter(full.items())
-
-sender = tx.WeightSender(tx.make_transport("sharded", bucket_bytes=4096), engines(), rank=rank)
-source = source_of(held, settings, place)
-for version in (1, 2):
-    for tensor in [*full.values(), *held[0].values()]:
-        tensor.add_(version)
-    report = sender.update_weights(source)
-    wanted = expected(Reference())
-    if rank == 0:
-        [engine] = sender.engine.each()
-        assert engine.state()["held"] == wanted and report.verified, report
-if rank == 0:
-    print(json.dumps([report.rank_bytes, report.worker_bytes, report.model_bytes]), flush=True)
-sender.shutdown()
-"""
-
-
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="this torch has no gloo")
-def test_workers_of_an_engine_get_their_slices_from_the_ranks_that_hold_them():
-    with test_sharded.engines() as (ports, _):
-        said = test_sharded.run_ranks(SLICES, ports)
-    sent, received, model = json.loads(said[0])
-    assert len(sent) == len(received) == 2
-    assert sum(sent) == sum(received)
-    assert max(sent) < 0.6 * model
-    assert max(received) < 0.6 * model

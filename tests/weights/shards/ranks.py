@@ -1,4 +1,4 @@
-"""What the ranks of a trainer say about the shards of a source, for tests on ranks."""
+"""A sharded policy, and what the ranks of a trainer say about the shards of a source, for tests on ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,37 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.source import checked
+
+
+class Policy(nn.Module):
+    """Tied weights, a parameter of one row, which one rank holds, a buffer, and a tensor without elements."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(7, 6)
+        self.body = nn.Sequential(nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 6))
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.one = nn.Parameter(torch.randn(1, 3))
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("nothing", torch.empty(0, 2))
+
+    def forward(self, x):
+        return self.head(self.body(self.embed(x))) + self.one.sum()
+
+
+def sharded(model, **how):
+    """A model by FSDP2, with its body in a group of its own."""
+    fully_shard(model.body, **how)
+    return fully_shard(model, **how)
 
 
 @contextmanager

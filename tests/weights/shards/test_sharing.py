@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.weights.boxes import SHAPES, blocks_of, counted
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.sources.megatron.gather import gathered
 from torchrl_ext.types import ParamMeta
@@ -23,11 +23,6 @@ def rows(start, stop, columns=4):
     return Block((start, 0), (stop, columns))
 
 
-def test_what_one_rank_alone_holds_is_its_own():
-    held = [[(0, rows(0, 3))], [(0, rows(3, 6))], []]
-    assert shared_out([meta(6, 4)], held) == [{0: [rows(0, 3)]}, {0: [rows(3, 6)]}, {}]
-
-
 def test_replicas_are_balanced_over_those_that_hold_them():
     params = [meta(8, 4) for _ in range(12)]
     held = [[(index, rows(4 * (rank % 2), 4 * (rank % 2) + 4)) for index in range(12)] for rank in range(4)]
@@ -37,26 +32,18 @@ def test_replicas_are_balanced_over_those_that_hold_them():
     assert [len(own) for own in shared_out(params, every)] == [3] * 4
 
 
-def test_any_blocks_that_meet_are_cut_so_that_each_element_is_written_once():
-    chance = random.Random(0)
-    for _ in range(300):
-        shape = tuple(chance.randint(1, 6) for _ in range(chance.randint(0, 4)))
-        held = [
-            [(0, some_block(shape, chance)) for _ in range(chance.randint(0, 3))] for _ in range(chance.randint(1, 5))
-        ]
-        chance.choice(held).append((0, Block.whole(shape)))
-        times = np.zeros(shape, int)
-        for rank, own in enumerate(shared_out([meta(*shape)], held)):
-            for number, blocks in own.items():
-                for block in blocks:
-                    assert held[rank][number][1].contains(block)
-                    times[block.within(Block.whole(shape))] += 1
-        assert (times == 1).all()
-
-
-def some_block(shape, chance):
-    start = tuple(chance.randint(0, size - 1) for size in shape)
-    return Block(start, tuple(chance.randint(first + 1, size) for first, size in zip(start, shape, strict=True)))
+@given(st.data())
+def test_any_blocks_that_meet_are_cut_so_that_each_element_is_written_once(data):
+    shape = data.draw(SHAPES)
+    ranks = st.lists(st.lists(blocks_of(shape), max_size=3), min_size=1, max_size=5)
+    held = [[(0, block) for block in blocks] for blocks in data.draw(ranks)]
+    data.draw(st.sampled_from(held)).append((0, Block.whole(shape)))
+    own = shared_out([meta(*shape)], held)
+    for rank, blocks in enumerate(own):
+        for number, parts in blocks.items():
+            assert all(held[rank][number][1].contains(part) for part in parts)
+    parts = [part for blocks in own for several in blocks.values() for part in several]
+    assert (counted(parts, shape) == 1).all()
 
 
 def test_what_nobody_holds_is_named_and_so_is_a_block_that_reaches_out():
@@ -64,10 +51,6 @@ def test_what_nobody_holds_is_named_and_so_is_a_block_that_reaches_out():
         shared_out([meta(6, 4)], [[(0, rows(0, 2))], []])
     with pytest.raises(ManifestError, match=r"rank 1 holds elements \[0:7, 0:4\] of 'w'"):
         shared_out([meta(6, 4)], [[(0, rows(0, 6))], [(0, rows(0, 7))]])
-
-
-def test_tensors_without_elements_are_nobodys():
-    assert shared_out([meta(0, 4)], [[(0, rows(0, 0))], []]) == [{}, {}]
 
 
 def test_blocks_that_overlap_here_and_leave_a_hole_there_are_not_gathered():

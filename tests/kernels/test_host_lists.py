@@ -5,9 +5,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import torch
 
-from torchrl_ext.kernels.host import HostKernels
 from torchrl_ext.kernels.host_lists import CHUNK, list_by_vectors, list_by_words, list_changes
 from torchrl_ext.kernels.jit import njit
 
@@ -41,18 +39,3 @@ def test_every_way_to_list_changes_finds_the_same():
                 assert np.array_equal(places, expected)
                 assert np.array_equal(before, old[begin + expected])
                 assert np.array_equal(after, new[begin + expected])
-
-
-def test_a_diff_holds_everything_however_much_it_is():
-    old, new = changed_pair(np.uint16, 20 * CHUNK + 7, 0.9)
-    found, expected = HostKernels().diff(*(torch.from_numpy(bits.view(np.int16)) for bits in (old, new))), old != new
-    assert np.array_equal(found.places, np.flatnonzero(expected))
-    assert np.array_equal(found.before.numpy().view(np.uint16), old[expected])
-    assert np.array_equal(found.after.numpy().view(np.uint16), new[expected])
-
-
-def test_what_was_found_is_not_overwritten_by_what_is_found_next():
-    tensors = [torch.arange(100, dtype=torch.int16) + number for number in range(3)]
-    first = HostKernels().diff(tensors[0], tensors[1])
-    HostKernels().diff(tensors[1], tensors[2])
-    assert torch.equal(first.before, tensors[0]) and torch.equal(first.after, tensors[1])
