@@ -143,3 +143,13 @@ def s3():
     finally:
         child.kill()
         child.wait(WAIT_S)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """An embedded engine with the weights of `tests.models.tiny_model`, which no test updates or kills."""
+    from tests.embedded import EmbeddedServer
+    from tests.models import tiny_checkpoint
+
+    with EmbeddedServer(tiny_checkpoint(tmp_path_factory.mktemp("model")), dtype="float32", threads=1) as running:
+        yield running

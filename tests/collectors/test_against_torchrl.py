@@ -76,9 +76,10 @@ def test_the_order_of_calls_is_checked_as_torchrl_does(make):
     scheme.shutdown()
 
 
-def test_what_moves_is_torchrls_machinery():
+@pytest.mark.parametrize("transport", ["memory", "delta"])
+def test_what_moves_is_torchrls_machinery(transport):
     """The scheme fills in hooks; whoever reads its transports, as TorchRL's collectors may, finds them."""
-    policy, model, scheme = make_policy(), make_policy(1), tx.TransportWeightSyncScheme("memory")
+    policy, model, scheme = make_policy(), make_policy(1), tx.TransportWeightSyncScheme(transport)
     for name in ("connect", "init_on_sender", "init_on_receiver", "apply_weights", "sender_transports"):
         assert getattr(type(scheme), name) is getattr(WeightSyncScheme, name)
     with followers(scheme, [model], model=policy) as (end,):
@@ -88,20 +89,14 @@ def test_what_moves_is_torchrls_machinery():
         assert same(model.state_dict(), policy.state_dict())
         end.apply_weights(TensorDict.from_module(make_policy(3)).data)
         assert same(model.state_dict(), make_policy(3).state_dict())
+        with torch.no_grad():
+            policy.module[0].bias.add_(1)
+        scheme.send()  # what was put in place is no base of a version
+        assert same(model.state_dict(), policy.state_dict())
         with pytest.raises(RuntimeError, match="twice"):
             scheme.connect()
         scheme.shutdown()
         assert end.receive() is not None and end.receive() is None  # the trainer has left: there is nothing to wait for
-
-
-def test_weights_that_torchrls_apply_weights_put_in_place_are_no_base_of_the_next_version():
-    policy, model, scheme = make_policy(), make_policy(1), tx.TransportWeightSyncScheme("delta")
-    with followers(scheme, [model], model=policy) as (end,):
-        end.apply_weights(TensorDict.from_module(make_policy(3)).data)
-        with torch.no_grad():
-            policy.module[0].bias.add_(1)
-        scheme.send()
-        assert same(model.state_dict(), policy.state_dict())
 
 
 def test_receive_blocks_without_a_timeout():

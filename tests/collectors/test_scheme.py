@@ -200,13 +200,6 @@ def test_a_buffer_without_storage_that_does_not_come_is_named(recwarn):
         pass
 
 
-@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
-def test_both_of_torchrls_strategies_send_the_same(strategy, recwarn):
-    policy, model = make_policy(), make_policy(1)
-    with followers(Scheme("disk", strategy=strategy), [model], model=policy):
-        assert same(model.state_dict(), policy.state_dict())
-
-
 def test_one_import_gives_torchrl_a_class_per_transport_and_takes_no_name_from_others():
     python(
         "import pickle, torchrl.weight_update as w, torchrl_ext as tx\n"
@@ -246,30 +239,16 @@ def test_settings_are_checked_when_the_scheme_is_made():
             Scheme("disk").init_on_sender(model_id="critic", **given)
 
 
-def test_what_each_worker_starts_with_may_be_mapped():
-    policy, models, scheme = make_policy(), [make_policy(1), make_policy(2)], Scheme("disk")
-    with followers(scheme, models, model=policy, device_map_fn=lambda idx, weights: weights * idx):
-        assert not any(tensor.any() for tensor in models[0].state_dict().values())
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+def test_what_each_worker_starts_with_may_be_mapped_by_both_of_torchrls_strategies(strategy, recwarn):
+    policy, models, scheme = make_policy(), [make_policy(1), make_policy(2)], Scheme("disk", strategy=strategy)
+    by = {"device_map_fn": lambda idx, weights: weights * idx} if strategy == "tensordict" else {}
+    with followers(scheme, models, model=policy, **by):
+        assert not by or not any(tensor.any() for tensor in models[0].state_dict().values())
         assert same(models[1].state_dict(), policy.state_dict())
 
 
 # bad input
-
-
-def test_a_scheme_that_is_used_too_early_or_too_late_says_so():
-    scheme = Scheme("disk")
-    with pytest.raises(NotConnectedError, match="initialized on sender"):
-        scheme.send(make_policy())
-    with pytest.raises(NotConnectedError, match="initialized on receiver"):
-        scheme.receive()
-    scheme.init_on_sender(model_id="actor", model=make_policy(), num_workers=1)
-    with pytest.raises(NotConnectedError, match="'actor' is not synchronized on sender"):
-        scheme.send()
-    scheme.shutdown()
-    lost = Scheme("disk")
-    lost.init_on_receiver(model_id="actor", model=make_policy(), worker_idx=0)
-    with pytest.raises(NotConnectedError, match="'actor' knows no trainer"):
-        lost.connect()
 
 
 @pytest.mark.parametrize("transport", sorted(tx.transports()))
@@ -290,7 +269,7 @@ def test_a_policy_with_other_keys_is_refused_by_name_and_the_next_one_lands(tran
         assert all(same(model.state_dict(), policy.state_dict()) for model in models)
 
 
-def test_two_models_under_one_id_are_refused():
+def test_two_models_under_one_id_and_a_worker_without_a_trainer_are_refused():
     policy, model, scheme = make_policy(), make_policy(1), Scheme("disk")
     with followers(scheme, [model], model=policy):
         second = pickle.loads(pickle.dumps(scheme))
@@ -300,16 +279,16 @@ def test_two_models_under_one_id_are_refused():
             join(second, make_policy(2), 0)
         with pytest.raises(NotConnectedError, match="carries model 'policy', not 'critic'"):
             join(second, make_policy(2), 0, "critic")
+    with pytest.raises(NotConnectedError, match="'actor' knows no trainer"):
+        join(Scheme("disk"), make_policy(), 0, "actor")
 
 
-def test_workers_that_do_not_come_are_named():
+def test_workers_that_do_not_come_are_named_and_those_that_ended_left_to_their_collector(caplog):
     scheme = Scheme("disk", start_timeout_s=0.3)
     scheme.init_on_sender(model_id="actor", model=make_policy(), num_workers=3)
     with pytest.raises(DeadlineError, match=r"3 of 3 workers of model 'actor'.*0, 1, 2"):
         scheme.connect()
 
-
-def test_workers_that_ended_before_they_came_are_left_to_their_collector_which_has_their_error(caplog):
     class Ended:
         policy, num_workers, procs = make_policy(), 2, 2 * [SimpleNamespace(exitcode=1)]
 

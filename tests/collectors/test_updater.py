@@ -127,13 +127,16 @@ def test_a_sender_is_a_sender_of_torchrls_trainer_hook(server, settings, unit):
         sender.shutdown()
 
 
-@pytest.mark.parametrize("transport", ["delta", "memory"])
+@pytest.mark.parametrize("transport", ["delta", "memory", "collective"])
 def test_a_module_of_this_process_can_be_the_engine(settings, transport):
     served, policy = make_policy(1), make_policy()
-    updater = tx.TransportWeightUpdater(transport, served, **settings(transport))
+    if transport == "collective":  # made with its engine
+        updater = tx.TransportWeightUpdater(tx.VLLMCollectiveTransport(vllm_engine=served))
+    else:
+        updater = tx.TransportWeightUpdater(transport, served, **settings(transport))
     collector = Collector(Walk(), policy, frames_per_batch=5, total_frames=50, weight_updater=updater)
     collector.update_policy_weights_(TensorDict.from_module(policy))
-    assert same(served.state_dict(), policy.state_dict())
+    assert same(served.state_dict(), policy.state_dict()) and updater.report.verified
     collector.shutdown()
     updater.shutdown()
 
@@ -160,15 +163,6 @@ def test_an_updater_travels_to_another_process_without_what_only_this_one_has():
     assert copy.collectors is None and not copy.post_hooks
     with pytest.raises(EngineUnreachableError, match=r"127\.0\.0\.1:1"):
         copy.push_weights(make_policy())
-
-
-def test_the_engine_that_a_collective_was_made_with_is_driven():
-    policy, engine = make_policy(), make_policy()
-    train(policy)
-    updater = tx.TransportWeightUpdater(tx.VLLMCollectiveTransport(vllm_engine=engine))
-    updater.push_weights(policy)
-    assert same(policy.state_dict(), engine.state_dict()) and updater.report.verified
-    updater.shutdown()
 
 
 def test_torchrls_warning_of_its_deprecation_is_given_where_an_updater_is_used():

@@ -9,8 +9,7 @@ from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, LogProbs, Masks, Text, Tokens
 
 import torchrl_ext as tx
-from tests.embedded import EmbeddedServer
-from tests.models import tiny_checkpoint, tiny_tokenizer
+from tests.models import tiny_tokenizer
 from tests.processes import WAIT_S
 from tests.rollout.inputs import TEMPLATE, prompts
 
@@ -29,11 +28,10 @@ def lists_are_stacks():
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory):
-    with EmbeddedServer(tiny_checkpoint(tmp_path_factory.mktemp("model")), dtype="float32", threads=1) as server:
-        made = tx.InferenceClient.connect(server.url)
-        yield made
-        made.close()
+def client(server):
+    made = tx.InferenceClient.connect(server.url)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import torch
 from tensordict import set_list_to_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.envs.llm.transforms.policy_version import PolicyVersion
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
@@ -74,22 +73,6 @@ def test_rollouts_follow_the_trainer_on_several_engines(servers, trainer):
         trainer.step(batch)
     sender.shutdown()
     found.shutdown()
-
-
-def test_a_uuid_tells_versions_apart_too(servers, trainer):
-    found = collector(trainer, remote(trainer, servers), track_policy_version=PolicyVersion(version_type="uuid"))
-    sender = sender_for(trainer, servers)
-    sender.register_collector(found)
-    before = found.policy_version
-    sender.update_weights()
-    assert isinstance(before, str) and found.policy_version != before
-    with pytest.raises(tx.WeightSyncError):
-        sender.update_weights({"nothing": torch.zeros(1)})
-    after = found.policy_version
-    assert after != before
-    sender.shutdown()
-    found.shutdown()
-    assert found.policy_version == after  # the refused update did not count
 
 
 def test_a_collector_that_runs_by_itself_waits_for_the_trainer(servers, trainer):

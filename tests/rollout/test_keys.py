@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 
 import pytest
 
 import torchrl_ext as tx
-from tests.rpc.servers import GOOD, SGLANG, Handler
+from tests.rpc.servers import GOOD, SGLANG, running
 from tests.rpc.test_router import Gateway, serving
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.serving.routing import Routing
@@ -17,35 +15,19 @@ from torchrl_ext.serving.routing import Routing
 OPEN = ("/health", "/ready", "/ping", "/workers", "/list_workers")
 
 
-class Keyed(Handler):
-    """As SGLang decides: the key for requests opens what reads and generates, the one for control all the rest."""
-
-    def handle_call(self):
-        route = self.path.partition("?")[0]
-        asked = self.command == "GET" or route == "/generate"
-        wanted = self.server.keys[0] if asked else self.server.keys[-1]
-        if route in OPEN or self.headers.get("authorization") == f"Bearer {wanted}":
-            super().handle_call()
-            return
-        self.rfile.read(int(self.headers.get("content-length", 0)))
-        self.send_response(401)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-
 @contextmanager
 def guarded(answers, *keys):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Keyed)
-    server.daemon_threads, server.answers, server.keys = True, dict(answers), keys
-    server.calls, server.headers = [], []
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", server.calls
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    """As SGLang decides: the key for requests opens what reads and generates, the one for control all the rest."""
+    with running(answers) as server:
+        answer = server.answer
+
+        def keyed(asked):
+            wanted = keys[0] if asked.method == "GET" or asked.path == "/generate" else keys[-1]
+            well = asked.path in OPEN or asked.headers["authorization"] == f"Bearer {wanted}"
+            return answer(asked) if well else (401, b"")
+
+        server.answer = keyed
+        yield server.url, server.calls
 
 
 def test_a_sglang_with_a_key_for_requests_and_another_for_control_is_driven():
@@ -56,10 +38,8 @@ def test_a_sglang_with_a_key_for_requests_and_another_for_control_is_driven():
         fleet.pause()
         fleet.resume()
         fleet.close()
-        assert [call for call, _, _ in calls if "generation" in call] == [
-            "POST /pause_generation",
-            "POST /continue_generation",
-        ]
+        found = [call for call, _, _ in calls if "generation" in call]
+        assert found == ["POST /pause_generation", "POST /continue_generation"]
         with pytest.raises(EngineRefusedError, match="401"):
             tx.make_engine("sglang", url=url, api_key="user").pause()
 

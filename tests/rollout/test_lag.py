@@ -112,17 +112,11 @@ def test_rollouts_wait_for_the_version_that_will_use_them():
     assert pacer.started == 16
 
 
-def test_a_trainer_that_stands_still_is_an_error_with_its_version():
+@pytest.mark.parametrize("first", [2, 5])  # a batch above the limit starts by itself
+def test_a_trainer_that_stands_still_is_an_error_with_its_version(first):
     pacer = Pacer(lambda: 3, max_lag=0, turns_per_version=2, timeout_s=0.1)
-    start(pacer, 2)
-    with pytest.raises(DeadlineError, match=r"version 3 for 0.1 s.*2 sequences ahead"):
-        start(pacer, 1)
-
-
-def test_a_batch_above_the_limit_starts_alone():
-    pacer = Pacer(lambda: 0, max_lag=0, turns_per_version=2, timeout_s=0.1)
-    start(pacer, 5)
-    with pytest.raises(DeadlineError):
+    start(pacer, first)
+    with pytest.raises(DeadlineError, match=rf"version 3 for 0.1 s.*{first} sequences ahead"):
         start(pacer, 1)
 
 

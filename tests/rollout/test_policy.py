@@ -33,17 +33,6 @@ def lists_are_stacks():
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def server(checkpoint):
-    with EmbeddedServer(checkpoint, dtype="float32", threads=1) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def model():
     return tiny_model(0)
 
@@ -203,25 +192,13 @@ def test_a_seed_repeats_the_life_of_a_policy(server, tokenizer):
     assert lives[0] == lives[1] and lives[0][0] != lives[0][1]
 
 
-def test_sampling_settings_can_change_for_one_call(server, tokenizer):
+def test_sampling_settings_can_change_for_one_call_or_in_a_new_version_of_the_same_engines(server, tokenizer):
     policy = remote(server, tokenizer)
     assert policy(prompts("tokens", tokenizer), max_new_tokens=2)[0]["tokens", "response"].numel() == 2
     assert policy(prompts("tokens", tokenizer))[0]["tokens", "response"].numel() == 6
-
-
-def test_a_new_version_shares_the_engines_and_changes_what_is_asked(server, tokenizer):
-    policy = remote(server, tokenizer)
     other = policy.get_new_version(pad_output=True, return_log_probs=False)
     assert other.model is policy.model and other.pad_output and "log_probs" not in other.out_keys
     assert "log_probs" not in other(prompts("tokens", tokenizer, padded=True))
-
-
-def test_a_policy_can_be_sent_to_another_process(server, tokenizer):
-    policy = remote(server, tokenizer, seed=3)
-    again = pickle.loads(pickle.dumps(policy))
-    assert again.model.urls == (server.url,) and again.out_keys == policy.out_keys
-    first, second = (one(prompts("tokens", tokenizer))["tokens", "response"] for one in (policy, again))
-    assert torch.equal(first, second)
 
 
 def test_a_response_that_the_limit_ends_is_marked(server, tokenizer):
@@ -249,21 +226,22 @@ def test_a_call_that_failed_lets_others_start_in_its_place(server, tokenizer):
     assert pacer.started == 2
 
 
-def test_a_policy_with_a_pacer_can_be_sent_to_another_process_and_counts_there_anew(server, tokenizer):
+def test_a_policy_can_be_sent_to_another_process_where_its_pacer_counts_anew(server, tokenizer):
     pacer = Pacer(functools.partial(int, 4), max_lag=1, turns_per_version=2, timeout_s=1.0)
-    policy = remote(server, tokenizer, pacer=pacer)
-    policy(prompts("tokens", tokenizer))
+    policy = remote(server, tokenizer, pacer=pacer, seed=3)
     again = pickle.loads(pickle.dumps(policy))
-    for _ in range(2):  # of (0 + 1 + 1) * 2 sequences
-        again(prompts("tokens", tokenizer))
-    with pytest.raises(DeadlineError, match="4 sequences ahead"):
+    assert again.model.urls == (server.url,) and again.out_keys == policy.out_keys
+    first, second = (one(prompts("tokens", tokenizer))["tokens", "response"] for one in (policy, again))
+    assert torch.equal(first, second)
+    again(prompts("tokens", tokenizer))
+    with pytest.raises(DeadlineError, match="4 sequences ahead"):  # of (0 + 1 + 1) * 2
         again(prompts("tokens", tokenizer))
     assert pacer.started == 2 and copy.deepcopy(pacer).allowed() == 4
 
 
-def test_each_token_carries_the_version_that_sampled_it(checkpoint, tokenizer):
+def test_each_token_carries_the_version_that_sampled_it(tmp_path, tokenizer):
     """An update lands while the engine writes: what is written before it is of version 0, the rest of version 1."""
-    with EmbeddedServer(checkpoint, dtype="float32", threads=1) as own:
+    with EmbeddedServer(tiny_checkpoint(tmp_path), dtype="float32", threads=1) as own:
         policy = remote(own, tokenizer, generate_kwargs={"max_new_tokens": 450, "ignore_eos": True}, timeout_s=WAIT_S)
         sender = tx.WeightSender(tx.make_transport("collective"), tx.connect(own.url))
         other = tiny_model(1)

@@ -1,14 +1,13 @@
 """Engines that tests drive through anything, and trainers that drive them step by step, whatever the make."""
 
-import threading
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import torch
 
 import torchrl_ext as tx
 from tests.processes import WAIT_S
+from tests.rpc.sockets import serving
 from tests.turns import CLOSE, PROMPTS, gap
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
@@ -78,19 +77,15 @@ class RealEngine(Faults):
     def __init__(self, kind, url, models):
         super().__init__()
         self.kind, self._direct, self._models = kind, tx.make_engine(kind, url=url, **self.limits), models
-        self._forward = httpx.Client(base_url=url, timeout=WAIT_S)
-        self._proxy = ThreadingHTTPServer(("127.0.0.1", 0), _Forwarding)
-        self._proxy.daemon_threads, self._proxy.engine = True, self
-        self.url = f"http://127.0.0.1:{self._proxy.server_port}"
+        self._ends = ExitStack()
+        self._forward = self._ends.enter_context(httpx.Client(base_url=url, timeout=WAIT_S))
 
     def __enter__(self):
-        threading.Thread(target=self._proxy.serve_forever, args=(0.02,), daemon=True).start()
+        self.url = self._ends.enter_context(serving(self._forwarded)).url
         return self
 
     def __exit__(self, *_):
-        self._proxy.shutdown()
-        self._proxy.server_close()
-        self._forward.close()
+        self._ends.close()
 
     @property
     def serving(self):
@@ -103,7 +98,7 @@ class RealEngine(Faults):
         state = self._direct.state()
         if state.asleep:
             return []
-        scoring = tx.make_engine(self.kind, url=self._direct.url, load_timeout_s=0.3 if state.paused else WAIT_S)
+        scoring = tx.make_engine(self.kind, url=self._direct.url, load_timeout_s=0.15 if state.paused else WAIT_S)
         try:
             found = scoring.logprobs(PROMPTS)
         except (EngineError, DeadlineError):
@@ -114,37 +109,21 @@ class RealEngine(Faults):
         self.versions = {"weights": min(gaps, key=gaps.get)}
         return [] if min(gaps.values()) < CLOSE else [f"it serves a mixture, {gaps} nats away"]
 
-    def forward(self, method, path, body, headers):
-        kept = {name: value for name, value in headers.items() if name.lower() in ("content-type", "authorization")}
-        return self._forward.request(method, path, content=body, headers=kept)
-
-
-class _Forwarding(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        engine, body = self.server.engine, self.rfile.read(int(self.headers.get("content-length", 0)))
-        how, status, content = engine.next_fault("").how, 500, b"it fails here"
+    def _forwarded(self, asked):
+        how, kept = self.next_fault("").how, ("content-type", "authorization")
+        if how == "fail":
+            return 500, b"it fails here"
+        if how == "cut":
+            raise ConnectionAbortedError
+        headers = {name: value for name, value in asked.headers.items() if name.lower() in kept}
         try:
-            if how not in ("fail", "cut"):
-                for _ in range(2 if how == "twice" else 1):
-                    answer = engine.forward(self.command, self.path, body, self.headers)
-                status, content = (200, b'"junk"') if how == "junk" else (answer.status_code, answer.content)
+            for _ in range(2 if how == "twice" else 1):
+                answer = self._forward.request(asked.method, asked.url, content=asked.content, headers=headers)
         except httpx.HTTPError:
-            how = "cut"
-        if how in ("cut", "lose"):
-            self.close_connection = True
-            return
-        with suppress(OSError):
-            self.send_response(status)
-            self.send_header("content-length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-    do_POST = do_OPTIONS = do_GET
-
-    def log_message(self, *args):
-        """Nobody reads it."""
+            how = "lose"
+        if how == "lose":
+            raise ConnectionAbortedError
+        return (200, b'"junk"') if how == "junk" else (answer.status_code, answer.content)
 
 
 @contextmanager

@@ -1,11 +1,9 @@
 """A real HTTP server with vLLM's weight-transfer routes in a few lines, to see what a client asks for."""
 
 import json
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, urlsplit
 
+from tests.rpc.sockets import serving
 from torchrl_ext.routes import ANSWERS
 
 CONFIG = {
@@ -167,51 +165,25 @@ def rehearsing(*, needed=True, refused=False, restored=True):
     return answer
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        self.handle_call()
-
-    def do_POST(self):
-        self.handle_call()
-
-    def handle_call(self):
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        parts = urlsplit(self.path)
-        call, sent = f"{self.command} {parts.path}", json.loads(body) if body else None
-        query = {name: one if len(one) > 1 else one[0] for name, one in parse_qs(parts.query).items()}
-        if parts.path not in ("/workers", "/list_workers"):  # how clients see that this is no router
-            self.server.calls.append((call, query, sent))
-            self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
-        answers = self.server.answers.get(call, (404, {"detail": "Not Found"}))
-        if isinstance(answers, list):  # one after the other, the last one for ever
-            answers = answers.pop(0) if len(answers) > 1 else answers[0]
-        asked = {**(sent or {}), **query} or sent
-        try:
-            status, answer = answers(asked) if callable(answers) else answers
-        except ConnectionAbortedError:  # the answer is lost
-            self.close_connection = True
-            return
-        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
-
-
 class Running:
     """The server's address, its answers by "METHOD /route", the calls that it got, and the headers of each."""
 
-    def __init__(self, server):
-        self.url = f"http://127.0.0.1:{server.server_address[1]}"
-        self.answers, self.calls, self.headers = server.answers, server.calls, server.headers
+    def __init__(self, server, answers):
+        self.url, self.answers, self.calls, self.headers = server.url, answers, [], []
 
     def routes(self):
         return [call for call, _, _ in self.calls]
+
+    def answer(self, asked):
+        call, body = f"{asked.method} {asked.path}", asked.body
+        query = {name: one if len(one) > 1 else one[0] for name, one in asked.query.items()}
+        if asked.path not in ("/workers", "/list_workers"):  # how clients see that this is no router
+            self.calls.append((call, query, body))
+            self.headers.append({name.lower(): value for name, value in asked.headers.items()})
+        answer = self.answers.get(call, (404, {"detail": "Not Found"}))
+        if isinstance(answer, list):  # one after the other, the last one for ever
+            answer = answer.pop(0) if len(answer) > 1 else answer[0]
+        return answer({**(body or {}), **query} or body) if callable(answer) else answer
 
 
 @contextmanager
@@ -220,17 +192,10 @@ def running(good=None, /, **changes):
 
     An answer may be a function of the body, with what the query says among it.
     """
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    server.answers, server.calls, server.headers = dict(GOOD if good is None else good), [], []
+    answers = dict(GOOD if good is None else good)
     for name, answer in changes.items():
         method, _, route = name.partition("_")
-        server.answers[f"{method.upper()} /{route}"] = answer
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield Running(server)
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        answers[f"{method.upper()} /{route}"] = answer
+    with serving(lambda asked: found.answer(asked)) as server:
+        found = Running(server, answers)
+        yield found

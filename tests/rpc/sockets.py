@@ -18,10 +18,14 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         path, _, query = self.path.partition("?")
         asked = SimpleNamespace(method=self.command, path=path, query=parse_qs(query), headers=self.headers)
-        asked.body = json.loads(body) if body else None
+        asked.url, asked.content, asked.body = self.path, body, json.loads(body) if body else None
         self.server.calls.append((asked.method, asked.path, asked.body))
         self.server.keys.append(asked.headers["authorization"])
-        status, answer, headers = (*self.server.answer(asked), {})[:3]
+        try:
+            status, answer, headers = (*self.server.answer(asked), {})[:3]
+        except ConnectionAbortedError:  # the answer is lost
+            self.close_connection = True
+            return
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -40,7 +44,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    do_GET = do_POST = do_DELETE = handle_call
+    do_GET = do_POST = do_DELETE = do_OPTIONS = handle_call
 
     def log_message(self, *args):
         pass

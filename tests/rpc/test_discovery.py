@@ -230,28 +230,31 @@ def test_an_answer_with_any_fields_is_described_or_refused(data):
         assert found.info.world_size >= 1 and all(isinstance(name, str) for name in found.kv_connectors)
 
 
-def test_discovery_reads_what_each_make_says_by_either_route_and_by_its_description_alone():
-    described = {"vllm": {"vllm_config": CONFIG, "system_env": {"vllm_version": "0.32.0"}}, "sglang": SGLANG}
-    kinds = {"vllm": ("prefill", "/models/policy", 2, 3), "sglang": ("regular", "/m", 2, 1)}
-    for make, (role, model, tp, dp) in kinds.items():
-        with FakeEngine(make) as fake, FakeEngine(make) as older:
-            fake.label = older.label = "7"
-            fake.answers["GET /server_info"] = described[make]
-            fake.answers["GET /get_world_size"] = {"world_size": tp * dp}
-            older.answers = {**fake.answers, "GET /server_info": (404, {}), "GET /get_server_info": described[make]}
-            older.answers["GET /model_info"] = fake.answers["GET /model_info"] = {
-                "model_path": model,
-                "weight_version": "7",
-            }
-            found = tx.discover(older.url, fake.url)
-            assert found == [tx.make_engine(make, url=one.url).info() for one in (older, fake)]
-            assert [engine.kind for engine in tx.connect(older.url).engines] == [make]
-        info = found[1]
-        assert (info.kind, info.worker_type, info.model, info.weight_version) == (make, role, model, "7")
-        assert (info.tp_size, info.pp_size, info.dp_size) == (tp, 1, dp) and info.world_size == info.num_gpus == tp * dp
-        assert (
-            info.version and {"disk", "collective", "delta"} <= set(info.transports) and "memory" not in info.transports
-        )
+@pytest.mark.parametrize(
+    ("make", "described", "found"),
+    [
+        (
+            "vllm",
+            {"vllm_config": CONFIG, "system_env": {"vllm_version": "0.32.0"}},
+            ("prefill", "/models/policy", 2, 3),
+        ),
+        ("sglang", SGLANG, ("regular", "/models/policy", 2, 1)),
+    ],
+)
+def test_discovery_reads_what_an_engine_says_by_either_route(make, described, found):
+    with FakeEngine(make) as fake:
+        fake.label, size = "7", found[2] * found[3]
+        fake.answers = {"GET /server_info": described, "GET /get_world_size": {"world_size": size}}
+        (info,) = tx.discover(fake.url)
+        assert (info.kind, info.worker_type, info.model, info.tp_size, info.dp_size) == (make, *found)
+        assert (info.weight_version, info.pp_size, info.world_size, info.num_gpus) == ("7", 1, size, size)
+        assert info.version and {"disk", "collective", "delta"} <= set(info.transports) - {"memory"}
+        fake.answers |= {"GET /get_server_info": described, "GET /server_info": (404, {})}
+        assert tx.discover(fake.url) == [tx.make_engine(make, url=fake.url).info()] == [info]
+        assert [engine.kind for engine in tx.connect(fake.url).engines] == [make]
+
+
+def test_of_a_vllm_server_its_description_alone_is_enough():
     config = {**CONFIG, "weight_transfer_config": {"backend": "nccl"}, "load_config": {"load_format": "auto"}}
     with scripted({"/server_info": (200, {"vllm_config": config})}) as server:
         (info,) = tx.discover(server.url)

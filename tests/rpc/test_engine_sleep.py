@@ -39,10 +39,15 @@ def changes(fake):
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_update_wakes_weights_before_it_touches_them_and_the_cache_last(fake, trainer, level):
     engine = client(fake)
+    steps = trainer.steps(engine, 2)
+    steps.pop("connect")()
     engine.sleep(level)
     assert fake.asleep == ALL[fake.kind] and fake.paused
     del fake.calls[:]
-    trainer.update(engine, 2)
+    steps.pop("prefetch")()
+    assert fake.asleep == ALL[fake.kind] - {"weights"} and fake.paused
+    for step in steps.values():
+        step()
     routes, tags = zip(*changes(fake), strict=True)
     woken = [one for one in tags if one]
     assert routes[0] == routes[-1] == WAKE[fake.kind] and "weights" in woken[0] and "kv_cache" in woken[-1]
@@ -61,14 +66,6 @@ def test_the_colocated_order_works_with_a_client_of_its_own_for_every_step(fake,
     assert fake.serving and fake.whole
 
 
-def test_weights_are_awake_while_a_version_is_prefetched(fake, trainer):
-    engine = client(fake)
-    trainer.steps(engine, 2)["connect"]()
-    engine.sleep(1)
-    engine.prefetch(2)
-    assert fake.paused and fake.asleep == ALL[fake.kind] - {"weights"}
-
-
 @pytest.mark.parametrize("paused", [False, True])
 def test_an_engine_that_is_awake_is_not_woken(fake, trainer, paused):
     engine = client(fake)
@@ -79,20 +76,14 @@ def test_an_engine_that_is_awake_is_not_woken(fake, trainer, paused):
     assert fake.serving and not fake.counts[WAKE[fake.kind]]
 
 
-def test_weights_that_wake_last_do_not_let_an_engine_generate_during_an_update(fake, trainer):
-    engine = client(fake)
-    engine.sleep(1)
-    engine.wake_up(["kv_cache"])
-    assert fake.asleep == {"weights"}
-    trainer.update(engine, 2)  # a fake one refuses weights while it generates
-    assert fake.serving
-
-
 @pytest.mark.parametrize("stranger", [False, True])
-def test_without_weights_nothing_but_an_update_lets_it_serve(fake, trainer, stranger):
+def test_asleep_it_is_not_resumed_and_without_weights_nothing_but_an_update_lets_it_serve(fake, trainer, stranger):
     engine = client(fake)
-    engine.sleep(2)
     other = client(fake) if stranger else engine
+    engine.sleep(1)
+    with pytest.raises(EngineRefusedError, match=r"is asleep.*wake_up"):
+        other.resume()
+    engine.sleep(2)
     more = () if fake.stock else (lambda: other.wake_up(["kv_cache"]),)  # a stock one may: its weights sleep on
     for refused in (other.resume, other.wake_up, *more):
         with pytest.raises(EngineRefusedError, match=r"no weights to serve|is asleep"):
@@ -111,13 +102,6 @@ def test_the_cache_alone_is_dropped_in_a_pause(fake):
     assert fake.serving
 
 
-def test_a_client_that_resumes_a_sleeping_engine_is_refused(fake):
-    client(fake).sleep(1)
-    with pytest.raises(EngineRefusedError, match=r"is asleep.*wake_up"):
-        client(fake).resume()
-    assert fake.paused
-
-
 @pytest.mark.parametrize("level", [0, 1])
 def test_a_rehearsal_leaves_an_engine_that_others_paused_as_it_was(fake, trainer, level):
     if fake.stock:
@@ -131,12 +115,11 @@ def test_a_rehearsal_leaves_an_engine_that_others_paused_as_it_was(fake, trainer
     assert fake.paused and fake.asleep == (ALL[fake.kind] - {"weights"} if level else set())
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_engines_sleep_and_wake_as_a_whole(level):
+def test_engines_sleep_and_wake_as_a_whole():
     with running("vllm") as one, running("embedded") as other:
         pool = Pool([client(one), client(other)])
-        pool.sleep(level)
-        assert one.paused and other.paused and bool(one.asleep) == bool(other.asleep) == bool(level)
+        pool.sleep(1)
+        assert one.paused and other.paused and one.asleep == other.asleep == ALL["vllm"]
         pool.wake_up()
         assert one.serving and other.serving
         pool.close()
@@ -173,14 +156,9 @@ def test_a_level_that_sglang_cannot_have_is_refused_before_it_is_paused():
 def test_sglang_gives_no_memory_up_twice_and_none_while_requests_are_frozen(mode):
     """Its scheduler would end."""
     with running("sglang") as fake:
+        client(fake, pause_mode="in_place").pause()
         for level, tags in ((1, ["kv_cache"]), (1, None), (1, None), (2, None)):
             client(fake, pause_mode=mode).sleep(level, tags)
-        assert fake.asleep == ALL["sglang"] and not fake.wrongs
-
-
-def test_requests_that_sglang_froze_in_place_can_be_aborted():
-    with running("sglang") as fake:
-        client(fake, pause_mode="in_place").pause()
-        client(fake, pause_mode="abort").pause()
         modes = [call.body["mode"] for call in fake.calls if call.route == "POST /pause_generation"]
-        assert modes == ["in_place", "retract", "abort"] and fake.paused
+        assert modes[0] == "in_place" and "retract" in modes and ("abort" in modes) == (mode == "abort")
+        assert fake.asleep == ALL["sglang"] and not fake.wrongs

@@ -54,6 +54,8 @@ def exchanges(scenario, trainer):
         else:
             for version in versions:
                 trainer.update(engine, version)
+        if not fake.stock:
+            engine.logprobs([[17, 3, 42]])
         engine.close()
         assert fake.serving and engine.rows()[0].version == 2 and not fake.wrongs
         return [row for call in fake.calls if (row := told(call)) is not None]

@@ -195,24 +195,19 @@ def test_a_connection_that_is_not_accepted_is_no_missed_deadline_and_a_deadline_
             session.get("/health", timeout_s=0.2)
 
 
-def test_nobody_there_is_unreachable():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with pytest.raises(EngineUnreachableError, match=f"127.0.0.1:{port}/health"):
-        HTTPSession(f"127.0.0.1:{port}").get("/health")
-
-
 @pytest.mark.parametrize("words", [b"", b"SSH-2.0-OpenSSH_9.6\r\n" * 4])
-def test_a_connection_that_breaks_or_speaks_no_http_is_unreachable(words):
+def test_a_connection_that_breaks_or_speaks_no_http_is_unreachable(words, server):
     def talk(connection, _):
         connection.recv(1 << 16)
         connection.sendall(words)
 
     with (
-        talking(talk) as server,
-        pytest.raises(EngineUnreachableError, match=f"{server.port}/health: the connection broke"),
+        talking(talk) as other,
+        pytest.raises(EngineUnreachableError, match=f"{other.port}/health: the connection broke"),
     ):
-        HTTPSession(f"127.0.0.1:{server.port}").get("/health")
+        HTTPSession(f"127.0.0.1:{other.port}").get("/health")
+    with pytest.raises(EngineUnreachableError, match="http://"):
+        HTTPSession(f"https://127.0.0.1:{server.port}").get("/x")
 
 
 def test_ipv6_addresses_work():
@@ -399,8 +394,3 @@ def test_tls_trusts_the_authorities_that_the_environment_names_and_no_others(cer
         monkeypatch.setenv("SSL_CERT_FILE", "/nowhere.pem")
         with pytest.raises(ConfigError, match=r"SSL_CERT_FILE=/nowhere\.pem .*cannot be read"):
             session.get("/x")
-
-
-def test_https_at_a_plain_server_says_what_to_try(server):
-    with pytest.raises(EngineUnreachableError, match="http://"):
-        HTTPSession(f"https://127.0.0.1:{server.port}").get("/x")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
+from itertools import count
 from urllib.parse import unquote
 
 import pytest
@@ -33,37 +35,25 @@ class Earlier:
 
 
 class Gateway:
-    """sgl-model-gateway: workers have keys, and are listed some time after they were accepted."""
+    """sgl-model-gateway: workers have keys, and are listed some looks after they were accepted, as ``rename`` says."""
 
-    def __init__(self, delay=2):
-        self.workers, self.pending, self.delay = {}, [], delay
+    def __init__(self, delay=0, rename=str):
+        self.workers, self.pending, self.delay, self.rename, self.numbers = {}, [], delay, rename, count(1)
 
     def answer(self, method, path, query, body):
-        if path == "/workers" and method == "POST":
-            self.pending.append([self.delay, body])
-            return 202, {"status": "accepted", "worker_id": "w1"}
+        if (method, path) == ("POST", "/workers"):
+            worker = {"is_healthy": True, "worker_type": "regular", **body, "id": f"w{next(self.numbers)}"}
+            self.pending.append([self.delay, {**worker, "url": self.rename(body["url"])}])
+            return 202, {"status": "accepted", "worker_id": worker["id"]}
         if path == "/workers":
             for row in list(self.pending):
                 row[0] -= 1
                 if row[0] < 0:
                     self.pending.remove(row)
-                    self.workers["w1"] = {"id": "w1", "is_healthy": True, "worker_type": "regular", **row[1]}
+                    self.workers[row[1]["id"]] = row[1]
             return 200, {"workers": list(self.workers.values()), "total": len(self.workers)}
-        if method == "DELETE" and unquote(path) == "/workers/w1":
-            del self.workers["w1"]
-            return 202, {"status": "accepted"}
-        return 404, {"error": "not found"}
-
-
-class Refusing(Gateway):
-    """Lists nobody and says no."""
-
-    def __init__(self, words):
-        super().__init__()
-        self.words = words
-
-    def answer(self, method, path, query, body):
-        return (200, {"workers": []}) if method == "GET" else (400, {"error": self.words})
+        found = method == "DELETE" and self.workers.pop(unquote(path).removeprefix("/workers/"), None)
+        return (202, {"status": "accepted"}) if found else (404, {"error": "not found"})
 
 
 class Engine:
@@ -81,7 +71,7 @@ def serving(script):
     return sockets.serving(lambda asked: script.answer(asked.method, asked.path, asked.query, asked.body))
 
 
-@pytest.mark.parametrize("script", [Earlier, Gateway])
+@pytest.mark.parametrize("script", [Earlier, partial(Gateway, delay=2)])
 def test_workers_come_and_go_with_either_generation_of_routes(script):
     with serving(script()) as router, serving(Engine()) as engine:
         client = RouterClient(router.url)
@@ -96,9 +86,12 @@ def test_workers_come_and_go_with_either_generation_of_routes(script):
         assert len(changes) <= 3  # adding once, removing once, and one route that the earlier one has not
 
 
-def test_a_worker_is_described_with_its_type_and_its_port():
+def test_a_worker_is_described_with_its_type_and_its_port_and_a_type_that_no_router_has_is_refused():
     with serving(Gateway()) as router, serving(Engine()) as engine:
         client = RouterClient(router.url)
+        with pytest.raises(ConfigError, match=r"type 'encoder'.*regular or prefill or decode"):
+            client.add(engine.url, "encoder")
+        assert router.calls == engine.calls == []
         client.add(engine.url, "prefill", bootstrap_port=8998)
         body = {"url": engine.url, "worker_type": "prefill", "bootstrap_port": 8998}
         assert ("POST", "/workers", body) in router.calls
@@ -114,13 +107,23 @@ def test_a_worker_that_is_never_listed_is_a_deadline_that_names_both():
         RouterClient(router.url, timeout_s=2.0).add(engine.url)  # the look at whether the engine is one is within it
 
 
-def test_what_a_router_refuses_comes_back_in_its_words():
-    with serving(Engine()) as engine:
-        with serving(Refusing("no room")) as router, pytest.raises(EngineRefusedError, match="400: no room"):
-            RouterClient(router.url).add(engine.url)
-        words = "PD router requires specific add_prefill_server or add_decode_server"
-        with serving(Refusing(words)) as router, pytest.raises(ConfigError, match="gets its workers when it starts"):
-            RouterClient(router.url).add(engine.url)
+@pytest.mark.parametrize(
+    ("said", "error", "words"),
+    [
+        ("no room", EngineRefusedError, "400: no room"),
+        (
+            "PD router requires specific add_prefill_server or add_decode_server",
+            ConfigError,
+            "gets its workers when it starts",
+        ),
+    ],
+)
+def test_what_a_router_refuses_comes_back_in_its_words(said, error, words):
+    def refusing(asked):
+        return (200, {"workers": []}) if asked.method == "GET" else (400, {"error": said})
+
+    with serving(Engine()) as engine, sockets.serving(refusing) as router, pytest.raises(error, match=words):
+        RouterClient(router.url).add(engine.url)
 
 
 def test_an_engine_that_is_not_well_is_not_offered_to_a_router():
@@ -132,13 +135,6 @@ def test_an_engine_that_is_not_well_is_not_offered_to_a_router():
         with serving(Gateway()) as other, pytest.raises(ConfigError, match="is a router"):
             RouterClient(router.url).add(other.url)
         assert not [call for call in router.calls if call[0] == "POST"]
-
-
-def test_types_that_no_router_has_are_refused_before_anything_is_asked():
-    with serving(Gateway()) as router:
-        with pytest.raises(ConfigError, match=r"type 'encoder'.*regular or prefill or decode"):
-            RouterClient(router.url).add("host:1", "encoder")
-        assert router.calls == []
 
 
 @pytest.mark.parametrize("script", [Earlier, Gateway])
@@ -158,13 +154,7 @@ def test_a_session_for_control_calls_refuses_a_router_and_asks_an_engine_only_on
 
 def test_the_look_at_whether_it_is_a_router_is_within_the_deadline_of_the_call():
     leave = threading.Event()
-
-    class Slow(Engine):
-        def answer(self, *call):
-            leave.wait(20)
-            return super().answer(*call)
-
-    with serving(Slow()) as engine:
+    with sockets.serving(lambda asked: (leave.wait(20) and 200 if asked.path == "/health" else 404, "")) as engine:
         session = HTTPSession(engine.url, timeout_s=20, check=refuse_router)
         with pytest.raises(DeadlineError, match=r"0\.\d+ s"):
             session.get("/health", timeout_s=0.3)
@@ -176,11 +166,7 @@ def test_the_look_at_whether_it_is_a_router_is_within_the_deadline_of_the_call()
     "answer", ["<html>", [], {"workers": 3}, {"workers": [{"port": 1}]}, {"urls": [None]}, {"urls": ["ftp://host"]}]
 )
 def test_answers_that_list_nobody_are_no_routers(answer):
-    class Odd:
-        def answer(self, method, path, query, body):
-            return 200, answer
-
-    with serving(Odd()) as other:
+    with sockets.serving(lambda asked: (200, answer)) as other:
         assert listed_workers(HTTPSession(other.url)) is None
         with pytest.raises(EngineRefusedError, match="lists no workers"):
             RouterClient(other.url).workers()

@@ -34,58 +34,42 @@ def posts(fake, start=0):
     return [call.route.removeprefix("POST /") for call in fake.calls[start:] if call.route.startswith("POST")]
 
 
+FLAGS = r"""--weight-transfer-config '\{"backend"""
+FOREIGN = {"weight_transfer_config": {"backend": "ipc"}}
+LENT = (FILES, "maps weights that a daemon owns.*--load-format")
+
+
 @pytest.mark.parametrize(
-    ("make", "facts", "transports"),
+    ("make", "facts", "transports", "refused"),
     [
-        ("vllm", NCCL, ("disk", "native")),
-        ("vllm", NONE, ("disk",)),
-        ("vllm", {**NONE, "weight_transfer_config": {"backend": "ipc"}}, ("disk",)),
-        ("vllm", {**NCCL, "load_config": {"load_format": "dummy"}}, ()),
-        ("vllm", {**NCCL, **GUEST}, ()),
-        ("vllm", {**CONFIG, **GUEST}, ()),
-        ("sglang", SOLE, ("disk", "native")),
-        ("sglang", {**SOLE, "pp_size": 2}, ("disk",)),
-        ("sglang", {**SOLE, "dp_size": 2}, ("disk",)),
-        ("sglang", {**SOLE, "weight_cache_mode": "cpu"}, ("disk",)),
+        ("vllm", NCCL, ("disk", "native"), (SGLANG, f"speaks to 'sglang'.*{FLAGS}")),
+        ("vllm", NONE, ("disk",), (VLLM, f"backend None.*{FLAGS}")),
+        ("vllm", {**NONE, **FOREIGN}, ("disk",), (TENSORS, f"cannot follow by 'collective'.*{FLAGS}")),
+        ("vllm", {**NCCL, "load_config": {"load_format": "dummy"}}, (), None),
+        *(("vllm", {**one, **GUEST}, (), LENT) for one in (CONFIG, NCCL, NONE)),
+        ("sglang", SOLE, ("disk", "native"), (TENSORS, r"without our plugin.*'collective'.*sglang\.srt\.plugins")),
+        ("sglang", SOLE, ("disk", "native"), (VLLM, "speaks to 'vllm'")),
+        ("sglang", {**SOLE, "pp_size": 2}, ("disk",), (SGLANG, "pp 2 x dp 1")),
+        ("sglang", {**SOLE, "dp_size": 2}, ("disk",), (SGLANG, "pp 1 x dp 2")),
+        ("sglang", {**SOLE, "weight_cache_mode": "cpu"}, ("disk",), (SGLANG, "keeps copies of its weights")),
+        ("sglang", {**SOLE, "quantization": "fp8"}, ("disk", "native"), (SGLANG, r"SGLang 0\.5\.21 or later")),
     ],
 )
-def test_discovery_says_how_a_stock_server_follows(make, facts, transports):
+def test_a_stock_server_says_how_it_follows_and_by_what_else_is_refused_before_anything_reaches_it(
+    make, facts, transports, refused
+):
     with running(f"stock-{make}") as fake:
         described(fake, facts)
         (info,) = tx.discover(fake.url)
         assert (info.transports, info.stock) == (transports, bool(transports))
+        if refused is not None:
+            join, words = refused
+            fake.answers["OPTIONS /begin_weight_update"] = ABSENT  # SGLang of an earlier release
+            with pytest.raises((ConfigError, EngineRefusedError), match=f"(?s){words}"):
+                client(fake).connect(join)
+            assert set(posts(fake)) <= {"weights_checker"}
     with running(make) as fake:
         assert not tx.discover(fake.url)[0].stock
-
-
-FLAGS = r"""--weight-transfer-config '\{"backend"""
-
-
-@pytest.mark.parametrize(
-    ("make", "facts", "join", "words"),
-    [
-        ("vllm", NONE, VLLM, f"backend None.*{FLAGS}"),
-        ("vllm", NCCL, SGLANG, f"speaks to 'sglang'.*{FLAGS}"),
-        ("vllm", NONE, TENSORS, f"cannot follow by 'collective'.*{FLAGS}"),
-        *(
-            ("vllm", {**one, **GUEST}, FILES, "maps weights that a daemon owns.*--load-format")
-            for one in (CONFIG, NONE)
-        ),
-        ("sglang", SOLE, TENSORS, r"without our plugin.*'collective'.*sglang\.srt\.plugins"),
-        ("sglang", SOLE, VLLM, "speaks to 'vllm'"),
-        ("sglang", {**SOLE, "pp_size": 2}, SGLANG, "pp 2 x dp 1"),
-        ("sglang", {**SOLE, "dp_size": 2}, SGLANG, "pp 1 x dp 2"),
-        ("sglang", {**SOLE, "weight_cache_mode": "cpu"}, SGLANG, "keeps copies of its weights"),
-        ("sglang", {**SOLE, "quantization": "fp8"}, SGLANG, r"SGLang 0\.5\.21 or later"),
-    ],
-)
-def test_a_stock_server_that_cannot_follow_is_refused_before_anything_reaches_it(make, facts, join, words):
-    with running(f"stock-{make}") as fake:
-        described(fake, facts)
-        fake.answers["OPTIONS /begin_weight_update"] = ABSENT  # SGLang of an earlier release
-        with pytest.raises((ConfigError, EngineRefusedError), match=f"(?s){words}"):
-            client(fake).connect(join)
-        assert set(posts(fake)) <= {"weights_checker"}
 
 
 @pytest.mark.parametrize("make", ["vllm", "sglang"])

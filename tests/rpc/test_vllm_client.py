@@ -109,16 +109,15 @@ def test_a_server_without_dev_routes_gets_the_hint(fake):
             call()
 
 
-def test_connect_makes_one_client_of_every_engine_with_the_settings_and_an_offset_for_each(fake):
+def test_connect_makes_one_client_of_every_engine_with_the_settings_and_an_offset_for_each(fake, trainer):
     with fakes("vllm") as other:
-        fake.answers["GET /server_info"] = 200, {"vllm_config": CONFIG}  # of six workers
+        fake.answers["GET /get_world_size"] = {"world_size": 6}
         fleet = tx.connect(fake.url, other.url)
         assert [engine.url for engine in fleet.engines] == [fake.url, other.url] and fleet.world_size == 7
-        fleet.connect(JOIN)
+        fleet.connect({**trainer.invitation(), "world_size": 8})
         inits = [call.body["init_info"] for one in (fake, other) for call in one.calls if call.body]
         assert [init["rank_offset"] for init in inits if init["kind"] == "join"] == [1, 7]
-        with tx.connect(other.url, keep_cache=True).updating(8):
-            pass
+        trainer.update(tx.connect(other.url, keep_cache=True), 8)
         assert not other.counts["POST /reset_prefix_cache"]
 
 

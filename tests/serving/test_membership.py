@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -11,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.rpc.servers import CONFIG, GOOD, Resting, running
 from tests.rpc.test_router import Earlier, Engine, Gateway, serving
 from torchrl_ext.errors import ConfigError, EngineError, UpdateError
 from torchrl_ext.rpc.health import Health
@@ -20,6 +18,7 @@ from torchrl_ext.serving.launchers import EngineLauncher
 from torchrl_ext.serving.routing import Routing
 from torchrl_ext.serving.served import ExternalEngines, OwnedEngines
 from torchrl_ext.serving.topology import Topology
+from torchrl_ext.testing import FakeEngine
 from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
 
 
@@ -40,23 +39,6 @@ def infos(urls, types=("regular",) * 3):
 
 def listed(url):
     return {worker.url for worker in RouterClient(url).workers()}
-
-
-class Many(Gateway):
-    """As its base, for several workers, which are listed at once; it calls an engine what it likes."""
-
-    def __init__(self, rename=lambda url: url):
-        super().__init__()
-        self.rename, self.numbers = rename, itertools.count()
-
-    def answer(self, method, path, query, body):
-        if (method, path) == ("POST", "/workers"):
-            key = f"w{next(self.numbers)}"
-            self.workers[key] = {**body, "id": key, "url": self.rename(body["url"])}
-            return 202, {}
-        if method == "DELETE":
-            return (202, {}) if self.workers.pop(path.removeprefix("/workers/"), None) else (404, {})
-        return super().answer(method, path, query, body)
 
 
 def by_name(url):
@@ -82,7 +64,7 @@ def test_a_router_uses_the_engines_of_which_nobody_complains_whatever_happens(ur
     @given(st.lists(REPORTS | COMPLAINTS, max_size=8), st.integers(0, 1), st.sampled_from(ADDRESSES[:2]))
     def holds(steps, lag, rename):
         late, disliked = set(), set()
-        with serving(Many(rename)) as router, Routing(infos(urls), router=router.url, max_lag=lag) as routing:
+        with serving(Gateway(rename=rename)) as router, Routing(infos(urls), router=router.url, max_lag=lag) as routing:
             for step in steps:
                 before = set(urls) - late - disliked
                 if isinstance(step[1], bool):
@@ -153,7 +135,7 @@ class Routers:
 
 @pytest.fixture
 def routers(monkeypatch):
-    script = Many()
+    script = Gateway()
     with serving(script) as router:
         made = Routers(router, script)
         monkeypatch.setattr("torchrl_ext.serving.router.start", made.start)
@@ -202,7 +184,7 @@ def test_a_closed_routing_starts_no_router_for_a_lost_engine_or_a_late_report(ur
 
 
 def test_a_given_router_that_does_not_answer_is_a_problem_and_not_an_error(urls):
-    with serving(Many()) as router:
+    with serving(Gateway()) as router:
         routing = Routing(infos(urls), router=router.url)
     assert dict(routing.follow(report(*((url, "serving", 1) for url in urls))).problems).keys() == {router.url}
     routing.close()
@@ -230,6 +212,8 @@ def test_engines_get_the_router_of_their_make_or_the_one_that_is_named(urls, rou
     assert ("--disable-retries" in command) is ("sglang_router" in own)
     assert ("--health-check-endpoint" in " ".join(command)) is ("api_key" not in settings)
     assert "secret" not in str(command)  # it would show in the list of processes
+    with OwnedEngines(Topology.parse({kind: [{"name": "a", "model_path": "/m"}]})):  # without engines yet
+        assert settings or routers.specs[1].module in own
 
 
 @pytest.mark.parametrize(
@@ -243,16 +227,10 @@ def test_pools_are_told_the_port_where_they_meet_if_the_router_hands_it_on(urls,
     with Routing(members):
         command = routers.specs[0].command(1)
     assert command[command.index(flag) + 1 :] == ["--prefill", urls[0], *port, "--decode", urls[1]]
-    with serving(Many()) as router:
+    with serving(Gateway()) as router:
         Routing(members, router=router.url).close()
         sent = [body for method, path, body in router.calls if (method, path) == ("POST", "/workers")]
     assert [body.get("bootstrap_port") for body in sent] == [*([9001] if port else [None]), None]
-
-
-def test_a_router_of_a_model_without_engines_yet_is_the_one_for_their_kind(routers):
-    topology = Topology.parse({"sglang": [{"name": "a", "model_path": "/m"}]})
-    with OwnedEngines(topology):
-        assert routers.specs[0].module == "sglang_router.launch_router"
 
 
 def test_what_one_router_cannot_serve_is_refused_before_it_is_made(urls, routers):
@@ -265,6 +243,14 @@ def test_what_one_router_cannot_serve_is_refused_before_it_is_made(urls, routers
         with pytest.raises(ConfigError, match=words):
             Routing(engines, **more)
     assert not routers.specs
+
+
+@contextmanager
+def healthy():
+    """A fake engine that is well."""
+    with FakeEngine("vllm") as fake:
+        fake.answers["GET /health"] = {}
+        yield fake
 
 
 def owned(urls, router, kind):
@@ -280,20 +266,15 @@ def owned(urls, router, kind):
 
 
 def test_a_jobs_own_engines_give_memory_back_though_others_do_not_answer():
-    resting = Resting()
-    with (
-        running({**resting.answers, "GET /health": (200, {})}) as well,
-        serving(Many()) as router,
-        ExitStack() as ends,
-    ):
+    with healthy() as well, serving(Gateway()) as router, ExitStack() as ends:
         gone = ends.enter_context(serving(Engine())).url
         with owned([gone, well.url], router, "vllm") as job, owned([gone], router, "vllm") as another:
             ends.close()
             another.offload()
             job.offload()
-            assert resting.asleep == {"weights", "kv_cache"}
+            assert well.asleep == {"weights", "kv_cache"}
             job.onload()
-            assert not resting.asleep and not resting.paused
+            assert well.serving and not well.wrongs
 
 
 @pytest.mark.parametrize("follows", [False, True])
@@ -309,7 +290,7 @@ def test_a_lost_engine_is_out_until_it_is_up_and_where_it_follows_until_an_updat
     model = {"name": "a", "model_path": "/m", "update_weights": follows}
     model["server_groups"] = [{"worker_type": "regular", "num_gpus": 1}]
     settings = {"router": {}, "supervisor": {"interval_s": 0}, "launcher": Launcher()}
-    with running({**Resting().answers, "GET /health": (200, {})}) as engine, serving(Many()) as router:
+    with healthy() as engine, serving(Gateway()) as router:
         settings["router"]["router"] = router.url
         with OwnedEngines(Topology.parse({"vllm": [model]}), **settings) as job:
             assert job.recover() == () and listed(router.url) == {engine.url}
@@ -320,17 +301,8 @@ def test_a_lost_engine_is_out_until_it_is_up_and_where_it_follows_until_an_updat
             assert listed(router.url) == {engine.url}
 
 
-def test_a_jobs_own_engines_are_registered_with_a_router_that_is_given(urls):
-    with serving(Many()) as router, owned(urls, router, "sglang") as job:
-        assert job.model("a").url == router.url and listed(router.url) == set(urls)
-        job.health.fail(urls[0], EngineError("it hangs"), by="somebody")
-        assert listed(router.url) == set(urls[1:])
-
-
 def test_external_engines_are_one_model_and_nobody_elses_life_is_touched(caplog):
-    described = {"vllm_config": {**CONFIG, "kv_transfer_config": None}}
-    answers = {**GOOD, "GET /health": (200, {}), "GET /server_info": (200, described)}
-    with running(answers) as engine, serving(Many()) as router, ExternalEngines(engine.url, router=router.url) as job:
+    with healthy() as engine, serving(Gateway()) as router, ExternalEngines(engine.url, router=router.url) as job:
         assert list(job.models) == list(job.updatable()) == ["default"]
         assert listed(job.model("default").url) == {engine.url}
         with pytest.raises(ConfigError, match=r"no model called 'critic'.*default"):
@@ -347,7 +319,7 @@ def test_an_adopted_engine_waits_for_its_first_report_and_a_failed_update_is_fol
         raise UpdateError("one engine is lost", report=report((urls[0], "paused", 1), *good[1:], version=2))
 
     good = [(url, "serving", 2) for url in urls]
-    with serving(Many()) as router, Routing(infos(urls[:2]), router=router.url, update_weights=False) as routing:
+    with serving(Gateway()) as router, Routing(infos(urls[:2]), router=router.url, update_weights=False) as routing:
         routing.adopt(infos(urls)[2])
         assert listed(router.url) == set(urls[:2])
         assert routing.following(lambda: report(*good))().version == 1
@@ -359,16 +331,11 @@ def test_an_adopted_engine_waits_for_its_first_report_and_a_failed_update_is_fol
             routing.fleet()
 
 
-def test_complaints_before_a_router_listened_count(urls):
+def test_complaints_before_a_router_listened_count_and_one_that_takes_no_engine_back_says_so(urls):
     health = Health()
     health.fail(urls[0], EngineError("it hangs"), by="somebody")
-    with serving(Many()) as router, Routing(infos(urls), router=router.url, health=health):
+    with serving(Gateway()) as router:
+        routing = Routing(infos(urls), router=router.url, health=health)
         assert listed(router.url) == set(urls[1:])
-
-
-def test_a_router_that_takes_no_engine_back_is_said_to_whoever_mends_it(urls):
-    with serving(Many()) as router:
-        routing = Routing(infos(urls), router=router.url)
-        routing.health.fail(urls[0], EngineError("it hangs"), by="somebody")
     with routing, pytest.raises(EngineError, match="did not take it back"):
-        routing.health.mend(urls[0], by="somebody")
+        health.mend(urls[0], by="somebody")

@@ -9,13 +9,12 @@ import pytest
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
-from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from tests.models import PROMPT, tiny_checkpoint
 from tests.rollout.aborts import started
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
-from torchrl_ext.errors import ConfigError, EngineError
+from torchrl_ext.errors import ConfigError
 from torchrl_ext.rpc.router import RouterClient
-from torchrl_ext.serving.processes import free_port
 from torchrl_ext.serving.router import RouterProcess
 from torchrl_ext.serving.routing import Routing
 from torchrl_ext.types import EngineRow, SyncReport
@@ -70,22 +69,6 @@ def batch(count, length=8, **sampling):
     return {"prompt_token_ids": prompts, "sampling_params": {"max_tokens": length, **GREEDY, **sampling}}
 
 
-def test_prompts_come_back_in_order_with_tokens_log_probabilities_and_versions(client):
-    found = client.run(client.generate(batch(5)))
-    assert found["response_ids"] == [greedy(tiny_model(0), [*PROMPT, i], 8) for i in range(5)]
-    assert found["stop_reasons"] == ["length"] * 5
-    assert [len(row) for row in found["response_logprobs"]] == [8] * 5
-    assert found["weight_versions"] == [[0] * 8] * 5
-
-
-def test_samples_of_one_prompt_differ_by_their_seeds_and_repeat(client):
-    body = {"prompt": {"chunks": [{"tokens": PROMPT}]}, "num_samples": 4}
-    body["sampling_params"] = {"max_tokens": 8, "seed": 3}
-    first, again = (client.run(client.sample({"json": body}))["sequences"] for _ in range(2))
-    assert [one["tokens"] for one in first] == [one["tokens"] for one in again]
-    assert len({tuple(one["tokens"]) for one in first}) == 4 and len(first[0]["logprobs"]) == 8
-
-
 async def busy(client):
     """Whether some engine generates."""
     async with httpx.AsyncClient() as http:
@@ -131,24 +114,6 @@ def test_requests_of_an_engine_that_is_taken_out_go_on_at_another(routing, clien
     httpx.post(f"{urls[0]}/resume")
     routing.follow(report(*((url, "serving", 1) for url in urls)))
     assert found["response_ids"] == client.run(client.generate(batch(8, length=100)))["response_ids"]
-
-
-def test_an_engine_that_is_gone_is_a_problem_of_the_change_and_not_an_error(routing, tmp_path):
-    with EmbeddedServer(tiny_checkpoint(tmp_path), dtype="float32", threads=1) as extra:
-        (info,) = tx.discover(extra.url)
-        routing.adopt(info)
-        rows = [(url, "serving", 1) for url in (*listed(routing), extra.url)]
-        assert routing.follow(report(*rows)).added == (extra.url,)
-        assert routing.follow(report(*rows[:-1], (extra.url, "lost", None))).removed == (extra.url,)
-    (problem,) = routing.follow(report(*rows)).problems
-    assert problem[0] == extra.url and extra.url in problem[1]
-
-
-def test_a_dead_engine_is_refused_at_once_and_not_after_the_routers_minutes(routing):
-    url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(EngineError, match=url):
-        routing.router.add(url)
-    assert url not in listed(routing)
 
 
 def test_a_router_without_pools_takes_no_prefill_engine(routing, urls):

@@ -17,7 +17,6 @@ from tests.processes import WAIT_S
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.serving.launchers import LocalLauncher
-from torchrl_ext.serving.processes import free_port
 from torchrl_ext.serving.served import OwnedEngines
 
 pytestmark = pytest.mark.engine
@@ -161,14 +160,3 @@ def test_the_supervisor_looks_by_itself_and_the_end_of_the_job_is_the_end_of_its
         process = psutil.Process(kept.engine.pid)
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     assert [log.name for log in (tmp_path / "logs").iterdir()] == ["a-regular-0.log"]
-
-
-def test_what_cannot_be_started_takes_the_others_with_it(checkpoint, tmp_path):
-    path = tmp_path / "engines.yaml"
-    good, bad = f"{{dtype: float32, threads: 1, port: {free_port()}}}", "{swap-space: 4}"
-    groups = ", ".join(f"{{worker_type: regular, num_gpus: 1, overrides: {one}}}" for one in (good, bad))
-    path.write_text(f"embedded: [{{name: a, server_groups: [{groups}]}}]")
-    before = set(psutil.Process().children())
-    with pytest.raises(ConfigError, match="a/regular/1: an engine of kind 'embedded' has no setting swap_space"):
-        OwnedEngines(path, hf_checkpoint=checkpoint)
-    assert set(psutil.Process().children()) <= before

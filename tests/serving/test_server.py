@@ -17,7 +17,7 @@ from torchrl_ext.serving.engines.sglang import SGLangServer, SGLangSpec
 from torchrl_ext.serving.engines.vllm import VLLMServer, VLLMSpec
 from torchrl_ext.serving.processes import free_port, usable_port
 from torchrl_ext.serving.router import RouterProcess
-from torchrl_ext.serving.server import ServerSpec, as_flags, start
+from torchrl_ext.serving.server import ServerSpec, start
 
 
 @pytest.fixture
@@ -117,10 +117,6 @@ def test_adapters_have_room_for_the_older_version_of_each(tmp_path):
         assert set(flags) <= set(spec(tmp_path, lora_rank=9, lora_adapters=2).command(1))
         with pytest.raises(ConfigError, match="lora_rank=0"):
             spec(tmp_path, lora_rank=0).command(1)
-
-
-def test_only_arguments_with_a_value_become_flags():
-    assert as_flags({"port": 0, "max-model-len": None, "dtype": "auto"}) == ["--port=0", "--dtype=auto"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.processes import WAIT_S
-from tests.rpc.servers import running
+from tests.rpc.sockets import serving
 from torchrl_ext.errors import EngineError
 from torchrl_ext.rpc.health import Health
 from torchrl_ext.serving.launchers import EngineLauncher
@@ -22,11 +22,11 @@ from torchrl_ext.serving.topology import EnginePlan
 def answering(statuses):
     """A server that answers its routes with these statuses; None is an answer that comes too late."""
 
-    def late(_):
-        threading.Event().wait(2)
-        return 503, {}
+    def answer(asked):
+        code = statuses.get(asked.path, 404)
+        return code or (threading.Event().wait(2) or 503), {}
 
-    with running({f"GET {path}": late if code is None else (code, {}) for path, code in statuses.items()}) as server:
+    with serving(answer) as server:
         yield server.url
 
 

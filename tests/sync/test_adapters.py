@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import torchrl_ext as tx
 from tests.adapters import lora_policy, randomise
-from tests.models import PROMPT, greedy, tiny_model
+from tests.models import greedy, tiny_model
 from tests.rpc.adapter_servers import serving_adapters
 from torchrl_ext.errors import ConfigError, EngineError, StoreError, UpdateError
-from torchrl_ext.routes import ADAPTERS_ROUTE
-from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.rpc.makes.vllm import vllm_engine
 
 
@@ -28,18 +27,20 @@ def versions(root):
     return sorted(path.name for path in root.iterdir() if path.is_dir())
 
 
-def test_what_is_published_is_an_adapter_that_peft_loads(policy, tmp_path, pair):
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_is_published_is_an_adapter_that_peft_loads(dtype, policy, tmp_path, pair):
     from peft import PeftModel
 
-    adapters = tx.AdapterSender(tmp_path, vllm_engine(pair[0].url))
+    adapters = tx.AdapterSender(tmp_path, vllm_engine(pair[0].url), dtype=dtype)
     randomise(policy, 1)
     report = adapters.load("a", policy)
     folder = tmp_path / "a" / "weight_v000001"
     assert pair[0].adapters.files[1] == ["adapter_config.json", "adapter_model.safetensors", "manifest.json"]
-    assert greedy(PeftModel.from_pretrained(tiny_model(0), folder).eval()) == greedy(policy)
+    sent = {tensor.dtype for tensor in load_file(folder / "adapter_model.safetensors").values()}
+    assert sent == {dtype or torch.float32}
+    assert dtype or greedy(PeftModel.from_pretrained(tiny_model(0), folder).eval()) == greedy(policy)
     model_bytes = sum(p.numel() * p.element_size() for p in policy.base_model.parameters() if not p.requires_grad)
-    assert report.version == 1 and 0 < report.bytes < model_bytes
-    assert adapters.version("a") == 1
+    assert report.version == adapters.version("a") == 1 and 0 < report.bytes < model_bytes
     adapters.shutdown()
 
 
@@ -114,26 +115,11 @@ def test_a_trainer_in_an_emptied_root_goes_on_behind_what_the_engine_serves(poli
     other.shutdown()
 
 
-def test_only_rank_0_talks_and_writes(policy, tmp_path, pair):
-    adapters = tx.AdapterSender(tmp_path, vllm_engine(pair[0].url), rank=1)
-    assert adapters.load("a", policy).version == 1
-    adapters.unload("a")
-    assert pair[0].calls == [] and not (tmp_path / "a").exists()
-
-
-def test_the_adapter_is_cast_on_the_way_out(policy, tmp_path, pair):
-    from safetensors.torch import load_file
-
-    adapters = tx.AdapterSender(tmp_path, vllm_engine(pair[0].url), dtype=torch.bfloat16)
-    adapters.load("a", policy)
-    tensors = load_file(tmp_path / "a" / "weight_v000001" / "adapter_model.safetensors")
-    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    adapters.shutdown()
-
-
-def test_nothing_is_sent_of_what_is_no_adapter(tmp_path, pair):
+def test_nothing_is_sent_of_what_is_no_adapter_or_by_another_rank_than_0(policy, tmp_path, pair):
     adapters = tx.AdapterSender(tmp_path, vllm_engine(pair[0].url))
     with pytest.raises(ConfigError, match="holds no LoRA adapter"):
         adapters.load("a", tiny_model(0))
-    assert HTTPSession(pair[0].url).get(ADAPTERS_ROUTE) == {"adapters": {}}
-    assert len(PROMPT) and not (tmp_path / "a").exists()
+    other = tx.AdapterSender(tmp_path, vllm_engine(pair[0].url), rank=1)
+    assert other.load("a", policy).version == 1
+    other.unload("a")
+    assert not {route for route in pair[0].counts if route.startswith("POST")} and not (tmp_path / "a").exists()

@@ -17,13 +17,6 @@ from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
 
 
-def test_without_a_model_or_a_transport_it_says_what_is_missing():
-    with pytest.raises(NotConnectedError, match=r"register_model"):
-        tx.WeightReceiver().connect(Join(transport="disk", params=(), offer={}))
-    with pytest.raises(NotConnectedError, match="connect first"):
-        tx.WeightReceiver(nn.Linear(2, 2)).start()
-
-
 @pytest.mark.parametrize("name", ["delta", "disk", "memory"])
 def test_alone_a_loader_is_told_when_a_load_begins_and_ends(name, tmp_path):
     class Told(TensorsLoader):
@@ -111,7 +104,10 @@ def test_no_part_lands_beside_weights_that_were_applied_directly():
 
 def test_another_model_gets_everything_once_the_trainer_joined_for_it():
     policy, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    receiver = tx.WeightReceiver(nn.Linear(3, 2))
+    receiver = tx.WeightReceiver()
+    with pytest.raises(NotConnectedError, match=r"register_model"):
+        receiver.connect(Join(transport="disk", params=(), offer={}))
+    receiver.register_model(nn.Linear(3, 2))
     sender = driven(receiver, policy)
     receiver.register_model(other)
     with pytest.raises(UpdateError, match="joined no transport"):

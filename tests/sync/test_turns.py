@@ -13,14 +13,18 @@ from tests.turns import PROMPTS, ROUTES, TRANSPORTS, Meanwhile, Policy, Turns, e
 from torchrl_ext.errors import ConcurrentUpdateError, WeightSyncError
 from torchrl_ext.weights.source import as_source
 
+FEW = ("delta on a base", "delta by broadcast", "disk", "sharded", "ipc", "published")
+"""Of `ROUTES`, those that leave an engine in different states."""
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"), 1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server(checkpoint):
+    """One engine for all tests: whatever others did to it, the next update has to be right."""
     with EmbeddedServer(checkpoint) as server:
         yield server
 
@@ -41,11 +45,12 @@ def logprobs(server):
     return ask
 
 
+@pytest.mark.parametrize("routes", [FEW, pytest.param(ROUTES, marks=pytest.mark.exhaustive)])
 def test_whoever_sent_before_an_accepted_update_is_in_the_engine_and_none_needs_a_second_call(
-    server, checkpoint, tmp_path, ends
+    routes, server, checkpoint, tmp_path, ends
 ):
     turns = Turns(tmp_path, server.url, ends, logprobs(server), base=str(checkpoint))
-    senders = [turns.sender(route) for route in ROUTES]
+    senders = [turns.sender(route) for route in routes]
     for place in each_after_each(len(senders)):
         senders[place].update()
         turns.check(senders[place])

@@ -25,7 +25,6 @@ from torchrl_ext.messages import (
     Reset,
     Seal,
     Start,
-    State,
     Verify,
 )
 from torchrl_ext.sync.worker_end import WorkerEnd, joined
@@ -100,22 +99,16 @@ def test_a_question_whether_staging_is_over_is_answered_at_once(engine):
     assert handle(Poll()) == [{}, {}]  # as long as nothing else is begun
 
 
-def test_a_failure_of_one_is_heard_by_all_in_its_words(engine):
+def test_a_failure_of_one_is_heard_by_all_also_one_beside_the_engines_work(engine):
     ends, _, handle = engine
-    ends[1].receiver.start = lambda: 1 / 0
-    ends[0].receiver.start = lambda: None
-    errors = handle(Start())
-    assert [str(error) for error in errors] == ["worker 1: ZeroDivisionError: division by zero."] * 2
-
-
-def test_a_failure_beside_the_engines_work_is_heard_at_the_next_question(engine):
-    ends, _, handle = engine
-    ends[0].receiver.prefetch = lambda told: 1 / 0
-    ends[1].receiver.prefetch = lambda told: None
-    assert handle(Prefetch(version=1)) == [{}, {}]
-    errors = idle(handle)
-    assert all("worker 0: ZeroDivisionError" in str(error) for error in errors)
-    assert all("nothing was begun" in str(error) or "ZeroDivision" in str(error) for error in handle(Poll()))
+    for failing, message in enumerate((Prefetch(version=1), Start())):
+        for rank, end in enumerate(ends):
+            end.receiver.prefetch = end.receiver.start = lambda *_, fails=rank == failing: 1 / 0 if fails else None
+        answers = handle(message)
+        if isinstance(message, Prefetch):
+            assert answers == [{}, {}]
+            answers = idle(handle)
+        assert [str(error) for error in answers] == [f"worker {failing}: ZeroDivisionError: division by zero."] * 2
 
 
 def test_a_world_without_room_is_refused_before_anything_is_joined(engine):
@@ -196,30 +189,16 @@ def pulls(monkeypatch):
     going.set()
 
 
-def test_a_pull_goes_on_beside_staging_and_loading_and_each_is_asked_after_by_itself(engine, pulls):
+def test_a_pull_goes_on_beside_staging_and_loading_and_another_one_is_refused_until_it_is_over(engine, pulls):
     ends, _, handle = engine
     (begun, going), staged = pulls, []
     for end in ends:
         end.receiver.prefetch = lambda told: staged.append(told.version)
-    message = Pull(source="/root", directory="/local", version=1)
-    assert handle(message) == [{}, {}]
+    message, other = (Pull(source="/root", directory="/local", version=version) for version in (1, 9))
+    assert handle(message) == handle(message) == [{}, {}]
     assert handle(Prefetch(version=7)) == [{}, {}] and idle(handle) == [{}, {}] and staged == [7, 7]
     assert handle(Reset(weights="reloaded")) == [{}, {}]
     assert handle(Poll(pull=True)) == [{"working": True}] * 2
-    for end in ends:
-        end.receiver.prefetch = lambda told: 1 / 0
-    assert handle(Prefetch(version=8)) == [{}, {}]
-    assert all("ZeroDivision" in str(error) for error in idle(handle))
-    going.set()
-    assert idle(handle, pull=True) == [{}, {}] and begun == [1, 1]
-
-
-def test_who_asks_again_for_a_pull_that_goes_on_hears_of_that_one_and_another_one_is_refused(engine, pulls):
-    _, _, handle = engine
-    begun, going = pulls
-    message = Pull(source="/root", directory="/local", version=1)
-    assert handle(message) == handle(message) == [{}, {}]
-    other = Pull(source="/root", directory="/local", version=9)
     assert all("another pull goes on" in str(error) for error in handle(other))
     going.set()
     assert idle(handle, pull=True) == [{}, {}] == handle(Poll(pull=True)) and begun == [1, 1]
@@ -240,16 +219,7 @@ def test_a_worker_that_closes_waits_for_no_pull(engine, pulls):
     transport.shutdown()
 
 
-def test_weights_that_were_given_up_are_missed_until_an_update_fills_them(engine):
-    _, _, handle = engine
-    assert handle(State()) == [{"whole": True}] * 2
-    assert handle(Reset(weights="gone")) == [{}, {}]
-    assert [answer.get("empty") for answer in handle(State())] == [True, True]
-    assert handle(Finish(version=3)) == [{}, {}]
-    assert handle(State()) == [{"whole": True}] * 2
-
-
-def test_what_each_worker_proves_is_told_as_the_least(engine, monkeypatch):
+def test_workers_say_which_they_are_what_they_can_follow_and_the_least_that_one_of_them_proves(engine, monkeypatch):
     _, held, handle = engine
 
     def proof(loader):
@@ -258,14 +228,7 @@ def test_what_each_worker_proves_is_told_as_the_least(engine, monkeypatch):
 
     monkeypatch.setattr(TensorsLoader, "proof", proof)
     answers = handle(Rehearse(ask=True))
-    assert [(answer["worker"], answer["needed"], answer["proof"]) for answer in answers] == [
-        (0, False, "sent"),
-        (1, False, "sent"),
-    ]
-
-
-def test_a_worker_says_which_one_it_is_and_what_it_can_follow(engine):
-    _, _, handle = engine
+    assert [(told["worker"], told["needed"], told["proof"]) for told in answers] == [(n, False, "sent") for n in (0, 1)]
     answers = handle(Inspect())
     assert [(answer["worker"], answer["workers"]) for answer in answers] == [(0, 2), (1, 2)]
     assert {"disk", "delta", "collective"} <= set(answers[0]["transports"]) and "memory" not in answers[0]["transports"]

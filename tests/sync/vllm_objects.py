@@ -1,4 +1,4 @@
-"""Stand-ins for vLLM's engine objects: a small network that generates, and one worker that lands weights in it.
+"""vLLM's engine objects over a `FakeEngine`, whose tensors are those of a small network that generates.
 
 `Replica` and `Alone` are what TorchRL's Ray actors hold, over them.
 """
@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
+import weakref
 from types import ModuleType, SimpleNamespace
 
+import httpx
 import torch
 from torch import nn
 from torchrl.modules.llm.backends.vllm import vllm_async
 
-from torchrl_ext.landing.loader import as_loader
-from torchrl_ext.messages import Finish, Start, read
-from torchrl_ext.routes import ANSWERS, TAKE_OVER
-from torchrl_ext.sync.worker_end import WorkerEnd
+from tests.processes import WAIT_S
+from torchrl_ext.routes import BACKEND, TAKE_OVER
+from torchrl_ext.testing import FakeEngine
 
 WORDS = 16
 
@@ -41,37 +41,16 @@ def says(model, word, count):
     return said[1:]
 
 
-class Worker:
-    """One worker: it has the backend that the engine was made with, until it is told to take ours."""
-
-    def __init__(self, model, backend, plugin):
-        self.end, self.open, self.plugin, self.backends = None, False, plugin, [backend]
-        self._model = model
-
-    def call(self, method, info=None):
-        if method == TAKE_OVER and self.plugin:
-            self.backends.append("torchrl_ext")
-            self.end = WorkerEnd(as_loader(self._model), rank=0, workers=1, agree=lambda words: [words])
-        elif method == TAKE_OVER:
-            raise AttributeError(f"'Worker' object has no attribute {method!r}")
-        elif self.end is None:
-            raise RuntimeError(f"the backend {self.backends[-1]} knows nothing of {info}")
-        elif method == "init_weight_transfer_engine":
-            answer = self.end.handle(read(info))
-            if answer:
-                raise RuntimeError(ANSWERS + json.dumps(answer))
-        elif method == "start_weight_update":
-            self.end.handle(Start())
-        elif method == "update_weights":
-            self.end.handle(read(info))
-        else:
-            assert method == "finish_weight_update"
-            self.end.handle(Finish(version=self.end.receiver.version))
-
-
 class Base:
+    """An engine whose workers have the backend that it was made with, until they are told to take ours.
+
+    They are a `FakeEngine` over the tensors of the network.
+    """
+
     def __init__(self, model, backend=None, *, plugin=True):
-        self.model, self.worker = model, Worker(model, backend, plugin)
+        self.model, self.plugin, self.backends = model, plugin, [backend]
+        self.fake, self._loaded, self.dropped = FakeEngine("vllm", dict(model.state_dict())), 0, 0
+        weakref.finalize(self, self.fake.close)
         parallel = SimpleNamespace(
             world_size=1, tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1, world_size_across_dp=1
         )
@@ -81,29 +60,60 @@ class Base:
             weight_transfer_config=None if backend is None else SimpleNamespace(backend=backend),
             kv_transfer_config=None,
         )
-        self.version, self.dropped = "0", 0
+
+    @property
+    def version(self):
+        return self.fake.label
+
+    def _post(self, route, body=None, **query):
+        """Ask the fake engine; what it refuses raises RuntimeError, as what a worker of vLLM's raises does."""
+        try:
+            answer = httpx.post(f"{self.fake.url}/{route}", json=body, params=query, timeout=WAIT_S, verify=False)
+        except httpx.TransportError as error:
+            raise RuntimeError("it broke half-way") from error
+        if answer.is_error:
+            error = answer.json()["error"]
+            raise RuntimeError(error["message"] if isinstance(error, dict) else error)
 
     def _rpc(self, method, timeout=None, args=(), kwargs=None):
         assert not args
-        return [self.worker.call(method, *(kwargs or {}).values())]
+        if method == TAKE_OVER:
+            if not self.plugin:
+                raise AttributeError(f"'Worker' object has no attribute {method!r}")
+            self.backends.append(BACKEND)
+            return
+        if self.backends[-1] != BACKEND:
+            raise RuntimeError(f"the backend {self.backends[-1]} knows nothing of {kwargs}")
+        self._post(method, {"weight_version": str(self._loaded)} if method == "finish_weight_update" else kwargs)
+        self._loaded = kwargs.get("update_info", {}).get("version", self._loaded)
+
+    def _label(self, version):
+        self._post("update_weight_version", {"new_version": version})
+
+    def _drop(self):
+        self.dropped += 1
+        return True
 
 
 class Offline(Base):
-    """What `LLM` has."""
+    """What `LLM` has: it generates only while its caller waits."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._post("pause", mode="keep")
 
     @property
     def llm_engine(self):
         return self
 
     def set_weight_version(self, version):
-        self.version = version
+        self._label(version)
 
     def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
-        return self._rpc(method, timeout, args, kwargs)
+        self._rpc(method, timeout, args, kwargs)
 
     def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
-        self.dropped += 1
-        return True
+        return self._drop()
 
 
 class Online(Base):
@@ -112,51 +122,45 @@ class Online(Base):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.output_handler = asyncio.get_running_loop().create_future()
-        self.runs, self.begun, self.mode = asyncio.Event(), 0, None
-        self.runs.set()
-        self.freed = False  # whether the memory of keys and values is given up
+        self.begun, self.mode = 0, None
 
     async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
-        return self._rpc(method, timeout, args, kwargs)
+        self._rpc(method, timeout, args, kwargs)
 
     async def pause_generation(self, *, mode, clear_cache):
         self.mode = mode
-        self.runs.clear()
+        self._post("pause", mode=mode, clear_cache=str(clear_cache).lower())
 
     async def resume_generation(self):
-        assert not self.freed
-        self.runs.set()
+        self._post("resume")
 
     async def release_kv_cache_memory(self):
-        if self.freed:
-            raise RuntimeError("releasing it requires all executor memory to be resident")
-        self.freed = True
+        self._post("release_kv_cache_memory")
 
     async def wake_up(self, tags):
-        assert tags == ["kv_cache"]
-        self.freed = False
+        self._post("wake_up", tags=tags)
 
     async def check_health(self):
         return None
 
     async def is_paused(self):
-        return not self.runs.is_set()
+        return self.fake.paused
 
     async def is_sleeping(self):
-        return self.freed
+        return bool(self.fake.asleep)
 
     async def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
-        self.dropped += 1
-        return True
+        return self._drop()
 
     async def update_weight_version(self, version):
-        self.version = version
+        self._label(version)
 
     async def generate(self, prompt, sampling_params, request_id):
         """Yield one output per word, until there are ``count`` words of ``version`` (of any, where that is None)."""
         said, counted = list(prompt["prompt_token_ids"]), 0
         while counted < sampling_params["count"]:
-            await self.runs.wait()
+            while not self.fake.serving:
+                await asyncio.sleep(0.005)
             said.append(follow(self.model, said[-1]))
             self.begun += 1
             counted += sampling_params["version"] in (None, self.version)
