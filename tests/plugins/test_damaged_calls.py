@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 from types import SimpleNamespace
 
@@ -80,6 +81,17 @@ class Scheduler:
 
     def answer(self, message, manager):
         return self.end.handle(message)
+
+    def invalidate(self):
+        self.end.receiver.invalidate()
+
+    def reloaded(self):
+        self.end.receiver.handle(messages.Reset(weights="reloaded"))
+
+
+@pytest.fixture(autouse=True)
+def no_log(caplog):
+    caplog.set_level(logging.CRITICAL + 1, logger="torchrl_ext")  # half a surrogate pair cannot be handed on by xdist
 
 
 @pytest.fixture

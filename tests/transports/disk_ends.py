@@ -31,12 +31,12 @@ def worker(root):
     transport.shutdown()
 
 
-def versions(root):
-    return sorted(path.name for path in root.iterdir() if path.name != "latest")
-
-
 def everything(root):
     return sorted(path.name for path in root.iterdir())
+
+
+def versions(root):
+    return [name for name in everything(root) if name != "latest"]
 
 
 def weights(value, count=20):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from pathlib import Path
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 
 import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.processes import family, files_of, maps_of
+from tests.transports.members import Interrupted
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.base import Arrival, Update, Worker
@@ -18,43 +20,32 @@ from torchrl_ext.weights.source import MappingSource
 
 SMALL_BYTES = 4096
 
-WORKER = """
-import sys
-import torch, torchrl_ext as tx
-worker = tx.make_transport("ipc", channel=sys.argv[1], timeout_s=60)
-print("up", flush=True)
-while True:
-    received = worker.receive_weights(60)
-    if received is None:
-        break
-    print(worker.received_version, int(sum(tensor.sum() for tensor in received.values())), flush=True)
-"""
-FROZEN_WORKER = """
-import os, signal, sys
-import torch, torchrl_ext as tx
-from torchrl_ext.deadline import Deadline
-worker = tx.make_transport("ipc", channel=sys.argv[1], timeout_s=60)
-print("up", flush=True)
-within = Deadline(60)
-arrival = worker.mailbox.get(within)
-for index, _ in enumerate(worker.attend(within).receive(arrival, {}, within)):
-    if index == int(sys.argv[3]):
-        os.kill(os.getpid(), getattr(signal, sys.argv[2]))
-"""
-FATAL_TRAINER = """
-import os, signal, sys
-import torch, torchrl_ext as tx
-from torchrl_ext.weights.source import MappingSource
-class Fatal(MappingSource):
-    def __iter__(self):
-        for index, pair in enumerate(super().__iter__()):
-            if index == int(sys.argv[3]):
-                os.kill(os.getpid(), getattr(signal, sys.argv[2]))
-            yield pair
-trainer = tx.make_transport("ipc", channel=sys.argv[1], bucket_bytes=4096, timeout_s=60)
-trainer.send_weights(Fatal({f"{i:02d}": torch.ones(300) for i in range(40)}))
-os.kill(os.getpid(), getattr(signal, sys.argv[2]))
-"""
+
+def follows(channel):
+    """A worker that takes one version after the other, and says of each which it is and what its tensors add up to."""
+    worker = tx.make_transport("ipc", channel=channel, timeout_s=60)
+    print("up", flush=True)
+    while (received := worker.receive_weights(60)) is not None:
+        print(worker.received_version, int(sum(tensor.sum() for tensor in received.values())), flush=True)
+
+
+def stops_taking(channel, number, at):
+    """A worker that gets a signal at a parameter of its first version."""
+    worker = tx.make_transport("ipc", channel=channel, timeout_s=60)
+    print("up", flush=True)
+    within = Deadline(60)
+    arrival = worker.mailbox.get(within)
+    for index, _ in enumerate(worker.attend(within).receive(arrival, {}, within)):
+        if index == at:
+            os.kill(os.getpid(), number)
+
+
+def stops_sending(channel, number, at):
+    """A trainer that gets a signal at a parameter of its first version, or after it."""
+    die = partial(os.kill, os.getpid(), number)
+    trainer = tx.make_transport("ipc", channel=channel, bucket_bytes=SMALL_BYTES, timeout_s=60)
+    trainer.send_weights(Interrupted(weights(), at, die))
+    die()
 
 
 @pytest.fixture
@@ -80,30 +71,28 @@ def weights(value=1.0, count=40):
     return {f"{i:02d}": torch.full((300,), float(value)) for i in range(count)}
 
 
+def frame(data):
+    """A message as it goes over a connection."""
+    return len(data).to_bytes(4, "big") + data
+
+
+def exchange(trainer, worker, value=5.0):
+    """Send a version, and require that it arrives."""
+    with ThreadPoolExecutor(1) as pool:
+        arriving = pool.submit(worker.receive_weights, WAIT_S)
+        trainer.send_weights(weights(value))
+        assert arriving.result(WAIT_S)["39"][0] == value
+
+
 def everywhere():
-    """Staging buffers that any process of this user holds open or maps, other than those of tests beside this one."""
+    """Staging buffers that this process, or one that it started, holds open or maps."""
     found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and _related(int(process.name)):
-            try:
-                names = [os.readlink(path) for path in (process / "fd").iterdir()]
-                names += [line for line in (process / "maps").read_text().splitlines()]
-            except OSError:
-                continue
-            found += [(process.name, name) for name in names if "memfd:torchrl_ext" in name]
+    for pid in family(os.getpid()):
+        with suppress(OSError):  # it ends
+            found += [
+                (pid, name) for name in (*files_of(pid), *maps_of(pid).splitlines()) if "memfd:torchrl_ext" in name
+            ]
     return found
-
-
-def _related(pid):
-    """This process, or one that it started."""
-    while pid > 1:
-        if pid == os.getpid():
-            return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return False
-    return False
 
 
 def opened(trainer, workers=1):

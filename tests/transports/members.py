@@ -1,7 +1,8 @@
-"""Members of a collective group, most of them in this process."""
+"""Members of a collective group, most of them in this process; and sources that break or stop."""
 
 from __future__ import annotations
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -10,6 +11,7 @@ import torch
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
+from torchrl_ext.weights.source import MappingSource
 
 WAIT_S = 60
 SHORT_S = 1
@@ -52,4 +54,25 @@ def same(received, sent):
     return all(same_bits(received[name], tensor) for name, tensor in sent.items())
 
 
-# forming a group
+class Interrupted(MappingSource):
+    """Yields some parameters, then calls back."""
+
+    def __init__(self, tensors, after, call):
+        super().__init__(tensors)
+        self._after, self._call = after, call
+
+    def __iter__(self):
+        for index, pair in enumerate(super().__iter__()):
+            if index == self._after:
+                self._call()
+            yield pair
+
+
+def broken():
+    raise ValueError("the source broke")
+
+
+def stop(*_, **__):
+    """Say "now", and wait for a line."""
+    print("now", flush=True)
+    sys.stdin.readline()

@@ -1,28 +1,25 @@
-"""A tensor-parallel engine in a process of its own, small enough for hundreds of runs: its workers are threads.
+"""A tensor-parallel engine, small enough for hundreds of runs: its workers are threads.
 
 Each worker holds a slice of every tensor, lands what comes in live memory, and takes messages from a `WorkerEnd`, as
-in a real engine. The process is driven by JSON lines over a socket; `LineEngine` is the client.
+in a real engine. It is driven by JSON lines over a socket; `LinePort` is the client's end.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import torch
 
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import EngineError, EngineUnreachableError
+from torchrl_ext.errors import EngineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.landing.loader import Sliceable, WeightLoader
 from torchrl_ext.landing.sliced import Sliced
-from torchrl_ext.messages import Finish, Join, Load, Poll, Prefetch, Start, Verify, read
-from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.messages import Finish, State, read
+from torchrl_ext.rpc.port import EngineState, Port
 from torchrl_ext.sync.worker_end import WorkerEnd
-from torchrl_ext.types import EngineInfo, EngineRow, ParamMeta
+from torchrl_ext.types import EngineInfo, ParamMeta
 from torchrl_ext.weights.digests import byte_view
 from torchrl_ext.weights.shards.blocks import Block
 
@@ -107,16 +104,16 @@ class Together:
 
 
 class Served:
-    """The engine itself; ``paused`` and ``version`` are what it would serve."""
+    """The engine itself, of two workers; ``paused`` and ``version`` are what it would serve."""
 
-    def __init__(self, workers):
-        together = Together(workers)
-        self.loaders = [SliceLoader(rank, workers) for rank in range(workers)]
+    def __init__(self):
+        together = Together(2)
+        self.loaders = [SliceLoader(rank, 2) for rank in range(2)]
         self.ends = [
-            WorkerEnd(loader, rank=rank, workers=workers, agree=together.agree(rank))
+            WorkerEnd(loader, rank=rank, workers=2, agree=together.agree(rank))
             for rank, loader in enumerate(self.loaders)
         ]
-        self._pool = ThreadPoolExecutor(workers)
+        self._pool = ThreadPoolExecutor(2)
         self.paused, self.version = False, 0
 
     def answer(self, told):
@@ -134,122 +131,61 @@ class Served:
         if failures:
             return {"error": failures[0]}
         if isinstance(message, Finish):
-            self.version, self.paused = message.version, False
+            self.version = message.version
         return {"answers": answers}
 
+    def listen(self):
+        """Serve one client after the other beside the caller; return the port."""
+        listener = socket.create_server(("127.0.0.1", 0))
 
-def serve(workers):
-    """Serve one client after the other, until standard input is closed; the port is printed."""
-    listener, served = socket.create_server(("127.0.0.1", 0)), Served(workers)
-    print(listener.getsockname()[1], flush=True)
+        def accept():
+            while True:
+                connection, _ = listener.accept()
+                threading.Thread(target=talk, args=(connection,), daemon=True).start()
 
-    def accept():
-        while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=talk, args=(connection,), daemon=True).start()
+        def talk(connection):
+            with connection, connection.makefile("rw") as lines:
+                for line in lines:
+                    lines.write(json.dumps(self.answer(json.loads(line))) + "\n")
+                    lines.flush()
 
-    def talk(connection):
-        with connection, connection.makefile("rw") as lines:
-            for line in lines:
-                lines.write(json.dumps(served.answer(json.loads(line))) + "\n")
-                lines.flush()
-
-    threading.Thread(target=accept, daemon=True).start()
-    sys.stdin.read()
+        threading.Thread(target=accept, daemon=True).start()
+        return listener.getsockname()[1]
 
 
-class LineEngine(EngineClient):
-    kind = "lines"
+class LinePort(Port):
+    kind, timeout_s = "lines", WAIT_S
 
-    def __init__(self, port, workers):
-        self._port, self._workers, self._version, self._state, self._error = port, workers, None, "serving", None
+    def __init__(self, port):
+        self._address, self.url = ("127.0.0.1", port), f"127.0.0.1:{port}"
 
-    @property
-    def url(self):
-        return f"127.0.0.1:{self._port}"
+    def describe(self):
+        return EngineInfo(url=self.url, kind=self.kind, world_size=2, weight_version=str(self.ask("state")["version"]))
 
-    @property
-    def proof(self):
-        return "in place"
+    def state(self, *, fit=False):
+        whole = all(answer["whole"] for answer in self.tell(State())) if fit else None
+        return EngineState(paused=self.ask("state")["paused"], whole=whole)
 
-    def info(self):
-        return EngineInfo(
-            url=self.url, kind=self.kind, world_size=self._workers, weight_version=str(self.state()["version"])
-        )
+    def tell(self, message):
+        return self.ask("message", message=message.to_json())["answers"]
 
-    def state(self):
-        return self._ask(do="state")
+    def hold(self, before):
+        self.ask("pause", paused=True)
 
-    def connect(self, info, on_failure=lambda: None):
-        with failing(on_failure):
-            self._tell(Join.of({"rank_offset": 1, **info}))
-            Deadline(WAIT_S).poll(lambda: not any(self._tell(Poll())), "it did not join")
+    def release(self):
+        self.ask("pause", paused=False)
 
-    @property
-    def takes_parts(self):
-        return True
-
-    def prefetch(self, version, part=None):
-        if part is not None:
-            self._tell(Prefetch(version=version, part=part))
-            Deadline(WAIT_S).poll(lambda: not any(self._tell(Poll())), "it did not stage")
-
-    def begin(self, version):
-        self._state, self._version, self._error = "paused", None, None
-        self._ask(do="pause", paused=True)
-        self._tell(Start())
-
-    def load(self, info, on_failure=lambda: None):
-        with failing(on_failure):
-            self._tell(Load.of(info))
-
-    def _compare(self, digests):
-        self._tell(Verify(digests=digests))
-
-    def commit(self, version):
-        self._tell(Finish(version=version))
-        self._state, self._version = "serving", version
-
-    def pause(self):
-        self._ask(do="pause", paused=True)
-        return True
-
-    def resume(self):
-        self._ask(do="pause", paused=False)
-
-    def rows(self):
-        return (EngineRow(engine=self.url, kind=self.kind, state=self._state, version=self._version, proof=self.proof),)
-
-    def close(self):
-        pass
-
-    def _tell(self, message):
-        return self._ask(do="message", message=message.to_json())["answers"]
-
-    def _ask(self, **told):
+    def ask(self, do, **more):
         try:
-            with (
-                socket.create_connection(("127.0.0.1", self._port), WAIT_S) as connection,
-                connection.makefile("rw") as lines,
-            ):
+            with socket.create_connection(self._address, WAIT_S) as connection, connection.makefile("rw") as lines:
                 connection.settimeout(2 * WAIT_S)
-                lines.write(json.dumps(told) + "\n")
+                lines.write(json.dumps({"do": do, **more}) + "\n")
                 lines.flush()
-                line = lines.readline()
+                answer = json.loads(lines.readline() or "null")
         except OSError as error:
             raise EngineUnreachableError(f"{self.url} is gone: {error}") from error
-        if not line:
+        if answer is None:
             raise EngineUnreachableError(f"{self.url} is gone")
-        answer = json.loads(line)
         if "error" in answer:
-            raise EngineError(answer["error"])
+            raise EngineRefusedError(answer["error"])
         return answer
-
-
-@contextmanager
-def failing(on_failure):
-    try:
-        yield
-    except BaseException:
-        on_failure()
-        raise

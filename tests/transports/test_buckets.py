@@ -111,18 +111,6 @@ def test_strided_and_lazily_conjugated_tensors_are_copied_as_the_values_they_sta
         assert torch.equal(plain(source, CPU), source) and plain(source, CPU).is_contiguous()
 
 
-def test_a_strided_target_gets_the_values():
-    target = torch.zeros(100_000, 2)
-    source = torch.randn(100_000)
-    copy_each([source], [target[:, 0]])
-    assert torch.equal(target[:, 0], source) and not target[:, 1].any()
-
-
-def test_a_plain_tensor_is_not_copied():
-    tensor = torch.randn(10)
-    assert plain(tensor, CPU).data_ptr() == tensor.data_ptr()
-
-
 def test_a_tensor_of_the_same_form_takes_the_bytes_as_they_come():
     target = torch.zeros(4, 4, requires_grad=True)
     lander = Lander((ParamMeta("p", torch.float32, (4, 4)),), {"p": target}, CPU)

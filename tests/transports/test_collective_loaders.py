@@ -3,52 +3,59 @@
 from __future__ import annotations
 
 import random
+import sys
+from contextlib import closing
 
 import pytest
 import torch
 
-from tests.processes import running_python
-from tests.transports.members import BUCKET, member
+from tests.processes import calling, running_python
+from tests.transports.members import BUCKET, WAIT_S, member
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import TransportError
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.testing import any_bits
 from torchrl_ext.transports.collective.stream import buckets_of
 from torchrl_ext.weights.source import as_source
 
-WORKER = """
-import sys, torch
-from torchrl_ext.deadline import Deadline
-from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
+COUNT = 25
+
 
 def load(pairs, stop_at):
+    """Sum up all bytes; fail at a parameter, by its number, or before the first where that is -1."""
     taken = 0
+    if stop_at < 0:
+        raise ValueError("the loader loads nothing")
     for index, (name, tensor) in enumerate(pairs):
         if index == stop_at:
             raise ValueError(f"the loader does not like {name}")
         taken += int(tensor.view(-1).view(torch.uint8).sum())
     return taken
 
-end = VLLMCollectiveTransport("127.0.0.1", int(sys.argv[1]), 1, 2, "cpu", bucket_bytes=int(sys.argv[2]), timeout_s=60)
-end.init_all_workers_group({})
-worker = end.attend(Deadline(60))
-for line in sys.stdin:
-    within = Deadline(60)
-    try:
-        print("took", load(worker.receive(worker.get(within), {}, within), int(line)), flush=True)
-    except ValueError as error:
-        print("failed:", error, flush=True)
-"""
+
+def follow(port):
+    end, held = member(port, 1, 2), None  # errors are held, as a caller may
+    end.init_all_workers_group({})
+    worker = end.attend(Deadline(WAIT_S))
+    for line in sys.stdin:
+        within = Deadline(WAIT_S)
+        try:
+            with closing(worker.receive(worker.get(within), {}, within)) as pairs:
+                print("took", load(pairs, int(line)), flush=True)
+        except ValueError as error:
+            held = error
+            print("failed:", held, flush=True)
 
 
 def packed(choice):
     """Tensors of which most share buckets, and a few are too large for one."""
-    sizes = [choice.choice([1, 7, 50, 300, 300, 700, 700, 3000]) for _ in range(25)]
+    sizes = [choice.choice([1, 7, 50, 300, 300, 700, 700, 3000]) for _ in range(COUNT)]
     return {f"p{index:02d}": any_bits(torch.float32, size, seed=index) for index, size in enumerate(sizes)}
 
 
 def test_wherever_a_loader_fails_its_process_lives_and_the_trainer_names_it_and_the_next_update_passes():
     choice, port = random.Random(13), free_port()
-    with running_python(WORKER, port, BUCKET) as child:
+    with running_python(calling(follow, port)) as child:
 
         def ask(stop_at):
             child.stdin.write(f"{stop_at}\n")
@@ -56,17 +63,17 @@ def test_wherever_a_loader_fails_its_process_lives_and_the_trainer_names_it_and_
 
         trainer = member(port, 0, 2)
         trainer.init_all_workers_group({})
-        for number in range(200):
-            sent = packed(choice)
+        for number in range(3 * (COUNT + 1)):
+            sent, stop_at = packed(choice), number % (COUNT + 1) - 1
             assert sum(not bucket.direct for bucket in buckets_of(as_source(sent).params(), BUCKET)) > 2
-            stop_at = number % len(sent)
             ask(stop_at)
             with pytest.raises(TransportError, match=rf"was not taken by rank 1 \(pid {child.pid}"):
                 trainer.send_weights("policy", sent)
-            assert child.stdout.readline() == f"failed: the loader does not like p{stop_at:02d}\n", number
+            words = "loads nothing" if stop_at < 0 else f"does not like p{stop_at:02d}"
+            assert child.stdout.readline() == f"failed: the loader {words}\n", number
             if number % 4:
                 continue  # the next that fails must be in step, too
-            ask(-1)
+            ask(COUNT)
             trainer.send_weights("policy", sent)
             expected = sum(int(tensor.view(torch.uint8).sum()) for tensor in sent.values())
             assert child.stdout.readline() == f"took {expected}\n", number

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from typing import ClassVar
 
 import pytest
-import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import torchrl_ext as tx
+from tests.hostile import worse_json
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.registry import transports
 from torchrl_ext.testing import SMALL_BYTES, WAIT_S, Ends, StandaloneContract, TransportContract, free_port
-from torchrl_ext.transports.base import Arrival, Handoff, Transport, WorkerEnd
-from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
+from torchrl_ext.transports.base import Handoff, Transport, Worker, WorkerEnd
 from torchrl_ext.weights.source import checked
 
 
@@ -53,14 +58,6 @@ class TestDisk(UnderRoot):
 
 class TestDelta(UnderRoot):
     name, settings = "delta", {"encoding": "auto", "keyframe_every": 2}
-
-
-class TestDeltaInFlushFiles(UnderRoot):
-    name, settings = "delta", {"encoding": "deltas_zstd", "keyframe_every": 0}
-
-
-class TestDeltaInWholeFiles(UnderRoot):
-    name, settings = "delta", {"encoding": "xor", "keyframe_every": 0}
 
 
 class InGroup(StandaloneContract):
@@ -108,17 +105,75 @@ class TestSharded(InGroup):
 
 def test_every_registered_transport_is_under_the_contract():
     covered = {suite.name for kind in (OnChannel, UnderRoot, InGroup) for suite in kind.__subclasses__()}
-    assert covered == set(tx.transports()) - {"shelf", "slot"}
+    assert covered == set(tx.transports()) - {"slot"}
+
+
+REFUSED = {
+    "collective": [
+        {"rank": 2, "world_size": 2},
+        {"backend": "mpi"},
+        {"backend": "nccl", "device": "cpu"},
+        {"bucket_bytes": -1},
+    ],
+    "delta": [
+        {"encoding": "deltaz"},
+        {"by_shard": True, "encoding": "xor"},
+        {"by_shard": True, "encoding": "deltas"},
+        {"by_shard": True, "carrier": "collective"},
+        {"carrier": "collective", "world_size": 2, "post_write_hook": "json:dumps"},
+        {"carrier": "collective", "world_size": 2, "pre_read_hook": "json:dumps"},
+        {"post_write_hook": "nowhere:nothing"},
+    ],
+    "disk": [{"files": {name: b""}} for name in ("../x", "a/b", "", ".hidden", "manifest.json", "model.safetensors")],
+    "ipc": [{"bucket_bytes": 100}, {"workers": 0}, {"timeout_s": 0}],
+    "native": [
+        {"make": "tensorrt"},
+        {"make": "vllm"},
+        {"bucket_bytes": 0},
+        {"timeout_s": 0},
+        {"rank": 2, "world_size": 2},
+    ],
+    "sharded": [
+        {"carrier": "post"},
+        {"carrier": "nixl", "backend": "gloo"},
+        {"backend": "nixl"},
+        {"bucket_bytes": 0},
+        {"worker": 2, "workers": 2},
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "how"), [(name, one) for name in REFUSED for one in REFUSED[name]], ids=str)
+def test_settings_that_cannot_work_are_refused_at_once(name, how, tmp_path):
+    where = {"root": tmp_path} if name in ("delta", "disk") and "carrier" not in how else {}
+    with pytest.raises(ConfigError):
+        tx.make_transport(name, **where, **how)
+
+
+@pytest.mark.parametrize("suite", [TestMemory, TestIPC, TestDisk, TestDelta, *InGroup.__subclasses__()])
+def test_whatever_a_control_layer_offers_a_worker_joins_or_ends_with_an_error_of_ours(suite, tmp_path, monkeypatch):
+    monkeypatch.setattr("torchrl_ext.transports.shared_root.VISIBLE_S", 0.0)
+    trainer, ended = suite().make_trainer(tmp_path), Deadline(0.0)
+    ended.stop.set()
+    info = json.loads(json.dumps(trainer.open(1, (), Deadline(WAIT_S)).info))
+
+    @settings(max_examples=20)
+    @given(st.randoms(use_true_random=False))
+    def join(draw):
+        offer = worse_json(info, draw)
+        with suppress(WeightSyncError):
+            trainer.join(offer if isinstance(offer, dict) else {}, Worker(rank=draw.choice([1, 2])), ended).close()
+
+    join()
+    trainer.shutdown()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def registered():
-    """Two transports of another package are known by their names."""
-    for kind in (Shelf, Slot):
-        transports.register(kind.name, f"{__name__}:{kind.__name__}", kind.__doc__)
+    """A transport of another package is known by its name."""
+    transports.register(Slot.name, f"{__name__}:Slot", Slot.__doc__)
     yield
-    for kind in (Shelf, Slot):
-        del transports._entries[kind.name]
+    del transports._entries[Slot.name]
 
 
 class Slot(Transport):
@@ -160,53 +215,3 @@ class TestSlot(TransportContract):
 
     def make_trainer(self, tmp_path):
         return Slot()
-
-
-class Shelf(StandaloneTransport, Mailbox, WorkerEnd):
-    """A transport of another package, whose constructor knows nothing of ours."""
-
-    name = "shelf"
-    newest = None
-
-    def __init__(self):
-        self.mine = True
-
-    @property
-    def mailbox(self):
-        return self
-
-    def open(self, workers, params, within):
-        return Handoff()
-
-    def prepare(self, update, within):
-        arrival = Arrival(version=update.version, params=update.source.params())
-        Shelf.newest = arrival, dict(update.source)
-        return Handoff()
-
-    @classmethod
-    def join(cls, info, here, within):
-        return cls()
-
-    def attend(self, within):
-        return self
-
-    def get(self, within, received=None):
-        return self.newest[0]
-
-    def receive(self, arrival, into, within):
-        yield from ((meta.name, self.newest[1][meta.name]) for meta in arrival.params)
-
-    def close(self):
-        self.mine = False
-
-
-def test_a_transport_whose_constructor_leaves_ours_out_sends_alone_and_to_an_engine():
-    policy, served = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
-    Shelf().send_weights(policy)
-    worker = Shelf()
-    assert torch.equal(worker.receive_weights()["weight"], policy.weight)
-    assert (worker.received_version, worker.timeout_s) == (1, 60.0)
-    sender = tx.WeightSender(Shelf(), tx.make_engine("inprocess", engine=served))
-    report = sender.update_weights(policy)
-    assert report.verified and torch.equal(served.weight, policy.weight)
-    sender.shutdown()

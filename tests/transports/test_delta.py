@@ -2,162 +2,177 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 import torchrl_ext as tx
 from tests.transports import shard_ranks
-from tests.transports.chains import checkpoint, folder, published, same, step, trainer_at, weights
-from tests.transports.shard_ranks import cut
-from torchrl_ext.errors import ConfigError, IntegrityError, StoreError, UpdateError
+from tests.transports.chains import checkpoint, folder, same, step, trainer_at, weights
+from tests.transports.shard_ranks import Blocks, cut, in_parts
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.stores import LocalStore
-from torchrl_ext.stores.chain import Chain
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.weights.source import MappingSource
 
-ENCODINGS = list(tx.DeltaTransport.encodings())
-IN_PARTS = ("auto", "ulp", "dense", "context")
-LAYOUTS = [*((name, False, 3) for name in ENCODINGS), *((name, True, 3) for name in IN_PARTS)]
-LAYOUTS += [("auto", False, 0), ("ulp", True, 0)]
+LAYOUTS = [(name, False) for name in ("auto", "deltas", "deltas_zstd", "overwrite", "xor")]
+LAYOUTS += [(name, True) for name in ("auto", "context", "dense", "ulp")]
+"""Encodings, and whether ranks write what they hold."""
 
 
-class TestVersions:
-    @pytest.mark.parametrize(("encoding", "by_shard", "keyframe_every"), LAYOUTS)
-    def test_every_encoding_follows_joins_and_keeps_an_engine(self, root, encoding, by_shard, keyframe_every):
-        own = shard_ranks.weights()
-        served = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
-        how = {"encoding": encoding, "by_shard": by_shard, "keyframe_every": keyframe_every, "keep_files": True}
-        sender = tx.WeightSender(trainer_at(root, **how), InProcessEngine(served))
-        follower = trainer_at(root)
-        for version in range(1, 8):
-            report = sender.update_weights(cut(own))
-            assert report.verified and report.version == version
-            assert version == 1 or report.density < 0.9
-            assert same(served, own)
-            if version not in (3, 5):  # and catches up with several at once
-                assert same(follower.receive_weights(WAIT_S), own)
-            assert same(trainer_at(root).receive_weights(WAIT_S), own)
-            shard_ranks.step(own, version, share=0.4 if version == 4 else 0.02)
-        delta = Chain(LocalStore(root)).version(7).delta
-        if by_shard:
-            assert len(delta.table.places[delta.table.number["corner"]]) == 2 * shard_ranks.PARTS
-        else:
-            assert delta.table.tiles == 1
-        sender.shutdown()
+class Failing(MappingSource):
+    """Breaks at its second tensor, however it is read."""
 
-    @pytest.mark.parametrize("encoding", ["auto", "context", "deltas", "xor"])  # one that reads all, and each container
-    def test_a_part_is_a_delta_of_the_named_tensors_also_where_a_keyframe_is_due(self, root, encoding):
-        own, served = weights(), {name: torch.zeros_like(tensor) for name, tensor in weights().items()}
-        sender = tx.WeightSender(trainer_at(root, encoding=encoding, keyframe_every=3), InProcessEngine(served))
-        follower, expected = trainer_at(root), {}
-        for version, only in enumerate((None, "a", "b.*", ["a.weight"], None, "b", "a"), 1):
-            report = sender.update_weights(own, only=only)
-            expected |= {
-                name: tensor.clone() for name, tensor in own.items() if only in (None, name[0], f"{name[0]}.*", [name])
-            }
-            assert report.part == (only is not None) and report.verified
-            assert same(served, expected) and same(follower.receive_weights(WAIT_S), expected)
-            assert same(trainer_at(root).receive_weights(WAIT_S), expected)  # a late one finds a whole keyframe
-            step(own, version)
-        sender.shutdown()
+    def __iter__(self):
+        yield next(super().__iter__())
+        self._fail()
 
-    def test_a_version_without_changes_moves_next_to_nothing(self, root):
-        trainer, reader, own = trainer_at(root, encoding="xor"), trainer_at(root), weights()
-        for _ in range(2):
-            trainer.send_weights("policy", own)
-        assert same(reader.receive_weights(WAIT_S), own)
-        assert reader.received_version == 2
-        assert sorted(path.name for path in folder(root, 2).iterdir()) == [
-            "manifest.json",
-            "model.safetensors.index.json",
-        ]
+    def shards(self):
+        return (replace(shard, take=self._fail) for shard in super().shards())
 
-    def test_a_model_with_other_parameters_begins_anew(self, root):
-        trainer, reader = trainer_at(root), trainer_at(root)
-        trainer.send_weights("policy", weights())
-        assert same(reader.receive_weights(WAIT_S), weights())
-        other = {"x": torch.randn(5)}
-        trainer.send_weights("policy", other)
-        assert same(reader.receive_weights(WAIT_S), other)
+    def _fail(self):
+        raise ValueError("gathering failed")
 
-    def test_a_second_trainer_on_the_root_goes_on_with_a_keyframe(self, root):
-        trainer, own, _ = published(root, 3, keyframe_every=0)
-        reader = trainer_at(root)
-        reader.receive_weights(WAIT_S)
-        trainer.shutdown()
-        second = trainer_at(root)
-        second.send_weights("policy", own)
-        assert same(reader.receive_weights(WAIT_S), own)
-        assert reader.received_version == 4
-        assert Chain(LocalStore(root)).version(4).full is not None
 
-    @pytest.mark.parametrize("by_shard", [False, True])
-    def test_a_failed_publication_leaves_nothing_and_makes_the_next_one_a_keyframe(self, root, by_shard):
-        class Failing(MappingSource):
-            def __iter__(self):
-                yield next(super().__iter__())
-                self._fail()
+def copied(tensors):
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
-            def shards(self):
-                return (replace(shard, take=self._fail) for shard in super().shards())
 
-            def _fail(self):
-                raise ValueError("gathering failed")
+class Chains(RuleBasedStateMachine):
+    """A root, an engine and a reader that follow, and readers that come late: all get what was sent, bit for bit."""
 
-        trainer, own, _ = published(root, 2, keyframe_every=0, by_shard=by_shard)
-        before = sorted(path.name for path in root.rglob("*"))
-        with pytest.raises(ValueError, match="gathering failed"):
-            trainer.send_weights("policy", Failing(own))
-        assert sorted(path.name for path in root.rglob("*")) == before
-        reader = trainer_at(root)
-        reader.receive_weights(WAIT_S)
-        trainer.send_weights("policy", own)
-        assert (folder(root, 3) / "model.safetensors").exists()
-        assert same(reader.receive_weights(WAIT_S), own)
+    @initialize(layout=st.sampled_from(LAYOUTS), keyframe_every=st.sampled_from([0, 2, 3]), based=st.booleans())
+    def begins(self, layout, keyframe_every, based):
+        self.folder = tempfile.TemporaryDirectory()
+        self.root, self.own = Path(self.folder.name) / "root", shard_ranks.weights()
+        self.base = {}
+        if based:  # which the engine and all readers hold
+            del self.own["complex"]
+            self.base = {"base": checkpoint(Path(self.folder.name) / "base", self.own)}
+        self.served = copied(self.own) if based else {name: torch.zeros_like(one) for name, one in self.own.items()}
+        self.how = {"encoding": layout[0], "by_shard": layout[1], "keyframe_every": keyframe_every, "keep_files": True}
+        self.engine, self.follower = InProcessEngine(self.served), trainer_at(self.root, **self.base)
+        self.version = self.seen = self.steps = 0
+        self.starts()
 
-    def test_an_unknown_encoding_is_refused_with_those_there_are(self, root):
-        with pytest.raises(ConfigError, match="deltas_zstd"):
-            trainer_at(root, encoding="deltaz")
+    def starts(self):
+        self.sender, self.builds = tx.WeightSender(trainer_at(self.root, **self.how, **self.base), self.engine), False
 
-    def test_hooks_see_what_was_written_and_when_it_is_looked_for(self, root):
-        CALLS.clear()
-        trainer = trainer_at(root, post_write_hook=f"{__name__}:wrote")
-        reader = trainer_at(root, pre_read_hook=f"{__name__}:reads")
-        trainer.send_weights("policy", weights())
-        reader.receive_weights(WAIT_S)
-        assert [("wrote", str(root), "weight_v000001", b"1\n"), ("reads", str(root))] == CALLS
+    def source(self, share):
+        self.steps += 1
+        if share:
+            shard_ranks.step(self.own, self.steps, share=share)
+        return cut(self.own) if self.how["by_shard"] else self.own
 
-    def test_a_reader_that_waits_calls_its_hook_less_and_less_often(self, root, monkeypatch):
-        CALLS.clear()
-        reader, pauses = trainer_at(root, pre_read_hook=f"{__name__}:reads"), []
+    def sends(self, source, only=None):
+        report = self.sender.update_weights(source, only=only)
+        assert report.verified and report.version > self.version
+        assert report.part == (self.builds and only is not None)
+        self.version, self.builds = report.version, True
+        if not report.part:
+            self.sent = {}
+        self.sent |= copied({name: self.own[name] for name in (only if report.part else self.own)})
+        assert same(self.served, self.sent)
+        assert same(trainer_at(self.root, **self.base).receive_weights(WAIT_S), self.sent)  # which comes late
 
-        def pause(stop, seconds):
-            pauses.append(seconds)
-            if len(pauses) == 12:
-                reader.abort()
-            return stop.is_set()
+    @rule(share=st.sampled_from([0.0, 0.02, 0.5]))
+    def sends_everything(self, share):
+        self.sends(self.source(share))
 
-        monkeypatch.setattr(threading.Event, "wait", pause)
-        assert reader.receive_weights(WAIT_S) is None
-        assert pauses == sorted(pauses) and pauses[-1] > 10 * pauses[0]
-        assert len(CALLS) == len(pauses)
+    @rule(only=st.sampled_from([["rows"], ["columns", "pairs", "scalar"]]))
+    def sends_a_part(self, only):
+        if not self.how["by_shard"]:
+            self.sends(self.source(0.05), only)
 
-    def test_a_hook_that_cannot_be_imported_is_told_whatever_its_module_raises(self, root, tmp_path, monkeypatch):
-        (tmp_path / "hook_that_raises.py").write_text("raise RuntimeError('no licence')")
-        monkeypatch.syspath_prepend(tmp_path)
-        for path in ("nowhere:nothing", "", ":", ".relative:name", "json:", "hook_that_raises:name"):
-            with pytest.raises(ConfigError, match="cannot be imported"):
-                trainer_at(root, post_write_hook=path)
+    @rule()
+    def fails(self):
+        before = sorted(self.root.rglob("weight_v*/*"))
+        with pytest.raises((ValueError, tx.WeightSyncError), match="gathering failed"):
+            self.sender.update_weights(Failing(self.own))
+        assert sorted(self.root.rglob("weight_v*/*")) == before
+        self.builds = False
 
-    @pytest.mark.parametrize("hook", ["post_write_hook", "pre_read_hook"])
-    def test_hooks_are_refused_where_no_files_are_shared(self, hook):
-        with pytest.raises(ConfigError, match="hooks are for files that both sides see"):
-            tx.DeltaTransport(carrier="collective", world_size=2, **{hook: f"{__name__}:wrote"})
+    @rule()
+    def is_started_again(self):
+        self.sender.shutdown()
+        if self.how["encoding"] == "auto":  # a chain goes on in the other layout
+            self.how["by_shard"] = not self.how["by_shard"]
+        self.starts()
+
+    @rule()
+    def follows(self):
+        received = self.follower.receive_weights(0.0)
+        assert (received is None) == (self.seen == self.version)
+        assert received is None or same(received, self.sent)
+        self.seen = self.version
+
+    def teardown(self):
+        if hasattr(self, "sender"):
+            self.sender.shutdown()
+            self.folder.cleanup()
+
+
+TestChains = Chains.TestCase
+TestChains.settings = settings(max_examples=12, stateful_step_count=12)
+
+
+def test_shards_that_are_not_what_the_source_yields_are_refused(root):
+    class Lying(Blocks):
+        def _take(self, name, block):
+            return super()._take(name, block) + (name == "columns")
+
+    with pytest.raises(ManifestError, match="'columns' of the source is not what"):
+        trainer_at(root, by_shard=True).send_weights("policy", Lying(shard_ranks.weights(), of=in_parts))
+    assert not list(root.glob("weight_v*"))
+
+
+def test_a_model_with_other_parameters_begins_anew(root):
+    trainer, reader = trainer_at(root), trainer_at(root)
+    for sent in (weights(), {"x": torch.randn(5)}):
+        trainer.send_weights("policy", sent)
+        assert same(reader.receive_weights(WAIT_S), sent)
+
+
+def test_hooks_see_what_was_written_and_when_it_is_looked_for(root):
+    CALLS.clear()
+    trainer = trainer_at(root, post_write_hook=f"{__name__}:wrote")
+    reader = trainer_at(root, pre_read_hook=f"{__name__}:reads")
+    trainer.send_weights("policy", weights())
+    reader.receive_weights(WAIT_S)
+    assert [("wrote", str(root), "weight_v000001", b"1\n"), ("reads", str(root))] == CALLS
+
+
+def test_a_reader_that_waits_calls_its_hook_less_and_less_often(root, monkeypatch):
+    CALLS.clear()
+    reader, pauses = trainer_at(root, pre_read_hook=f"{__name__}:reads"), []
+
+    def pause(stop, seconds):
+        pauses.append(seconds)
+        if len(pauses) == 12:
+            reader.abort()
+        return stop.is_set()
+
+    monkeypatch.setattr(threading.Event, "wait", pause)
+    assert reader.receive_weights(WAIT_S) is None
+    assert pauses == sorted(pauses) and pauses[-1] > 10 * pauses[0]
+    assert len(CALLS) == len(pauses)
+
+
+@pytest.mark.parametrize("hook", ["nowhere:nothing", "", ":", ".relative:name", "json:", "hook_that_raises:name"])
+def test_a_hook_that_cannot_be_imported_is_told_whatever_its_module_raises(root, tmp_path, monkeypatch, hook):
+    (tmp_path / "hook_that_raises.py").write_text("raise RuntimeError('no licence')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        trainer_at(root, post_write_hook=hook)
 
 
 CALLS = []
@@ -172,29 +187,33 @@ def reads(root):
 
 
 class TestBase:
+    @pytest.fixture
+    def own(self):
+        return weights()
+
+    @pytest.fixture
+    def base(self, tmp_path, own):
+        return checkpoint(tmp_path / "base", own)
+
     @pytest.mark.parametrize("how", [{"encoding": "auto"}, {"encoding": "xor"}, {"by_shard": True}], ids=str)
-    def test_the_first_version_is_a_delta_for_whoever_holds_the_checkpoint(self, tmp_path, root, how):
-        own = weights()
-        base = checkpoint(tmp_path / "base", own)
-        served = {name: tensor.clone() for name, tensor in own.items()}
-        sender = tx.WeightSender(trainer_at(root, base=base, **how), InProcessEngine(served))
-        reader = trainer_at(root, base=base)
+    def test_the_first_version_is_a_delta_for_whoever_holds_the_checkpoint_and_whenever_he_connects(
+        self, root, own, base, how
+    ):
+        served, transport, sender = copied(own), trainer_at(root, base=base, **how), None
         for version in (1, 2, 3):
             step(own, version)
+            if sender is None or how != {"encoding": "xor"}:  # of which digests say nothing to another connection
+                sender = tx.WeightSender(transport, InProcessEngine(served))
             report = sender.update_weights(own)
             assert report.bytes < report.model_bytes / 2
             assert same(served, own)
-            assert same(reader.receive_weights(WAIT_S), own)
             assert same(trainer_at(root, base=base).receive_weights(WAIT_S), own)
         assert not list(root.rglob("model.safetensors"))
-        sender.shutdown()
 
-    def test_an_engine_with_other_weights_refuses_by_name_and_keeps_them(self, tmp_path, root):
-        own = weights()
-        base = checkpoint(tmp_path / "base", own)
-        served = {name: tensor.clone() for name, tensor in own.items()}
+    def test_an_engine_with_other_weights_refuses_by_name_and_keeps_them(self, root, own, base):
+        served = copied(own)
         served["b.weight"][7] = 1.5
-        before = {name: tensor.clone() for name, tensor in served.items()}
+        before = copied(served)
         sender = tx.WeightSender(trainer_at(root, base=base), InProcessEngine(served))
         step(own, 1)
         with pytest.raises(UpdateError, match=r"'b.weight' of the base") as refused:
@@ -204,13 +223,12 @@ class TestBase:
         assert sender.update_weights(own).verified  # a keyframe now
         assert same(served, own)
 
-    def test_a_reader_with_another_checkpoint_refuses_by_name(self, tmp_path, root):
-        own, other = weights(), weights()
+    def test_a_reader_with_another_checkpoint_refuses_by_name(self, tmp_path, root, own, base):
+        trainer, other = trainer_at(root, base=base), weights()
         other["b.weight"][7] = 1.5
-        trainer = trainer_at(root, base=checkpoint(tmp_path / "base", own))
         step(own, 1)
         trainer.send_weights("policy", own)
-        into = {name: tensor.clone() for name, tensor in other.items()}
+        into = copied(other)
         with pytest.raises(IntegrityError, match=r"'b.weight' of the base"):
             trainer_at(root, base=checkpoint(tmp_path / "other", other)).receive_weights(WAIT_S, weights=into)
         assert same(into, other)
@@ -222,17 +240,6 @@ class TestBase:
         with pytest.raises(ConfigError, match=r"a.weight"):
             trainer_at(root, base=base).send_weights("policy", weights())
         assert not [path for path in root.iterdir() if path.name != "latest"]
-
-    def test_an_engine_that_connects_again_is_recognised_and_gets_a_delta(self, tmp_path, root):
-        own = weights()
-        base = checkpoint(tmp_path / "base", own)
-        served = {name: tensor.clone() for name, tensor in own.items()}
-        trainer = trainer_at(root, base=base)
-        for version in (1, 2):
-            step(own, version)
-            tx.WeightSender(trainer, InProcessEngine(served)).update_weights(own)
-            assert same(served, own)
-        assert not list(root.rglob("model.safetensors"))
 
 
 class TestFleet:

@@ -1,22 +1,25 @@
-"""Trainers and readers that are killed, full disks, and collection beside readers at work."""
+"""Trainers and readers that are killed, and collection beside readers at work."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 
 import pytest
 import torch
 
-from tests.processes import running_python
+from tests.processes import calling, running_python
 from tests.transports.chains import published, same, step, trainer_at, weights
+from tests.transports.members import Interrupted, stop
+from torchrl_ext.stores import Chain, LocalStore
 from torchrl_ext.testing import WAIT_S
 
 
 class TestKilled:
     @pytest.mark.parametrize("point", ["in a delta", "in a keyframe", "before the rename", "before the pointer"])
     def test_a_trainer_killed_leaves_a_chain_that_reads_and_goes_on(self, root, point):
-        with running_python(KILLED_TRAINER, root, point) as child:
+        with running_python(calling(killed_trainer, str(root), point)) as child:
             assert child.stdout.readline() == "now\n"
             child.send_signal(signal.SIGKILL)
             child.wait(WAIT_S)
@@ -32,8 +35,8 @@ class TestKilled:
 
     def test_a_reader_killed_under_way_keeps_nothing_but_its_lease(self, root):
         trainer, own, _ = published(root, 2, keyframe_every=0)
-        with running_python(KILLED_READER, root) as child:
-            assert child.stdout.readline() == "reading\n"
+        with running_python(calling(killed_reader, str(root))) as child:
+            assert child.stdout.readline() == "now\n"
             child.send_signal(signal.SIGKILL)
             child.wait(WAIT_S)
         assert list((root / "readers").iterdir())
@@ -41,45 +44,25 @@ class TestKilled:
         assert same(trainer_at(root).receive_weights(WAIT_S), own)
 
 
-KILLED_TRAINER = """
-import os, sys, torch, torchrl_ext as tx
-from torchrl_ext.stores import Chain
-from torchrl_ext.weights.source import MappingSource
-root, point = sys.argv[1:]
-weights = {"x": torch.full((500,), 1.0), "y": torch.arange(500.0)}
-def stop(*_, **__):
-    print("now", flush=True)
-    sys.stdin.read()
-class Hanging(MappingSource):
-    def __iter__(self):
-        yield next(super().__iter__())
-        stop()
-trainer = tx.DeltaTransport(root, keyframe_every=3 if point == "in a keyframe" else 0)
-trainer.send_weights(weights)
-weights["x"] += 1
-trainer.send_weights(weights)
-weights["x"] += 1
-if point.startswith("in"):
-    trainer.send_weights(Hanging(weights))
-if point == "before the rename":
-    os.rename = stop
-else:
-    Chain.advance = stop
-trainer.send_weights(weights)
-"""
+def killed_trainer(root, point):
+    own = {"x": torch.full((500,), 1.0), "y": torch.arange(500.0)}
+    trainer = trainer_at(root, keyframe_every=3 if point == "in a keyframe" else 0)
+    for _ in range(2):
+        trainer.send_weights(own)
+        own["x"] += 1
+    if point.startswith("in"):
+        trainer.send_weights(Interrupted(own, 1, stop))
+    if point == "before the rename":
+        os.rename = stop
+    else:
+        Chain.advance = stop
+    trainer.send_weights(own)
 
-KILLED_READER = """
-import sys, torchrl_ext as tx
-from torchrl_ext.stores import LocalStore
-real = LocalStore.ranges
-def ranges(self, key, spans):
-    if key.endswith(".bin"):
-        print("reading", flush=True)
-        sys.stdin.read()
-    return real(self, key, spans)
-LocalStore.ranges = ranges
-tx.DeltaTransport(sys.argv[1]).receive_weights(60)
-"""
+
+def killed_reader(root):
+    ranges = LocalStore.ranges
+    LocalStore.ranges = lambda self, key, spans: (key.endswith(".bin") and stop()) or ranges(self, key, spans)
+    trainer_at(root).receive_weights(WAIT_S)
 
 
 class TestCollection:

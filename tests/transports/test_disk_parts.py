@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +16,11 @@ from torch import nn
 
 import torchrl_ext as tx
 from tests.models import tiny_model
+from tests.transports.chains import flip
 from torchrl_ext.errors import IntegrityError, UpdateError
 from torchrl_ext.stores import version_name
+from torchrl_ext.stores.manifest import read_manifest
+from torchrl_ext.types import Part
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.source import as_source
 
@@ -128,14 +133,11 @@ def test_without_the_version_before_everything_is_sent(published):
 
 def test_a_damaged_file_of_the_version_before_is_not_carried_over(tmp_path):
     model, served = (nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40)) for _ in range(2))
-    transport = tx.DiskTransport(tmp_path)
-    sender = tx.WeightSender(transport, tx.make_engine("inprocess", engine=served))
+    sender = tx.WeightSender(tx.DiskTransport(tmp_path), tx.make_engine("inprocess", engine=served))
     sender.register_model(model)
     sender.update_weights()
     file = tmp_path / version_name(1) / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(file, -1)
     report = sender.update_weights(only="0")
     assert report.verified and not report.part, "all of it is sent in its place"
     written = load_file(tmp_path / version_name(report.version) / "model.safetensors")
@@ -151,9 +153,8 @@ def test_workers_check_what_is_new_and_not_the_rest_which_they_have(published, m
         before, now = (inodes(root / version_name(message.version - age)) for age in (1, 0))
         for number, path in now.items():
             if (number not in before) == new:
-                data = path.read_bytes()
-                path.unlink()  # other versions have links to it
-                path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+                shutil.copy(path, path.with_suffix(".own")).replace(path)  # other versions have links to it
+                flip(path, -1)
         prefetch(receiver, message)
 
     change(model)
@@ -164,14 +165,8 @@ def test_workers_check_what_is_new_and_not_the_rest_which_they_have(published, m
 
 
 def test_a_manifest_whose_part_is_none_of_its_parameters_is_damaged(published):
-    from torchrl_ext.stores.manifest import Manifest, read_manifest
-    from torchrl_ext.types import Part
-
-    root, *_ = published
-    found = read_manifest((root / version_name(2) / "manifest.json").read_bytes(), "here")
+    found = read_manifest((published[0] / version_name(2) / "manifest.json").read_bytes(), "here")
     assert found.part[1].base == 1 and len(found.part[1].names) == 11
-    lie = Manifest(
-        version=2, run_id="x", params=found.params, files=found.files, part=("x", Part(base=1, names=frozenset("y")))
-    )
+    lie = replace(found, part=("x", Part(base=1, names=frozenset("y"))))
     with pytest.raises(IntegrityError, match="none of its parameters"):
         read_manifest(lie.to_bytes(), "here")

@@ -5,18 +5,13 @@ import torch
 
 import torchrl_ext as tx
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import IntegrityError, TransportError
+from torchrl_ext.errors import IntegrityError
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.base import Arrival, Worker
 
 
 def join(info):
     return tx.MemoryTransport.join(info, Worker(rank=1), Deadline(WAIT_S))
-
-
-def test_a_channel_of_another_process_is_refused():
-    with pytest.raises(TransportError, match="does not exist in this process"):
-        join({"channel": "elsewhere"})
 
 
 def test_a_worker_that_leaves_does_not_take_the_channel_with_it():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,6 +14,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from tests.processes import WAIT_S, calling, running_python
 from tests.ranks import on_ranks
@@ -28,7 +31,8 @@ from torchrl_ext.errors import (
 from torchrl_ext.transports.ranks import Group, TrainerRanks, numbered
 
 PATIENT_S = 60.0
-WAYS = ["both do it", "rank 1 fails", "rank 1 is away", "rank 0 fails"]
+KINDS = ["hash", "file", "tcp"]
+WAYS = ["follows", "fails to begin", "fails a step", "is away"]
 
 
 class Stores:
@@ -52,7 +56,7 @@ class Stores:
         return [TrainerRanks("policy", timeout_s, group=lambda group=group: group) for group in groups]
 
 
-@pytest.fixture(params=["hash", "file", "tcp"])
+@pytest.fixture(params=KINDS)
 def stores(request, tmp_path):
     return Stores(request.param, tmp_path)
 
@@ -77,10 +81,6 @@ def fail(args):
     raise ManifestError("the tensors differ", expected="the same", state="nothing was sent", hint="look")
 
 
-def nothing():
-    return {}
-
-
 def raising(error):
     def steps():
         raise error
@@ -96,23 +96,87 @@ def lead(ranks, version, *, ask=True):
 
 
 def together(beside, trainer, version):
-    """One good update on all ranks."""
+    """One good update on all ranks; returns how many accepted ones each rank hears of."""
     calls = [beside(ranks.following, echo) for ranks in trainer[1:]]
     assert lead(trainer[0], version) == [{"version": version}] * len(calls)
-    for call in calls:
-        ended = call.result(WAIT_S)
-        assert (ended.version, ended.error) == (version, None)
-        yield ended.accepted
+    ended = [call.result(WAIT_S) for call in calls]
+    assert all((one.version, one.error) == (version, None) for one in ended)
+    return [one.accepted for one in ended]
+
+
+class Follower:
+    """Rank 1 or 2 of a trainer in one update, in one of `WAYS`; ``ran`` is set when it has had its chance to answer."""
+
+    def __init__(self, beside, ranks, way):
+        self.rank, self.way, self.ran = ranks.rank, way, threading.Event()
+        self.call = None if way == "is away" else beside(ranks.following, self._steps)
+
+    def _steps(self):
+        if self.way == "fails to begin":
+            self.ran.set()
+            raise ManifestError("the tensors differ")
+        return {"echo": self._echo}
+
+    def _echo(self, args):
+        self.ran.set()
+        return args if self.way == "follows" else fail(args)
+
+
+UPDATE = st.tuples(st.sampled_from(["leads", "leads", "fails"]), st.sampled_from(WAYS), st.sampled_from(WAYS))
+
+
+@settings(max_examples=12)
+@given(st.sampled_from(KINDS), st.lists(UPDATE, max_size=4))
+@example("tcp", [("leads", "is away", "fails a step"), ("fails", "follows", "fails to begin"), ("leads", *WAYS[::3])])
+def test_whatever_happens_in_an_update_all_ranks_hear_of_it_and_are_in_step_with_the_next(kind, updates):
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        stores = Stores(kind, folder)
+        trainer, served, unheard = stores.trainer(3), 0, {1: 0, 2: 0}
+        for version, (first, *ways) in enumerate([*updates, ("leads", "follows", "follows")], 1):
+            if first == "fails":  # rank 0 would wait at its next update for ranks that heard of nothing
+                ways = ["follows" if way == "is away" else way for way in ways]
+            others = [Follower(pool.submit, trainer[rank], way) for rank, way in enumerate(ways, 1)]
+            here = [other for other in others if other.call is not None]
+            away = [other.rank for other in others if other.call is None]
+            failing = [other for other in here if other.way != "follows"]
+            met = None
+            try:
+                with trainer[0].leading() as session:
+                    if first == "fails":
+                        raise ValueError("no module")
+                    session.order("echo", version=version)
+                    assert all(other.ran.wait(WAIT_S) for other in here)
+                    assert session.answers(Deadline(0.3 if away else WAIT_S)) == [{"version": version}] * 2
+                    session.end(version, True)
+            except (ValueError, ManifestError, DeadlineError) as error:
+                met = error
+            if first == "fails":
+                assert isinstance(met, ValueError)
+                failing = [other for other in failing if other.way == "fails to begin"]
+            elif failing:  # which comes before the silence of another rank
+                assert isinstance(met, ManifestError) and f"trainer rank {failing[0].rank}: the tensors" in str(met)
+            elif away:
+                named = f"rank {away[0]}" if len(away) == 1 else "ranks 1, 2"
+                assert isinstance(met, DeadlineError) and f"trainer {named} did not answer" in str(met)
+            else:
+                assert met is None
+                served = version
+                unheard = {rank: count + 1 for rank, count in unheard.items()}
+            if failing and first == "leads":  # those that come late hear of a failure for which none waited for them
+                for other in others:
+                    other.call = other.call or pool.submit(trainer[other.rank].following, echo)
+            for other in [other for other in others if other.call is not None]:
+                if other in failing:
+                    with pytest.raises(ManifestError, match=r"^the tensors differ"):
+                        other.call.result(WAIT_S)
+                    continue
+                ended = other.call.result(WAIT_S)
+                assert (ended.version, ended.accepted) == (served, unheard[other.rank])
+                assert str(met if met is None else getattr(met, "what", met)) in str(ended.error)
+                unheard[other.rank] = 0
 
 
 class TestInStep:
-    @pytest.mark.parametrize("size", [2, 4])
-    def test_ranks_run_what_rank_0_orders_and_hear_how_it_ends(self, stores, beside, size):
-        trainer = stores.trainer(size)
-        assert [ranks.drives for ranks in trainer] == [True] + [False] * (size - 1)
-        for version in range(1, 4):
-            assert list(together(beside, trainer, version)) == [1] * (size - 1)
-
     def test_values_of_any_length_pass(self, stores, beside):
         text = "x" * (9 << 20)  # more than one value of the store takes
         first, second = stores.trainer()
@@ -129,97 +193,43 @@ class TestInStep:
         with pytest.raises(TransportError, match="TypeError"):
             call.result(WAIT_S)
 
-    @pytest.mark.parametrize("size", [2, 3])
-    def test_the_store_does_not_grow(self, stores, beside, size):
-        trainer, counts = stores.trainer(size), []
-        for version in range(1, 51):
-            for _ in together(beside, trainer, version):
-                pass
+    def test_the_store_does_not_grow(self, stores, beside):
+        trainer, counts = stores.trainer(3), []
+        for version in range(1, 31):
+            assert together(beside, trainer, version) == [1, 1]
             counts.append(stores.client().num_keys())
         assert max(counts[3:]) <= counts[2], counts
 
-    def test_words_that_are_no_text_are_carried_too(self, stored, beside):
-        first, second = stored.trainer()
-        call = beside(second.following, nothing)
-        with pytest.raises(OSError), first.leading():
-            raise OSError("no such file: \udcff")
-        assert "no such file: ?" in str(call.result(WAIT_S).error)
-
 
 class TestFailures:
-    @pytest.mark.parametrize(
-        ("error", "kind"), [(ManifestError("a meta tensor"), ManifestError), (ValueError("bad input"), TransportError)]
-    )
-    def test_a_rank_that_fails_before_it_follows_says_so_and_is_in_step_with_the_next(
-        self, stores, beside, error, kind
-    ):
-        trainer = stores.trainer(3)
-        calls = [beside(trainer[1].following, raising(error)), beside(trainer[2].following, echo)]
-        with pytest.raises(kind, match=rf"trainer rank 1: .*{error}"):
-            lead(trainer[0], 1)
-        with pytest.raises(type(error), match=str(error)):
-            calls[0].result(WAIT_S)
-        assert f"trainer rank 0: trainer rank 1: {'' if kind is ManifestError else 'ValueError: '}" in str(
-            calls[1].result(WAIT_S).error
-        )
-        for version in range(2, 5):
-            assert list(together(beside, trainer, version)) == [1, 1]
-
-    def test_a_failure_keeps_its_class_and_its_four_parts(self, stored, beside):
+    def test_a_failure_keeps_its_class_and_its_four_parts_and_later_steps_go_on(self, stored, beside):
         first, second = stored.trainer()
         call = beside(second.following, echo)
-        with pytest.raises(ManifestError) as met, first.leading() as session:
-            session.ask("fail")
+        with first.leading() as session:
+            with pytest.raises(ManifestError) as met:
+                session.ask("fail")
+            assert session.ask("echo", more=1) == [{"more": 1}]
+            session.end(1, True)
         expected = ("trainer rank 1: the tensors differ", "the same", "nothing was sent", "look")
         assert (met.value.what, met.value.expected, met.value.state, met.value.hint) == expected
         with pytest.raises(ManifestError, match=r"^the tensors differ"):
             call.result(WAIT_S)
+        assert together(beside, [first, second], 2) == [2]  # one of an update that this rank did not hear of
 
-    def test_a_rank_goes_on_with_later_steps_after_one_that_failed(self, stored, beside):
+    def test_errors_of_every_class_interrupts_and_words_that_are_no_text_are_heard(self, stored, beside):
         first, second = stored.trainer()
-        call = beside(second.following, echo)
-        with first.leading() as session:
-            with suppress(ManifestError):
-                session.ask("fail")
-            assert session.ask("echo", more=1) == [{"more": 1}]
-            session.end(1, True)
-        with pytest.raises(ManifestError):
-            call.result(WAIT_S)
-        assert list(together(beside, [first, second], 2)) == [2]  # one of an update that this rank did not hear of
-
-    def test_rank_0_that_fails_before_its_first_order_is_heard_at_once(self, stores, beside):
-        trainer = stores.trainer()
-        assert list(together(beside, trainer, 1)) == [1]
-        call = beside(trainer[1].following, echo)
-        with pytest.raises(ManifestError), trainer[0].leading():
-            raise ManifestError("2 tensors are on the meta device", state="nothing was sent")
-        ended = call.result(WAIT_S)
-        assert isinstance(ended.error, ManifestError) and "trainer rank 0: 2 tensors" in str(ended.error)
-        assert (ended.version, ended.accepted) == (1, 0)
-        assert list(together(beside, trainer, 2)) == [1]
-
-    def test_an_error_of_several_engines_and_an_interrupt_are_heard(self, stored, beside):
-        first, second = stored.trainer()
-        for error, kind in ((UpdateError("no engine is left"), UpdateError), (KeyboardInterrupt(), TransportError)):
-            call = beside(second.following, nothing)
+        for error, kind in (
+            (UpdateError("no engine is left"), UpdateError),
+            (KeyboardInterrupt(), TransportError),
+            (OSError("no such file: \udcff"), TransportError),
+        ):
+            call = beside(second.following, dict)
             with pytest.raises(type(error)), first.leading() as session:
                 session.end(7, False)
                 raise error
             ended = call.result(WAIT_S)
             assert ended.version == 7 and type(ended.error) is kind
-
-    def test_ranks_that_do_not_answer_are_named_and_come_back_in_step(self, stores, beside):
-        trainer, ran = stores.trainer(4), threading.Event()
-        call = beside(trainer[2].following, lambda: {"echo": lambda args: ran.set()})
-        with (
-            pytest.raises(DeadlineError, match="trainer ranks 1, 3 did not answer within 1 s"),
-            trainer[0].leading() as session,
-        ):
-            session.order("echo")
-            assert ran.wait(WAIT_S)
-            session.answers(Deadline(1))
-        assert "trainer ranks 1, 3" in str(call.result(WAIT_S).error)
-        assert list(together(beside, trainer, 2)) == [1, 1, 1]  # those that were missed follow the next one at once
+        assert "no such file: ?" in str(ended.error)
 
     def test_a_rank_that_comes_late_to_an_update_that_met_nobody_follows_that_one(self, stores, beside):
         trainer, failed = stores.trainer(), threading.Event()
@@ -243,45 +253,27 @@ class TestFailures:
             lead(first, 1)
         assert "trainer rank 1 did not answer" in str(second.following(echo).error)
 
-    def test_an_error_of_one_rank_comes_before_the_silence_of_another(self, stored, beside):
-        trainer, ran = stored.trainer(3), threading.Event()
-        call = beside(trainer[1].following, lambda: {"fail": lambda args: ran.set() or fail(args)})
-        with pytest.raises(ManifestError, match="trainer rank 1: the tensors differ"), trainer[0].leading() as session:
-            session.order("fail")
-            assert ran.wait(WAIT_S)
-            session.answers(Deadline(1))
-        with pytest.raises(ManifestError):
-            call.result(WAIT_S)
-
-    def test_two_threads_on_rank_0(self, stores, beside):
-        trainer = stores.trainer()
+    def test_two_threads_of_one_rank_are_refused_and_the_update_goes_on(self, stored, beside):
+        trainer = stored.trainer()
         entered, refused = threading.Event(), threading.Event()
 
         def slow():
             with trainer[0].leading() as session:
+                session.ask("echo")
                 entered.set()
                 assert refused.wait(WAIT_S)
-                session.ask("echo")
                 session.end(1, True)
 
         update, call = beside(slow), beside(trainer[1].following, echo)
         assert entered.wait(WAIT_S)
         with pytest.raises(ConcurrentUpdateError), trainer[0].leading():
             pytest.fail("two updates at once")
+        with pytest.raises(ConcurrentUpdateError):
+            trainer[1].following(echo)
         refused.set()
         update.result(WAIT_S)
         assert call.result(WAIT_S) == (1, 1, None)
-        assert list(together(beside, trainer, 2)) == [1]
-
-    def test_two_threads_on_another_rank(self, stored, beside):
-        first, second = stored.trainer()
-        entered = threading.Event()
-        call = beside(second.following, lambda: entered.set() or echo())
-        assert entered.wait(WAIT_S)
-        with pytest.raises(ConcurrentUpdateError):
-            second.following(echo)
-        lead(first, 1)
-        assert call.result(WAIT_S).version == 1
+        assert together(beside, trainer, 2) == [1]
 
 
 class TestLate:
@@ -290,7 +282,7 @@ class TestLate:
         for version in range(1, 4):
             lead(trainer[0], version, ask=False)
         assert trainer[1].following(echo) == (3, 3, None)  # for which nobody waited
-        assert list(together(beside, trainer, 4)) == [1]
+        assert together(beside, trainer, 4) == [1]
 
     def test_a_step_of_all_ranks_runs_on_a_late_one_too_and_others_do_not(self, stored, beside):
         trainer, ran = stored.trainer(3), []
@@ -333,26 +325,6 @@ class TestLate:
             session.end(4, True)
         assert call.result(WAIT_S) == (4, 3, None)
 
-    @pytest.mark.parametrize("ways", list(itertools.product(WAYS, repeat=2)), ids=" then ".join)
-    def test_whatever_went_before_the_next_update_finds_both_ranks_in_step(self, stored, ways):
-        first, second = stored.trainer()
-        with ThreadPoolExecutor(1) as pool:
-            for version, way in enumerate(ways, 1):
-                steps = raising(ManifestError("broken")) if way == "rank 1 fails" else echo
-                call = None if way == "rank 1 is away" else pool.submit(second.following, steps)
-                with suppress(ManifestError, DeadlineError, ValueError), first.leading() as session:
-                    if way == "rank 0 fails":
-                        raise ValueError("no module")
-                    session.ask("echo", within=Deadline(0.05 if call is None else WAIT_S))
-                    session.end(version, True)
-                failed = call is not None and call.exception(WAIT_S) is not None
-                assert failed == (way == "rank 1 fails")
-            call = pool.submit(second.following, echo)
-            with first.leading() as session:
-                assert session.ask("echo") == [{}]
-                session.end(100, True)
-            assert call.result(WAIT_S).version == 100
-
 
 class TestWaits:
     def test_a_stop_flag_ends_the_waits_of_both_sides(self, stores, beside):
@@ -365,10 +337,10 @@ class TestWaits:
         with pytest.raises(TransportError, match="trainer rank 1 did not answer before"), trainer[0].leading() as led:
             led.ask("echo", within=within)
         assert "before the wait was ended" in str(trainer[1].following(echo).error)
-        assert list(together(beside, trainer, 2)) == [1]
+        assert together(beside, trainer, 2) == [1]
 
-    def test_a_rank_waits_for_rank_0_until_its_deadline_and_its_own_failure_comes_first(self, stores):
-        _, second = stores.trainer(timeout_s=0.01)
+    def test_a_rank_waits_for_rank_0_until_its_deadline_and_its_own_failure_comes_first(self, stored):
+        _, second = stored.trainer(timeout_s=0.01)
         with pytest.raises(DeadlineError, match="trainer rank 0 began no update"):
             second.following(echo)
         with pytest.raises(ValueError, match="bad input") as met:
@@ -378,17 +350,13 @@ class TestWaits:
     def test_a_wait_keeps_no_lock_of_the_store(self, beside):
         """Over one client, a rank that waits lets another thread post what it waits for."""
         server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=WAIT_S), False)
-        first, second = (TrainerRanks("one", PATIENT_S, group=lambda r=rank: Group(r, 2, server)) for rank in range(2))
-        call = beside(second.following, echo)
-        lead(first, 1)
-        assert call.result(WAIT_S).version == 1
+        trainer = [TrainerRanks("one", PATIENT_S, group=lambda r=rank: Group(r, 2, server)) for rank in range(2)]
+        assert together(beside, trainer, 1) == [1]
 
     def test_a_store_that_is_gone_is_said_so(self, beside, tmp_path):
         gone = Stores("tcp", tmp_path)
         first, second = gone.trainer()
-        call = beside(second.following, echo)
-        lead(first, 1)
-        call.result(WAIT_S)
+        together(beside, [first, second], 1)
         with first.leading() as session:  # which is left without an error of its own
             gone.shared = None
             with pytest.raises(NotConnectedError, match="the store of the trainer's process group is gone"):
@@ -420,10 +388,6 @@ class TestAlone:
     def test_orders_need_a_session(self, stored):
         with pytest.raises(TransportError, match="leads no update"):
             stored.trainer()[0].session.order("echo")
-
-    def test_names_count_by_kind(self):
-        kind = "a kind of this test"
-        assert numbered(kind) != numbered(kind) != numbered("another")
 
 
 def leads_for_ever(path):

@@ -104,9 +104,8 @@ class Rehearsal:
         """Return why the engine takes no update, where layers are refused.
 
         Returns:
-            EngineRefusedError: a layer does not come back to what a cold start makes of it; nothing of the trainer's
-                was loaded, and the engine serves what it served.
-            IntegrityError: the same, and the engine could not be brought back: it has to be started again.
+            An EngineRefusedError where the engine was brought back to what it served, with nothing of the trainer's
+            loaded; an IntegrityError where it could not be, and has to be started again.
         """
         named = "; ".join(f"{layer.name} ({layer.kernel}): {layer.why}" for layer in self.refused[:_NAMED])
         what = f"an update would leave {len(self.refused)} layer(s) of this engine wrong: {named}"
