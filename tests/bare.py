@@ -13,11 +13,12 @@ EXTRAS = {
     "torchrl_ext.compat.torchrl_llm.configs": "hydra",
     "torchrl_ext.configs": "hydra",
     "torchrl_ext.embedded": "embedded",
+    "torchrl_ext.kernels.cuda_programs": "triton, which comes with a torch for CUDA",
     "torchrl_ext.plugins.sglang": "sglang",
     "torchrl_ext.plugins.vllm": "vllm",
     "torchrl_ext.testing.transports": "testing",
 }
-"""Modules, and packages with all of theirs, by the extra that they need."""
+"""Modules, and packages with all of theirs, by the extra or the package that they need."""
 
 
 def modules():

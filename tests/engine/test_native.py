@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -16,16 +17,23 @@ from tests.engine.conftest import small
 from tests.engine.served import ServedSGLang, spec_of
 from tests.models import tiny_checkpoint, tiny_model
 from tests.processes import COMMAND, WAIT_S, finished, running_python
-from tests.transports.test_native import some_params
+from tests.transports.test_native import SHAPES
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import UpdateError
-from torchrl_ext.testing import any_bits, same_bits
+from torchrl_ext.testing import DTYPES, any_bits, same_bits
 from torchrl_ext.transports.native.transport import layout_of
+from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import MappingSource, as_source
 
 pytestmark = pytest.mark.engine
 
 SMALL = 1 << 14  # bytes of a bucket: an update takes many calls
+
+
+def some_params(seed, count=60):
+    chance = random.Random(seed)
+    return [ParamMeta(f"p{i}", chance.choice(DTYPES), chance.choice(SHAPES)) for i in range(count)]
+
 
 stock = small(ServedSGLang, "module", dtype="float32", plugin=False)
 two_stock_workers = small(ServedSGLang, "module", dtype="float32", plugin=False, tensor_parallel_size=2)

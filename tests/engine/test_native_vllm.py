@@ -11,10 +11,9 @@ import torch
 
 import torchrl_ext as tx
 from tests.engine.served import ServedVLLM, until_met
-from tests.engine.test_native import as_sent, module_of, tensors
+from tests.engine.test_native import as_sent, module_of, some_params, tensors
 from tests.models import tiny_model
 from tests.processes import WAIT_S
-from tests.transports.test_native import some_params
 from torchrl_ext.errors import UpdateError
 from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta

@@ -285,6 +285,8 @@ def _write(recipe: Recipe, folder: Path) -> None:
     for path, text in _unwritten(recipe, folder).items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+            compiled.unlink()  # Python would take it for a file of the same second and size
 
 
 def _site_packages(folder: Path, name: str) -> Path:

@@ -90,7 +90,7 @@ def nought_of(tensor: Tensor) -> Tensor:
         return torch.zeros(())
     if tensor.element_size() > 1:
         low, high = torch.aminmax(tensor)
-        return low.float() * 0 + high.float() * 0
+        return (low * 0 + high * 0).float()  # float32 would make infinities of large finite numbers
     if "float4" in str(tensor.dtype):  # has neither
         return torch.zeros((), device=tensor.device)
     return torch.stack([chunk.float().mul_(0).sum() for chunk in tensor.reshape(-1).split(_CHUNK)]).sum()
