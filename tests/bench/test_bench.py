@@ -32,12 +32,10 @@ SMALLEST = {
     "switch": "--engine embedded --prompt 40 --rows 2",
     "tiles": "--size tiny",
 }
-LONG = {"by_shard", "coding", "digest", "first_use", "sharded"}  # seconds of processes or of compilers
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name in LONG else ()) for name in SMALLEST]
-)
+@pytest.mark.exhaustive  # together about two minutes of processes and compilers; .ci/run runs them
+@pytest.mark.parametrize("name", SMALLEST)
 def test_a_benchmark_runs(name, capsys):
     assert main([name, "--repeats", "1", *SMALLEST[name].split(), "--json"]) == 0
     assert any(value not in ("", "0") for _, value in figures(json.loads(capsys.readouterr().out)))
