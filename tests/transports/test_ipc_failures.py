@@ -120,7 +120,9 @@ class TestFailures:
                 arriving.result(WAIT_S)
 
     def test_where_memory_is_short_a_default_buffer_is_smaller(self, make, monkeypatch):
-        short = lambda device, nbytes: (create if nbytes <= 5 << 20 else no_memory)(device, nbytes)  # noqa: E731
+        def short(device, nbytes):
+            return (create if nbytes <= 5 << 20 else no_memory)(device, nbytes)
+
         monkeypatch.setattr(ipc, "create", short)
         trainer, worker = make(bucket_bytes=None), make()
         exchange(trainer, worker)

@@ -162,7 +162,10 @@ def sent(ends, weights):
 
 def test_rows_that_a_worker_cannot_read_end_the_update_on_both_sides_before_a_byte_moves(ends, monkeypatch):
     put = HostedNotes.put
-    damaged = lambda self, key, value, **how: put(self, key, {"table": 7} if "/plan/" in key else value, **how)  # noqa: E731
+
+    def damaged(self, key, value, **how):
+        return put(self, key, {"table": 7} if "/plan/" in key else value, **how)
+
     monkeypatch.setattr(HostedNotes, "put", damaged)
     outcome, received = sent(ends, {"first": torch.ones(4, 4), "second": torch.ones(8)})
     assert isinstance(received, tx.WeightSyncError), received
@@ -201,7 +204,10 @@ def test_what_a_source_only_makes_whole_goes_whole_and_is_named(ends, monkeypatc
 
 def test_damage_on_the_way_is_named_and_the_version_is_not_taken(ends, monkeypatch):
     send, digests_bytes = Group.send, 64
-    damaged = lambda self, flat, to: send(self, flat if flat.numel() == digests_bytes else flat ^ 1, to)  # noqa: E731
+
+    def damaged(self, flat, to):
+        return send(self, flat if flat.numel() == digests_bytes else flat ^ 1, to)
+
     monkeypatch.setattr(Group, "send", damaged)
     outcome, received = sent(ends, {"first": torch.ones(4, 5)})
     assert isinstance(received, IntegrityError) and "'first'" in str(received)
