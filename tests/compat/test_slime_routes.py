@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 import threading
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -58,6 +59,10 @@ class Embedded:
     def paused(self, paused):
         self.engine.pause("keep", 0.0) if paused else self.engine.resume()
 
+    @property
+    def dropped(self):
+        return self.scheduler.forget.call_count
+
 
 @pytest.fixture(params=["embedded", "vllm", "sglang"])
 def engine(request, checkpoint, monkeypatch):
@@ -66,6 +71,7 @@ def engine(request, checkpoint, monkeypatch):
     held = load_file(f"{checkpoint}/model.safetensors")
     if request.param == "embedded":
         made = Embedded(Engine(str(checkpoint), dtype="float32"))
+        monkeypatch.setattr(made.scheduler, "forget", Mock(wraps=made.scheduler.forget))
     else:
         made = {"vllm": VLLM, "sglang": SGLang}[request.param](held, checkpoint)
     made.kind = request.param
@@ -140,6 +146,12 @@ def test_a_delta_lands_and_the_callers_pause_stays(engine, history, tmp_path):
     engine.paused = True
     ask(engine, LOAD, {"load_format": "delta", "model_path": str(tmp_path / "root"), "weight_version": "two"})
     assert serves(engine, history[2]) and engine.label == "two" and engine.paused
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_what_was_cached_with_older_weights_goes_unless_the_caller_keeps_it(engine, history, tmp_path, flush):
+    ask(engine, LOAD, delta(tmp_path, 1, flush_cache=flush))
+    assert engine.dropped == flush and serves(engine, history[1])
 
 
 def test_what_cannot_be_is_answered_with_400_and_the_engine_serves_what_it_served(engine, history, tmp_path):

@@ -38,7 +38,7 @@ class Engine:
     def __init__(self, held, model):
         self.held, self.model = held, str(model)
         self.end = WorkerEnd(TensorsLoader(held), rank=0, workers=1, agree=lambda words: [words], base=self.model)
-        self.paused, self.label, self.loaded = False, "0", []
+        self.paused, self.label, self.loaded, self.dropped = False, "0", [], 0
         self.hangs = self.fails = ""
         self.hanging, self.let_go = threading.Event(), threading.Event()
 
@@ -86,6 +86,7 @@ class VLLM(Engine):
         self.label = label
 
     async def reset_prefix_cache(self, *_, **__):
+        self.dropped += 1
         return True
 
     async def collective_rpc(self, method, kwargs=None):
@@ -153,6 +154,7 @@ class SGLang(Engine):
     async def check_weights(self, request, *_):
         message = read(json.loads(request.action.removeprefix(CHANNEL)))
         await self.reached("pull_weights" if message.kind == "pull" else message.kind)
+        self.dropped += isinstance(message, Flush)
         try:
             answer = {"flushed": True} if isinstance(message, Flush) else self.end.handle(message)
         except Exception as error:  # noqa: BLE001 - as the plugin answers
@@ -168,7 +170,13 @@ class SGLang(Engine):
 
         async def update(request):
             body = await request.json()
-            fields = {"abort_all_requests": False, "load_format": None, "weight_version": None, **body}
+            fields = {
+                "abort_all_requests": False,
+                "load_format": None,
+                "weight_version": None,
+                "flush_cache": True,
+                **body,
+            }
             success, message, paused = await sglang_routes.update(theirs, self, SimpleNamespace(**fields), request)
             content = {"success": success, "message": message, "num_paused_requests": paused}
             return JSONResponse(content, status_code=200 if success else 400)

@@ -102,10 +102,13 @@ class ReloadableEngine(Protocol):
         """Handle a message."""
 
     def finish(self, message: Finish, label: str | None) -> None:
-        """End a complete update, drop everything cached with older weights, and set the label, if there is one."""
+        """End a complete update, and set the label, if there is one."""
 
     def reload(self, path: str, label: str | None) -> None:
-        """Load a checkpoint directory; then drop caches and set the label, as `finish` does."""
+        """Load a checkpoint directory, and set the label, if there is one."""
+
+    def drop_cached(self) -> None:
+        """Drop everything cached with older weights."""
 
     def undo(self, landing: bool) -> bool:
         """End a failed update, and return whether the engine still has its old weights.
@@ -132,7 +135,7 @@ class DiskLoads:
         self._joined: Joined | None = None
         self._labels: set[str | None] = set()  # label of the weights while a pause of our own lasts, otherwise empty
 
-    def load(self, path: Any, load_format: Any, label: str | None, files: Any) -> str:
+    def load(self, path: Any, load_format: Any, label: str | None, files: Any, *, flush: bool = True) -> str:
         """Load a checkpoint directory, or with load format ``"delta"`` a published version.
 
         Args:
@@ -140,6 +143,7 @@ class DiskLoads:
             load_format: None, ``"auto"``, ``"safetensors"`` or ``"delta"``.
             label: label for the new weights, or None.
             files: names of the version's files to load; None for all of them.
+            flush: drop what was cached with older weights.
 
         Returns:
             A sentence that says which weights are in service.
@@ -161,18 +165,18 @@ class DiskLoads:
             if self._labels and (serves or self._engine.label() not in self._labels):
                 self._labels = set()  # another caller resumed the engine or loaded other weights
             if load_format == "delta":
-                return f"{self._land(path, label, files, serves)} is in service"
+                return f"{self._land(path, label, files, serves, flush)} is in service"
             admit(path)
             folder = Path(path).absolute()
             if not folder.is_dir() or not any(folder.glob("*.safetensors")):
                 raise StoreError(f"{path} is no checkpoint directory", state="nothing was loaded")
             self._joined = None
-            self._replace(path, serves, lambda: self._engine.reload(str(folder), label))
+            self._replace(path, serves, flush, lambda: self._engine.reload(str(folder), label))
             return f"{path} is in service"
         finally:
             self._one_at_a_time.release()
 
-    def _land(self, path: str, label: str | None, files: Any, serves: bool) -> str:
+    def _land(self, path: str, label: str | None, files: Any, serves: bool, flush: bool) -> str:
         """Stage a version while the engine serves, put it in service, and return its name."""
         engine, in_parts = self._engine, not serves and not self._labels
         root, version = PublishedRoot.of_path(path, engine.model)
@@ -194,12 +198,17 @@ class DiskLoads:
             engine.finish(Finish(connection=connection, version=version), label)
 
         name = f"version {version} of {root.root}"
-        self._replace(name, serves, land, lambda: engine.handle(Start(connection=connection)))
+        self._replace(name, serves, flush, land, lambda: engine.handle(Start(connection=connection)))
         self._joined = joined
         return name
 
     def _replace(
-        self, what: str, serves: bool, land: Callable[[], None], begin: Callable[[], Any] = lambda: None
+        self,
+        what: str,
+        serves: bool,
+        flush: bool,
+        land: Callable[[], None],
+        begin: Callable[[], Any] = lambda: None,
     ) -> None:
         """Replace the weights in a pause; resume the engine if it served before or an earlier load left it paused."""
         if serves:
@@ -210,6 +219,8 @@ class DiskLoads:
             begin()
             landing = True
             land()
+            if flush:
+                self._engine.drop_cached()
         except Exception as error:
             if self._labels:
                 with suppress(Exception):  # the engine may not answer

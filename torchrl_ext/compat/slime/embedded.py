@@ -87,10 +87,11 @@ class _SlimeEngine:
 
     def finish(self, message: Finish, label: str | None) -> None:
         self._engine.finish(label)
-        self._engine.scheduler.forget()  # the old weights computed those keys and values
 
     def reload(self, path: str, label: str | None) -> None:
         self._engine.reload(path, label)
+
+    def drop_cached(self) -> None:
         self._engine.scheduler.forget()
 
     def undo(self, landing: bool) -> bool:

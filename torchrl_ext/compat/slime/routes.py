@@ -3,10 +3,11 @@
 =================================  ====================================================================================
 ``POST /pull_weights``             ``{"local_checkpoint_dir", "source_dir", "target_version"}``: bring a checkpoint
                                    directory on each worker's host to a version while the engine serves; load nothing
-``POST /update_weights_from_disk`` ``{"model_path", "load_format", "weight_version", "files"}``, of which only the first
-                                   is needed. With load format ``"delta"``, ``model_path`` is a version directory
-                                   ``weight_v000007`` or the root that holds it (then the newest version is taken): the
-                                   version is staged while the engine serves, and committed in a short pause
+``POST /update_weights_from_disk`` ``{"model_path", "load_format", "weight_version", "files", "flush_cache"}``, of
+                                   which only the first is needed. With load format ``"delta"``, ``model_path`` is a
+                                   version directory ``weight_v000007`` or the root that holds it (then the newest
+                                   version is taken): the version is staged while the engine serves, and committed in a
+                                   short pause. ``flush_cache``: false keeps what was cached with older weights
 =================================  ====================================================================================
 
 Answer: ``{"success": bool, "message": str, "num_paused_requests": 0}``, with status 400 where ``success`` is false. The
@@ -57,7 +58,9 @@ def steps_of(engine: SlimeEngine) -> dict[str, Step]:
         label = body.get("weight_version")
         if label is not None:
             label = str(label) if isinstance(label, int) else decoded(label, str, "weight_version")
-        return {"message": loads.load(body.get("model_path"), body.get("load_format"), label, body.get("files"))}
+        flush = decoded(body.get("flush_cache", True), bool, "flush_cache")
+        path, load_format = body.get("model_path"), body.get("load_format")
+        return {"message": loads.load(path, load_format, label, body.get("files"), flush=flush)}
 
     return dict(zip(PATHS, (lambda body: engine.pull(Pull.of(body)), update), strict=True))
 

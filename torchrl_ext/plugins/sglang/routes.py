@@ -91,6 +91,8 @@ class _SlimeEngine:
         self.handle(message)
         label = str(message.version) if label is None else label
         self._call("update_weight_version", "UpdateWeightVersionReqInput", new_version=label, abort_all_requests=False)
+
+    def drop_cached(self) -> None:
         Deadline(_FLUSH_S).poll(
             lambda: self._ask(Flush()).get("flushed"),
             late=lambda: EngineRefusedError("requests that are paused hold the cache of the old weights"),
@@ -140,7 +142,7 @@ async def update(original: Callable[..., Any], manager: Any, told: Any, request:
 
     async def body() -> Info:
         named = {} if request is None else await request.json()  # for ``files``, a field that SGLang does not know
-        known = {name: getattr(told, name) for name in ("model_path", "load_format", "weight_version")}
+        known = {name: getattr(told, name) for name in ("model_path", "load_format", "weight_version", "flush_cache")}
         return {**known, "files": named.get("files")}
 
     step = _steps_of(manager)["/update_weights_from_disk"]

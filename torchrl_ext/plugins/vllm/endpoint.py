@@ -168,7 +168,6 @@ class _SlimeEngine(VLLMObjectPort):
     def _label(self, label: str | None) -> None:
         if label is not None:
             self._done(self._llm.update_weight_version(label))
-        self.drop_cached()
 
     def _patient(self) -> _SlimeEngine:
         """Return the same engine, for steps that take as long as reading a model's files."""
