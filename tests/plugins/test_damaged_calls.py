@@ -18,7 +18,7 @@ from tests.processes import python
 from torchrl_ext import messages
 from torchrl_ext.collectors.worker_end import Keep
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.plugins.sglang import adapters, register, routes
+from torchrl_ext.plugins.sglang import adapters, register
 from torchrl_ext.plugins.sglang.adapters import CheckLoaded
 from torchrl_ext.routes import CHANNEL, Flush, ListAdapters
 from torchrl_ext.sync import inspection
@@ -81,12 +81,6 @@ class Scheduler:
 
     def answer(self, message, manager):
         return self.end.handle(message)
-
-    def invalidate(self):
-        self.end.receiver.invalidate()
-
-    def reloaded(self):
-        self.end.receiver.handle(messages.Reset(weights="reloaded"))
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +151,7 @@ def test_no_call_of_sglangs_server_raises_and_every_answer_can_be_sent(monkeypat
     async def test():
         for told in damaged(4, 40):
             request = SimpleNamespace(action=CHANNEL + json.dumps(told))
-            success, words, *_ = await routes.check_weights(theirs, manager, request)
+            success, words, *_ = await adapters.check_weights(theirs, manager, request)
             assert isinstance(success, bool) and words.encode() is not None
         own = adapters._managers.setdefault(manager, adapters.Adapters(manager, None))
         own._served["a"] = "a@7"

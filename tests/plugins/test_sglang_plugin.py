@@ -10,6 +10,7 @@ import pytest
 
 from tests.processes import python
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.plugins.found import started_with
 from torchrl_ext.plugins.sglang import register
 from torchrl_ext.serving.engines.sglang import SGLangServer
 from torchrl_ext.serving.engines.vllm import VLLMServer
@@ -66,8 +67,8 @@ class Model:
 
 
 class Worker:
-    def __init__(self, model, checkpoint, group, **settings):
-        self.checkpoint, self.loaded_past_us = checkpoint, 0
+    def __init__(self, runner):
+        self.checkpoint, self.loaded_past_us = started_with(runner.model, runner.model_config), 0
         self.end = self.receiver = self
 
     def invalidate(self):

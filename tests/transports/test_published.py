@@ -12,7 +12,7 @@ from tests.transports.chains import checkpoint, folder, published, same
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.messages import CheckAdapter, Finish, Join, Load, Prefetch, Reset, Start, stamped
-from torchrl_ext.plugins.refusals import check_adapter
+from torchrl_ext.plugins.adapters import check_adapter
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.published import PublishedRoot
 

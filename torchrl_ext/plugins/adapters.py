@@ -8,14 +8,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 
+from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, UnloadAdapter
 from torchrl_ext.routes import ListAdapters
+from torchrl_ext.stores import open_store
 from torchrl_ext.stores.opening import admit
+from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation
 from torchrl_ext.types import Info
-from torchrl_ext.weights.peft import adapter_label, adapter_version
+from torchrl_ext.weights.peft import adapter_label, adapter_rank, adapter_version
 
-__all__ = ["AdapterTable", "NoAdapterError", "refuse_layers"]
+__all__ = ["AdapterTable", "NoAdapterError", "check_adapter", "refuse_layers"]
 
 
 class NoAdapterError(ConfigError):
@@ -75,6 +78,27 @@ class AdapterTable(ABC):
     @abstractmethod
     async def unload(self, name: str) -> None:
         """Forget a name, whose running requests end with the version that they began with."""
+
+
+def check_adapter(message: CheckAdapter, *, enabled: bool, max_rank: int | None) -> None:
+    """Refuse a LoRA adapter that an engine of these settings cannot take.
+
+    Raises:
+        ConfigError: the server was started without LoRA, or for smaller ranks, or may not open the adapters' root.
+        StoreError: the root cannot be seen from here.
+    """
+    if not enabled:
+        raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
+    rank = adapter_rank(message.params)
+    if max_rank is not None and rank > max_rank:
+        raise ConfigError(
+            f"LoRA rank {rank} is greater than max_lora_rank {max_rank}",
+            hint=f"start the server with --max-lora-rank {rank} or more",
+        )
+    if message.root is not None:
+        admit(message.root.get("root"))
+        offer = Invitation.from_json(message.root, "the root of an adapter")
+        offer.find(open_store(offer.root), Deadline(VISIBLE_S))
 
 
 def refuse_layers(

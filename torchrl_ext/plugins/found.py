@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ log = logging.getLogger("torchrl_ext")
 def enable(engine: str, module: str, tested: str, needed: Mapping[str, Callable[[], None]]) -> None:
     """Make use of an engine's internals; log the release that was found, and what is not as it was in the tested one.
 
-    Another release may lack a name, or give it other arguments: whatever goes wrong is caught, and logged once.
+    Another release may lack a name, or give it other arguments: whatever goes wrong is caught, and logged.
 
     Args:
         engine: its name for people.
@@ -36,13 +35,9 @@ def enable(engine: str, module: str, tested: str, needed: Mapping[str, Callable[
     except Exception as error:
         log.debug("%s cannot be imported", module, exc_info=True)
         found = f"that cannot be imported ({error})"
-    _say_once(f"torchrl_ext found {engine} {found}, tested with {tested}", tuple(missing.items()))
-
-
-@functools.cache
-def _say_once(releases: str, missing: tuple[tuple[str, str], ...]) -> None:
+    releases = f"torchrl_ext found {engine} {found}, tested with {tested}"
     if missing:
-        log.warning("%s: %s", releases, "; ".join(f"{follows} ({why})" for follows, why in missing))
+        log.warning("%s: %s", releases, "; ".join(f"{follows} ({why})" for follows, why in missing.items()))
     else:
         log.info("%s", releases)
 

@@ -19,7 +19,6 @@ from torchrl_ext.landing.loader import Changes, Patchable, Rehearsable, Sliceabl
 from torchrl_ext.landing.patcher import Patcher, Piece, compare, holds, read
 from torchrl_ext.landing.placement import Landing, Placement, record
 from torchrl_ext.landing.sliced import Sliced
-from torchrl_ext.plugins.refusals import UNCHANGED, unknown
 from torchrl_ext.plugins.slices import Slices, layer_of, sharing_no_layer, write_pieces
 from torchrl_ext.plugins.workers import combine
 from torchrl_ext.proof.known_weights import start_tensors
@@ -30,8 +29,9 @@ from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import PositionDigest, position_digest, tensor_digest
 from torchrl_ext.weights.shards.blocks import Block
 
-__all__ = ["EngineLoader", "EngineModel", "StandIns", "swapped"]
+__all__ = ["UNCHANGED", "EngineLoader", "EngineModel", "StandIns", "rebalanced", "swapped"]
 
+UNCHANGED = "nothing was changed; the engine serves what it served"
 _EVERY = "every parameter of the checkpoint that the engine was started with"
 
 
@@ -256,7 +256,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         for name in placement.nowhere():
             elsewhere = self.model.shared and (name in self._shapes or not self._shapes)
             if not (elsewhere or self._is_tied_head(name) or name.endswith("rotary_emb.inv_freq")):
-                raise unknown(name)
+                raise _unknown(name)
         for param, numel in needed.items():
             written = placement.written[param]
             if written < numel and (written or not self._is_tied_head(param)):  # a tied head has no memory of its own
@@ -372,7 +372,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         if names is None:
             return
         for name in names - {meta.name for meta in self._params}:
-            raise unknown(name)
+            raise _unknown(name)
         sliced = self._coming()
         direct = names & self._patcher.pieces.keys() if sliced is None else names - {*sliced.loaded}
         opening = sorted(names - direct)
@@ -585,6 +585,25 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         found = self._rehearsed
         if found is not None and found.refused and not (unproved and found.restored):
             raise found.refusal()
+
+
+def rebalanced() -> ConfigError:
+    """Return the refusal of an engine that moves experts between its workers (EPLB)."""
+    return ConfigError(
+        "this engine moves experts between its workers while it serves (EPLB)",
+        expected="an engine started without --enable-eplb",
+        state=UNCHANGED,
+        hint="where an expert's weights lie changes from step to step, so that no update could be proved",
+    )
+
+
+def _unknown(name: str) -> ManifestError:
+    return ManifestError(
+        f"the engine's model has no parameter {name!r}",
+        expected="the names of the checkpoint that the engine was started with",
+        state=UNCHANGED,
+        hint="map the trainer's names with WeightSender(..., mapper=...)",
+    )
 
 
 def _is_exact(landings: Iterable[Landing]) -> bool:

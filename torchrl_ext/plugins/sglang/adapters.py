@@ -20,18 +20,18 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
 from torchrl_ext.errors import ConfigError, EngineError, NotConnectedError
-from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, UnloadAdapter
-from torchrl_ext.plugins.adapters import AdapterTable, refuse_layers
-from torchrl_ext.plugins.refusals import check_adapter
+from torchrl_ext.messages import CheckAdapter, Message, ServeAdapter, StageAdapter, State, UnloadAdapter, read
+from torchrl_ext.plugins.adapters import AdapterTable, check_adapter, refuse_layers
 from torchrl_ext.routes import CHANNEL, ListAdapters
 from torchrl_ext.types import Info, Text
 from torchrl_ext.weights.peft import adapter_version
 
-__all__ = ["HOOKS", "CheckLoaded", "answer_adapters", "check_worker", "is_for_adapters"]
+__all__ = ["HOOKS", "CheckLoaded", "check_worker"]
 
 _NOT_HERE = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_pattern": {}, "bias": "none"}
 """Settings of PEFT that change what an adapter computes and that SGLang ignores, with their neutral values."""
@@ -136,21 +136,27 @@ class Adapters(AdapterTable):
 _managers: weakref.WeakKeyDictionary[Any, Adapters] = weakref.WeakKeyDictionary()
 
 
-def is_for_adapters(message: Message) -> bool:
-    """Return whether the process that looks names up answers a message."""
-    return isinstance(message, (CheckAdapter, ListAdapters, ServeAdapter, StageAdapter, UnloadAdapter))
+def _message_in(action: Any) -> Message | None:
+    """Return our message in the ``action`` of a call of ``/weights_checker``; None where it has none."""
+    if isinstance(action, str) and action.startswith(CHANNEL):
+        with suppress(Exception):  # what is no message is for the workers to refuse
+            return read(json.loads(action.removeprefix(CHANNEL)))
+    return None
 
 
-async def answer_adapters(original: Callable[..., Any], manager: Any, message: Message, kind: type) -> Any:
-    """Do what a message about adapters says, and answer in the form of ``/weights_checker``. Never raises.
+async def check_weights(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
+    """Wrap the server's part of ``/weights_checker``: answer messages about adapters. Of these none raises.
 
-    Args:
-        original: SGLang's method, which asks the workers.
-        manager: SGLang's `TokenizerManager`.
-        message: for which `is_for_adapters`.
-        kind: SGLang's class of requests to ``original``.
+    To the workers' answer to `State` it adds whether the server itself is paused, which its schedulers do not know of
+    every pause.
     """
-    held = weakref.proxy(manager)
+    message = _message_in(request.action)
+    if not isinstance(message, (CheckAdapter, ListAdapters, ServeAdapter, StageAdapter, UnloadAdapter)):
+        success, words, *rest = await original(manager, request, *args)
+        if success and isinstance(message, State):
+            words += " | " + json.dumps({"server": True, "paused": bool(manager.is_pause)})
+        return (success, words, *rest)
+    held, kind = weakref.proxy(manager), type(request)
 
     async def ask(message: Message) -> tuple[bool, str]:
         success, words, *_ = await original(held, kind(action=CHANNEL + json.dumps(message.to_json())))
@@ -238,6 +244,7 @@ def _layer(name: str) -> str:
 
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS: dict[str, Callable[..., Any]] = {
+    f"{_TOKENIZER}.check_weights": check_weights,
     f"{_TOKENIZER}._resolve_lora_path": resolve,
     f"{_TOKENIZER}._wait_one_response": respond,
 }

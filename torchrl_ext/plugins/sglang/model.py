@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
 from sglang.srt.model_loader import weight_utils
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import Tensor, distributed, nn
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.plugins.loader import StandIns, swapped
-from torchrl_ext.plugins.refusals import UNCHANGED
+from torchrl_ext.plugins.found import started_with
+from torchrl_ext.plugins.loader import UNCHANGED, StandIns, rebalanced, swapped
 from torchrl_ext.proof.runtime import Reading, reachable
 
 __all__ = ["SGLangModel"]
@@ -28,40 +29,37 @@ class SGLangModel:
     """An `EngineModel` of one SGLang worker.
 
     Args:
-        module: the worker's model.
-        checkpoint: the directory, or the name, of what the engine was started with.
-        group: the tensor-parallel workers, on the CPU.
-        dummy: SGLang filled the model with random numbers.
-        rejection: why an engine of these settings takes no update.
+        runner: SGLang's `ModelRunner`.
 
     Attributes:
         prepared: SGLang itself unpacks layers before a load, and packs them after it (``/begin_weight_update``).
-        unpacked: we have unpacked layers, and neither we nor SGLang packed them since.
     """
 
     by_layer = False
     kept = ()
     repairs: dict[str, Any] = {}  # noqa: RUF012 - none
 
-    def __init__(
-        self,
-        module: nn.Module,
-        checkpoint: str,
-        group: distributed.ProcessGroup,
-        *,
-        dummy: bool = False,
-        rejection: ConfigError | None = None,
-    ) -> None:
-        self.module, self.checkpoint, self.group = module, checkpoint, group
-        self.alone = distributed.get_world_size(group) == 1
-        self.shared = any(getattr(layer, "moe_ep_size", 1) > 1 for layer in module.modules())  # expert parallelism
-        self.dtype = next(module.parameters()).dtype
-        self.tied = bool(getattr(getattr(module, "config", None), "tie_word_embeddings", False))
+    def __init__(self, runner: Any) -> None:
+        self.module: nn.Module = runner.model
+        self.checkpoint = started_with(self.module, runner.model_config)
+        self.group = get_tp_group().cpu_group
+        self.alone = distributed.get_world_size(self.group) == 1
+        self.shared = any(getattr(layer, "moe_ep_size", 1) > 1 for layer in self.module.modules())  # expert parallelism
+        self.dtype = next(self.module.parameters()).dtype
+        self.tied = bool(getattr(getattr(self.module, "config", None), "tie_word_embeddings", False))
+        dummy = str(runner.server_args.load_format) == "dummy"
         self.dummy: Callable[[Tensor], Any] | None = _fill if dummy else None
-        self.prepared = self.unpacked = False
-        self._packs, self.rejection = _packs(module), rejection
-        if self._packs and getattr(DefaultModelLoader, "restore_weights_before_loading", None) is None:
-            self.rejection = rejection or ConfigError(
+        self.prepared = False
+        self._packs = _packs(self.module)
+        self.rejection: ConfigError | None = None
+        if get_pp_group().world_size > 1:
+            self.rejection = ConfigError(
+                "the plugin does not know engines with pipeline stages", expected="--pp-size 1", state=UNCHANGED
+            )
+        elif getattr(runner, "eplb_manager", None) is not None:
+            self.rejection = rebalanced()
+        elif self._packs and getattr(DefaultModelLoader, "restore_weights_before_loading", None) is None:
+            self.rejection = ConfigError(
                 "layers of this model rebuild their weights after loading, and this SGLang cannot undo that",
                 expected="SGLang 0.5.21 or later, or a model that is not quantised",
                 state=UNCHANGED,
@@ -87,16 +85,14 @@ class SGLangModel:
             yield StandIns(tensors, {name: parameter.numel() for name, parameter in self.module.named_parameters()})
 
     def open(self, layers: Collection[str] | None) -> Collection[nn.Module]:
-        """Unpack the layers of the whole model, as SGLang does before its own updates."""
-        if self._packs and not self.unpacked and not self.prepared:
+        """Unpack the layers of the whole model, as SGLang does before its own updates; unpacked ones stay so."""
+        if self._packs and not self.prepared:
             DefaultModelLoader.restore_weights_before_loading(self.module, next(self.module.parameters()).device)
-            self.unpacked = True
         return ()
 
     def close(self, layers: Collection[nn.Module]) -> None:
         if self._packs and not self.prepared:
             DefaultModelLoader.postprocess_weights(self.module, next(self.module.parameters()).device)
-        self.unpacked = False
 
 
 def _packs(module: nn.Module) -> bool:

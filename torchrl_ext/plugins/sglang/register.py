@@ -1,6 +1,6 @@
 """Entry point of group ``sglang.srt.plugins``, by which a stock SGLang follows our transports and ``"delta"`` loads.
 
-SGLang (0.5.13 and later) calls `register` in each of its processes and then applies the hooks. Those of this file run
+SGLang calls `register` in each of its processes and then applies the hooks. Those of this file run
 in schedulers, which hold the model; others in the process of the HTTP server, which looks up adapters by name
 (`torchrl_ext.plugins.sglang.routes` and `torchrl_ext.plugins.sglang.adapters`).
 
@@ -15,15 +15,16 @@ load methods only note that the model was loaded past us.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import pkgutil
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.messages import CheckAdapter, Prefetch, partial_version, read
+from torchrl_ext.errors import EngineError
+from torchrl_ext.messages import CheckAdapter, Reset, partial_version, read
 from torchrl_ext.plugins.found import enable, started_with
 from torchrl_ext.plugins.sglang import adapters as sglang_adapters
 from torchrl_ext.plugins.sglang import routes as sglang_routes
@@ -46,57 +47,38 @@ _held: weakref.WeakSet[Any] = weakref.WeakSet()
 """Schedulers that `load_from_disk` paused."""
 _loaded: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models that SGLang loaded past us before they had a worker of ours."""
-_unseen: list[str] = []
-"""Why calls of SGLang's own load methods go unnoticed, if they do: what a worker knows of its weights may be wrong."""
 
 
+@functools.cache
 def register() -> None:
     """Register the hooks. May be called any number of times; what a release does not have is logged."""
     needed = {
-        "it follows no trainer by our transports": _register_hooks,
-        "its own ways to load cannot be seen, so that every version has to be a full one": _see_loads,
+        "it follows no trainer by our transports": lambda: _wrap(_worker_hooks()),
+        "it takes no LoRA adapters": lambda: _wrap(sglang_adapters.HOOKS),
+        "slime's trainers cannot have it load versions": lambda: _wrap(sglang_routes.HOOKS),
     }
     enable("SGLang", "sglang", _TESTED, needed)
 
 
-def _register_hooks() -> None:
-    """Register each hook whose target this release has; the one that is indispensable is looked for first.
-
-    Raises:
-        AttributeError, ImportError: there is no `check_weights`, which our messages come by, or no registry of hooks.
-    """
+def _wrap(hooks: Mapping[str, Callable[..., Any]]) -> None:
+    """Register hooks by what they wrap, all of them or none."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    pkgutil.resolve_name(f"{_MANAGER}.check_weights")
-    unseen, ways = "", []
-    try:
-        ways = [name for name in dir(pkgutil.resolve_name(_UPDATER)) if name.startswith(_PAST_US)]
-    except (ImportError, AttributeError) as error:
-        unseen = f"there is no {_UPDATER}: {error}"
-    _unseen[:] = [unseen] if unseen else []
-    hooks: dict[str, Callable[..., Any]] = {
+    for target in hooks:
+        pkgutil.resolve_name(target)
+    for target, hook in hooks.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+
+
+def _worker_hooks() -> dict[str, Callable[..., Any]]:
+    ways = [name for name in dir(pkgutil.resolve_name(_UPDATER)) if name.startswith(_PAST_US)]
+    return {
         f"{_MANAGER}.check_weights": check_weights,
         f"{_SCHEDULER}.continue_generation": continue_generation,
         **{f"{_UPDATER}.{name}": load_past_us for name in ways},
         f"{_UPDATER}.update_weights_from_disk": update_weights_from_disk,
         f"{_MANAGER}.update_weights_from_disk": load_from_disk,
-        **sglang_adapters.HOOKS,
-        **sglang_routes.HOOKS,
     }
-    absent = []
-    for target, hook in hooks.items():
-        known = any(registered is hook for _, registered, _ in HookRegistry._hooks.get(target, ()))
-        if not _exists(target):
-            absent.append(target)
-        elif not known:
-            HookRegistry.register(target, hook, HookType.AROUND)
-    if absent:
-        log.info("this SGLang has no %s", ", ".join(absent))
-
-
-def _see_loads() -> None:
-    if _unseen:
-        raise AttributeError(_unseen[0])
 
 
 def _guarded(step: Callable[[], str]) -> tuple[bool, str]:
@@ -124,10 +106,7 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
         if isinstance(message, (CheckAdapter, sglang_adapters.CheckLoaded)):
             _together(lambda: sglang_adapters.check_worker(runner.lora_manager, message))
             return ""
-        worker = _worker(runner)
-        if _unseen and isinstance(message, Prefetch):  # the first message of an update
-            worker.invalidate()
-        return json.dumps(worker.answer(message, manager))
+        return json.dumps(_worker(runner).answer(message, manager))
 
     success, words = _guarded(answer)
     return CheckWeightsReqOutput(success=success, message=words)
@@ -203,7 +182,7 @@ def update_weights_from_disk(
             return load()
         _together(lambda: words.append(load()))
         if runner.model in _workers:
-            _workers[runner.model].reloaded()
+            _workers[runner.model].end.receiver.handle(Reset(weights="reloaded"))
         return words[0]
 
     success, words = _guarded(load_together)
@@ -222,7 +201,7 @@ def load_past_us(original: Callable[..., Any], updater: Any, *args: Any, **kwarg
     finally:
         model = updater.get_model()
         if model in _workers:
-            _workers[model].invalidate()
+            _workers[model].end.receiver.invalidate()
         else:
             _loaded.add(model)
 
@@ -239,35 +218,12 @@ def _together(step: Callable[[], None]) -> None:
 
 def _worker(runner: Any) -> Any:
     """Return the `SGLangWorker` that keeps this runner's model up to date; there is one per model and process."""
-    from sglang.srt.distributed.parallel_state import get_pp_group, get_tp_group
-
-    from torchrl_ext.plugins.refusals import UNCHANGED, rebalanced
     from torchrl_ext.plugins.sglang.worker import SGLangWorker
 
     model = runner.model
     if model not in _workers:
-        rejection = None if getattr(runner, "eplb_manager", None) is None else rebalanced()
-        if get_pp_group().world_size > 1:
-            rejection = ConfigError(
-                "the plugin does not know engines with pipeline stages", expected="--pp-size 1", state=UNCHANGED
-            )
-        worker = SGLangWorker(
-            model,
-            started_with(model, runner.model_config),
-            get_tp_group().cpu_group,
-            dummy=str(runner.server_args.load_format) == "dummy",
-            rejection=rejection,
-        )
+        worker = SGLangWorker(runner)
         if model in _loaded:
-            worker.invalidate()
+            worker.end.receiver.invalidate()
         _workers[model] = worker
     return _workers[model]
-
-
-def _exists(target: str) -> bool:
-    """Return whether this SGLang has what a hook would wrap."""
-    try:
-        return pkgutil.resolve_name(target) is not None
-    except Exception:
-        log.debug("%s cannot be imported", target, exc_info=True)
-        return False

@@ -16,13 +16,11 @@ import sys
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import wait
-from contextlib import suppress
 from typing import Any, Final
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import EngineError, EngineRefusedError
-from torchrl_ext.messages import Finish, Join, Message, Poll, Prefetch, Pull, State, read
-from torchrl_ext.plugins.sglang.adapters import answer_adapters, is_for_adapters
+from torchrl_ext.messages import Finish, Join, Message, Poll, Prefetch, Pull
 from torchrl_ext.routes import CHANNEL, Flush, answers_in, merged
 from torchrl_ext.types import Info
 
@@ -36,14 +34,6 @@ _PULL_S: Final = 7200.0
 _STEP_S: Final = 600.0
 _FLUSH_S: Final = 10.0
 _steps: weakref.WeakKeyDictionary[Any, dict[str, Callable[[Info], Any]]] = weakref.WeakKeyDictionary()
-
-
-def _message_in(action: Any) -> Message | None:
-    """Return our message in the ``action`` of a call of ``/weights_checker``; None where it has none."""
-    if isinstance(action, str) and action.startswith(CHANNEL):
-        with suppress(Exception):  # what is no message is for the workers to refuse
-            return read(json.loads(action.removeprefix(CHANNEL)))
-    return None
 
 
 class _SlimeEngine:
@@ -150,21 +140,6 @@ async def update(original: Callable[..., Any], manager: Any, told: Any, request:
     return answer["success"], answer["message"], answer["num_paused_requests"]
 
 
-async def check_weights(original: Callable[..., Any], manager: Any, request: Any, *args: Any) -> Any:
-    """Wrap the server's part of ``/weights_checker``: answer messages about adapters.
-
-    To the workers' answer to `State` it adds whether the server itself is paused, which its schedulers do not know of
-    every pause.
-    """
-    message = _message_in(request.action)
-    if message is not None and is_for_adapters(message):
-        return await answer_adapters(original, manager, message, type(request))
-    success, words, *rest = await original(manager, request, *args)
-    if success and isinstance(message, State):
-        words += " | " + json.dumps({"server": True, "paused": bool(manager.is_pause)})
-    return (success, words, *rest)
-
-
 def init(original: Callable[..., Any], manager: Any, *args: Any, **settings: Any) -> None:
     """Wrap the making of the object that routes call: add ours to the application, once, where a release has one."""
     original(manager, *args, **settings)
@@ -198,6 +173,5 @@ def _add(app: Any, manager: Any) -> None:
 _MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{_MANAGER}.__init__": init,
-    f"{_MANAGER}.check_weights": check_weights,
     f"{_MANAGER}.update_weights_from_disk": update,
 }

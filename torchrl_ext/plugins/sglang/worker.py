@@ -17,9 +17,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 
-from torchrl_ext.messages import Finish, Message, Reset, Start, State
+from torchrl_ext.messages import Finish, Message, Start, State
 from torchrl_ext.plugins.loader import EngineLoader
 from torchrl_ext.plugins.sglang.model import SGLangModel
 from torchrl_ext.plugins.workers import agree
@@ -34,35 +34,23 @@ class SGLangWorker:
     """Keeps one worker's model up to date.
 
     Args:
-        model: the worker's model.
-        checkpoint: the directory that it was loaded from.
-        group: the tensor-parallel workers of this server, on the CPU.
-        **settings: of `SGLangModel`.
+        runner: SGLang's `ModelRunner`.
 
     Attributes:
         end: handles messages, and knows what the model holds.
     """
 
-    def __init__(self, model: nn.Module, checkpoint: str, group: distributed.ProcessGroup, **settings: Any) -> None:
-        self._model = SGLangModel(model, checkpoint, group, **settings)
+    def __init__(self, runner: Any) -> None:
+        self._model = SGLangModel(runner)
+        group = self._model.group
         self.end = WorkerEnd(
             EngineLoader(self._model),
             rank=distributed.get_rank(group),
             workers=distributed.get_world_size(group),
             agree=lambda words: agree(words, group),
             mode=torch.inference_mode,
-            base=checkpoint,
+            base=self._model.checkpoint,
         )
-
-    def invalidate(self) -> None:
-        """Note that SGLang loaded the model by itself: the next version does not build on what it holds."""
-        self._model.unpacked = False
-        self.end.receiver.invalidate()
-
-    def reloaded(self) -> None:
-        """Note that SGLang loaded a whole checkpoint by itself."""
-        self._model.unpacked = False
-        self.end.receiver.handle(Reset(weights="reloaded"))
 
     @torch.inference_mode()
     def answer(self, message: Message, scheduler: Any) -> Info:

@@ -31,7 +31,6 @@ from starlette.responses import JSONResponse
 from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.messages import CheckAdapter, read
 from torchrl_ext.plugins.adapters import AdapterTable, NoAdapterError
-from torchrl_ext.plugins.vllm.internals import internals
 from torchrl_ext.routes import ListAdapters
 from torchrl_ext.types import Info
 from torchrl_ext.weights.peft import adapter_version
@@ -74,23 +73,28 @@ class AdapterRoutes(AdapterTable):
 
     async def check(self, message: CheckAdapter) -> None:
         """Ask all workers, which look at the layers of their models."""
-        request = internals.WeightTransferInitRequest(init_info=message.to_json())
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info=message.to_json())
         await self._engine.init_weight_transfer_engine(request)
 
     async def stage(self, name: str, label: str, path: str) -> None:
         """Load a version under an id of its own."""
+        from vllm.lora.peft_helper import PEFTHelper
+        from vllm.lora.request import LoRARequest
+
         if self._models.is_base_model(name):
             raise ConfigError(f"{name!r} is what the base model is called here", hint="call the adapter something else")
         lora_config = self._engine.vllm_config.lora_config
         if lora_config is None:
             raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")
         # refused here, since one worker of several that raises leaves later calls a reply behind
-        internals.PEFTHelper.from_local_dir(path, None).validate_legal(lora_config)
+        PEFTHelper.from_local_dir(path, None).validate_legal(lora_config)
         number = self._models.lora_id_counter.inc(1)
         # a trainer may begin anew in an emptied root: another spelling keeps vLLM off what it cached of older files
         again = "/." * self._times[path]
         self._times[path] += 1
-        request = internals.LoRARequest(lora_name=label, lora_int_id=number, lora_path=path + again)
+        request = LoRARequest(lora_name=label, lora_int_id=number, lora_path=path + again)
         if not await self._engine.add_lora(request):
             raise ConfigError(f"the workers did not take {path}")
         self._staged[name] = request

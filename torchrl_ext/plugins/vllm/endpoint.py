@@ -33,7 +33,6 @@ from starlette.routing import Route
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.messages import Finish, Pull, Reset, State
 from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
-from torchrl_ext.plugins.vllm.internals import internals
 from torchrl_ext.routes import ADAPTERS_ROUTE, BACKEND, asleep_by, bears_key, refusal
 from torchrl_ext.rpc.port import EngineState
 from torchrl_ext.sync.engines.local import VLLMObjectPort
@@ -178,5 +177,7 @@ class _SlimeEngine(VLLMObjectPort):
 
 def _metrics() -> str:
     """Return what the server answers to ``GET /metrics``."""
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
     exposition = importlib.import_module("prometheus_client")  # by name: it comes with vLLM
-    return str(exposition.generate_latest(internals.get_prometheus_registry()).decode())
+    return str(exposition.generate_latest(get_prometheus_registry()).decode())

@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.messages import CheckAdapter, Finish, Join, Message, Reset, Start, read, stamped
-from torchrl_ext.plugins.adapters import refuse_layers
+from torchrl_ext.plugins.adapters import check_adapter, refuse_layers
 from torchrl_ext.plugins.found import started_with
 from torchrl_ext.plugins.loader import EngineLoader
-from torchrl_ext.plugins.refusals import check_adapter
-from torchrl_ext.plugins.vllm.internals import internals
 from torchrl_ext.plugins.vllm.model import VLLMModel
 from torchrl_ext.plugins.workers import agree
 from torchrl_ext.routes import ANSWERS, OPEN_UPDATE, escaped
@@ -61,7 +61,6 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, *where: Any, base: str | None = None) -> None:
         super().__init__(config, *where)  # vLLM's configuration, the device and the model
-        internals.log_missing()
         vllm_config, parallel = self.vllm_config, self.parallel_config
         self._is_last = parallel.rank == parallel.world_size - 1
         self._layers = VLLMModel(self.model, vllm_config)
@@ -84,7 +83,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Do what a message says that loads nothing: join, prefetch, rehearse, check an adapter, answer."""
-        with internals.set_current_vllm_config(self.vllm_config):
+        with set_current_vllm_config(self.vllm_config):
             agreed(lambda: self._prepare(init_info.info), last=self._is_last)
 
     def start_weight_update(self) -> None:
@@ -154,7 +153,6 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self._end.handle(message)
 
     def _refuse_second(self) -> None:
-        internals.check()
         if self._open:
             raise EngineError(OPEN_UPDATE, hint="end it with POST /finish_weight_update")
 
@@ -183,7 +181,7 @@ def agreed(step: Callable[[], Info | None], *, last: bool) -> bool:
 
 def gather_words(words: str) -> list[str]:
     """Return the messages of all workers of this engine; ranks lie as `initialize_model_parallel` lays them out."""
-    groups = (internals.get_tp_group(), internals.get_pcp_group(), internals.get_pp_group())
+    groups = (get_tp_group(), get_pcp_group(), get_pp_group())
     return agree(words, *(group.cpu_group for group in groups if group.world_size > 1))
 
 
@@ -208,8 +206,10 @@ def _check_layers(model: Any, vllm_config: Any, message: CheckAdapter) -> None:
 def _layers_of(model: Any, message: CheckAdapter) -> Iterator[str]:
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     renames: Callable[[str], str] | None = None if mapper is None else mapper.get_rename_mapper()
+    from vllm.lora.utils import parse_fine_tuned_lora_name  # here, as other releases may lack it
+
     for meta in message.params:
         try:
-            yield internals.parse_fine_tuned_lora_name(meta.name, renames)[0]
+            yield parse_fine_tuned_lora_name(meta.name, renames)[0]
         except ValueError as error:
             raise ConfigError(f"vLLM cannot load {meta.name}: {error}", expected="plain LoRA tensors") from None

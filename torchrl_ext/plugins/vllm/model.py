@@ -4,27 +4,60 @@ Layerwise reload (`vllm.model_executor.model_loader.reload`, 0.32) puts meta ten
 layer's parameters, buffers what is loaded, and builds the runtime form (fused, packed, quantised) when the layer is
 complete. That works for tensor parallelism and for linears that oneDNN packed on a CPU, which cannot be written to.
 Changes of parameters that cannot be written in place load the layers that hold them, and no others.
+
+Most names of vLLM here are no interface that it keeps. Where another release lacks one, its server starts and serves,
+and refuses to join a trainer.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.distributed.parallel_state import get_tp_group
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.plugins.loader import StandIns, swapped
-from torchrl_ext.plugins.refusals import UNCHANGED, rebalanced
+from torchrl_ext.plugins.loader import UNCHANGED, StandIns, rebalanced, swapped
 from torchrl_ext.plugins.slices import layer_of
-from torchrl_ext.plugins.vllm.internals import internals
-from torchrl_ext.plugins.vllm.runtime import REPAIRS, Repair, also_packed, readings
 from torchrl_ext.proof.runtime import Reading
 from torchrl_ext.weights.checkpoint import revised
 
+_lacks: ConfigError | None = None
+try:
+    from vllm.model_executor.layers.attention import MLAAttention
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        _get_original_loader,
+        _place_kernel_tensors,
+        get_layerwise_info,
+        initialize_online_processing,
+    )
+    from vllm.model_executor.model_loader.reload.meta import (
+        SKIP_LOAD_TENSORS,
+        SKIP_TENSORS,
+        restore_layer_on_meta,
+        to_meta_tensor,
+    )
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+    from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_tensor_load_numel
+    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+    from torchrl_ext.plugins.vllm.runtime import REPAIRS, also_packed, readings
+except ImportError as error:
+    _lacks = ConfigError(
+        f"this vLLM lacks names by which weights land: {error}",
+        expected="a release that docs/compatibility.md names",
+        state=UNCHANGED,
+        hint="or use transport 'disk' without our backend",
+    )
+
 __all__ = ["VLLMModel"]
+
+log = logging.getLogger("torchrl_ext")
 
 
 class VLLMModel:
@@ -42,15 +75,17 @@ class VLLMModel:
         self._config = vllm_config
         self.module = module
         self.checkpoint = revised(config.model, getattr(config, "revision", None))
-        self.group = internals.get_tp_group().cpu_group
+        self.group = get_tp_group().cpu_group
         self.alone = parallel.world_size == 1
         self.shared = parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel
         self.dtype: torch.dtype = config.dtype
         self.tied = bool(getattr(config.hf_config.get_text_config(), "tie_word_embeddings", False))
-        dummy = vllm_config.load_config.load_format == "dummy"
-        self.dummy = (lambda tensor: internals.initialize_single_dummy_weight(tensor)) if dummy else None
-        self.rejection: ConfigError | None = None
-        if parallel.enable_eplb:
+        dummy = vllm_config.load_config.load_format == "dummy" and _lacks is None
+        self.dummy = initialize_single_dummy_weight if dummy else None
+        self.rejection = _lacks
+        if _lacks is not None:
+            log.warning("%s", _lacks)
+        elif parallel.enable_eplb:
             self.rejection = rebalanced()
         elif vllm_config.load_config.load_format == "ipc_cache":  # vLLM's ``vllm preload``
             self.rejection = ConfigError(
@@ -63,20 +98,18 @@ class VLLMModel:
 
     @property
     def kept(self) -> Collection[str]:
-        return frozenset(internals.SKIP_TENSORS)
+        return frozenset(SKIP_TENSORS)
 
     @property
-    def repairs(self) -> Mapping[str, Repair]:
-        return REPAIRS if internals.can_load() else {}
+    def repairs(self) -> Mapping[str, Any]:
+        return REPAIRS if _lacks is None else {}
 
     def readings(self) -> Iterator[Reading]:
         return readings(self.module, self.dtype)
 
     def is_open(self) -> bool:
         """Return whether a layer is in checkpoint form, in which it computes nothing."""
-        return internals.can_load() and any(
-            internals.get_layerwise_info(layer).can_load() for layer in self.module.modules()
-        )
+        return _lacks is None and any(get_layerwise_info(layer).can_load() for layer in self.module.modules())
 
     def roll_back(self) -> None:
         """Put live tensors back into layers that an abandoned update left in checkpoint form.
@@ -84,11 +117,11 @@ class VLLMModel:
         Their values are the old ones, or the new ones where a layer was complete; either way the next update covers
         all of them. A vLLM that lands no weights has nothing to roll back.
         """
-        for layer in self.module.modules() if internals.can_load() else ():
-            info = internals.get_layerwise_info(layer)
+        for layer in self.module.modules() if _lacks is None else ():
+            info = get_layerwise_info(layer)
             if info.can_load():
                 if info.kernel_tensors is not None:
-                    internals._place_kernel_tensors(layer, info)
+                    _place_kernel_tensors(layer, info)
                 info.reset()
 
     @contextmanager
@@ -99,30 +132,30 @@ class VLLMModel:
             needed = {}
             if self._config.quant_config is None:  # such models make some of their parameters themselves
                 for name, parameter in self.module.named_parameters():
-                    if name.rpartition(".")[2] not in internals.SKIP_LOAD_TENSORS:
-                        needed[name] = internals.get_tensor_load_numel(parameter)
+                    if name.rpartition(".")[2] not in SKIP_LOAD_TENSORS:
+                        needed[name] = get_tensor_load_numel(parameter)
             yield StandIns(tensors, needed, copied)
 
     def open(self, layers: Collection[str] | None) -> Collection[nn.Module]:
         """Begin a layerwise reload of all layers, or of some and of those that derive something from them."""
         self.roll_back()
         if layers is None:
-            internals.initialize_layerwise_reload(self.module)
+            initialize_layerwise_reload(self.module)
             return list(self.module.modules())
         begun = []
         for path, layer in self.module.named_modules():
-            absorbs = isinstance(layer, internals.MLAAttention) and f"{layer_of(path)}.kv_b_proj" in layers
+            absorbs = isinstance(layer, MLAAttention) and f"{layer_of(path)}.kv_b_proj" in layers
             if path in layers or absorbs:
-                info = internals.get_layerwise_info(layer)
-                info.kernel_tensors = internals.get_layer_params_buffers(layer)
+                info = get_layerwise_info(layer)
+                info.kernel_tensors = get_layer_params_buffers(layer)
                 info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
-                internals.restore_layer_on_meta(layer, info)
-                internals.initialize_online_processing(layer)
+                restore_layer_on_meta(layer, info)
+                initialize_online_processing(layer)
                 begun.append(layer)
         return begun
 
     def close(self, layers: Collection[nn.Module]) -> None:
-        internals.finalize_layerwise_reload(self.module, self._config.model_config)
+        finalize_layerwise_reload(self.module, self._config.model_config)
 
 
 def _on_meta(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -131,14 +164,14 @@ def _on_meta(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     Biases are never recorded, and keep their live form; what only processing made has no place in a checkpoint.
     """
     found: list[dict[str, Any]] = []
-    recorded: Any = internals.get_layerwise_info(layer).restore_metadata
+    recorded: Any = get_layerwise_info(layer).restore_metadata
     for live, metadata in ((layer._parameters, recorded[0]), (layer._buffers, recorded[1])):
-        kept = internals.SKIP_TENSORS
+        kept = SKIP_TENSORS
         own = {name: tensor for name, tensor in live.items() if tensor is None or name in kept}
         for name, tensor in {"bias": live.get("bias"), **metadata}.items():
             if tensor is not None:
-                own[name] = form = internals.restore_layer_refs(internals.to_meta_tensor(tensor), layer)
-                loader = internals._get_original_loader(form)  # an earlier reload may have left its wrapper
+                own[name] = form = restore_layer_refs(to_meta_tensor(tensor), layer)
+                loader = _get_original_loader(form)  # an earlier reload may have left its wrapper
                 if loader is not getattr(form, "weight_loader", loader):
                     form.weight_loader = loader
         found.append(own)

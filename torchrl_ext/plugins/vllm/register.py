@@ -25,6 +25,7 @@ _WHOLE = "torchrl_ext_whole"
 """The collective call that asks vLLM's workers whether they may generate."""
 
 
+@functools.cache
 def register() -> None:
     """Register the backend with vLLM. May be called any number of times.
 
@@ -33,9 +34,8 @@ def register() -> None:
     """
     needed = {
         "it follows no trainer by our transports": _register_backend,
-        "vime's trainers cannot have it pull versions": _add_pull,
-        "an engine that was made without our backend cannot get it": _offer_backend,
-        "whoever resumes it may let it serve a part of an update": _guard_resume,
+        "an engine that was made without our backend cannot get it, vime's trainers cannot have it pull versions, and "
+        "whoever resumes it may let it serve a part of an update": _extend_workers,
     }
     enable("vLLM", "vllm", _TESTED, needed)
 
@@ -43,22 +43,19 @@ def register() -> None:
 def _register_backend() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    try:
-        WeightTransferEngineFactory.register_engine(BACKEND, _BACKEND, "TorchRLExtEngine")
-    except ValueError:
-        return  # registered by an earlier call
+    WeightTransferEngineFactory.register_engine(BACKEND, _BACKEND, "TorchRLExtEngine")
 
 
-def _add_pull() -> None:
-    """Give workers the method ``pull_weights``, and have them notice when vLLM loads another checkpoint.
+def _extend_workers() -> None:
+    """Give workers our methods, have them notice when vLLM loads another checkpoint, and guard their resuming.
 
-    `WorkerBase.__init__` is wrapped, and each worker's ``reload_weights``. A ``pull_weights`` of vime's patch stays.
+    `WorkerBase.__init__` is wrapped, each worker's ``reload_weights``, and `EngineCore.resume_scheduler`. A
+    ``pull_weights`` of vime's patch stays.
     """
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
 
     begin = WorkerBase.__init__
-    if getattr(begin, "__module__", "") == __name__:
-        return  # wrapped by an earlier call
 
     def init(worker: Any, *args: Any, **settings: Any) -> None:
         begin(worker, *args, **settings)
@@ -67,9 +64,11 @@ def _add_pull() -> None:
         if reload is not None:
             worker.reload_weights = functools.partial(_reload, worker, reload)
 
+    EngineCore.resume_scheduler = _refusing_parts(EngineCore.resume_scheduler)
     WorkerBase.__init__ = init
-    if "pull_weights" not in vars(WorkerBase):
-        WorkerBase.pull_weights = _pull
+    for name, method in {"pull_weights": _pull, TAKE_OVER: _take_over, _WHOLE: _is_whole}.items():
+        if name not in vars(WorkerBase):
+            setattr(WorkerBase, name, method)
 
 
 def _pull(worker: Any, /, *given: Any, **told: Any) -> dict[str, Any]:
@@ -109,13 +108,6 @@ def _engine_of(worker: Any) -> Any:
     return engine if ours is not None and isinstance(engine, ours.TorchRLExtEngine) else None
 
 
-def _offer_backend() -> None:
-    """Add the method `TAKE_OVER` to vLLM's workers."""
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    setattr(WorkerBase, TAKE_OVER, _take_over)
-
-
 def _take_over(worker: Any) -> None:
     """Give a worker our backend in place of the one that it was made with, if any. May be called any number of times.
 
@@ -137,18 +129,9 @@ def _take_over(worker: Any) -> None:
         other.shutdown()
 
 
-def _guard_resume() -> None:
-    """Keep an engine paused that holds a part of an update, whoever calls ``/resume`` or ``/wake_up``."""
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.worker.worker_base import WorkerBase
-
-    if _WHOLE in vars(WorkerBase):
-        return
-    EngineCore.resume_scheduler = _refusing_parts(EngineCore.resume_scheduler)
-    setattr(WorkerBase, _WHOLE, _is_whole)
-
-
 def _refusing_parts(resume: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Keep an engine paused that holds a part of an update, whoever calls ``/resume`` or ``/wake_up``."""
+
     @functools.wraps(resume)
     def resumed(core: Any) -> None:
         if not all(core.model_executor.collective_rpc(_WHOLE)):

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from torchrl_ext.plugins.vllm.internals import internals
 from torchrl_ext.proof.runtime import Reading, reachable
 
-__all__ = ["REPAIRS", "Repair", "also_packed", "readings"]
+__all__ = ["REPAIRS", "also_packed", "readings"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -33,7 +35,7 @@ def readings(model: nn.Module, dtype: torch.dtype) -> Iterator[Reading]:
     """
     yield from reachable(model)
     for path, layer in model.named_modules():
-        multiplies = isinstance(layer, (internals.LinearBase, internals.ParallelLMHead))
+        multiplies = isinstance(layer, (LinearBase, ParallelLMHead))
         if multiplies and (_multiplies_packed(layer) or _is_quantised(layer)):
             answer = _answer(layer, dtype)
             if answer is not None:
@@ -68,7 +70,7 @@ def _is_quantised(layer: nn.Module) -> bool:
 
 
 def _inputs(layer: nn.Module) -> int:
-    loaded = internals.get_layerwise_info(layer).restore_metadata[0].get("weight")  # outputs, inputs
+    loaded = get_layerwise_info(layer).restore_metadata[0].get("weight")  # outputs, inputs
     per_rank: Any = getattr(layer, "input_size_per_partition", None)
     return int(per_rank if per_rank is not None or loaded is None else loaded.shape[-1])
 
@@ -94,10 +96,10 @@ def _pack_tied(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Modul
 
     A layerwise reload processes the layer that was loaded, and the other one's packed copy (CPU) would stay as it was.
     """
-    inputs: list[Any] = [layer.weight for layer in model.modules() if type(layer) is internals.VocabParallelEmbedding]
+    inputs: list[Any] = [layer.weight for layer in model.modules() if type(layer) is VocabParallelEmbedding]
     looked_up = {weight.data_ptr() for weight in inputs if weight.numel()}
     packed = []
-    for head in (layer for layer in model.modules() if isinstance(layer, internals.ParallelLMHead)):
+    for head in (layer for layer in model.modules() if isinstance(layer, ParallelLMHead)):
         if head.weight.numel() and head.weight.data_ptr() in looked_up:
             head.quant_method.process_weights_after_loading(head)
             packed.append(head)
@@ -119,9 +121,7 @@ def _follow_convolutions(model: nn.Module, layers: Collection[nn.Module]) -> lis
     return followed
 
 
-Repair = Callable[[nn.Module, Collection[nn.Module]], list[nn.Module]]
-
-REPAIRS: dict[str, Repair] = {
+REPAIRS: dict[str, Callable[[nn.Module, Collection[nn.Module]], list[nn.Module]]] = {
     "experts.process_weights_after_loading": _pack_experts,
     "tied lm_head.process_weights_after_loading": _pack_tied,
     "mixer.conv_weights": _follow_convolutions,
@@ -135,6 +135,6 @@ def also_packed(model: nn.Module) -> Iterator[Tensor]:
     vLLM on a CPU keeps the weight of an output embedding beside the copy.
     """
     for layer in model.modules():
-        looked_up = type(layer) is internals.VocabParallelEmbedding  # it never multiplies
+        looked_up = type(layer) is VocabParallelEmbedding  # it never multiplies
         if not looked_up and _multiplies_packed(layer):
             yield from (parameter for parameter in layer.parameters(recurse=False) if parameter.numel())
