@@ -200,26 +200,7 @@ def test_a_body_beyond_what_an_update_needs_is_refused_before_it_is_read(http):
     assert answer.status_code == 400 and "more than 67108864 bytes" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"top_p": 0.5},
-        {"top_k": 3},
-        {"min_p": 0.2},
-        {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "seed": 3, "n": 3},
-        {"temperature": 1e-46},
-        {"temperature": 1e300},
-        {"logprobs": 10**6},
-    ],
-)
-def test_settings_that_restrict_a_sample_generate(http, sampling):
-    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 8, "ignore_eos": True, **sampling}}
-    answer = http.post("/inference/v1/generate", json=body)
-    assert answer.status_code == 200, answer.text
-    assert all(len(choice["token_ids"]) == 8 for choice in answer.json()["choices"])
-
-
-def test_restricted_to_one_candidate_a_sample_is_the_greedy_continuation(http):
+def test_settings_at_their_bounds_generate_and_of_one_candidate_the_greedy_continuation(http):
     def tokens(**sampling):
         body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 12, "ignore_eos": True, **sampling}}
         return http.post("/inference/v1/generate", json=body).json()["choices"][0]["token_ids"]
@@ -227,6 +208,8 @@ def test_restricted_to_one_candidate_a_sample_is_the_greedy_continuation(http):
     greedy = tokens(temperature=0)
     for restricted in ({"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 1e-46}):
         assert tokens(**restricted) == greedy, restricted
+    for free in ({"temperature": 1e300}, {"logprobs": 10**6}, {"top_p": 0.9, "top_k": 20, "min_p": 0.01, "n": 3}):
+        assert len(tokens(**free)) == 12, free
 
 
 def test_a_request_that_cannot_be_served_harms_no_other_of_its_batch(http, server):

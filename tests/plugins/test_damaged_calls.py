@@ -13,7 +13,7 @@ import torch
 
 from tests.hostile import HOSTILE, worse_json
 from tests.plugins.stand_ins import SGLang, add_sglang
-from tests.plugins.test_other_releases import REGISTER, stand_in
+from tests.plugins.test_other_releases import MADE, REGISTER, stand_in
 from tests.processes import python
 from torchrl_ext import messages
 from torchrl_ext.collectors.worker_end import Keep
@@ -169,25 +169,12 @@ def test_no_call_of_sglangs_server_raises_and_every_answer_can_be_sent(monkeypat
     manager.end.close()
 
 
-VLLM = REGISTER.replace("plugin.register()\nplugin.register()", '''
-import torch
-from types import SimpleNamespace as Some
+VLLM = REGISTER.replace("plugin.register()\nplugin.register()", MADE + '''
 from tests.hostile import HOSTILE
 from tests.plugins.test_damaged_calls import damaged
 from torchrl_ext.errors import EngineError
-from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine
 from torchrl_ext.sync import inspection
 inspection._DIAL_S = 0.02
-text = Some(get_text_config=lambda: Some(tie_word_embeddings=False))
-config = Some(
-    model_config=Some(model="/m", dtype=torch.float32, hf_config=text, revision=None),
-    parallel_config=Some(
-        rank=0, world_size=1, data_parallel_index=0, world_size_across_dp=1, enable_eplb=False,
-        pipeline_parallel_size=1, enable_expert_parallel=False,
-    ),
-    load_config=Some(load_format="auto"), quant_config=None,
-)
-engine = TorchRLExtEngine(Some(backend="torchrl_ext"), config, torch.device("cpu"), torch.nn.Linear(2, 2))
 from torchrl_ext.plugins.vllm.register import _pull
 for last in (True, False):
     engine._is_last = last

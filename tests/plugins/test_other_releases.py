@@ -95,13 +95,10 @@ GROUPS = "".join(
     for name in ("get_tp_group", "get_pp_group", "get_pcp_group")
 )
 CONFIG = "from contextlib import nullcontext as set_current_vllm_config"
-WORKER = REGISTER.replace(
-    "plugin.register()\nplugin.register()",
-    """
+MADE = """
 import torch
 from types import SimpleNamespace as Some
 from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine
-from torchrl_ext.messages import Join
 text = Some(get_text_config=lambda: Some(tie_word_embeddings=False))
 config = Some(
     model_config=Some(model="/m", dtype=torch.float32, hf_config=text, revision=None),
@@ -112,6 +109,12 @@ config = Some(
     load_config=Some(load_format="auto"), quant_config=None,
 )
 engine = TorchRLExtEngine(Some(backend="torchrl_ext"), config, torch.device("cpu"), torch.nn.Linear(2, 2))
+"""
+WORKER = REGISTER.replace(
+    "plugin.register()\nplugin.register()",
+    MADE
+    + """
+from torchrl_ext.messages import Join
 join = Join.of({"transport": "disk", "params": [], "rank_offset": 0}).to_json()
 for step in (
     lambda: engine.init_transfer_engine(engine.parse_init_info(join)),

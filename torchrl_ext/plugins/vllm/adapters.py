@@ -52,14 +52,11 @@ class AdapterRoutes(AdapterTable):
         """Remember the engine, and the server's state."""
         self._engine, self._state = engine_client, state
 
-    async def list_adapters(self, request: Request) -> JSONResponse:
-        """Answer with what each name stands for."""
-        return JSONResponse(await self.handle(ListAdapters()))
-
     async def answer(self, request: Request) -> JSONResponse:
-        """Do what the message in a request says, and answer the request."""
+        """Do what the message in a request says, and answer the request; a GET asks what each name stands for."""
         try:
-            return JSONResponse(await self.handle(read(await request.json())))
+            message = ListAdapters() if request.method == "GET" else read(await request.json())
+            return JSONResponse(await self.handle(message))
         except Exception as error:  # noqa: BLE001 - told to the caller, whatever it is
             status = 404 if isinstance(error, NoAdapterError) else 400
             return JSONResponse({"error": str(error) or type(error).__name__}, status_code=status)

@@ -65,7 +65,7 @@ class UpdateFromDisk:
         """Add the routes to the application, before its own."""
         slime = importlib.import_module(_SLIME)
         handlers: dict[tuple[str, str], _Handler] = {
-            ("GET", ADAPTERS_ROUTE): self._adapters.list_adapters,
+            ("GET", ADAPTERS_ROUTE): self._adapters.answer,
             ("POST", ADAPTERS_ROUTE): self._adapters.answer,
             **{("POST", path): slime.handler(functools.partial(self._step, path)) for path in slime.PATHS},
         }
