@@ -1,7 +1,7 @@
 """Entry point of group ``sglang.srt.plugins``, by which a stock SGLang follows our transports and ``"delta"`` loads.
 
-SGLang calls `register` in each of its processes and then applies the hooks. Those of this file run
-in schedulers, which hold the model; others in the process of the HTTP server, which looks up adapters by name
+SGLang calls `register` in each of its processes and then applies the hooks. Those of this file run in schedulers, which
+hold the model; others in the process of the HTTP server, which looks up adapters by name
 (`torchrl_ext.plugins.sglang.routes` and `torchrl_ext.plugins.sglang.adapters`).
 
 ``/weights_checker`` reaches every worker, between two steps of generation, whether the server is paused or not, and
