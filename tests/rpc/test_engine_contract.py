@@ -8,7 +8,6 @@ import re
 import time
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from threading import Barrier
 
 import pytest
@@ -23,6 +22,7 @@ FIRST, NEXT, RIVAL = 1, 2, 7
 UPDATE = ("connect", "prefetch", "begin", "load", "verify", "commit")
 OTHERS = ("pause", "resume", "sleep", "wake_up", "rehearse")
 FAULTS = ("fail", "cut", "lose", "junk", "twice", "between")  # and "hang", which takes its time
+MOST = 40  # more than the requests of any step
 NAMED = {  # words of errors, beside "did not"
     "connect": "join the transport",
     "prefetch": "prefetch|wake",
@@ -89,7 +89,7 @@ def prepared(engine, fake, step, trainer):
     return {step: getattr(engine, step)}
 
 
-def scenario(fake, step, fault, number, trainers, named=True):
+def scenario(fake, step, fault, number, trainers):
     """Let one request of a step of an engine at `FIRST` go wrong; return whether the step makes as many."""
     trainer, rival = trainers
     engine = client(fake, **({"timeout_s": 0.5, "load_timeout_s": 0.5} if fault == "hang" else {}))
@@ -113,12 +113,12 @@ def scenario(fake, step, fault, number, trainers, named=True):
                 made = len(fake.calls) - before
     if made > number:
         where = f"{fault} at request {number} of {step}, {fake.calls[before + number].route}: {error}"
-        check(fake, step, fault, error, where, named)
+        check(fake, step, fault, error, where)
     heal(fake, trainer, f"after {fault} at request {number} of {step}: {error}")
     return made > number
 
 
-def check(fake, step, fault, error, where, named):
+def check(fake, step, fault, error, where):
     """Hold an engine, and what its client said, against the promises."""
     versions = set(fake.versions.values())
     assert not fake.wrongs, (where, fake.wrongs)
@@ -128,16 +128,12 @@ def check(fake, step, fault, error, where, named):
         assert fake.whole or not fake.serving, where
     else:
         assert fake.whole or "part of an update" in str(error) or step == "begin", where
-        assert not named or (fake.url in str(error) and re.search(f"did not ({NAMED[step]})", str(error))), where
+        assert fake.url in str(error) and re.search(f"did not ({NAMED[step]})", str(error)), where
         if step in ("connect", "prefetch", "begin", "pause", "rehearse"):  # no weight was written
             excused = "did not resume" in str(error) or (step == "rehearse" and "still be at work" in str(error))
             assert versions == {FIRST} and (fake.serving or not fake.whole or excused), where
         else:
             assert not fake.serving or (fake.whole and len(versions) == 1), (where, fake.versions)
-
-
-def port_of(fake):
-    return "module" if fake.kind == "inprocess" else f"stock-{fake.kind}" if fake.stock else fake.kind
 
 
 def heal(fake, trainer, where=""):
@@ -157,36 +153,19 @@ def follows(port, step):
 STEPS = [(port, step) for port in PORTS for step in (*UPDATE, *OTHERS) if follows(port, step)]
 
 
+@pytest.mark.parametrize(
+    "way", ["in turn", *(pytest.param(fault, marks=pytest.mark.exhaustive) for fault in (*FAULTS, "hang"))]
+)
 @pytest.mark.parametrize(("port", "step"), STEPS)
-def test_one_request_of_a_step_goes_wrong(port, step, trainers):
-    """Each request of each step fails in one way; further ways are for the exhaustive tier."""
+def test_each_request_of_a_step_goes_wrong(port, step, way, trainers):
     turn = STEPS.index((port, step))
     with running(port) as fake:
         heal(fake, trainers[0])
-        for number in count():
-            fault = FAULTS[(number + turn) % len(FAULTS)]
-            if (port, step, fault) not in DEADLY:
-                if not scenario(fake, step, fault, number, trainers):
-                    break
-            elif number > 20:
-                break
-
-
-def every(port, step, fault, trainers):
-    with running(port) as fake:
-        heal(fake, trainers[0])
-        for number in count():
-            if not scenario(fake, step, fault, number, trainers):
+        for number in range(MOST):
+            fault = FAULTS[(number + turn) % len(FAULTS)] if way == "in turn" else way
+            if (port, step, fault) not in DEADLY and not scenario(fake, step, fault, number, trainers):
                 return
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("port", "step", "fault"),
-    [(port, step, fault) for port, step in STEPS for fault in (*FAULTS, "hang") if (port, step, fault) not in DEADLY],
-)
-def test_any_request_of_a_step_goes_wrong_in_any_way(port, step, fault, trainers):
-    every(port, step, fault, trainers)
+        assert way != "in turn" and (port, step, way) in DEADLY, "a step of more requests"
 
 
 @pytest.mark.parametrize("step", ["begin", "load", "commit", "pause"])
