@@ -12,4 +12,9 @@ def made(*servers, **settings):
 
 def sent(server, route):
     """Queries and bodies of the calls of a route."""
-    return [(query, body) for call, query, body in server.calls if call == f"POST /{route}"]
+    return [(call.query, call.body) for call in server.calls if call.route == f"POST /{route}"]
+
+
+def routes(server, method=""):
+    """Routes of its calls, in order."""
+    return [call.route for call in server.calls if call.route.startswith(method)]

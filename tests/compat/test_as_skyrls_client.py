@@ -9,16 +9,20 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import httpx
 import pytest
 
 import torchrl_ext as tx
-from tests.compat.skyrl_client import made, sent
+from tests.compat.skyrl_client import made, routes, sent
 from tests.compat.test_slime_chains import write_slime
-from tests.rpc.servers import CONFIG, GOOD, Resting, failed, initialised, running
+from tests.rpc.servers import CONFIG, failed, initialised, running
 from tests.transports.chains import checkpoint, folder, step, weights
 from torchrl_ext.compat.skyrl import PauseMode, transport_for
 from torchrl_ext.errors import ConfigError, EngineError, StoreError
+from torchrl_ext.messages import Reset
+from torchrl_ext.testing import FakeEngine
 
+INIT = "init_weight_transfer_engine"
 CHECKOUT = os.environ.get("TORCHRL_EXT_SKYRL")
 THEIRS = "tests/backends/skyrl_train/inference_servers/test_remote_inference_client.py"
 NOT_OURS = (
@@ -37,7 +41,7 @@ def config(**changes):
 
 @pytest.fixture
 def server():
-    with running(GOOD) as found:
+    with running() as found:
         yield found
 
 
@@ -68,7 +72,7 @@ def four():
 def test_servers_of_one_deployment_share_an_offset_and_their_workers_count_once(four):
     client = made(*four, data_parallel_size=2)
     assert client.run(client.get_world_size()) == client.run(client.get_world_size()) == (8, 4)
-    assert [server.routes().count("GET /get_world_size") for server in four] == [1] * 4
+    assert [server.counts["GET /get_world_size"] for server in four] == [1] * 4
     client.run(client.init_weight_update_communicator({"master_port": 1, "rank_offset": 1}))
     told = [sent(server, "init_weight_transfer_engine")[-1][1]["init_info"] for server in four]
     assert [one["rank_offset"] for one in told] == [1, 1, 5, 5]
@@ -110,6 +114,7 @@ def test_an_object_that_knows_the_offsets_gives_each_server_its_own(four):
 def test_pauses_and_sleeps_return_what_the_server_answers(server, client):
     for route in ("pause", "resume", "sleep", "wake_up"):
         server.answers[f"POST /{route}"] = echo
+    server.answers |= dict.fromkeys(("GET /is_sleeping", "GET /is_paused", "GET /metrics"), (404, {}))
     for mode in (PauseMode.KEEP, "KEEP", "keep"):
         (told,) = client.run(client.pause(mode)).values()
         assert told == {"status": 200, "body": {"asked": {"mode": "keep", "clear_cache": "false"}, "status": "paused"}}
@@ -118,32 +123,34 @@ def test_pauses_and_sleeps_return_what_the_server_answers(server, client):
     assert told["body"]["status"] == "serving"
     (told,) = client.run(client.sleep(1, ["weights", "kv_cache"])).values()
     assert told["body"]["asked"] == {"level": "1", "mode": "keep", "tags": ["weights", "kv_cache"]}
-    (told,) = client.run(client.wake_up()).values()  # though it has no /is_sleeping
-    assert told["body"] == {"asked": None, "status": "serving"}
+    (told,) = client.run(client.wake_up()).values()
+    assert told["body"] == {"asked": {}, "status": "serving"}
     (told,) = client.run(client.wake_up(["weights"])).values()
     assert told["body"]["asked"] == {"tags": "weights"}
 
 
 def test_each_engine_is_looked_at_once_and_none_is_called_where_one_is_a_router():
-    resting, looks, router = Resting(), [], (200, {"urls": ["http://a:1"]})
+    looks = []
 
     def look(asked):
         looks.append(asked)
         return 404, {"detail": "Not Found"}
 
-    with running(resting.answers, get_list_workers=look) as server, running({}, get_list_workers=router) as other:
+    with FakeEngine("vllm") as server, FakeEngine("vllm") as other:
+        server.answers = {"GET /list_workers": look}
+        other.answers = {"GET /list_workers": (200, {"urls": ["http://a:1"]})}
         client = made(server)
         for call in (client.pause("abort"), client.sleep(1), client.wake_up(), client.world_sizes(), client.resume()):
             client.run(call)
-        assert len(looks) == server.routes().count("GET /server_info") == 1
+        assert len(looks) == server.counts["GET /server_info"] == 1
         before = len(server.calls)
         client.run(client.pause())
-        assert server.routes()[before:] == ["GET /is_sleeping", "POST /pause"]
+        assert routes(server)[before:] == ["GET /is_sleeping", "POST /pause"]
         client.close()
         before, client = len(server.calls), made(server, other)
         with pytest.raises(ConfigError, match="is a router"):
             client.run(client.pause())
-        assert not [call for call in server.routes()[before:] if call.startswith("POST")]
+        assert not [route for route in routes(server)[before:] if route.startswith("POST")]
         client.close()
 
 
@@ -167,38 +174,41 @@ def test_base_weights_that_no_update_brings_back_are_kept_in_a_sleep(server, set
 
 
 def test_the_sleep_around_an_update_ends_with_a_paused_engine():
-    resting = Resting()
-    with running(resting.answers) as server:
+    def finish(asked):
+        httpx.post(f"{server.url}/{INIT}", json={"init_info": Reset(weights="reloaded").to_json()}).raise_for_status()
+        return 200, {}
+
+    with FakeEngine("vllm") as server:
+        server.answers = {"POST /start_weight_update": {}, "POST /finish_weight_update": finish}
         client = made(server)
         client.run(client.sleep_for_weight_sync())
-        assert resting.paused and resting.asleep == {"weights", "kv_cache"} and resting.hollow
+        assert server.paused and server.asleep == {"weights", "kv_cache"} and not server.whole
         client.run(client.wake_for_weight_sync(["weights"]))
-        assert resting.paused and resting.asleep == {"kv_cache"}
+        assert server.paused and server.asleep == {"kv_cache"}
         with pytest.raises(EngineError, match="holds no weights"):
             client.run(client.wake_for_weight_sync(["kv_cache"]))
         client.run(client.start_weight_update())
         client.run(client.finish_weight_update())
         client.run(client.wake_for_weight_sync(["kv_cache"]))
-        assert resting.paused and not resting.asleep and not resting.harmed
-        posted = [route for route in server.routes() if route.startswith("POST")]
+        assert server.paused and not server.asleep
+        posted = routes(server, "POST")
         assert posted[-2:] == ["POST /wake_up", "POST /pause"] and "POST /resume" not in posted
         client.run(client.resume_generation())
-        assert not resting.paused
+        assert server.serving and not server.wrongs
         client.close()
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_everything_wakes_at_once_for_an_update_only_where_a_server_without_our_backend_kept_its_weights(level):
-    resting, foreign = Resting(), failed("Invalid init_info for backend nccl")
-    with running(resting.answers, post_init_weight_transfer_engine=foreign) as server:
+    with FakeEngine("stock-vllm") as server:
         client = made(server)
         client.run(client.sleep(level))
         with nullcontext() if level == 1 else pytest.raises(EngineError, match="holds no weights"):
             client.run(client.wake_for_weight_sync(["weights", "kv_cache"]))
-        assert resting.paused and bool(resting.asleep) == (level == 2)
+        assert server.paused and bool(server.asleep) == (level == 2)
         client.run(client.wake_for_weight_sync(["weights"]))
         client.run(client.wake_for_weight_sync(["kv_cache"]))  # by now an update may have filled them
-        assert resting.paused and not resting.asleep
+        assert server.paused and not server.asleep
         client.close()
 
 
@@ -238,7 +248,7 @@ def test_what_only_skyrls_servers_can_do_is_refused_before_a_call(server, client
         client.run(client.start_weight_update(is_checkpoint_format=False))
     with pytest.raises(ConfigError, match="CUDA IPC handles"):
         client.run(client.update_weights_ipc({"ipc_handles_pickled": "AA=="}))
-    assert not [call for call in server.routes() if call.startswith("POST")]
+    assert not routes(server, "POST")
 
 
 def test_single_steps_are_refused_at_sglang_whose_cache_has_a_route_of_its_own():
@@ -248,7 +258,7 @@ def test_single_steps_are_refused_at_sglang_whose_cache_has_a_route_of_its_own()
             with pytest.raises(ConfigError, match="SGLang's weight routes"):
                 client.run(call)
         assert client.run(client.reset_prefix_cache()) == {server.url: {"status": 200, "body": "dropped"}}
-        assert [route for route in server.routes() if route.startswith("POST")] == ["POST /flush_cache"]
+        assert routes(server, "POST") == ["POST /flush_cache"]
         client.close()
 
 

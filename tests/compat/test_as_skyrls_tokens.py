@@ -13,7 +13,7 @@ import pytest
 from tests.compat.skyrl_client import made, sent
 from tests.models import tiny_tokenizer
 from tests.processes import WAIT_S
-from tests.rpc.servers import GOOD, running
+from tests.rpc.servers import in_turn, running
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
 from torchrl_ext.types import EngineInfo
@@ -24,7 +24,7 @@ ROUTED = numpy.arange(12).reshape(3, 2, 2)
 
 @pytest.fixture
 def server():
-    with running(GOOD) as found:
+    with running() as found:
         yield found
 
 
@@ -170,7 +170,7 @@ def test_routed_experts_are_read_in_skyrls_form_and_in_vllms_and_joined_over_an_
     found = generate()
     assert found.dtype == "int16" and (found == ROUTED).all()
     first, second = packed([[[1]], [[2]]]), packed([[[7]], [[8]], [[9]]])
-    server.answers["POST /skyrl/v1/generate"] = [routed(first, reason="abort"), routed(second)]
+    server.answers["POST /skyrl/v1/generate"] = in_turn(routed(first, reason="abort"), routed(second))
     assert generate().tolist() == [[[1]], [[2]], [[9]]]
     good = packed(ROUTED)
     for wrong in (ROUTED.tolist(), {**good, "shape": [3, 2, 3]}, {**good, "dtype": "object"}, "AA==", None):
@@ -182,7 +182,7 @@ def test_routed_experts_are_read_in_skyrls_form_and_in_vllms_and_joined_over_an_
 
 @pytest.mark.parametrize("status", [400, 404, 422, 501, 505])
 def test_a_refusal_that_will_not_pass_is_not_asked_again(server, client, status):
-    server.answers["POST /tokenize"] = [(status, {"detail": "never"}), TOKENIZED]
+    server.answers["POST /tokenize"] = in_turn((status, {"detail": "never"}), TOKENIZED)
     with pytest.raises(EngineRefusedError, match=f"{status}: never"):
         client.run(client.post("/tokenize", {}))
 
@@ -227,7 +227,7 @@ def test_a_completion_that_an_engine_aborts_is_asked_again_and_is_charged_to_nob
     whole = {"choices": [{"text": "a", "finish_reason": "stop"}], "usage": {"completion_tokens": 1}}
     aborted = {"choices": [{"text": "b", "finish_reason": "stop"}, {"text": "", "finish_reason": "abort"}]}
     for route, call in (("v1/chat/completions", client.chat_completion), ("v1/completions", client.completion)):
-        server.answers[f"POST /{route}"] = [(200, aborted), (200, aborted), (200, whole)]
+        server.answers[f"POST /{route}"] = in_turn((200, aborted), (200, aborted), (200, whole))
         assert client.run(call({"json": {"seed": 1, "max_tokens": 5}})) == whole
         assert sent(server, route) == [({}, {"seed": 1, "max_tokens": 5})] * 3
         server.answers[f"POST /{route}"] = (200, {"object": "error"})
@@ -239,7 +239,7 @@ def test_a_stop_string_over_an_abort_ends_a_generation_where_the_text_shows_it(s
     def choice(ids, reason):
         return 200, {"choices": [{"token_ids": ids, "finish_reason": reason}]}
 
-    server.answers["POST /inference/v1/generate"] = [choice([0, 1, 2], "abort"), choice([3, 4, 5], "length")]
+    server.answers["POST /inference/v1/generate"] = in_turn(choice([0, 1, 2], "abort"), choice([3, 4, 5], "length"))
     server.answers["POST /detokenize"] = lambda body: (200, {"prompt": "".join("abcdef"[i] for i in body["tokens"])})
     found = client.run(client.generate({"prompt_token_ids": [[9]], "sampling_params": {"stop": "cde"}}))
     assert found["response_ids"] == [[0, 1, 2, 3, 4]] and found["stop_reasons"] == ["stop"]

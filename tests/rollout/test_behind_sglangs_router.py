@@ -10,7 +10,6 @@ import pytest
 
 import torchrl_ext as tx
 from tests.models import PROMPT, tiny_tokenizer
-from tests.rpc.servers import running
 from tests.rpc.test_router import Engine, serving
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
@@ -18,6 +17,7 @@ from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.rollout.dialects import SGLangDialect
 from torchrl_ext.rollout.generation import GenerationRequest
 from torchrl_ext.serving.routing import Routing
+from torchrl_ext.testing import FakeEngine
 
 # sglang-router 0.3.2, as far as requests of ours use them; vllm-router 0.1.17 has neither of the last two
 SAMPLING = {
@@ -36,7 +36,8 @@ def engine():
         "POST /detokenize": lambda body: (200, {"text": " ".join(map(str, body["tokens"]))}),
         "POST /tokenize": lambda body: (200, {"tokens": list(map(int, body["prompt"].split()))}),
     }
-    with running(answers) as found:
+    with FakeEngine("sglang") as found:
+        found.answers = answers
         yield found
 
 
@@ -48,7 +49,8 @@ def router(engine):
         answer = httpx.post(f"{engine.url}/generate", json=body)
         return answer.status_code, answer.json()
 
-    with running({"POST /generate": generate}) as found:
+    with FakeEngine("sglang") as found:
+        found.answers["POST /generate"] = generate
         yield found
 
 
@@ -60,9 +62,9 @@ def client(router, engine):
 
 
 def test_an_engine_that_has_no_tokenizer_or_is_gone_is_passed_over_for_text(router, engine):
-    with running({}) as gone:
+    with FakeEngine("sglang") as gone:
         pass
-    with running({}) as encoder:
+    with FakeEngine("sglang") as encoder:
         made = RemoteInferenceClient(
             proxy_url=router.url, server_urls=[gone.url, encoder.url, engine.url], kind="sglang", timeout_s=30
         )
@@ -86,8 +88,8 @@ def test_text_is_asked_of_an_engine_where_the_router_has_no_route_for_it(client,
     assert client.run(client.generate({"prompt_token_ids": [[1]]}))["responses"] == ["3 4"]
     assert client.run(client.tokenize(["5 6"])) == [[5, 6]]
     router.answers["POST /tokenize"] = (200, {"tokens": [8]})  # as vLLM's router, which hands on what it does not know
-    before = engine.routes().count("POST /tokenize")
-    assert client.run(client.tokenize(["5 6"])) == [[8]] and engine.routes().count("POST /tokenize") == before
+    before = engine.counts["POST /tokenize"]
+    assert client.run(client.tokenize(["5 6"])) == [[8]] and engine.counts["POST /tokenize"] == before
 
 
 # the real router, over scripted engines

@@ -12,10 +12,11 @@ import pytest
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import WAIT_S
 from tests.rollout.aborts import aborted
-from tests.rpc.servers import running
+from tests.rpc.servers import in_turn
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
 from torchrl_ext.rollout.client import Generation, InferenceClient, VersionSpan
 from torchrl_ext.rpc.health import Health
+from torchrl_ext.testing import FakeEngine
 
 ROUTE = "POST /inference/v1/generate"
 
@@ -58,11 +59,11 @@ def part(*tokens, reason="abort", version=1):
 
 def test_a_continuation_asks_for_the_rest_until_it_is_whole_or_late():
     answers = [{"choices": [part(1, 2)]}, {"choices": [part()]}, {"choices": [part(3, reason="stop", version=2)]}]
-    with running({}) as engine:
-        engine.answers[ROUTE] = [(200, answer) for answer in answers]
+    with FakeEngine("vllm") as engine:
+        engine.answers[ROUTE] = in_turn(*((200, answer) for answer in answers))
         with closing(InferenceClient(engine.url)) as client:
             (found,) = client.generate([[7, 8]], max_tokens=5, seed=40)
-        bodies = [body for _, _, body in engine.calls]
+        bodies = [call.body for call in engine.calls]
         engine.answers[ROUTE] = (200, {"choices": [part()]})
         late = pytest.raises(DeadlineError, match=engine.url)
         with closing(InferenceClient(engine.url, timeout_s=0.5)) as client, late:
@@ -76,21 +77,21 @@ def test_a_continuation_asks_for_the_rest_until_it_is_whole_or_late():
 
 def test_an_aborted_request_with_stop_strings_is_asked_again_from_the_start():
     """A stop string may begin before the abort and end after it, and this client cannot read tokens."""
-    with running({}) as engine:
+    with FakeEngine("vllm") as engine:
         answers = [{"choices": [part(1, 2)]}, {"choices": [part(1, 2, 3, reason="stop")]}]
-        engine.answers[ROUTE] = [(200, answer) for answer in answers]
+        engine.answers[ROUTE] = in_turn(*((200, answer) for answer in answers))
         client = InferenceClient(engine.url)
         (found,) = client.generate([[7, 8]], max_tokens=5, stop=["END"])
         client.close()
     assert found.token_ids == (1, 2, 3)
-    assert [body["token_ids"] for _, _, body in engine.calls] == [[7, 8], [7, 8]]
+    assert [call.body["token_ids"] for call in engine.calls] == [[7, 8], [7, 8]]
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 def test_an_engine_that_cannot_answer_now_is_left_to_others_and_complained_of_for_a_while(status):
     health = Health()
-    with running({}) as busy, running({}) as free:
-        busy.answers[ROUTE] = [(status, {"detail": "later"}), (200, {"choices": [part(2, reason="stop")]})]
+    with FakeEngine("vllm") as busy, FakeEngine("vllm") as free:
+        busy.answers[ROUTE] = in_turn((status, {"detail": "later"}), (200, {"choices": [part(2, reason="stop")]}))
         free.answers[ROUTE] = (200, {"choices": [part(1, reason="stop")]})
         with closing(InferenceClient([busy.url, free.url], health=health)) as client:
             for _ in range(2):
@@ -105,8 +106,8 @@ def test_an_engine_that_cannot_answer_now_is_left_to_others_and_complained_of_fo
 def test_what_may_pass_is_asked_again_until_the_deadline_by_a_persistent_client_alone(caplog):
     later = (503, {"detail": "nobody is behind this router"})
     good = (200, {"choices": [part(1, reason="stop")]})
-    with running({}) as router:
-        router.answers[ROUTE] = [later, later, later, good]
+    with FakeEngine("vllm") as router:
+        router.answers[ROUTE] = in_turn(later, later, later, good)
         with closing(InferenceClient(router.url, persistent=True)) as client:
             assert client.generate([[7]])[0].token_ids == (1,)
         warnings = [record.getMessage() for record in caplog.records if "get no answer" in record.getMessage()]
@@ -118,12 +119,12 @@ def test_what_may_pass_is_asked_again_until_the_deadline_by_a_persistent_client_
 
 
 def test_a_session_is_named_with_each_of_its_requests_to_either_make_of_router():
-    with running({}) as router, closing(InferenceClient(router.url)) as client:
+    with FakeEngine("vllm") as router, closing(InferenceClient(router.url)) as client:
         router.answers[ROUTE] = lambda body: (200, {"choices": [part(1, reason="stop")]})
         client.generate([[1], [2]], session_ids=["a", None])
         found = {
-            body["token_ids"][0]: {headers.get("x-session-id"), headers.get("x-smg-routing-key")}
-            for (_, _, body), headers in zip(router.calls, router.headers, strict=True)
+            call.body["token_ids"][0]: {call.headers.get("x-session-id"), call.headers.get("x-smg-routing-key")}
+            for call in router.calls
         }
         assert found == {1: {"a"}, 2: {None}}
         with pytest.raises(ConfigError, match="1 session_ids for 2 prompts"):
@@ -186,7 +187,7 @@ def test_closing_ends_what_is_in_work_and_a_later_call_opens_anew():
         except EngineError as error:
             said.append(str(error))
 
-    with running({}) as engine:
+    with FakeEngine("vllm") as engine:
         engine.answers[ROUTE] = slow
         client = InferenceClient(engine.url, timeout_s=20)
         thread = threading.Thread(target=ask, daemon=True)
@@ -212,7 +213,7 @@ def test_a_forked_process_asks_anew_whatever_its_parent_has_in_work():
             leave.wait(WAIT_S)
         return 200, {"choices": [part(1, reason="stop")]}
 
-    with running({}) as engine:
+    with FakeEngine("vllm") as engine:
         engine.answers[ROUTE] = slow_once
         client = InferenceClient(engine.url, timeout_s=20, max_concurrency=1)
         thread = threading.Thread(target=client.generate, args=([PROMPT],), daemon=True)

@@ -1,10 +1,10 @@
 """Requests and answers, word by word, as each engine's own documentation has them."""
 
-from tests.rpc.servers import running
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rollout.dialects import SGLangDialect, VLLMDialect
 from torchrl_ext.rollout.generation import GenerationRequest, VersionSpan
+from torchrl_ext.testing import FakeEngine
 
 REQUEST = GenerationRequest(
     token_ids=(1, 2), n=2, max_tokens=3, temperature=0.5, seed=7, stop_token_ids=(9,), more={"min_tokens": 1}
@@ -53,7 +53,8 @@ def _router(body):
 
 
 def test_sglang_behind_a_router_generates_with_seeds_and_without():
-    with running({}, post_generate=_router) as router:
+    with FakeEngine("sglang") as router:
+        router.answers["POST /generate"] = _router
         client = InferenceClient(router.url, kind="sglang")
         seeded = client.generate([[1], [2]], n=2, seed=5, max_tokens=2)
         drawn = client.generate([[1], [2]], n=2, max_tokens=2)

@@ -4,49 +4,52 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
+import httpx
 import pytest
 
 import torchrl_ext as tx
-from tests.rpc.servers import GOOD, SGLANG, running
+from tests.rpc import sockets
 from tests.rpc.test_router import Gateway, serving
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.serving.routing import Routing
+from torchrl_ext.testing import FakeEngine
 
 OPEN = ("/health", "/ready", "/ping", "/workers", "/list_workers")
 
 
 @contextmanager
-def guarded(answers, *keys):
+def guarded(make, *keys):
     """As SGLang decides: the key for requests opens what reads and generates, the one for control all the rest."""
-    with running(answers) as server:
-        answer = server.answer
+    with FakeEngine(make) as fake:
 
         def keyed(asked):
             wanted = keys[0] if asked.method == "GET" or asked.path == "/generate" else keys[-1]
-            well = asked.path in OPEN or asked.headers["authorization"] == f"Bearer {wanted}"
-            return answer(asked) if well else (401, b"")
+            if asked.path not in OPEN and asked.headers["authorization"] != f"Bearer {wanted}":
+                return 401, b""
+            answer = httpx.request(asked.method, fake.url + asked.url, content=asked.content)
+            return answer.status_code, answer.content
 
-        server.answer = keyed
-        yield server.url, server.calls
+        with sockets.serving(keyed) as server:
+            yield server.url, fake
 
 
 def test_a_sglang_with_a_key_for_requests_and_another_for_control_is_driven():
-    with guarded(SGLANG, "user", "admin") as (url, calls):
+    with guarded("sglang", "user", "admin") as (url, fake):
         fleet = tx.connect(url, api_key=("user", "admin"))
         (info,) = tx.discover(url, api_key=("user", "admin"))
         assert info.kind == "sglang" and "delta" in info.transports
         fleet.pause()
         fleet.resume()
         fleet.close()
-        found = [call for call, _, _ in calls if "generation" in call]
+        found = [route for route in fake.counts if "generation" in route]
         assert found == ["POST /pause_generation", "POST /continue_generation"]
         with pytest.raises(EngineRefusedError, match="401"):
             tx.make_engine("sglang", url=url, api_key="user").pause()
 
 
-@pytest.mark.parametrize(("answers", "kind"), [(SGLANG, "sglang"), (GOOD, "vllm")])
-def test_the_client_of_a_served_model_has_the_key_of_its_routing(answers, kind):
-    with guarded({**answers, "GET /health": (200, {})}, "secret") as (url, _), serving(Gateway(delay=0)) as router:
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_the_client_of_a_served_model_has_the_key_of_its_routing(kind):
+    with guarded(kind, "secret") as (url, _), serving(Gateway(delay=0)) as router:
         model = Routing([tx.EngineInfo(url=url, kind=kind)], name="policy", router=router.url, api_key="secret")
         fleet = model.fleet()
         fleet.pause()

@@ -1,6 +1,6 @@
 """Engines that tests drive through anything, and trainers that drive them step by step, whatever the make."""
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import httpx
 import torch
@@ -21,6 +21,7 @@ from torchrl_ext.weights.source import as_source
 
 PORTS = (*MAKES, "module")
 SHAPES = {"a": (4,), "b": (2, 3)}
+KEPT = ("content-type", "authorization")
 QUICK = {"timeout_s": 5.0, "load_timeout_s": 5.0}
 
 
@@ -40,30 +41,27 @@ class FakeModule(Faults, WeightReceiver):
         WeightReceiver.__init__(self, self.tensors)
         self.versions, self.calls, self.wrongs = dict.fromkeys(SHAPES, 0), [], []
         self.client = tx.make_engine("inprocess", engine=self)
-        self._host = super().handle
 
     serving = property(lambda self: self.client.serving.is_set())
 
     def handle(self, message):
         self.calls.append(Call(route=message.kind, query={}, body=message.to_json(), headers={}))
-        fault = self.next_fault(message.kind)
-        if fault.first is not None:
-            fault.first()
-        if fault.how == "cut":
+        fault, answer = self.carry_out(message.kind, lambda: self._handle(message))
+        if fault.how in ("cut", "lose"):
             raise EngineUnreachableError("the connection broke")
         if fault.how == "fail":
             raise EngineRefusedError("it fails here")
-        for _ in range(2 if fault.how == "twice" else 1):
-            told = super().handle(message)
-            if isinstance(message, Load):
-                self.versions = dict.fromkeys(SHAPES, message.version)
-            if self.serving and not self.whole:
-                self.wrongs.append("it serves a part of an update")
-        if fault.how == "lose":
-            raise EngineUnreachableError("the connection broke")
         if fault.how == "hang":
             raise DeadlineError("no answer in time")
-        return told
+        return answer
+
+    def _handle(self, message):
+        answer = super().handle(message)
+        if isinstance(message, Load):
+            self.versions = dict.fromkeys(SHAPES, message.version)
+        if self.serving and not self.whole:
+            self.wrongs.append("it serves a part of an update")
+        return answer
 
 
 class RealEngine(Faults):
@@ -110,20 +108,18 @@ class RealEngine(Faults):
         return [] if min(gaps.values()) < CLOSE else [f"it serves a mixture, {gaps} nats away"]
 
     def _forwarded(self, asked):
-        how, kept = self.next_fault("").how, ("content-type", "authorization")
-        if how == "fail":
+        headers = {name: value for name, value in asked.headers.items() if name.lower() in KEPT}
+
+        def forward():
+            with suppress(httpx.HTTPError):
+                return self._forward.request(asked.method, asked.url, content=asked.content, headers=headers)
+
+        fault, answer = self.carry_out("", forward)
+        if fault.how == "fail":
             return 500, b"it fails here"
-        if how == "cut":
+        if answer is None or fault.how == "lose":
             raise ConnectionAbortedError
-        headers = {name: value for name, value in asked.headers.items() if name.lower() in kept}
-        try:
-            for _ in range(2 if how == "twice" else 1):
-                answer = self._forward.request(asked.method, asked.url, content=asked.content, headers=headers)
-        except httpx.HTTPError:
-            how = "lose"
-        if how == "lose":
-            raise ConnectionAbortedError
-        return (200, b'"junk"') if how == "junk" else (answer.status_code, answer.content)
+        return (200, b'"junk"') if fault.how == "junk" else (answer.status_code, answer.content)
 
 
 @contextmanager

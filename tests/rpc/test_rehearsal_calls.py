@@ -13,7 +13,8 @@ ASK, PAUSE, RESUME = "POST /init_weight_transfer_engine", "POST /pause", "POST /
 
 
 def changes(server):
-    return [call for call in server.routes() if call.startswith("POST") and not call.endswith("/generate")]
+    routes = [call.route for call in server.calls]
+    return [route for route in routes if route.startswith("POST") and not route.endswith("/generate")]
 
 
 @pytest.mark.parametrize(

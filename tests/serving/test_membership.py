@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -245,14 +245,6 @@ def test_what_one_router_cannot_serve_is_refused_before_it_is_made(urls, routers
     assert not routers.specs
 
 
-@contextmanager
-def healthy():
-    """A fake engine that is well."""
-    with FakeEngine("vllm") as fake:
-        fake.answers["GET /health"] = {}
-        yield fake
-
-
 def owned(urls, router, kind):
     """A job of one frozen model whose engines run at ``urls``."""
 
@@ -266,7 +258,7 @@ def owned(urls, router, kind):
 
 
 def test_a_jobs_own_engines_give_memory_back_though_others_do_not_answer():
-    with healthy() as well, serving(Gateway()) as router, ExitStack() as ends:
+    with FakeEngine("vllm") as well, serving(Gateway()) as router, ExitStack() as ends:
         gone = ends.enter_context(serving(Engine())).url
         with owned([gone, well.url], router, "vllm") as job, owned([gone], router, "vllm") as another:
             ends.close()
@@ -290,7 +282,7 @@ def test_a_lost_engine_is_out_until_it_is_up_and_where_it_follows_until_an_updat
     model = {"name": "a", "model_path": "/m", "update_weights": follows}
     model["server_groups"] = [{"worker_type": "regular", "num_gpus": 1}]
     settings = {"router": {}, "supervisor": {"interval_s": 0}, "launcher": Launcher()}
-    with healthy() as engine, serving(Gateway()) as router:
+    with FakeEngine("vllm") as engine, serving(Gateway()) as router:
         settings["router"]["router"] = router.url
         with OwnedEngines(Topology.parse({"vllm": [model]}), **settings) as job:
             assert job.recover() == () and listed(router.url) == {engine.url}
@@ -302,7 +294,11 @@ def test_a_lost_engine_is_out_until_it_is_up_and_where_it_follows_until_an_updat
 
 
 def test_external_engines_are_one_model_and_nobody_elses_life_is_touched(caplog):
-    with healthy() as engine, serving(Gateway()) as router, ExternalEngines(engine.url, router=router.url) as job:
+    with (
+        FakeEngine("vllm") as engine,
+        serving(Gateway()) as router,
+        ExternalEngines(engine.url, router=router.url) as job,
+    ):
         assert list(job.models) == list(job.updatable()) == ["default"]
         assert listed(job.model("default").url) == {engine.url}
         with pytest.raises(ConfigError, match=r"no model called 'critic'.*default"):

@@ -11,10 +11,11 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from typing import Any, Final, final
 from urllib.parse import parse_qs, urlsplit
 
@@ -45,6 +46,7 @@ _LATE_S: Final = 60.0
 _TAGS: Final = {"weights", "kv_cache"}
 _MODES: Final = {"vllm": ("abort", "wait", "keep"), "sglang": ("abort", "retract", "in_place")}
 _SLEEPS: Final = ("awake", "weights_offloaded", "discard_all")  # vLLM's names, by level
+_LOOKS: Final = ("GET /workers", "GET /list_workers")  # clients recognise routers by these routes
 _ABSENT: Final = (404, {"detail": "Not Found"})
 _EXECUTORS = (
     "Call to collective_rpc method failed: Worker failed with error '{}', please check the stack trace above for the "
@@ -98,30 +100,35 @@ class Faults:
     """A queue of faults for an engine's requests."""
 
     def __init__(self) -> None:
-        self._waiting: list[list[Any]] = []  # [fault, number of requests that pass before it]
+        self._waiting: list[tuple[Fault, Iterator[int]]] = []  # with a count of its requests
         self._noting = threading.Lock()
 
     def inject(self, how: str = "fail", route: str = "", **more: Any) -> None:
         """Queue a fault that happens once; see `Fault` for the arguments. Faults happen in the order queued."""
-        fault = Fault(how=how, route=route, **more)
         with self._noting:
-            self._waiting.append([fault, fault.after])
+            self._waiting.append((Fault(how=how, route=route, **more), count()))
 
     def heal(self) -> None:
         """Drop the faults that have not happened yet."""
         with self._noting:
             self._waiting.clear()
 
-    def next_fault(self, route: str) -> Fault:
-        """Return the fault of this request."""
+    def carry_out(self, route: str, do: Callable[[], Any]) -> tuple[Fault, Any]:
+        """Carry a request out as often as its fault lets it; return the fault and the last answer."""
+        fault, answer = self._next_fault(route), None
+        if fault.first is not None:
+            fault.first()
+        for _ in range({"fail": 0, "cut": 0, "twice": 2}.get(fault.how, 1)):
+            answer = do()
+        return fault, answer
+
+    def _next_fault(self, route: str) -> Fault:
         with self._noting:
             for row in self._waiting:
-                fault, left = row
-                if fault.route in ("", route):
-                    row[1] -= 1
-                    if left <= 0:
-                        self._waiting.remove(row)
-                        return fault
+                fault, requests = row
+                if fault.route in ("", route) and next(requests) >= fault.after:
+                    self._waiting.remove(row)
+                    return fault
         return Fault(how="pass")
 
 
@@ -138,7 +145,7 @@ class FakeEngine(Faults):
         kind: the make's name in `torchrl_ext.make_engine`.
         stock: whether the engine runs without our plugin.
         tensors, versions: the weights, and the number of the update that last changed each; 0 at first.
-        calls: all requests in order, except those that check for a router.
+        calls: all requests in order, except those by which a client checks for a router.
         answers: replies by route that replace the engine's own. A reply is a body (JSON or bytes), ``(status, body)``,
             or a callable that takes one dict of the request's query and body and returns such a reply.
         label: the version label that the engine reports.
@@ -168,7 +175,8 @@ class FakeEngine(Faults):
         self._open = self._session = self._frozen = self._given_up = False
         self._slept = "awake"
         self._alone, self._closed = threading.RLock(), threading.Event()
-        self._routes = self._sglang() if self.kind == "sglang" else self._vllm()
+        routes = self._sglang() if self.kind == "sglang" else self._vllm()
+        self._routes = {"GET /health": (200, {}), **routes}
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.fake = self
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -209,28 +217,24 @@ class FakeEngine(Faults):
 
     def _respond(self, call: Call) -> Reply | None:
         """Answer a request; None cuts the connection."""
-        if call.route in ("GET /workers", "GET /list_workers"):  # clients recognise routers by these routes
+        if call.route in _LOOKS and call.route not in self.answers:
             return _ABSENT
         self.calls.append(call)
-        fault = self.next_fault(call.route)
-        if fault.first is not None:
-            fault.first()
-        if fault.how == "cut":
-            return None
-        if fault.how == "fail":
-            return 500, {"error": "it fails here"}
-        for _ in range(2 if fault.how == "twice" else 1):
-            reply = self._do(call)
-        if fault.how == "hang":
-            self._closed.wait(_LATE_S)
-        if fault.how in ("hang", "lose"):
-            return None
-        return (200, fault.junk) if fault.how == "junk" else reply
+        fault, reply = self.carry_out(call.route, lambda: self._do(call))
+        match fault.how:
+            case "fail":
+                return 500, {"error": "it fails here"}
+            case "junk":
+                return 200, fault.junk
+            case "hang":
+                self._closed.wait(_LATE_S)
+        return None if fault.how in ("cut", "hang", "lose") else reply
 
     def _do(self, call: Call) -> Reply:
         asked = {**(call.body if isinstance(call.body, dict) else {}), **call.query}
-        route = {**self._routes, **self.answers}.get(call.route, _ABSENT)
-        with self._alone:
+        replaced = call.route in self.answers
+        route = self.answers[call.route] if replaced else self._routes.get(call.route, _ABSENT)
+        with nullcontext() if replaced else self._alone:  # a replacement may wait for other requests
             try:
                 found = route(asked) if callable(route) else route
             except (KeyError, AssertionError) as error:  # real engines check with pydantic
@@ -238,8 +242,9 @@ class FakeEngine(Faults):
             except WeightSyncError as error:
                 return self._refusal(f"{type(error).__name__}: {error}")
             finally:
-                if self.serving:
-                    self._watch()
+                if self.serving and not self.whole:
+                    part = "weights that it gave up" if self._given_up else "a part of an update"
+                    self.wrongs.append(f"it serves {part}")
         return found if isinstance(found, tuple) else (200, {"success": True} if found is None else found)
 
     def _refusal(self, words: str) -> Reply:
@@ -247,10 +252,6 @@ class FakeEngine(Faults):
             return 400, {"success": False, "message": words}
         message = _EXECUTORS.format(escaped(words)) if self.kind == "vllm" else words
         return 500, {"error": {"message": message, "type": "InternalServerError", "code": 500}}
-
-    def _watch(self) -> None:
-        if not self.whole:
-            self.wrongs.append(f"it serves {'weights that it gave up' if self._given_up else 'a part of an update'}")
 
     # common to all makes
 
@@ -276,8 +277,11 @@ class FakeEngine(Faults):
             if isinstance(message, messages.Load):
                 changed = (name for name, tensor in self.tensors.items() if not torch.equal(tensor, before[name]))
                 self.versions |= dict.fromkeys(changed, message.version)
-        if isinstance(message, messages.Finish):
-            self._finished(message.version)
+        match message:
+            case messages.Finish():
+                self._finished(message.version)
+            case messages.Reset(weights="reloaded"):
+                self._given_up = False
         if isinstance(message, messages.State) and not message.connection:
             return {**answer, "whole": answer["whole"] and not self._open}
         return answer
