@@ -305,6 +305,13 @@ class TestFormatsBefore4:
             with pytest.raises(IntegrityError, match="here is damaged"):
                 read_manifest(signed(rows), "here")
 
+    @pytest.mark.parametrize("at", [[0, 0], [0, 2], [3, 0]], ids=["equal", "beside", "below"])
+    def test_blocks_of_a_parameter_that_share_elements_are_refused(self, at):
+        rows = self.rows()
+        rows["params"][1][4][1][:2] = [at, [4 - at[0], 3]]
+        with pytest.raises(IntegrityError, match="'v' share elements"):
+            read_manifest(signed(rows), "here")
+
 
 class TestBombs:
     def test_frames_that_grow_without_bound_are_refused_unread(self):

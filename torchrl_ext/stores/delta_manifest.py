@@ -20,6 +20,7 @@ import zstandard
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.stores.table import TILES, ParamTable, Segment, units_of
 from torchrl_ext.types import Count, Info, ParamMeta, Text, Wire, decode_dtype, decoded, dtype_name
+from torchrl_ext.weights.view import overlap
 
 __all__ = ["BLOCK", "BLOCKS", "DIGEST", "END", "ROWS", "DeltaManifest", "Placing", "from_json", "from_rows"]
 
@@ -320,6 +321,11 @@ def from_rows(found: Any) -> DeltaManifest:
             stream = (len(segments), files[one.file], one.codec, 0, units_of(meta, segment))
             blocks.append((*stream, one.changed, offset, one.nbytes, int(one.checksum or "0", 16)))
             segments.append([segment])
+    table = ParamTable.of(metas, segments)
+    for param, places in enumerate(table.places):
+        shared = overlap(table.streams[stream].box(segment) for stream, segment in places) if len(places) > 1 else None
+        if shared is not None:
+            raise ValueError(f"two blocks of {metas[param].name!r} share elements: {shared[0]} and {shared[1]}")
     made = DeltaManifest(
         version=head.version,
         base_version=head.base_version,
@@ -329,7 +335,7 @@ def from_rows(found: Any) -> DeltaManifest:
         container=ROWS if head.container in _OURS else head.container,
         codecs=tuple(head.codecs),
         files=head.files,
-        table=ParamTable.of(metas, segments),
+        table=table,
         changed=changed,
         digests=_from_hex([row[3] for row in head.params]),
         base_digests=_from_hex([head.base_digests[meta.name] for meta in metas] if head.base_digests else []),
