@@ -178,21 +178,24 @@ class TestIndexes:
 
 
 @pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("versions", [1, 2])
 @pytest.mark.parametrize("layout", ["slime", "slime-first"])
-def test_an_engine_builds_on_the_base_only_where_it_holds_the_base(tmp_path, layout, changed):
+def test_an_engine_builds_on_the_base_only_where_it_holds_the_base(tmp_path, layout, versions, changed):
     """These deltas name no digests of their base, so whoever holds something else reads everything."""
-    base, held, new = checkpoint(tmp_path / "base", weights()), weights(), weights()
-    step(new, 1)
-    convert([Rebuilt(number=1, whole=False, tensors=new)], tmp_path / "root", layout, str(base))
+    base, held, new, steps = checkpoint(tmp_path / "base", weights()), weights(), weights(), []
+    for number in range(1, versions + 1):
+        step(new, number)
+        steps.append(Rebuilt(number=number, whole=False, tensors={name: one.clone() for name, one in new.items()}))
+    convert(steps, tmp_path / "root", layout, str(base))
     if changed:
-        step(held, 2)
+        step(held, 3)
     store = open_store(tmp_path / "root")
     chain = Chain(store, view=view_of(store, str(base)))
     reader = ChainReader(chain, lambda *of: PublishedVersion(store, *of), str(base))
-    reader.adopt(1, lambda kind: {name: position_digest(tensor, kind).hex() for name, tensor in held.items()})
+    reader.adopt(versions, lambda kind: {name: position_digest(one, kind).hex() for name, one in held.items()})
     assert reader.held == (None if changed else ("", 0))
-    assert (reader.changes(1) is None) == changed
-    assert same(dict(reader.tensors(reader.open(1), {})), new)
+    assert (reader.changes(versions) is None) == changed
+    assert same(dict(reader.tensors(reader.open(versions), {})), new)
 
 
 @pytest.mark.parametrize("codecs", [[], [{"name": "ulp"}], [{"name": "deltas"}]], ids=str)

@@ -142,6 +142,19 @@ def test_a_model_with_other_parameters_begins_anew(root):
         assert same(reader.receive_weights(WAIT_S), sent)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("encoding", ["auto", "xor"])
+def test_a_chain_of_a_thousand_versions_is_joined_caught_up_and_followed(root, encoding):
+    own, follower = {"w": torch.zeros(64), "still": torch.ones(3)}, trainer_at(root)
+    trainer = trainer_at(root, encoding=encoding, keyframe_every=0, keep_files=True)
+    for version in range(1, 1001):
+        own["w"][version % 64] += version
+        trainer.send_weights("policy", own)
+        if version in (1, 999, 1000):
+            assert same(follower.receive_weights(WAIT_S), own)
+    assert same(trainer_at(root).receive_weights(WAIT_S), own)
+
+
 def test_hooks_see_what_was_written_and_when_it_is_looked_for(root):
     CALLS.clear()
     trainer = trainer_at(root, post_write_hook=f"{__name__}:wrote")
@@ -202,12 +215,10 @@ class TestBase:
     def test_the_first_version_is_a_delta_for_whoever_holds_the_checkpoint_and_whenever_he_connects(
         self, root, own, base, how
     ):
-        served, transport, sender = copied(own), trainer_at(root, base=base, **how), None
+        served, transport = copied(own), trainer_at(root, base=base, **how)
         for version in (1, 2, 3):
             step(own, version)
-            if sender is None or how != {"encoding": "xor"}:  # of which digests say nothing to another connection
-                sender = tx.WeightSender(transport, InProcessEngine(served))
-            report = sender.update_weights(own)
+            report = tx.WeightSender(transport, InProcessEngine(served)).update_weights(own)
             assert report.bytes < report.model_bytes / 2
             assert same(served, own)
             assert same(trainer_at(root, base=base).receive_weights(WAIT_S), own)

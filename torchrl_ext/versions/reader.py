@@ -135,12 +135,17 @@ class ChainReader:
             return
         if not own or any(meta.name not in own and meta.name not in mirrored for meta in params):
             return
-        for _, delta in deltas if not mirrored else ():
+        for _, delta in deltas:
             base = None
             with suppress(FileNotFoundError, IntegrityError):  # then it is not the one that the worker holds
                 base = self.chain.version(delta.base_version).delta if delta.base_version else None
-            if base is not None and base.digest == origin.digest and base.hex_digests.items() <= own.items():
+            if base is None or base.digest != origin.digest or not base.digests.size:
+                continue  # another library's deltas have no digests
+            if base.hex_digests.items() <= own.items():
                 self.held, self._params = (base.run_id, base.version), _by_name(params)
+                if mirrored:  # copies are made of the base, and follow
+                    for _ in self.tensors(self._open(base.version, None), {}):
+                        pass
                 return
         if based and self._base is not None:
             if origin.base_digests.size:
