@@ -158,6 +158,14 @@ def test_every_worker_of_a_sglang_on_a_cpu_is_told_its_cores(tmp_path, arguments
     assert found is None if workers is None else len(found.split("|")) == workers
 
 
+@pytest.mark.parametrize("cpu", [False, True])
+@pytest.mark.parametrize(("spec", "variable"), [(VLLMSpec, "VLLM_PLUGINS"), (SGLangSpec, "SGLANG_PLUGINS")])
+def test_our_plugins_join_a_users_allow_list(tmp_path, monkeypatch, spec, variable, cpu):
+    monkeypatch.setenv(variable, "theirs, torchrl_ext")
+    found = spec(tmp_path, cpu=cpu).variables()[variable].split(",")
+    assert found == ["theirs", "torchrl_ext", *(["torchrl_ext_cpu"] if cpu else [])]
+
+
 @pytest.mark.parametrize(("workers", "told", "expected"), [(1, None, None), (2, None, "cores"), (2, "3", "3")])
 def test_workers_of_a_vllm_on_a_cpu_share_its_cores(tmp_path, monkeypatch, workers, told, expected):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -6,7 +6,7 @@ import importlib.util
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +16,10 @@ import torch
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.serving.processes import GuardedProcess, reachable, usable_port
 
-__all__ = ["EngineSpec", "ServerSpec", "StockSpec", "as_flags", "start"]
+__all__ = ["CPU_PLUGIN", "EngineSpec", "ServerSpec", "StockSpec", "as_flags", "start"]
+
+CPU_PLUGIN = "torchrl_ext_cpu"
+"""The plugin that environments of `torchrl_ext.cli.environments` have; engines pass over one that they lack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +168,11 @@ class StockSpec(EngineSpec):
     def on_cpu(self) -> bool:
         """Whether the server computes on the CPU."""
         return not torch.cuda.is_available() if self.cpu is None else self.cpu
+
+    def allow_list(self, others: Iterable[str]) -> str:
+        """Return an allow-list of plugins: ``others``, ours, and that of our CPU environments if this is a CPU."""
+        ours = ("torchrl_ext", CPU_PLUGIN) if self.on_cpu else ("torchrl_ext",)
+        return ",".join(dict.fromkeys([*filter(None, map(str.strip, others)), *ours]))
 
 
 def start(spec: ServerSpec) -> GuardedProcess:

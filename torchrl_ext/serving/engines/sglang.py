@@ -85,7 +85,7 @@ class SGLangSpec(StockSpec):
         environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # see `probes`: supervisors and routers ask /health
         allowed = os.environ.get("SGLANG_PLUGINS")  # an allow-list
         if allowed:
-            environ["SGLANG_PLUGINS"] = ",".join(dict.fromkeys([*allowed.split(","), "torchrl_ext"]))
+            environ["SGLANG_PLUGINS"] = self.allow_list(allowed.split(","))
         if self.on_cpu:
             environ["SGLANG_USE_CPU_ENGINE"] = "1"
             environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "2")

@@ -65,12 +65,12 @@ class VLLMSpec(StockSpec):
 
     def variables(self) -> dict[str, str]:
         allowed = os.environ.get("VLLM_PLUGINS")  # an allow-list; vLLM adds routes only of plugins on it
-        others = _installed_plugins(self.interpreter) if allowed is None else filter(None, allowed.split(","))
+        others = _installed_plugins(self.interpreter) if allowed is None else allowed.split(",")
         environ = {
             "VLLM_SERVER_DEV_MODE": "1",  # required for vLLM's RL routes
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
-            "VLLM_PLUGINS": ",".join(dict.fromkeys([*others, "torchrl_ext"])),
+            "VLLM_PLUGINS": self.allow_list(others),
         }
         if self.on_cpu:
             own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # GiB
