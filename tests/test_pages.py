@@ -1,5 +1,6 @@
 """Every Python block of the documentation runs as it is printed; `tests.pages` says what for."""
 
+import dataclasses
 import importlib
 import inspect
 import operator
@@ -16,6 +17,7 @@ from tests.models import tiny_checkpoint
 from tests.pages import PAGES, ROOT, blocks, on_servers
 from tests.processes import WAIT_S, python, running_python
 from tests.rpc.ray_cluster import two_nodes
+from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.registry import transports
 from torchrl_ext.testing import free_port
 
@@ -135,6 +137,14 @@ def test_readme_has_a_row_for_every_transport():
     table = (ROOT / "README.md").read_text().partition("\n| transport |")[2].partition("\n\n")[0]
     ours = {name for name in transports.names() if transports.load(name).__module__.startswith("torchrl_ext.")}
     assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == ours
+
+
+def test_the_page_of_flags_has_a_row_for_every_option():
+    rows = re.findall(
+        r"^\| `--([\w-]+)` \| `WeightUpdateConfig\.(\w+)`", (ROOT / "docs/flags.md").read_text(), re.MULTILINE
+    )
+    options = [option.name for option in dataclasses.fields(WeightUpdateConfig)]
+    assert sorted(rows) == sorted((name.replace("_", "-"), name) for name in options)
 
 
 def test_every_link_of_readme_leads_to_a_heading_or_a_file():

@@ -53,7 +53,7 @@ def settings(tmp_path):
     ("transport", "version_type"),
     [
         pytest.param(
-            name, "uuid" if name == "delta" else "int", marks=[] if name in FIRST else [pytest.mark.exhaustive]
+            name, "int" if name == "collective" else "uuid", marks=[] if name in FIRST else [pytest.mark.exhaustive]
         )
         for name in BETWEEN_PROCESSES
     ],

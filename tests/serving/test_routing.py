@@ -116,6 +116,17 @@ def test_requests_of_an_engine_that_is_taken_out_go_on_at_another(routing, clien
     assert found["response_ids"] == client.run(client.generate(batch(8, length=100)))["response_ids"]
 
 
+def test_seeded_samples_through_a_router_repeat_and_differ_within_a_call(client):
+    def sampled(seed):
+        body = {"prompt": {"chunks": [{"tokens": PROMPT}]}, "sampling_params": {"max_tokens": 12, "seed": seed}}
+        found = client.run(client.sample({"json": {**body, "num_samples": 3}}))["sequences"]
+        return [tuple(sequence["tokens"]) for sequence in found]
+
+    first = sampled(7)
+    assert sampled(7) == first and len({*first}) == 3
+    assert {*first}.isdisjoint(sampled(8_000))
+
+
 def test_a_router_without_pools_takes_no_prefill_engine(routing, urls):
     with RouterProcess(**settings_for_router("vllm")) as process:
         with pytest.raises(ConfigError, match="as a regular worker"):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from typing import ClassVar
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +17,15 @@ from tests.hostile import worse_json
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, WeightSyncError
 from torchrl_ext.registry import transports
-from torchrl_ext.testing import SMALL_BYTES, WAIT_S, Ends, StandaloneContract, TransportContract, free_port
+from torchrl_ext.testing import (
+    SMALL_BYTES,
+    WAIT_S,
+    Ends,
+    StandaloneContract,
+    TransportContract,
+    assert_arrived,
+    free_port,
+)
 from torchrl_ext.transports.base import Handoff, Transport, Worker, WorkerEnd
 from torchrl_ext.weights.source import checked
 
@@ -166,6 +176,17 @@ def test_whatever_a_control_layer_offers_a_worker_joins_or_ends_with_an_error_of
 
     join()
     trainer.shutdown()
+
+
+@pytest.mark.parametrize("suite", [TestMemory, TestIPC, TestDisk, TestDelta, *InGroup.__subclasses__()])
+def test_updates_leave_no_threads_behind(suite, tmp_path):
+    ends, counts, weights = suite().make_ends(tmp_path), [], {"w": torch.ones(40, 50), "b": torch.ones(7)}
+    for version in range(23):
+        weights["w"][0, version] = version
+        assert_arrived(ends.exchange("policy", weights), weights)
+        counts.append(len(os.listdir("/proc/self/task")))  # those of backends, too
+    assert counts[-1] < counts[2] + 10
+    ends.trainer.shutdown(), ends.worker.shutdown()
 
 
 @pytest.fixture(autouse=True, scope="module")
