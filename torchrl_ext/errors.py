@@ -33,8 +33,8 @@ class WeightSyncError(RuntimeError):
     ) -> None:
         self.what, self.expected, self.state, self.hint = what, expected, state, hint
         parts = {"Expected: ": expected, "State: ": state, "Next: ": hint}
-        further = (f"{name}{text.rstrip('.')}." for name, text in parts.items() if text)
-        super().__init__(" ".join((what.rstrip(".") + ".", *further)))
+        sentences = [what, *(f"{name}{text}" for name, text in parts.items() if text)]
+        super().__init__(" ".join(text if text.endswith("?") else f"{text.rstrip('.')}." for text in sentences))
 
 
 class ConfigError(WeightSyncError, ValueError):

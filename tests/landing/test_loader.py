@@ -20,6 +20,8 @@ from torchrl_ext.weights.source import as_source
     [
         ({"weight": torch.zeros(3, 2)}, "missing from the update, first 'bias'"),
         ({"weight": torch.zeros(3, 2), "bias": torch.zeros(3), "x": torch.zeros(1)}, "no parameter 'x'"),
+        ({"weight": torch.zeros(3, 2), "actor.bias": torch.zeros(3)}, "such as 'bias'.*mapper"),
+        ({"wieght": torch.zeros(3, 2), "bias": torch.zeros(3)}, "such as 'weight'.*mapper"),
         ({"weight": torch.zeros(2, 3), "bias": torch.zeros(3)}, r"'weight' arrives as weight float32\[2, 3\]"),
         (
             {"weight": torch.zeros(3, 2), "bias": torch.zeros(3).half()},

@@ -76,7 +76,7 @@ def draft_within_a_limit(root):
 def test_a_limit_on_the_size_of_files_is_named_as_a_cause(tmp_path):
     said = python(calling(draft_within_a_limit, str(tmp_path)))
     assert f"room for one more version under {tmp_path}" in said and "0 bytes free" not in said
-    assert "a quota or a limit" in said
+    assert "a quota or a limit" in said and f"cannot write {tmp_path}/folder" in said  # and no temporary name
 
 
 def own_and_fork(root, child_disowns):

@@ -247,9 +247,9 @@ def _compare(engine: EngineClient, reference: Reference, bound: float | None) ->
             return fields
         if largest <= bound:
             return {**fields, "proof": "outputs"}
-        fields["error"] = (
-            f"{engine.url} computes other outputs than the trainer: its log-probabilities are up to {largest:.3g} away "
-            f"(mean {mean:.3g}), and max_gap is {bound:g}"
+        far = f"up to {largest:.3g} away (mean {mean:.3g}), and max_gap is {bound:g}"
+        fields["error"] = f"{engine.url} computes other outputs than the trainer: its log-probabilities are " + (
+            far if math.isfinite(largest) else "not all finite, as after a NaN or an infinity in the weights"
         )
     if bound is not None:
         try:

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import stat
 import uuid
@@ -29,6 +30,7 @@ log = logging.getLogger("torchrl_ext")
 
 TEMPORARY = ".tmp-"
 """Marks names of temporaries, which begin with a dot: no reader lists them, and the next owner removes them."""
+_TEMPORARY_NAME = re.compile(rf"/\.([^/]+){re.escape(TEMPORARY)}[0-9a-f]{{32}}")
 
 _HELD: weakref.WeakSet[LocalStore] = weakref.WeakSet()
 _NO_LOCKS = {errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
@@ -286,7 +288,8 @@ class LocalStore(Store):
             error: what happened.
             needed: bytes that were to be written; 0 where that is not known beforehand.
         """
-        what = f"cannot {doing} {error.filename or self.root}: {error.strerror or error}"
+        path = _TEMPORARY_NAME.sub(r"/\1", str(error.filename or self.root))
+        what = f"cannot {doing} {path}: {error.strerror or error}"
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or needed is None:
             return StoreError(what, hint="check that the path exists and may be written by this user")
         expected = f"{needed:,} bytes free under {self.root}"

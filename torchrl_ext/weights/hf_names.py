@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property, partial, reduce
 from itertools import pairwise
 from typing import Any, final
@@ -33,6 +34,19 @@ __all__ = ["Group", "Spelling", "groups_of", "shards_of_part"]
 log = logging.getLogger("torchrl_ext")
 
 _PEFT = "base_model.model."
+
+
+def _unknown(name: str, known: Iterable[str]) -> ManifestError:
+    """Return the error for a parameter that the model does not have; it suggests the nearest name that it has."""
+    names = sorted(known)
+    near = [other for other in names if name.endswith(f".{other}") or other.endswith(f".{name}")]
+    near = near or get_close_matches(name, names, 1)
+    return ManifestError(
+        f"the model has no parameter {name!r}",
+        expected=f"a name that it has, such as {near[0]!r}" if near else None,
+        state="nothing was changed",
+        hint="give WeightSender a mapper=, which takes each name and returns the engine's",
+    )
 
 
 def shards_of_part(meta: ParamMeta, walk: Walk, shards: Iterable[Shard]) -> Iterator[Shard]:
@@ -377,7 +391,7 @@ class Spelling:
         known = self._metas()
         for meta in params:
             if meta.name not in known:
-                raise ManifestError(f"the model has no parameter {meta.name!r}", state="nothing was changed")
+                raise _unknown(meta.name, known)
             own = known[meta.name]
             if own != meta:
                 raise ManifestError(
@@ -428,7 +442,7 @@ class Spelling:
         """
         for name in sorted(names):
             if name not in self.places and name not in self.copied:
-                raise ManifestError(f"the model has no parameter {name!r}", state="nothing was changed")
+                raise _unknown(name, self.places)
             left = self.copied[name].results.keys() - names if name in self.copied else ()
             if left:
                 raise ManifestError(
