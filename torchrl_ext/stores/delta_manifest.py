@@ -58,19 +58,28 @@ class Placing(msgspec.Struct, frozen=True, array_like=True, gc=False):
     checksum: Text = ""
 
 
-class _Head(Wire, frozen=True, kw_only=True):
-    """Format 4 as JSON; `bytes` are base64 there."""
+class _Document(Wire, frozen=True, kw_only=True):
+    """The fields of JSON of every format that a `DeltaManifest` has as they are."""
 
-    format: str
-    format_number: int
     version: Count
     base_version: Count
     run_id: Text
     base_run_id: Text
     digest: Text
     container: Text
-    codecs: list[dict[str, Any]]
+    codecs: tuple[dict[str, Any], ...]
     files: dict[str, Count]
+
+
+def _plain(found: _Document | DeltaManifest) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in _Document.__struct_fields__}
+
+
+class _Head(_Document, frozen=True, kw_only=True):
+    """Format 4 as JSON; `bytes` are base64 there."""
+
+    format: str
+    format_number: int
     params: list[ParamMeta]
     tiles: Annotated[int, msgspec.Meta(ge=1, le=TILES)] = 1
     streams: list[list[Segment]] | None = None
@@ -157,14 +166,7 @@ class DeltaManifest:
         head = _Head(
             format=self.FORMAT,
             format_number=self.NUMBER,
-            version=self.version,
-            base_version=self.base_version,
-            run_id=self.run_id,
-            base_run_id=self.base_run_id,
-            digest=self.digest,
-            container=self.container,
-            codecs=list(self.codecs),
-            files=dict(self.files),
+            **_plain(self),
             params=list(self.table.params),
             tiles=self.table.tiles or 1,
             streams=None if self.table.tiles else [list(stream.segments) for stream in streams],
@@ -189,14 +191,7 @@ class DeltaManifest:
         if lost is not None:
             raise ValueError(f"no stream, or more than one, covers each unit of {lost}")
         found = cls(
-            version=head.version,
-            base_version=head.base_version,
-            run_id=head.run_id,
-            base_run_id=head.base_run_id,
-            digest=head.digest,
-            container=head.container,
-            codecs=tuple(head.codecs),
-            files=head.files,
+            **_plain(head),
             table=table,
             changed=np.frombuffer(head.changed, DIGEST),
             digests=_digests(head.digests, len(table.params)),
@@ -260,17 +255,9 @@ def from_json(text: bytes) -> DeltaManifest:
     return DeltaManifest._of(msgspec.json.decode(text, type=_Head, dec_hook=decode_dtype))
 
 
-class _Before4(Wire, frozen=True, kw_only=True):
+class _Before4(_Document, frozen=True, kw_only=True):
     """Formats 1 to 3 as JSON."""
 
-    version: Count
-    base_version: Count
-    run_id: Text
-    base_run_id: Text
-    digest: Text
-    container: Text
-    codecs: list[dict[str, Any]]
-    files: dict[str, Count]
     params: list[list[Any]]
     base_digests: dict[str, str] = msgspec.field(default_factory=dict)
 
@@ -327,14 +314,7 @@ def from_rows(found: Any) -> DeltaManifest:
         if shared is not None:
             raise ValueError(f"two blocks of {metas[param].name!r} share elements: {shared[0]} and {shared[1]}")
     made = DeltaManifest(
-        version=head.version,
-        base_version=head.base_version,
-        run_id=head.run_id,
-        base_run_id=head.base_run_id,
-        digest=head.digest,
-        container=ROWS if head.container in _OURS else head.container,
-        codecs=tuple(head.codecs),
-        files=head.files,
+        **_plain(head) | ({"container": ROWS} if head.container in _OURS else {}),
         table=table,
         changed=changed,
         digests=_from_hex([row[3] for row in head.params]),
