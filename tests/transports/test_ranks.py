@@ -335,7 +335,8 @@ class TestWaits:
         with pytest.raises(TransportError, match="trainer rank 0 began no update before the wait was ended"):
             call.result(WAIT_S)
         with pytest.raises(TransportError, match="trainer rank 1 did not answer before"), trainer[0].leading() as led:
-            led.ask("echo", within=within)
+            led.order("echo")
+            led.answers(within)
         assert "before the wait was ended" in str(trainer[1].following(echo).error)
         assert together(beside, trainer, 2) == [1]
 

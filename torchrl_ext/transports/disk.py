@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import cached_property
 from pathlib import Path
@@ -160,22 +160,18 @@ class DiskTransport(StandaloneTransport):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._reader.close()
+        self.mailbox.close()
         self._shared.clear()
         self._store.disown()
 
     # worker end
 
     @cached_property
-    def _reader(self) -> DiskReader:
+    def mailbox(self) -> DiskReader:
         return DiskReader(self._store, self._local)
 
-    @property
-    def mailbox(self) -> DiskReader:
-        return self._reader
-
     def attend(self, within: Deadline) -> DiskReader:
-        return self._reader
+        return self.mailbox
 
     @classmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> WorkerEnd:
@@ -201,15 +197,7 @@ class DiskReader(WorkerEnd, Mailbox):
         self._received: Held | None = None
         self._opened: PublishedVersion | None = None
 
-    def stage(
-        self,
-        version: int,
-        held: Callable[[str], Mapping[str, str]] | None,
-        within: Deadline,
-        *,
-        files: Sequence[str] | None = None,
-        label: str | None = None,
-    ) -> None:
+    def stage(self, version: int, held: object, within: Deadline, **_: object) -> None:
         opened = self._open(version, within)
         self._pin(opened)
         part = opened.manifest.part  # what else it holds was verified with the version before

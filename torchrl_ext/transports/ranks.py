@@ -264,10 +264,10 @@ class Session:
             raise within.error(f"{who} did not answer", expected=_WHERE["expected"], hint=f"look at {who}")
         return [answer.given for answer in found.values()]
 
-    def ask(self, step: str, /, *, within: Deadline | None = None, **args: Any) -> list[Info]:
+    def ask(self, step: str, /, **args: Any) -> list[Info]:
         """Give an order, and return the `answers` to it."""
         self.order(step, **args)
-        return self.answers(within)
+        return self.answers()
 
     def end(self, version: int, accepted: bool) -> None:
         """Set which version the other ranks hear is in service, and whether this update put it there."""

@@ -313,7 +313,7 @@ class DeltaTransport(StandaloneTransport):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._reader.close()
+        self.mailbox.close()
         if self._group is not None:
             self._group.shutdown()
             self._kept.tensors = {}
@@ -325,7 +325,7 @@ class DeltaTransport(StandaloneTransport):
     # worker end
 
     @cached_property
-    def _reader(self) -> DeltaReader:
+    def mailbox(self) -> DeltaReader:
         return DeltaReader(
             self._store,
             self._base,
@@ -335,12 +335,8 @@ class DeltaTransport(StandaloneTransport):
             copies=lambda name: True,  # what is returned is whole, so the copy to which changes are applied is here
         )
 
-    @property
-    def mailbox(self) -> DeltaReader:
-        return self._reader
-
     def attend(self, within: Deadline) -> DeltaReader:
-        return self._reader
+        return self.mailbox
 
     @classmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> DeltaReader:
