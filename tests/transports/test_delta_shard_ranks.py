@@ -100,7 +100,7 @@ def test_what_differs_or_fails_is_said_on_every_rank_and_the_next_version_is_who
     )
     fails(
         Blocks(own, rank, world, of=holed, meet=meet),
-        "no trainer rank holds elements [0:40, 25:50] of 'columns'",
+        "no trainer rank holds elements [0:40, 25:50] of columns",
     )
     step(own, 1)
     fails(Failing(own, rank, world, meet=meet), "a broken disk")

@@ -47,7 +47,7 @@ def test_any_blocks_that_meet_are_cut_so_that_each_element_is_written_once(data)
 
 
 def test_what_nobody_holds_is_named_and_so_is_a_block_that_reaches_out():
-    with pytest.raises(ManifestError, match=r"no trainer rank holds elements \[2:6, 0:4\] of 'w'"):
+    with pytest.raises(ManifestError, match=r"no trainer rank holds elements \[2:6, 0:4\] of w float"):
         shared_out([meta(6, 4)], [[(0, rows(0, 2))], []])
     with pytest.raises(ManifestError, match=r"rank 1 holds elements \[0:7, 0:4\] of 'w'"):
         shared_out([meta(6, 4)], [[(0, rows(0, 6))], [(0, rows(0, 7))]])

@@ -47,16 +47,7 @@ def shared_out(
                 holders[index].setdefault(block, []).append((rank, number))
     pieces: list[tuple[int, int, Block, list[_Holder]]] = []
     for index, (meta, own) in enumerate(zip(params, holders, strict=True)):
-        found = disjoint(own)
-        if sum(block.numel for block in found) < meta.numel:
-            (hole,) = tiles([*found], meta.shape)
-            raise ManifestError(
-                f"no trainer rank holds elements {hole} of {meta.name!r}",
-                expected="every element on some rank",
-                state="nothing was sent",
-                hint="look at what `shards()` of the source yields on each rank",
-            )
-        for block, candidates in found.items():
+        for block, candidates in disjoint(meta, own).items():
             pieces.append((meta.dtype.itemsize * block.numel, index, block, candidates))
     kept: list[dict[int, list[Block]]] = [{} for _ in held]
     load = [0] * len(held)
@@ -67,13 +58,26 @@ def shared_out(
     return kept
 
 
-def disjoint(own: Mapping[Block, list[_Owner]]) -> dict[Block, list[_Owner]]:
-    """Return blocks that do not meet, which together have the elements of ``own``, each with all of its owners."""
-    if overlap(own) is None:
-        return dict(own)
+def disjoint(meta: ParamMeta, own: Mapping[Block, list[_Owner]]) -> dict[Block, list[_Owner]]:
+    """Return blocks that do not meet and have every element of a parameter, each with all of its owners in ``own``.
+
+    Raises:
+        ManifestError: nobody holds some elements; names them.
+    """
     found: list[Block] = []
-    for block in sorted(own, key=lambda one: (one.numel, one)):  # the smallest first: most ranks hold what is in them
-        found += without([block], found)
+    if overlap(own) is None:
+        found = [*own]
+    else:
+        for block in sorted(own, key=lambda one: (one.numel, one)):  # the smallest first: most ranks hold these
+            found += without([block], found)
+    if sum(block.numel for block in found) < meta.numel:
+        (hole,) = tiles(found, meta.shape)
+        raise ManifestError(
+            f"no trainer rank holds elements {hole} of {meta}",
+            expected="every element of every parameter at a trainer rank at least",
+            state="nothing was sent",
+            hint="look at what the source's shards() yields on each trainer rank",
+        )
     return {
         piece: [holder for block, holders in own.items() if block.contains(piece) for holder in holders]
         for piece in found

@@ -16,7 +16,7 @@ from torchrl_ext.errors import ManifestError
 from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.sharing import disjoint
-from torchrl_ext.weights.view import Block, tiles
+from torchrl_ext.weights.view import Block
 
 __all__ = ["Pieces", "Transfers", "pieces_of"]
 
@@ -126,15 +126,7 @@ def pieces_of(
     """
     blocks = _by_block(index, meta, enumerate(held), "trainer rank")
     needs = _by_block(index, meta, needed.items(), "worker")
-    owned = disjoint(blocks)
-    if sum(block.numel for block in owned) < meta.numel:
-        (hole,) = tiles([*owned], meta.shape)
-        raise ManifestError(
-            f"nobody holds elements {hole} of {meta}",
-            expected="every element of every parameter at a trainer rank at least",
-            state="nothing was sent",
-            hint="look at what the source's shards() yields on each trainer rank",
-        )
+    owned = disjoint(meta, blocks)
     members, wants, turns = list(needs.values()), _as_array(list(needs), dimensions), 1
     for one, other in zip(*_meets(wants, wants)[:2], strict=True):
         if one < other and (both := set(members[one]).intersection(members[other])):
