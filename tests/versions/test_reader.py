@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.transports.chains import published, same
+from tests.transports.chains import checkpoint, published, same, trainer_at
 from tests.versions.damage import KINDS, NEW, OLD, route_of
 from tests.versions.damage import published as published_delta
 from torchrl_ext.codecs import pipeline as stream
@@ -19,6 +19,7 @@ from torchrl_ext.stores.chain import Chain
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.open_delta import OpenDelta
 from torchrl_ext.versions.reader import ChainReader
+from torchrl_ext.weights.digests import position_digest
 
 
 @pytest.fixture(params=["ulp", "context"])
@@ -66,6 +67,26 @@ def test_copies_that_stopped_half_way_are_not_built_on(chain, error):
     assert same(dict(reader.tensors(reader.open(3), {})), history[3])
     assert same(reader.mirror, history[3])
     assert reader.changes(4) is not None
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_a_reader_that_cannot_read_all_back_begins_at_the_oldest_version_with_what_it_can(tmp_path, at):
+    """Version 3 changes only what has no digest, so nobody can tell it from version 2; version 1 is like the base."""
+    own, history = {"read": torch.zeros(50), "packed": torch.zeros(50)}, []
+    base, trainer = checkpoint(tmp_path / "base", own), None
+    for name in (None, "packed", "read", "packed", "read"):
+        if name is not None:
+            own[name][3 * len(history)] += 1
+            trainer = trainer or trainer_at(tmp_path / "root", base=base, keyframe_every=0)
+            trainer.send_weights("policy", own)
+        history.append({name: tensor.clone() for name, tensor in own.items()})
+    store = LocalStore(tmp_path / "root")
+    reader = ChainReader(Chain(store), lambda *of: PublishedVersion(store, *of), str(base))
+    reader.retain("packed".__eq__)
+    reader.adopt(4, lambda kind: {"read": position_digest(history[at]["read"], kind).hex()})
+    assert reader.held is not None and reader.held[1] == (0, 0, 2, 2)[at]
+    assert same(reader.mirror, {"packed": history[reader.held[1]]["packed"]})
+    assert same(dict(reader.changes(4).whole(["packed"])), {"packed": own["packed"]})
 
 
 def test_staging_decodes_what_it_writes_once_and_knows_the_rest_by_name(chain, monkeypatch):

@@ -133,15 +133,22 @@ class ChainReader:
             own = digests(origin.digest)
         except ConfigError:  # the model cannot be read back
             return
-        if not own or any(meta.name not in own and meta.name not in mirrored for meta in params):
+        unread = {meta.name for meta in params} - own.keys()
+        if not own or not unread <= mirrored:
             return
-        for _, delta in deltas:
+
+        def has(known: Mapping[str, str]) -> bool:
+            return all(own.get(name, digest) == digest for name, digest in known.items())
+
+        # Tensors without a digest may be those of any version that has the others: the oldest is safe to begin at.
+        at_base = bool(unread) and based and has(origin.hex_base_digests)
+        for _, delta in () if at_base else reversed(deltas) if unread else deltas:
             base = None
             with suppress(FileNotFoundError, IntegrityError):  # then it is not the one that the worker holds
                 base = self.chain.version(delta.base_version).delta if delta.base_version else None
             if base is None or base.digest != origin.digest or not base.digests.size:
                 continue  # another library's deltas have no digests
-            if base.hex_digests.items() <= own.items():
+            if has(base.hex_digests):
                 self.held, self._params = (base.run_id, base.version), _by_name(params)
                 if mirrored:  # copies are made of the base, and follow
                     for _ in self.tensors(self._open(base.version, None), {}):
