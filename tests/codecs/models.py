@@ -11,7 +11,7 @@ from torchrl_ext.testing import any_bits
 DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.float64, torch.complex128]
 SHAPES = st.one_of(
     st.just(()),
-    st.tuples(st.integers(0, 40)),
+    st.tuples(st.integers(0, 200)),
     st.tuples(st.integers(1, 40), st.integers(1, 40)),
     st.tuples(st.integers(1, 4), st.integers(1, 12), st.integers(1, 12)),
 )
@@ -26,7 +26,10 @@ def models(draw):
     for number, (dtype, shape) in enumerate(kinds):
         before, after = (any_bits(dtype, *shape, seed=seed + number + extra) for extra in (0, 1000))
         mask = torch.rand(shape, generator=generator) < density
-        old[f"p{number}"], new[f"p{number}"] = before, torch.where(mask, after, before)
+        changed = torch.where(mask, after, before)
+        if draw(st.booleans()):  # a view whose elements lie apart in memory
+            changed = torch.stack([changed, after], -1)[..., 0]
+        old[f"p{number}"], new[f"p{number}"] = before, changed
     return old, new
 
 

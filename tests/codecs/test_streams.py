@@ -24,14 +24,20 @@ from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import position_digest
 
 
-@given(models(), st.integers(1, 3), st.sampled_from([POSITION, LINEAR]), st.sampled_from([1, 7, 64, 1 << 20]))
-@settings(max_examples=150)
-def test_streams_list_each_change_once_and_keep_the_digests(model, tiles, digest, block):
+@given(
+    model=models(),
+    tiles=st.integers(1, 3),
+    digest=st.sampled_from([POSITION, LINEAR]),
+    block=st.sampled_from([7, 64, 1 << 20]),
+    staged=st.sampled_from([3, 1 << 14]),
+)
+@settings(max_examples=100)
+def test_streams_list_each_change_once_and_keep_the_digests(model, tiles, digest, block, staged):
     old, new = model
     metas = [ParamMeta.of(name, tensor) for name, tensor in old.items()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "BLOCK_UNITS", block)
-        patch.setattr(streams, "_STAGED", 3)
+        patch.setattr(streams, "_STAGED", staged)
         patch.setattr(table_module, "_TILE", 1)
         table = ParamTable.of(metas, tiles=tiles)
         olds, news = flat(table, old), flat(table, new)

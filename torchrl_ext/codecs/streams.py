@@ -216,7 +216,7 @@ def _found(stream: Stream, live: Tensor, block: _Open, keys: np.ndarray) -> tupl
     lists, news = _room(block.size + 64, live.element_size()), list[tuple[int, np.ndarray]]()
     listed = list[tuple[Tensor, Diff]]()
     for at, units, tensors in block.runs:
-        flat = torch._utils._flatten_dense_tensors(tensors) if len(tensors) > 1 else tensors[0].reshape(-1)
+        flat = torch._utils._flatten_dense_tensors(tensors)  # contiguous; a tensor that is so is not copied
         old, new, rest = live[at : at + units], flat.view(BITS[live.element_size()]), [one[count:] for one in lists]
         device = old.device if new.device.type == "cpu" else new.device
         kernels = kernels_on(device)
