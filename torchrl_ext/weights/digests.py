@@ -53,7 +53,8 @@ __all__ = ["PositionDigest", "block_words", "byte_view", "position_digest", "ten
 
 def byte_view(tensor: Tensor) -> Tensor:
     """Return a tensor's bytes in C order, uint8 of shape ``(nbytes,)``, which share its memory if it is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = tensor.detach().contiguous()
+    return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # strides of one element or none may be any
 
 
 def tensor_digest(tensor: Tensor) -> str:
