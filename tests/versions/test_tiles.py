@@ -23,6 +23,7 @@ from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S, any_bits
 from torchrl_ext.types import ParamMeta
+from torchrl_ext.versions import warm
 from torchrl_ext.versions.containers import code
 from torchrl_ext.versions.tiles import Tiles
 
@@ -33,6 +34,7 @@ ENCODINGS = ["ulp", "context", "bitmap", "dense"]
 def small(monkeypatch):
     monkeypatch.setattr(table, "_TILE", 1)
     monkeypatch.setattr(streams, "BLOCK_UNITS", 1 << 8)
+    monkeypatch.setattr(warm, "rehearse", lambda codec, widths: None)  # of a million elements: thousands of such blocks
 
 
 @settings(max_examples=60)

@@ -47,7 +47,7 @@ log = logging.getLogger("torchrl_ext")
 
 _DTYPES = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 _APART = (50, 2, 1)  # elements from one that changes to the next, in each version
-_SMALL, _LARGE = 4096, (1 << 20) + 64  # one that shares a task, and one that is cut into pieces (`codecs.pipeline`)
+_SMALL, _LARGE = 4096, (1 << 17) + 64  # one that is copied beside others, and one that is scanned where it lies
 _COMPILER_S = 300.0
 _WARM: dict[tuple[str, int], threading.Event] = {}
 _LOCK = threading.Lock()
