@@ -180,8 +180,8 @@ class Demo:
 @pytest.mark.parametrize(
     ("moment", "number", "ranks"),
     [
-        ("starting the embedded engine", signal.SIGINT, 1),
-        ("step 1", signal.SIGTERM, 1),
+        ("starting the embedded engine", signal.SIGTERM, 1),
+        pytest.param("step 1", signal.SIGTERM, 1, marks=pytest.mark.exhaustive),
         pytest.param("step 1", signal.SIGINT, 2, marks=pytest.mark.exhaustive),
     ],
 )
