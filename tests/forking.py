@@ -19,15 +19,24 @@ import sys
 import types
 
 MODULES = (
+    "httpx",
+    "hypothesis",
+    "pytest",
     "tensordict",
     "torchrl.collectors.llm",
     "torchrl_ext.cli.demo.command",
     "torchrl_ext.cli.demo.training",
+    "torchrl_ext.codecs.block_loops",
     "torchrl_ext.codecs.pipeline",
+    "torchrl_ext.codecs.row_loops",
+    "torchrl_ext.codecs.token_loops",
     "torchrl_ext.embedded.engine",
     "torchrl_ext.embedded.server",
+    "torchrl_ext.kernels.host_loops",
     "torchrl_ext.rollout.client",
+    "torchrl_ext.sync.engines.inprocess",
     "torchrl_ext.sync.sender",
+    "torchrl_ext.testing",
     "torchrl_ext.transports.collective.transport",
     "torchrl_ext.transports.delta.transport",
     "torchrl_ext.transports.disk",
@@ -101,6 +110,11 @@ if __name__ == "__main__":
     sys.modules["triton"] = None
     for name in MODULES:
         importlib.import_module(name)
+    import torch
+
+    from torchrl_ext.weights.digests import position_digest
+
+    position_digest(torch.zeros(4))  # with the first loop that it compiles or loads, numba imports the rest of itself
     gc.collect()
     gc.freeze()  # no child walks, and so copies, what all of them share
     asked = serve(socket.socket(fileno=int(sys.argv[1])))
