@@ -117,7 +117,7 @@ def test_it_is_as_short_as_the_page_says():
 
 
 def test_it_passes_the_contract_that_is_shipped(package, site):
-    assert " passed" in python(CONTRACT, site, package, fresh=True)
+    assert " passed" in python(CONTRACT, site, package)
 
 
 def test_a_make_of_engine_by_somebody_else_follows_a_trainer(tmp_path, monkeypatch):
