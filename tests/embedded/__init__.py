@@ -32,7 +32,7 @@ class EmbeddedServer:
         with ExitStack() as ends:
             log = ends.enter_context(tempfile.TemporaryFile("w+"))
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            self._process = ends.enter_context(running_python(code, *flags, fresh=site is not None, **streams))
+            self._process = ends.enter_context(running_python(code, *flags, **streams))
             self.pid = self._process.pid
             until = time.monotonic() + WAIT_S
             while not self._healthy():
