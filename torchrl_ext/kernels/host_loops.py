@@ -23,6 +23,7 @@ __all__ = [
 
 _LANDED = 4096  # changes that are translated together: they stay in the processor's nearest cache
 _1, _2, _3, _32 = (np.uint64(number) for number in (1, 2, 3, 32))
+_NONE, _ONE = np.int64(0), np.int64(1)  # numba compiles a helper anew for the type of a literal
 _LOW = np.uint64(0xFFFFFFFF)
 _ROW, _ROW_BITS, _IN_ROW, _SEED = ROW, np.uint64(ROW.bit_length() - 1), np.uint64(ROW - 1), np.uint64(SEED)
 
@@ -57,7 +58,7 @@ def _factors(row):
 def _add_linear(start, places, before, after, count, keys, digest):
     """Add to a linear digest what changes do to it; ``start`` is the position in the tensor of place 0."""
     one, two, total_one, total_two = np.uint64(0), np.uint64(0), digest[0], digest[1]
-    row, (first, second), width = np.uint64(0), _factors(0), np.uint64(before.itemsize)
+    row, (first, second), width = np.uint64(0), _factors(np.uint64(0)), np.uint64(before.itemsize)
     for k in range(count):
         byte = (np.uint64(start) + np.uint64(places[k])) * width
         word, shift = byte >> _2, (byte & _3) << _3
@@ -143,7 +144,7 @@ def _linear_run(run, position, keys):
     ones = np.uint64(0x1010101 if width == 1 else 0x10001 if width == 2 else 1)
     head = min(run.size, -position % each)
     if head:
-        one, two = _linear_elements(run, 0, 1, position, 1, head, keys)
+        one, two = _linear_elements(run, _NONE, _ONE, position, _ONE, head, keys)
     body = (run.size - head) // each * each
     words, at, done = run[head : head + body].view(np.uint32), (position + head) * width // 4, 0
     while done < words.size:
@@ -153,7 +154,8 @@ def _linear_run(run, position, keys):
         a, b = _linear_words(words[done : done + count], keys[0, begin:end], keys[1, begin:end], ones)
         one, two, at, done = one + a * first, two + b * second, at + count, done + count
     if head + body < run.size:
-        a, b = _linear_elements(run, head + body, 1, position + head + body, 1, run.size - head - body, keys)
+        done = head + body
+        a, b = _linear_elements(run, done, _ONE, position + done, _ONE, run.size - done, keys)
         one, two = one + a, two + b
     return one, two
 
@@ -194,7 +196,7 @@ def scan(old, new, base, firsts, starts, keys, positions, before, after, words):
     Returns:
         How many differ.
     """
-    found, size, short, segment = 0, old.size, np.empty(CHUNK + 64, np.uint16), 0
+    found, size, short, segment = 0, old.size, np.empty(CHUNK + 64, np.uint16), _NONE
     for begin in range(0, size, CHUNK):
         olds, news = before[found:], after[found:]
         changed = list_changes(old, new, begin, short, olds, news)
@@ -211,7 +213,7 @@ def scan(old, new, base, firsts, starts, keys, positions, before, after, words):
 @njit
 def digest_segments(positions, before, after, firsts, starts, keys, words):
     """Add to the digest of each segment what listed changes do to it; arguments as in `scan`."""
-    _add_segments(0, positions, before, after, positions.size, 0, firsts, starts, keys, words)
+    _add_segments(_NONE, positions, before, after, positions.size, _NONE, firsts, starts, keys, words)
 
 
 @njit
@@ -323,7 +325,7 @@ def land(target, dims, offset, positions, payload, straight, same, steps, ordere
             move(before[:count], come, top, mask, ordered, after)
         else:
             _copy(come, after)
-        _add_change(0, own, before, after, count, keys, digest)
+        _add_change(_NONE, own, before, after, count, keys, digest)
         total += count
     return total
 
