@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from torchrl_ext.collectors.hub import Hub, dial
 from torchrl_ext.collectors.worker_end import LinkPort, WorkerTransport
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import DeadlineError, EngineUnreachableError, NotConnectedError, WeightSyncError
+from torchrl_ext.errors import (
+    DeadlineError,
+    EngineUnreachableError,
+    NotConnectedError,
+    TransportError,
+    WeightSyncError,
+)
 from torchrl_ext.messages import Finish, Join, Rehearse
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.sync.receiver import WeightReceiver
@@ -106,6 +112,12 @@ class TestDeadlines:
         assert reader.read(Deadline(WAIT_S)) == LARGE
         thread.join(WAIT_S)
         assert not thread.is_alive() and reader.read(Deadline(0.01)) is None
+
+    def test_a_message_beyond_the_bound_of_its_reader_is_not_read(self, ends):
+        sender, reader = Link(ends[0], "a"), Link(ends[1], "b", longest_bytes=64)
+        sender.send({"text": "x" * 64}, Deadline(WAIT_S))
+        with pytest.raises(TransportError, match="a message of 75 bytes"):
+            reader.read(Deadline(WAIT_S))
 
     def test_a_worker_that_dials_and_does_not_read_keeps_nobody_out(self, monkeypatch):
         monkeypatch.setattr("torchrl_ext.collectors.hub._HELLO_S", 0.3)

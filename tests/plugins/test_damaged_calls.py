@@ -137,6 +137,12 @@ def test_no_call_of_a_scheduler_raises_and_every_answer_can_be_sent(scheduler, m
     assert not register.check_weights(None, scheduler, request).success
 
 
+def test_a_scheduler_whose_model_holds_a_part_of_a_version_is_continued_by_nobody(scheduler):
+    assert register.continue_generation(lambda *_: "goes on", scheduler) == "goes on"
+    scheduler.end.receiver.invalidate(torn=True)
+    assert register.continue_generation(lambda *_: "goes on", scheduler) is None and scheduler._engine_paused
+
+
 def test_no_call_of_sglangs_server_raises_and_every_answer_can_be_sent(monkeypatch):
     add_sglang(monkeypatch)
     monkeypatch.setattr(inspection, "_DIAL_S", 0.02)

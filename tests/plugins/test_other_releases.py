@@ -204,6 +204,30 @@ def test_a_reload_is_noticed_once_whether_or_not_vimes_patch_is_there(tmp_path, 
     assert done.stdout.split("registered\n")[1:] == [f"noticed\n/start {pull}\n"], done.stderr
 
 
+RESUMED = """
+from types import SimpleNamespace
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.worker_base import WorkerBase
+from torchrl_ext.errors import EngineError
+from torchrl_ext.plugins.vllm.engine import TorchRLExtEngine
+core, worker = EngineCore(), object.__new__(WorkerBase)
+worker.weight_transfer_engine = object.__new__(TorchRLExtEngine)
+core.model_executor = SimpleNamespace(collective_rpc=lambda name: [getattr(worker, name)()])
+for TorchRLExtEngine.whole in (True, False):
+    try:
+        core.resume_scheduler()
+    except EngineError:
+        print("refused")
+"""
+
+
+def test_a_vllm_that_holds_a_part_of_a_version_is_resumed_by_nobody(tmp_path):
+    core = "class EngineCore:\n def resume_scheduler(self): print('resumed')"
+    files = {**stand_in(), **WHOLE, CORE: core}
+    done = finished(REGISTER + RESUMED, tmp_path / "site", "vllm", json.dumps(files))
+    assert done.stdout.split("registered\n")[1:] == ["resumed\nrefused\n"], done.stderr
+
+
 REGISTRY = """
 import collections, enum
 class HookType(enum.Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import re
 import socket
@@ -43,11 +44,14 @@ from torchrl_ext.weights.source import as_source
 
 @contextmanager
 def silent_port():
-    """Somebody who listens, and never says a word."""
+    """Somebody who listens, and never says a word; he is gone after a third of `WAIT_S`, so that nobody hangs."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
+        leaves = threading.Timer(WAIT_S / 3, silent.close)
+        leaves.start()
         yield silent.getsockname()[1]
+        leaves.cancel()
 
 
 @contextmanager
@@ -71,8 +75,10 @@ def kept():
 
 
 def test_a_port_that_listens_and_says_nothing_is_given_up_at_the_deadline():
+    began = time.monotonic()
     with silent_port() as port, pytest.raises(DeadlineError, match=rf"127.0.0.1:{port} did not answer within 1 s"):
         member(port, 1, 2, timeout_s=SHORT_S).init_all_workers_group({})
+    assert time.monotonic() - began < WAIT_S / 4
 
 
 def test_an_abort_ends_the_wait_for_a_port_that_says_nothing():
@@ -180,6 +186,13 @@ def say(port, data, secret=None):
         connection.setblocking(True)
         while connection.recv(4096):
             continue
+
+
+def test_who_only_guesses_the_secret_writes_nothing(kept):
+    data = json.dumps({**REQUESTS[0], "key": "guessed"}).encode()
+    for secret in ("a guess", "s"):
+        say(kept.port, len(data).to_bytes(4, "big") + data, secret)
+        assert kept.has("guessed") == (secret == "s")
 
 
 @given(st.randoms(use_true_random=False), st.booleans())

@@ -244,7 +244,7 @@ class TestFailures:
         assert failed.wait(WAIT_S)
         with pytest.raises(ManifestError, match=r"^nothing is named so"):  # its own
             trainer[1].following(raising(ManifestError("nothing is named so")))
-        assert trainer[1].following(echo).version == 1
+        assert trainer[1].following(echo, Deadline(20.0)).version == 1  # else it waits for an update that nobody begins
         assert leading.result(WAIT_S) == [{"version": 1}]
 
     def test_a_late_rank_that_was_missed_hears_of_it_when_no_update_follows(self, stored):
@@ -266,11 +266,13 @@ class TestFailures:
 
         update, call = beside(slow), beside(trainer[1].following, echo)
         assert entered.wait(WAIT_S)
-        with pytest.raises(ConcurrentUpdateError), trainer[0].leading():
-            pytest.fail("two updates at once")
-        with pytest.raises(ConcurrentUpdateError):
-            trainer[1].following(echo)
-        refused.set()
+        try:
+            with pytest.raises(ConcurrentUpdateError), trainer[0].leading():
+                pytest.fail("two updates at once")
+            with pytest.raises(ConcurrentUpdateError):
+                trainer[1].following(echo)
+        finally:
+            refused.set()
         update.result(WAIT_S)
         assert call.result(WAIT_S) == (1, 1, None)
         assert together(beside, trainer, 2) == [1]

@@ -540,7 +540,7 @@ class FakeEngine(Faults):
         self.label = asked["weight_version"]
 
     def _release_memory(self, asked: Info) -> None:
-        tags = set(asked["tags"])
+        tags = set(asked["tags"]) or {"weights", "kv_cache", "cuda_graph"}  # an empty list stands for all
         if not self.paused or self._frozen or tags & self.asleep:
             self.wrongs.append(f"its scheduler ended: {sorted(tags)} were to sleep")
         self._give_up(tags, keep=not self._receiver.held.empty)
