@@ -17,25 +17,28 @@ PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
 """Token ids that every tiny model knows."""
 
 
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+"""Of the tiny models, by the names of their configs' fields."""
+
+
 def tiny_config(**changes):
     """Qwen3 of 0.4 M parameters: vocab 512, hidden 128, 2 layers, 4 heads, 2 kv heads of 32, untied."""
     from transformers import Qwen3Config
 
-    settings = {
-        "vocab_size": VOCAB,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-    }
-    return Qwen3Config(**(settings | changes))
+    return Qwen3Config(**(SIZES | changes))
 
 
 def tiny_model(seed=0, dtype=torch.float32, *, decided=False, **changes):
@@ -138,6 +141,13 @@ def doubtful(model, tokens, prompt=None):
     return [(index, short[index].item()) for index in (short > allowed).nonzero()[:, 0].tolist()]
 
 
+_SMALL = SIZES | {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 128}
+_SMALL |= {"num_attention_heads": 2, "head_dim": 8}
+_LATENT = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), 8)
+_LATENT |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 4)
+_ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+_SEEN = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 16}
+
 CONVERTED = ("qwen3_moe", "mixtral", "deepseek_v3", "qwen2_5_vl")
 """Kinds of models that `transformers` 5 holds otherwise than their checkpoints do."""
 
@@ -146,64 +156,27 @@ def converted_model(kind, seed=0, dtype=torch.float32, **changes):
     """A random model of 2 layers, whose weights all differ; the mixtures have 4 experts."""
     import transformers
 
-    settings = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "tie_word_embeddings": False,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 2,
-    } | changes
-    latent = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), 8)
-    latent |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 4)
-    seen = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 16}
-    make, config = {
+    sizes = _SMALL | changes
+    headless = {name: size for name, size in sizes.items() if name != "head_dim"}
+    seeing = {"text_config": headless, "vision_config": _SEEN, "tie_word_embeddings": sizes["tie_word_embeddings"]}
+    name, settings = {
         "qwen3_moe": (
-            transformers.Qwen3MoeForCausalLM,
-            lambda: transformers.Qwen3MoeConfig(
-                **settings, moe_intermediate_size=8, head_dim=8, num_experts=4, num_experts_per_tok=2
-            ),
+            "Qwen3MoeForCausalLM",
+            sizes | {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2},
         ),
-        "mixtral": (
-            transformers.MixtralForCausalLM,
-            lambda: transformers.MixtralConfig(**settings, num_local_experts=4),
-        ),
-        "deepseek_v3": (
-            transformers.DeepseekV3ForCausalLM,
-            lambda: transformers.DeepseekV3Config(
-                **settings,
-                **latent,
-                moe_intermediate_size=8,
-                n_routed_experts=4,
-                n_group=1,
-                topk_group=1,
-                num_experts_per_tok=2,
-                first_k_dense_replace=1,
-            ),
-        ),
-        "qwen2_5_vl": (
-            transformers.Qwen2_5_VLForConditionalGeneration,
-            lambda: transformers.Qwen2_5_VLConfig(
-                text_config=settings, vision_config=seen, tie_word_embeddings=settings["tie_word_embeddings"]
-            ),
-        ),
-        "hrm_text": (  # its checkpoint has q, k, v and the gate in one tensor
-            transformers.HrmTextForCausalLM,
-            lambda: transformers.HrmTextConfig(**settings, head_dim=8),
-        ),
+        "mixtral": ("MixtralForCausalLM", headless | {"num_local_experts": 4}),
+        "deepseek_v3": ("DeepseekV3ForCausalLM", headless | _LATENT | _ROUTED | {"moe_intermediate_size": 8}),
+        "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", seeing),
+        "hrm_text": ("HrmTextForCausalLM", sizes),  # its checkpoint has q, k, v and the gate in one tensor
         "dinov2": (  # its checkpoint has q, k and v by other names
-            transformers.Dinov2Model,
-            lambda: transformers.Dinov2Config(hidden_size=16, num_hidden_layers=1, num_attention_heads=2),
+            "Dinov2Model",
+            {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
         ),
     }[kind]
+    make = getattr(transformers, name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = make(config())
+        model = make(make.config_class(**settings))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0, 0.3)
