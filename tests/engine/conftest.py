@@ -1,46 +1,77 @@
 """Real engines, started once per session through the launchers that users have. Fixtures are named by kind."""
 
+from contextlib import contextmanager
+
 import pytest
 
-from tests.engine.served import OLDER, ServedOlderSGLang, ServedOlderVLLM, ServedSGLang, ServedVLLM, serving
-from tests.models import tiny_checkpoint
+from tests.engine.served import OLDER, ServedOlderVLLM, ServedSGLang, ServedVLLM, serving
+from tests.models import tiny_model, tiny_tokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("model") / "seed0")
+    """The small model, whose tokenizer has a chat template."""
+    folder, tokenizer = tmp_path_factory.mktemp("model") / "seed0", tiny_tokenizer()
+    tiny_model(0).save_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
-def small(served, scope, **settings):
+SERVED = {"older_vllm": ServedOlderVLLM, "older_sglang": ServedSGLang, "vllm": ServedVLLM, "sglang": ServedSGLang}
+MAKES = ("vllm", "sglang")
+
+
+@contextmanager
+def starting(served, checkpoint, folders, dtype="float32", **settings):
+    log = folders.mktemp("log") / f"{served.kind}.log"
+    with serving(served, checkpoint, max_model_len=256, dtype=dtype, log_path=log, **settings) as found:
+        yield found
+
+
+def small(served, scope="session", **settings):
     """A fixture with a server of the small model."""
 
     @pytest.fixture(scope=scope)
     def engine(checkpoint, tmp_path_factory):
-        log = tmp_path_factory.mktemp("log") / f"{served.kind}.log"
-        with serving(served, checkpoint, max_model_len=256, log_path=log, **settings) as found:
+        with starting(served, checkpoint, tmp_path_factory, **settings) as found:
             yield found
 
     return engine
 
 
-vllm = small(ServedVLLM, "session", dtype="float32")
-second_vllm = small(ServedVLLM, "session", dtype="float32")
-tensor_parallel_vllm = small(ServedVLLM, "session", dtype="float32", tensor_parallel_size=2)
-bfloat16_vllm = small(ServedVLLM, "module", dtype="bfloat16")
+vllm, second_vllm = small(ServedVLLM), small(ServedVLLM)
+sglang, second_sglang = small(ServedSGLang), small(ServedSGLang, "module")
 
-sglang = small(ServedSGLang, "session", dtype="float32")
-tensor_parallel_sglang = small(ServedSGLang, "module", dtype="float32", tensor_parallel_size=2)
-bfloat16_sglang = small(ServedSGLang, "module", dtype="bfloat16")
-stock_sglang = small(ServedSGLang, "function", dtype="float32", plugin=False)  # without our plugin
 
-older_vllm = small(ServedOlderVLLM, "module", dtype="float32", release=OLDER["vllm"])
-tensor_parallel_older_vllm = small(
-    ServedOlderVLLM, "module", dtype="float32", tensor_parallel_size=2, release=OLDER["vllm"]
-)
-bfloat16_older_vllm = small(ServedOlderVLLM, "module", dtype="bfloat16", release=OLDER["vllm"])
+def each(names=tuple(SERVED), usual=MAKES, **settings):
+    """A fixture with one server after the other, by name; those that are not ``usual`` are left to ``--exhaustive``.
 
-older_sglang = small(ServedOlderSGLang, "module", dtype="float32", release=OLDER["sglang"])
-tensor_parallel_older_sglang = small(
-    ServedOlderSGLang, "module", dtype="float32", tensor_parallel_size=2, release=OLDER["sglang"]
-)
-bfloat16_older_sglang = small(ServedOlderSGLang, "module", dtype="bfloat16", release=OLDER["sglang"])
+    With ``settings``, and of an older release, they are a module's own, one at a time: each takes gigabytes of memory.
+    """
+    params = [pytest.param(name, marks=() if name in usual else pytest.mark.exhaustive) for name in names]
+
+    @pytest.fixture(scope="module", params=params)
+    def engine(request, checkpoint, tmp_path_factory):
+        name, release = request.param, {}
+        if name.startswith("older_"):
+            release["release"] = OLDER[name.removeprefix("older_")]
+        elif not settings:
+            yield request.getfixturevalue(name)
+            return
+        with starting(SERVED[name], checkpoint, tmp_path_factory, **release, **settings) as found:
+            yield found
+
+    return engine
+
+
+served = each(MAKES)
+released = each()
+every_release = each(usual=tuple(SERVED))
+tensor_parallel = each(tensor_parallel_size=2)
+bfloat16 = each(usual=("vllm",), dtype="bfloat16")

@@ -1,6 +1,8 @@
 """Running servers of either make, looked at in the same words."""
 
+import json
 import os
+import re
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import PROMPT, doubtful, greedy
-from tests.processes import WAIT_S
+import torchrl_ext as tx
+from tests.models import PROMPT, VOCAB, doubtful, greedy
+from tests.processes import COMMAND, WAIT_S, family, finished, maps_of
 from torchrl_ext.cli.environments import settings_for, settings_for_router
+from torchrl_ext.cli.main import main
 from torchrl_ext.errors import DeadlineError
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.discovery import discover
@@ -21,14 +25,20 @@ from torchrl_ext.serving.router import RouterProcess
 from torchrl_ext.serving.server import start
 
 _ENDS = ThreadPoolExecutor(4)
+FORKING = str(Path(__file__).with_name("site"))
+"""The folder by which servers fork their children, on their ``PYTHONPATH``."""
+LONG = [(7 * i + 3) % (VOCAB - 3) + 3 for i in range(180)]
+"""A prompt longer than a block of any cache of keys and values: what is shorter is not kept, or handed on."""
 
 
-@contextmanager
-def forked_children():
-    """Servers that are started in the block fork their children, as the file in `site` does it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).with_name("site")), prepend=os.pathsep)
-        yield
+def kept_keys(role, folder):
+    """The configuration of a vLLM that keeps keys and values in a folder (`tests.engine.kept_keys`)."""
+    return {
+        "kv_connector": "KeptKeys",
+        "kv_connector_module_path": "tests.engine.kept_keys",
+        "kv_role": role,
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
 
 
 @contextmanager
@@ -38,12 +48,31 @@ def serving(served, checkpoint, **settings):
     The interpreter waits for such threads before it ends itself. The server's children are forked; engines that tests
     start by the launchers themselves start as a user's do.
     """
-    with forked_children():
-        server = served.start(checkpoint, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", FORKING, prepend=os.pathsep)
+        server = start(spec_of(served.kind, checkpoint, **settings))
+    found = served(server)
+    found.checkpoint, found.release = checkpoint, settings.get("release")
     try:
-        yield served(server)
+        yield found
     finally:
         _ENDS.submit(server.stop)
+
+
+@contextmanager
+def sending(transport, root, *served, settings=None, proving=None, **of_engine):
+    """A sender to some servers; ``settings`` are further ones of its transport, ``proving`` its own."""
+    files = {"root": root}
+    own = {"disk": files, "delta": files, "collective": {}, "ipc": {"bucket_bytes": 256 << 10}}[transport]
+    if len(served) == 1:
+        engine = tx.make_engine(served[0].kind, url=served[0].url, **of_engine)
+    else:
+        engine = tx.connect(*(one.url for one in served), **of_engine)
+    sender = tx.WeightSender(tx.make_transport(transport, **own, **(settings or {})), engine, **(proving or {}))
+    try:
+        yield sender
+    finally:
+        sender.shutdown()
 
 
 OLDER = {"vllm": "0.31.0", "sglang": "0.5.19"}
@@ -68,6 +97,8 @@ class Served(ABC):
     """A running server and a few ways to look at it.
 
     Attributes:
+        checkpoint: the folder that it was started with.
+        release: of the engine, where it is not the newest.
         tells: whether it has to say which version sampled each token, and what its weights are called; of a release
             that nobody has asked yet, either is right, as long as what is said is true.
     """
@@ -78,11 +109,6 @@ class Served(ABC):
     def __init__(self, server):
         self.server, self.url = server, server.url
         self.http = HTTPSession(server.url, timeout_s=120)
-
-    @classmethod
-    def start(cls, checkpoint, *, release=None, **settings):
-        """Start one, in the environment that `torchrl-ext serve` makes for it."""
-        return start(spec_of(cls.kind, checkpoint, release=release, **settings))
 
     @abstractmethod
     def generate(self, count=32, prompt=None, **sampling):
@@ -95,6 +121,14 @@ class Served(ABC):
     @abstractmethod
     def paused(self):
         """Whether it generates nothing."""
+
+    @abstractmethod
+    def running(self):
+        """How many requests it generates for."""
+
+    def mapping(self):
+        """Its processes that map a buffer of a trainer."""
+        return [pid for pid in family(self.server.pid) if "memfd:torchrl_ext" in maps_of(pid)]
 
     def tokens(self, count=32):
         return self.generate(count)["token_ids"]
@@ -139,6 +173,10 @@ class ServedVLLM(Served):
     def paused(self):
         return self.http.get("/is_paused")["is_paused"]
 
+    def running(self):
+        told = self.http.call("GET", "/metrics").text
+        return sum(map(float, re.findall(r"^vllm:num_requests_running\S* (\S+)", told, re.MULTILINE)))
+
 
 class ServedOlderVLLM(ServedVLLM):
     """As its base, of the other release."""
@@ -171,16 +209,42 @@ class ServedSGLang(Served):
         return self.http.get("/model_info")["weight_version"]
 
     def paused(self):
-        """It has no route that says so; a request that gets no token tells."""
+        """Without our plugin it has no route that says so; a request that gets no token tells."""
+        status = self.http.call("GET", "/ready").status
+        if status in (200, 503):
+            return status == 503
         try:
             self.generate(1, timeout_s=2)
         except DeadlineError:
             return True
         return False
 
+    def running(self):
+        return sum(row["running"] for row in tx.make_engine("sglang", url=self.url).port.loads())
 
-class ServedOlderSGLang(ServedSGLang):
-    """As its base, of the other release."""
+
+def by_route(served, path, expected=200, **body):
+    """Ask for a version as slime's trainers do; returns the engine's words."""
+    answer = served.http.call("POST", "/update_weights_from_disk", {"model_path": str(path), **body})
+    told = answer.json()
+    assert answer.status == expected, told
+    assert told["success"] == (expected == 200) and not told.get("num_paused_requests")
+    return told["message"]
+
+
+def command(capsys, *argv, status=0):
+    """What a command prints in JSON."""
+    assert main([*map(str, argv), "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def demo(*arguments):
+    """What the demonstration prints in JSON, run in a process of its own."""
+    done = finished(COMMAND, "demo", "--json", *arguments, timeout_s=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout)
+    assert told["verified"]
+    return told
 
 
 def until_met(attempt):
@@ -188,6 +252,21 @@ def until_met(attempt):
     until = time.monotonic() + WAIT_S
     while not attempt():
         assert time.monotonic() < until, "no request was met in the middle"
+
+
+def at_work(served, pool, count, tokens=220):
+    """``count`` requests that the server is at work on."""
+    found = []
+
+    def met():
+        found[:] = [pool.submit(served.generate, tokens, temperature=1.0) for _ in range(count)]
+        while not all(future.done() for future in found):
+            if served.running() >= count:
+                return True
+        return False
+
+    until_met(met)
+    return found
 
 
 def assert_spans(choice, count, versions, tells=True):

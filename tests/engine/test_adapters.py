@@ -8,18 +8,18 @@ import pytest
 
 import torchrl_ext as tx
 from tests.adapters import lora_policy, randomise
-from tests.engine.served import OLDER, ServedSGLang, ServedVLLM, serving
-from tests.models import PROMPT, VOCAB, greedy, tiny_model
-from tests.processes import WAIT_S, finished
+from tests.engine.conftest import small
+from tests.engine.served import LONG, OLDER, ServedSGLang, ServedVLLM, sending, serving
+from tests.models import PROMPT, greedy, tiny_model
+from tests.pages import on_servers
+from tests.processes import WAIT_S, calling, finished
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import EngineRefusedError, UpdateError
-from torchrl_ext.routes import ADAPTERS_ROUTE
+from torchrl_ext.rpc.engine import Engine
 
 pytestmark = pytest.mark.engine
 
 NAME = "policy-lora"
-LONG = [(7 * i + 3) % (VOCAB - 3) + 3 for i in range(150)]
-"""Longer than a block of either engine's prefix cache."""
 
 
 class AdaptedVLLM(ServedVLLM):
@@ -27,10 +27,6 @@ class AdaptedVLLM(ServedVLLM):
         body = {"token_ids": prompt, "sampling_params": {"temperature": 0, "max_tokens": count, "ignore_eos": True}}
         answer = self.http.post("/inference/v1/generate", body | ({"model": adapter} if adapter else {}))
         return answer["choices"][0]["token_ids"], answer["model"]
-
-    def at_work(self):
-        told = self.http.get(ADAPTERS_ROUTE)["adapters"]
-        return bool(told[NAME]["in_use"])
 
     def cached_tokens(self):
         lines = self.http.call("GET", "/metrics").text.splitlines()
@@ -46,30 +42,24 @@ class AdaptedSGLang(ServedSGLang):
         self.found += answer["meta_info"]["cached_tokens"]
         return answer["output_ids"], answer["meta_info"].get("adapter")
 
-    def at_work(self):
-        return any(row["running"] for row in tx.make_engine("sglang", url=self.url).port.loads())
-
     def cached_tokens(self):
         return self.found
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((AdaptedVLLM, 1), id="vllm"),
-        pytest.param((AdaptedSGLang, 1), id="sglang"),
-        pytest.param((AdaptedVLLM, 2), id="vllm, two workers", marks=pytest.mark.exhaustive),
-        pytest.param((AdaptedSGLang, 2), id="sglang, two workers", marks=pytest.mark.exhaustive),
-        pytest.param((AdaptedVLLM, 1, OLDER["vllm"]), id="older vllm", marks=pytest.mark.exhaustive),
-        pytest.param((AdaptedSGLang, 1, OLDER["sglang"]), id="older sglang", marks=pytest.mark.exhaustive),
-    ],
-)
+MAKES = {"vllm": AdaptedVLLM, "sglang": AdaptedSGLang}
+adapted_vllm, adapted_sglang = (small(make, "module", lora_rank=16) for make in MAKES.values())
+MORE = [f"{kind}, {what}" for kind in MAKES for what in ("two workers", "older")]
+
+
+@pytest.fixture(scope="module", params=[*MAKES, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE)])
 def engine(request, checkpoint, tmp_path_factory):
-    served, workers, *release = request.param
-    log = tmp_path_factory.mktemp("log") / f"{served.kind}.log"
-    settings = {"max_model_len": 256, "dtype": "float32", "lora_rank": 8, "tensor_parallel_size": workers}
-    settings |= {"release": release[0]} if release else {}
-    with serving(served, checkpoint, log_path=log, **settings) as found:
+    kind, _, what = request.param.partition(", ")
+    if not what:
+        yield request.getfixturevalue(f"adapted_{kind}")
+        return
+    settings = {"release": OLDER[kind]} if what == "older" else {"tensor_parallel_size": 2}
+    settings |= {"max_model_len": 256, "dtype": "float32", "log_path": tmp_path_factory.mktemp("log") / "log"}
+    with serving(MAKES[kind], checkpoint, lora_rank=16, **settings) as found:
         yield found
 
 
@@ -115,7 +105,7 @@ def test_a_request_that_runs_ends_with_the_version_that_it_began_with(engine, ad
     first = adapters.load(NAME, policy).version
     expected, answers = greedy(policy, PROMPT, 200), []
     request, until = running_request(engine, answers), time.monotonic() + WAIT_S
-    while not engine.at_work():
+    while not engine.running():
         assert time.monotonic() < until
         if not request.is_alive():  # it was over before anybody looked
             assert answers.pop() == (expected, f"{NAME}@{first}")
@@ -131,7 +121,7 @@ def test_what_the_engine_could_not_serve_whole_is_refused_and_the_older_version_
     randomise(policy, 6)
     version = adapters.load(NAME, policy).version
     bad = {
-        "rank 16 is greater than max_lora_rank 8": lora_policy(0, rank=16),
+        "rank 32 is greater than max_lora_rank 16": lora_policy(0, rank=32),
         "layers.2": lora_policy(0, changes={"num_hidden_layers": 3}),  # the engine's model has two
     }
     for words, model in bad.items():
@@ -158,6 +148,12 @@ def test_requests_by_a_name_that_was_unloaded_are_refused(engine, adapters, poli
     assert engine.ask()[0] == greedy(policy, PROMPT, 24)
 
 
+def dies(root, url, step):
+    """Be a trainer that is killed at a step of its update."""
+    setattr(Engine, step, lambda *_, **__: signal.raise_signal(signal.SIGKILL))
+    tx.AdapterSender(root, tx.connect(url)).load(NAME, lora_policy(99))
+
+
 @pytest.mark.parametrize("step", ["load", "commit"])
 def test_a_trainer_that_dies_before_the_switch_leaves_the_older_version_and_the_next_one_goes_on(
     engine, tmp_path, policy, step
@@ -167,7 +163,7 @@ def test_a_trainer_that_dies_before_the_switch_leaves_the_older_version_and_the_
     randomise(policy, 8)
     version = adapters.load(NAME, policy).version
     adapters.shutdown()
-    died = finished(_DIES, root, engine.url, step)
+    died = finished(calling(dies, str(root), engine.url, step))
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert engine.ask() == (greedy(policy, PROMPT, 24), f"{NAME}@{version}")
     randomise(policy, 9)
@@ -176,17 +172,6 @@ def test_a_trainer_that_dies_before_the_switch_leaves_the_older_version_and_the_
     adapters.shutdown()
     assert later > version + 1  # the number that was published and never served is used up
     assert engine.ask() == (greedy(policy, PROMPT, 24), f"{NAME}@{later}")
-
-
-_DIES = f"""
-import os, signal, sys
-import torchrl_ext as tx
-from tests.adapters import lora_policy
-from torchrl_ext.rpc.engine import Engine
-root, url, step = sys.argv[1:]
-setattr(Engine, step, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
-tx.AdapterSender(root, tx.connect(url)).load({NAME!r}, lora_policy(99))
-"""
 
 
 def test_clients_for_rollouts_generate_with_the_adapter_and_know_its_version(engine, adapters, policy):
@@ -209,9 +194,12 @@ def test_clients_for_rollouts_generate_with_the_adapter_and_know_its_version(eng
 def test_new_base_weights_keep_the_adapter(engine, adapters, policy, tmp_path):
     randomise(policy, 11)
     adapters.load(NAME, policy)
-    sender = tx.WeightSender(tx.DiskTransport(tmp_path / "base"), tx.connect(engine.url))
-    for seed in (1, 0):  # and back, for the tests that follow
-        sender.update_weights(tiny_model(seed))
-        assert engine.ask(adapter=None)[0] == greedy(tiny_model(seed), PROMPT, 24)
-        assert engine.ask()[0] == greedy(lora_policy(11, base=seed), PROMPT, 24)
-    sender.shutdown()
+    with sending("disk", tmp_path / "base", engine) as sender:
+        for seed in (1, 0):  # and back, for the tests that follow
+            sender.update_weights(tiny_model(seed))
+            assert engine.ask(adapter=None)[0] == greedy(tiny_model(seed), PROMPT, 24)
+            assert engine.ask()[0] == greedy(lora_policy(11, base=seed), PROMPT, 24)
+
+
+def test_the_page_about_lora(adapted_vllm, adapted_sglang, checkpoint):
+    on_servers("lora", checkpoint, adapted_vllm.url, adapted_sglang.url)

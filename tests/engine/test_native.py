@@ -1,44 +1,268 @@
-"""Stock servers, with nothing of ours, follow a trainer by broadcasts, and come back after failures of all kinds."""
+"""Stock servers, with nothing of ours, follow a trainer by files and broadcasts, and come back after failures.
+
+gloo stands for NCCL in vLLM's own backend, since no CPU has NCCL.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
 import json
-import random
+import os
 import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
 
 import torchrl_ext as tx
 from tests.engine.conftest import small
-from tests.engine.served import ServedSGLang, spec_of
+from tests.engine.served import (
+    FORKING,
+    ServedSGLang,
+    ServedVLLM,
+    assert_spans,
+    command,
+    demo,
+    sending,
+    serving,
+    spec_of,
+    until_met,
+)
 from tests.models import tiny_checkpoint, tiny_model
-from tests.processes import COMMAND, WAIT_S, finished, running_python
-from tests.transports.test_native import SHAPES
-from torchrl_ext.cli.main import main
-from torchrl_ext.errors import UpdateError
-from torchrl_ext.testing import DTYPES, any_bits, same_bits
+from tests.processes import WAIT_S, calling, finished
+from tests.transports.test_native import PARAMS, SIZE
+from tests.turns import Meanwhile
+from torchrl_ext.errors import UpdateError, WeightSyncError
+from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.transports.native.transport import layout_of
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.source import MappingSource, as_source
+from torchrl_ext.weights.digests import byte_view
+from torchrl_ext.weights.source import as_source
 
 pytestmark = pytest.mark.engine
 
 SMALL = 1 << 14  # bytes of a bucket: an update takes many calls
 
+_GLOO = '''
+"""Has vLLM's nccl backend run by gloo: its communicator, and the streams around it. No part of torchrl_ext."""
+import contextlib, os
+from datetime import timedelta
+from types import SimpleNamespace
 
-def some_params(seed, count=60):
-    chance = random.Random(seed)
-    return [ParamMeta(f"p{i}", chance.choice(DTYPES), chance.choice(SHAPES)) for i in range(count)]
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore
 
 
-stock = small(ServedSGLang, "module", dtype="float32", plugin=False)
-two_stock_workers = small(ServedSGLang, "module", dtype="float32", plugin=False, tensor_parallel_size=2)
+class Group:
+    def __init__(self, init, rank):
+        wait = timedelta(seconds=300)
+        store = dist.TCPStore(init.master_address, init.master_port, init.world_size, False, wait, use_libuv=False)
+        name = "torchrl_ext"
+        keys = PrefixStore("cpu/", PrefixStore(name + "/", PrefixStore(name, store)))
+        self.pg = dist.ProcessGroupGloo(keys, rank, init.world_size, wait)
+
+    def broadcast(self, tensor, src=0, stream=None):
+        with open(os.environ["GLOO_WIRE_SEEN"], "a") as seen:  # what came before is loaded
+            seen.write(".")
+        self.pg.broadcast(tensor, src).wait()
+
+    def destroy(self):
+        self.pg = None
 
 
+class OnCPU:
+    """torch, in which a stream is nothing, and the one device has a number."""
+    cuda = SimpleNamespace(stream=lambda stream: contextlib.nullcontext(), Stream=torch.cuda.Stream)
+    accelerator = SimpleNamespace(current_device_index=lambda: 0, synchronize=lambda: None)
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def register():
+    from vllm.distributed.weight_transfer import base, nccl_engine, packed_tensor
+
+    base.torch = packed_tensor.torch = OnCPU()
+    packed_tensor._get_streams = lambda device, count: (SimpleNamespace(synchronize=lambda: None),) * count
+    nccl_engine.worker_init_process_group = lambda init, parallel: Group(init, parallel.rank + init.rank_offset)
+'''
+
+
+stock_sglang = small(ServedSGLang, "module", plugin=False)
+two_stock_workers = small(ServedSGLang, "module", plugin=False, tensor_parallel_size=2)
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def stock(request, checkpoint, tmp_path_factory):
+    if request.param == "sglang":
+        yield request.getfixturevalue("stock_sglang")
+        return
+    site = tmp_path_factory.mktemp("site")
+    (site / "gloo_wire.py").write_text(_GLOO)
+    info = site / "gloo_wire-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gloo_wire\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\ngloo_wire = gloo_wire:register\n")
+    path = os.pathsep.join((FORKING, str(site)))
+    environ = {"PYTHONPATH": path, "VLLM_PLUGINS": "gloo_wire", "GLOO_WIRE_SEEN": str(site / "seen")}
+    settings = {"max_model_len": 256, "dtype": "float32", "plugin": False, "log_path": site / "vllm.log"}
+    settings["extra_args"] = ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
+    with serving(ServedVLLM, checkpoint, environ=environ, **settings) as served:
+        served.broadcasts = lambda: len((site / "seen").read_bytes())
+        yield served
+
+
+BACKENDS = {"vllm": {"backend": "gloo"}, "sglang": {}}
+
+
+def sender_to(kind, url, bucket_bytes=SMALL, **settings):
+    transport = tx.make_transport("native", make=kind, bucket_bytes=bucket_bytes, timeout_s=WAIT_S, **BACKENDS[kind])
+    return tx.WeightSender(transport, tx.connect(url), **settings)
+
+
+@contextlib.contextmanager
+def broadcasting(served, **settings):
+    """A sender to one server by its own way of broadcasts."""
+    sender = sender_to(served.kind, served.url, **settings)
+    try:
+        yield sender
+    finally:
+        sender.shutdown()
+
+
+def test_it_says_what_the_trainer_would_after_each_of_five_broadcasts(stock):
+    (info,) = tx.discover(stock.url)
+    assert info.transports == ("disk", "native") and info.stock
+    pid = stock.server.pid
+    with broadcasting(stock) as sender:
+        for seed in range(1, 6):
+            model = tiny_model(seed)
+            report = sender.update_weights(model)
+            assert stock.says(model) and stock.version() == str(report.version)
+            assert (report.verified, report.proof, report.transport) == (False, "sent", "native")
+    assert stock.server.pid == pid and stock.server.alive() and stock.says(tiny_model(5)) and not stock.paused()
+
+
+def test_it_loads_full_files_and_the_error_says_what_it_cannot(stock, tmp_path):
+    with sending("disk", tmp_path, stock) as sender:
+        for seed in (11, 12, 13):
+            model = tiny_model(seed)
+            report = sender.update_weights(model)
+            assert stock.says(model) and stock.version() == str(report.version)
+            assert not report.verified  # nobody could hold what it has against the trainer's digests
+    refused = pytest.raises(WeightSyncError, match=r"(?s)without our plugin.*collective.*plugins.*disk")
+    with sending("collective", tmp_path, stock) as sender, refused:
+        sender.update_weights(tiny_model(76))
+    assert stock.says(model)
+
+
+def test_its_outputs_prove_an_update(stock):
+    with broadcasting(stock, verify="outputs") as sender:
+        sender.register_model(tiny_model(7))
+        report = sender.update_weights()
+        assert report.proof == "outputs" and report.engines[0].max_gap < 1e-3
+
+
+def test_requests_that_run_across_an_update_come_to_their_end(stock):
+    with broadcasting(stock) as sender, ThreadPoolExecutor(4) as pool:
+        first = sender.update_weights(tiny_model(21)).version
+        futures = [pool.submit(stock.generate, 200, temperature=1.0) for _ in range(4)]
+        second = sender.update_weights(tiny_model(22)).version
+        for future in futures:
+            assert_spans(future.result(WAIT_S), 200, [first, second])
+    assert stock.says(tiny_model(22))
+
+
+def half_an_update(sender, served, seed):
+    """An update whose source breaks between parts of a layer that engines keep as one, when the first is loaded."""
+    source, name = as_source(tiny_model(seed)), "model.layers.1.self_attn.k_proj.weight"
+    place = [meta.name for meta in source.params()].index(name)
+    before = served.broadcasts() if served.kind == "vllm" else 0
+
+    def breaks():
+        if served.kind == "vllm":
+            until_met(lambda: served.broadcasts() == before + place + 1)  # it waits for this one
+        raise RuntimeError("it broke")
+
+    with pytest.raises(UpdateError, match="it broke"):
+        sender.update_weights(Meanwhile(source, place, breaks))
+    assert [row.state for row in sender.engine.rows()] == ["paused"]
+
+
+def test_a_layer_that_was_filled_by_half_is_whole_after_the_next_update_of_this_trainer_or_another(stock):
+    pid, model = stock.server.pid, tiny_model(33)
+    with broadcasting(stock, bucket_bytes=1) as sender:  # every tensor travels alone
+        sender.update_weights(tiny_model(31))
+        half_an_update(sender, stock, 32)
+        report = sender.update_weights(model)
+        assert stock.says(model) and stock.version() == str(report.version)
+        half_an_update(sender, stock, 34)
+    with broadcasting(stock) as sender:
+        model = tiny_model(35)
+        sender.update_weights(model)
+    assert stock.says(model) and not stock.paused() and stock.server.pid == pid
+
+
+def dies(url):
+    """Be a trainer that is killed half-way in its update."""
+    source = Meanwhile(as_source(tiny_model(41)), 9, lambda: signal.raise_signal(signal.SIGKILL))
+    sender_to("sglang", url).update_weights(source)
+
+
+def test_a_trainer_that_is_killed_half_way_is_followed_by_another_one(stock_sglang):
+    assert finished(calling(dies, stock_sglang.url)).returncode == -signal.SIGKILL
+    model, pid = tiny_model(42), stock_sglang.server.pid
+    with broadcasting(stock_sglang) as sender:
+        sender.update_weights(model)
+    assert stock_sglang.says(model) and stock_sglang.server.pid == pid
+
+
+def test_two_workers_of_one_server_follow(two_stock_workers):
+    with broadcasting(two_stock_workers) as sender:
+        for seed in (11, 12):
+            model = tiny_model(seed)
+            sender.update_weights(model)
+            assert two_stock_workers.says(model)
+        half_an_update(sender, two_stock_workers, 13)
+        model = tiny_model(14)
+        sender.update_weights(model)
+        assert two_stock_workers.says(model)
+
+
+def test_doctor_says_how_it_follows_and_push_reaches_it(stock_sglang, tmp_path, capsys):
+    served, native = stock_sglang, ["--transport", "native"]
+    found = command(capsys, "doctor", served.url, *native)["findings"]
+    rows = {row["check"]: row for row in found if row["where"] == served.url}
+    assert {rows[check]["level"] for check in ("plugin", "proof", "group")} == {"warning"}
+    found = command(capsys, "doctor", served.url, "--transport", "delta", status=1)["findings"]
+    assert "failure" in {row["level"] for row in found if row["check"] == "plugin"}
+    assert rows["routes"]["level"] == "ok" and "disk, native" in rows["plugin"]["found"]
+    other = tiny_checkpoint(tmp_path / "other", seed=6)
+    told = command(capsys, "push", other, "--engines", served.url, *native)
+    assert told["report"]["proof"] == "sent" and served.says(tiny_model(6))
+    trainer = tx.make_transport("disk", root=tmp_path / "published")
+    trainer.send_weights("policy", tiny_model(7))
+    trainer.shutdown()
+    told = command(capsys, "push", "--published", tmp_path / "published", "--engines", served.url)
+    assert told["pushed"] and not told["report"]["verified"] and served.says(tiny_model(7))
+
+
+def test_the_demo_takes_its_own_wire(stock_sglang, checkpoint):
+    told = demo("--steps", 2, "--engines", stock_sglang.url, "--model", checkpoint)
+    assert told["transport"] == "native"
+    assert {report["proof"] for report in told["syncs"]} == {"outputs"}
+
+
+# what their own readers make of our calls
+
+
+@functools.cache
 def module_of(kind, *names):
     """A module of an engine's environment that needs torch alone, by its file."""
     (path,) = spec_of(kind).interpreter.parents[1].glob("/".join(["lib/python*/site-packages", *names]))
@@ -48,177 +272,55 @@ def module_of(kind, *names):
     return module
 
 
-def tensors(params, seed=0):
-    return {meta.name: any_bits(meta.dtype, *meta.shape, seed=seed + at) for at, meta in enumerate(params)}
-
-
-def as_sent(params, make, bucket_bytes):
-    """Each call's parameters, and the broadcasts that it is carried by."""
-    found, (buckets, calls) = tensors(params), layout_of(params, make, bucket_bytes)
-    flat = [
-        b"".join(found[m.name].view(-1).view(torch.uint8).numpy().tobytes() for m in params[a:b])
-        for a, b in ((bucket.spans[0].first, bucket.spans[-1].stop) for bucket in buckets)
-    ]
-    for first, stop in calls:
-        carried = [
-            torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            for bucket, data in zip(buckets, flat, strict=True)
-            if first <= bucket.spans[0].first < stop and data
-        ]
-        yield [meta for meta in params[first:stop] if meta.nbytes], carried
-
-
-# SGLang
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_sglangs_own_reader_takes_every_call_apart_into_the_same_bits(seed):
+def read_by_sglang(metas, flats):
     bucket = module_of("sglang", "sglang", "srt", "weight_sync", "tensor_bucket.py").FlattenedTensorBucket
-    params = some_params(seed)
-    sent, seen = tensors(params), 0
-    for metas, carried in as_sent(params, "sglang", 512):
-        if not metas:
-            continue
-        (flat,) = carried
-        held = bucket.empty([m.name for m in metas], [m.dtype for m in metas], [m.shape for m in metas], "cpu")
-        held.get_flattened_tensor().copy_(flat)
-        for name, tensor in held.reconstruct_tensors():
-            assert same_bits(tensor, sent[name]), name
-            seen += 1
-    assert seen == sum(meta.numel > 0 for meta in params)
-    with pytest.raises(ValueError, match="Unaligned"):  # without our cuts
-        bucket.empty(["a", "b"], ["int8", "float32"], [[3], [2]], "cpu")
+    held = bucket.empty([m.name for m in metas], [m.dtype for m in metas], [m.shape for m in metas], "cpu")
+    (flat,) = flats
+    held.get_flattened_tensor().copy_(flat)
+    return dict(held.reconstruct_tensors())
 
 
-def sending(*served, **settings):
-    engine = tx.connect(*(one.url for one in served))
-    transport = tx.make_transport("native", make="sglang", bucket_bytes=SMALL, timeout_s=WAIT_S)
-    return tx.WeightSender(transport, engine, **settings)
+def read_by_vllm(metas, flats):
+    theirs = module_of("vllm", "vllm", "distributed", "weight_transfer", "packed_tensor.py")
+    nothing, found, left = SimpleNamespace(synchronize=lambda: None), {}, list(flats)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(theirs, "_get_streams", lambda device, count: (nothing,) * count)
+        patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+        rows = iter([(meta.name, (list(meta.shape), meta.dtype)) for meta in metas])
+        wire = SimpleNamespace(broadcast=lambda tensor, src: tensor.copy_(left.pop(0)))
+        how = {"buffer_size_bytes": SIZE, "num_buffers": 2, "device": "cpu"}
+        theirs.packed_nccl_broadcast_consumer(rows, wire, 0, found.update, **how)
+    assert not left
+    return found
 
 
-def test_a_stock_server_says_what_the_trainer_would_after_each_of_five_updates(stock):
-    (info,) = tx.discover(stock.url)
-    assert info.transports == ("disk", "native") and info.stock
-    pid, sender = stock.server.pid, sending(stock)
-    for seed in range(1, 6):
-        model = tiny_model(seed)
-        report = sender.update_weights(model)
-        assert stock.says(model) and stock.version() == str(report.version)
-        assert (report.verified, report.proof, report.transport) == (False, "sent", "native")
-    sender.shutdown()
-    assert stock.server.pid == pid and stock.server.alive() and stock.says(tiny_model(5))
+READERS = {"sglang": (read_by_sglang, "Unaligned"), "vllm": (read_by_vllm, "divisible")}
 
 
-def test_doctor_says_how_it_follows_and_push_reaches_it(stock, tmp_path, capsys):
-    assert main(["doctor", stock.url, "--transport", "native", "--json"]) == 0
-    rows = {row["check"]: row for row in json.loads(capsys.readouterr().out)["findings"] if row["where"] == stock.url}
-    assert {rows[check]["level"] for check in ("plugin", "proof", "group")} == {"warning"}
-    assert main(["doctor", stock.url, "--transport", "delta", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)["findings"]
-    assert "failure" in {row["level"] for row in found if row["check"] == "plugin"}
-    assert rows["routes"]["level"] == "ok" and "disk, native" in rows["plugin"]["found"]
-    other = tiny_checkpoint(tmp_path / "other", seed=6)
-    assert main(["push", str(other), "--engines", stock.url, "--transport", "native", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["report"]["proof"] == "sent" and stock.says(tiny_model(6))
+@pytest.mark.parametrize("make", READERS)
+@given(params=PARAMS)
+def test_their_own_reader_takes_every_call_apart_into_the_same_bits(make, params):
+    read, _ = READERS[make]
+    params = [ParamMeta(f"p{i}", meta.dtype, meta.shape) for i, meta in enumerate(params)]
+    sent = {meta.name: any_bits(meta.dtype, *meta.shape, seed=at) for at, meta in enumerate(params)}
+    (buckets, calls), found = layout_of(params, make, SIZE), {}
+    for first, stop in calls:
+        named = [
+            [sent[meta.name] for meta in params[bucket.spans[0].first : bucket.spans[-1].stop]]
+            for bucket in buckets
+            if first <= bucket.spans[0].first < stop and bucket.nbytes
+        ]
+        flats = [torch.cat([byte_view(tensor).flatten() for tensor in tensors]) for tensors in named]
+        metas = [meta for meta in params[first:stop] if meta.nbytes]
+        found |= read(metas, flats) if metas else {}
+    assert found.keys() == {name for name, tensor in sent.items() if tensor.numel()}
+    assert all(same_bits(tensor, sent[name]) for name, tensor in found.items())
 
 
-def test_the_demo_takes_its_own_wire(stock, checkpoint):
-    arguments = ["--json", "--steps", "2", "--engines", stock.url, "--model", checkpoint]
-    done = finished(COMMAND, "demo", *map(str, arguments), timeout_s=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout)
-    assert told["transport"] == "native" and told["verified"]
-    assert {report["proof"] for report in told["syncs"]} == {"outputs"}
-
-
-def test_its_outputs_prove_an_update(stock):
-    sender = sending(stock, verify="outputs")
-    model = tiny_model(7)
-    sender.register_model(model)
-    report = sender.update_weights()
-    assert report.proof == "outputs" and report.engines[0].max_gap < 1e-3
-    sender.shutdown()
-
-
-def test_two_workers_of_one_server_follow(two_stock_workers):
-    sender = sending(two_stock_workers)
-    for seed in (11, 12):
-        model = tiny_model(seed)
-        sender.update_weights(model)
-        assert two_stock_workers.says(model)
-    with pytest.raises(UpdateError, match="it broke"):
-        sender.update_weights(Breaking(dict(as_source(tiny_model(13)))))
-    model = tiny_model(14)
-    sender.update_weights(model)
-    assert two_stock_workers.says(model)
-    sender.shutdown()
-
-
-def test_requests_that_run_across_an_update_come_to_their_end(stock):
-    sender = sending(stock)
-    sender.update_weights(tiny_model(21))
-    with ThreadPoolExecutor(4) as pool:
-        futures = [pool.submit(stock.generate, 200, temperature=1.0) for _ in range(4)]
-        report = sender.update_weights(tiny_model(22))
-        for future in futures:
-            choice = future.result(WAIT_S)
-            assert len(choice["token_ids"]) == 200 and choice["finish_reason"] == "length"
-            versions = {int(span["version"]) for span in choice["weight_versions"]}
-            assert versions <= {report.version - 1, report.version}
-    assert stock.says(tiny_model(22))
-    sender.shutdown()
-
-
-class Breaking(MappingSource):
-    """A source that fails in the middle."""
-
-    def __iter__(self):
-        for number, pair in enumerate(super().__iter__()):
-            if number == 9:
-                raise RuntimeError("it broke")
-            yield pair
-
-
-def test_a_source_that_breaks_half_way_leaves_the_server_paused_and_the_next_update_mends_it(stock):
-    pid, sender = stock.server.pid, sending(stock)
-    sender.update_weights(tiny_model(31))
-    with pytest.raises(UpdateError, match="it broke"):
-        sender.update_weights(Breaking(dict(as_source(tiny_model(32)))))
-    assert [row.state for row in sender.engine.rows()] == ["paused"]
-    model = tiny_model(33)
-    report = sender.update_weights(model)
-    assert stock.says(model) and stock.version() == str(report.version) and stock.server.pid == pid
-    sender.shutdown()
-
-
-_TRAINER = """
-import sys, threading
-from tests.engine.test_native import SMALL
-from tests.models import tiny_checkpoint, tiny_model
-import torchrl_ext as tx
-from torchrl_ext.weights.source import MappingSource, as_source
-
-class Stuck(MappingSource):
-    def __iter__(self):
-        for number, pair in enumerate(super().__iter__()):
-            if number == 9:
-                print("half-way", flush=True)
-                threading.Event().wait()
-            yield pair
-
-transport = tx.make_transport("native", make="sglang", bucket_bytes=SMALL)
-sender = tx.WeightSender(transport, tx.connect(sys.argv[1]))
-sender.update_weights(Stuck(dict(as_source(tiny_model(41)))))
-"""
-
-
-def test_a_trainer_that_is_killed_half_way_is_followed_by_another_one(stock):
-    with running_python(_TRAINER, stock.url) as trainer:
-        assert trainer.stdout.readline() == "half-way\n"
-        trainer.send_signal(signal.SIGKILL)
-        trainer.wait(WAIT_S)
-    model, pid = tiny_model(42), stock.server.pid
-    sender = sending(stock)
-    sender.update_weights(model)
-    assert stock.says(model) and stock.server.pid == pid
-    sender.shutdown()
+@pytest.mark.parametrize("make", READERS)
+def test_without_our_cuts_their_own_reader_refuses(make):
+    read, words = READERS[make]
+    askew = [ParamMeta("a", torch.int8, (3,)), ParamMeta("b", torch.float32, (2,))]
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        read(askew, [torch.zeros(11, dtype=torch.uint8)])

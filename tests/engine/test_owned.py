@@ -9,14 +9,12 @@ import httpx
 import pytest
 
 import torchrl_ext as tx
-from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
+from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import WAIT_S
 from torchrl_ext.cli.environments import settings_for, settings_for_router
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.compat.flags.serving import make_serving
-from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.serving.launchers import LocalLauncher
-from torchrl_ext.serving.served import OwnedEngines
 
 pytestmark = pytest.mark.engine
 
@@ -28,43 +26,46 @@ YAML = """
 """
 
 
-def settings(kind, **supervisor):
-    """Engines and routers in the environments of the command line, and a supervisor that looks when it is told to."""
-    return {
-        "launcher": LocalLauncher(**settings_for(kind)),
-        "router": settings_for_router(kind),
-        "supervisor": {"interval_s": 0, "timeout_s": 5.0, **supervisor},
-    }
-
-
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
-def job(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("job")
-    path = folder / "engines.yaml"
-    path.write_text(YAML.format(kind=request.param))
-    config = WeightUpdateConfig(**{f"{request.param}_config": str(path), "rollout_num_gpus": 1})
-    with make_serving(config, hf_checkpoint=tiny_checkpoint(folder / "seed0"), **settings(request.param)) as made:
+def job(request, checkpoint, tmp_path_factory):
+    """In the environments of the command line; its supervisor looks when it is told to, and gives up at once."""
+    kind, path = request.param, tmp_path_factory.mktemp("job") / "engines.yaml"
+    path.write_text(YAML.format(kind=kind))
+    config = WeightUpdateConfig(**{f"{kind}_config": str(path), "rollout_num_gpus": 1})
+    settings = {"launcher": LocalLauncher(**settings_for(kind)), "router": settings_for_router(kind)}
+    settings["supervisor"] = {"interval_s": 0, "timeout_s": 5.0, "patience": 0}
+    with make_serving(config, hf_checkpoint=checkpoint, **settings) as made:
         yield made
 
 
 def asked(job):
-    client = RemoteInferenceClient.of(job.model("actor"), timeout_s=120)
-    batch = {
-        "prompt_token_ids": [PROMPT],
-        "sampling_params": {"max_tokens": 16, "temperature": 0, "ignore_eos": True},
-    }
+    """Greedy tokens, and the versions that sampled them."""
+    client = job.model("actor").client(timeout_s=120.0)
     try:
-        found = client.run(client.generate(batch))
+        (found,) = client.generate([PROMPT], max_tokens=16, temperature=0.0, ignore_eos=True)
     finally:
         client.close()
-    return found["response_ids"][0], set(found["weight_versions"][0])
+    return list(found.token_ids), set(found.token_versions())
 
 
-@pytest.mark.parametrize(
-    ("transport", "settings"), [("ipc", {}), pytest.param("delta", {"root": "root"}, marks=pytest.mark.exhaustive)]
-)
-def test_it_follows_the_trainer_is_started_again_and_catches_up(job, tmp_path, transport, settings):
-    settings = {name: str(tmp_path / value) for name, value in settings.items()}
+@pytest.mark.parametrize("job", ["sglang"], indirect=True)
+def test_a_sglang_that_is_paused_for_new_weights_is_not_lost(job):
+    """Its own check of health generates a token, for which it would wait until it is resumed."""
+    (kept,) = job.engines
+    assert job.recover() == ()
+    httpx.post(f"{kept.url}/pause_generation", json={"mode": "retract"}).raise_for_status()
+    for route in ("/health", "/ping"):
+        assert httpx.get(kept.url + route, timeout=5.0).status_code == 200
+    assert httpx.get(f"{kept.url}/ready", timeout=5.0).status_code == 503
+    assert job.recover() == () and kept.restarts == 0
+    httpx.post(f"{kept.url}/continue_generation", json={}).raise_for_status()
+    assert asked(job)[0] == greedy(tiny_model(0), PROMPT, 16)
+    assert [worker.healthy for worker in job.model("actor").router.workers()] == [True]
+
+
+@pytest.mark.parametrize("transport", ["ipc", pytest.param("delta", marks=pytest.mark.exhaustive)])
+def test_it_follows_the_trainer_is_started_again_and_catches_up(job, tmp_path, transport):
+    settings = {"root": str(tmp_path)} if transport == "delta" else {}
     actor = job.model("actor")
     (kept,) = job.engines
     sender = tx.WeightSender(tx.make_transport(transport, **settings), actor.fleet())
@@ -86,20 +87,3 @@ def test_it_follows_the_trainer_is_started_again_and_catches_up(job, tmp_path, t
     (info,) = tx.discover(kept.url)
     assert info.kind == kept.plan.kind and info.weight_version == str(report.version)
     sender.shutdown()
-
-
-def test_a_sglang_that_is_paused_for_new_weights_is_not_lost(tmp_path):
-    """Its own check of health generates a token, for which it would wait until it is resumed."""
-    (tmp_path / "sglang.yaml").write_text(YAML.format(kind="sglang"))
-    checkpoint = tiny_checkpoint(tmp_path / "seed0")
-    with OwnedEngines(tmp_path / "sglang.yaml", hf_checkpoint=checkpoint, **settings("sglang", patience=0)) as job:
-        (kept,) = job.engines
-        assert job.recover() == ()
-        httpx.post(f"{kept.url}/pause_generation", json={"mode": "retract"}).raise_for_status()
-        for route in ("/health", "/ping"):
-            assert httpx.get(kept.url + route, timeout=5.0).status_code == 200
-        assert httpx.get(f"{kept.url}/ready", timeout=5.0).status_code == 503
-        assert job.recover() == () and kept.restarts == 0
-        httpx.post(f"{kept.url}/continue_generation", json={}).raise_for_status()
-        assert asked(job)[0] == greedy(tiny_model(0), PROMPT, 16)
-        assert [worker.healthy for worker in job.model("actor").router.workers()] == [True]

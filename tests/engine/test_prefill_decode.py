@@ -11,17 +11,14 @@ import httpx
 import pytest
 
 import torchrl_ext as tx
-from tests.models import VOCAB, greedy, tiny_checkpoint, tiny_model
+from tests.engine.served import LONG, kept_keys
+from tests.models import greedy, tiny_model
 from torchrl_ext.cli.environments import settings_for, settings_for_router
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.serving.launchers import LocalLauncher
 from torchrl_ext.serving.served import OwnedEngines
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
-
-LONG = [(7 * i + 3) % (VOCAB - 3) + 3 for i in range(180)]
-"""Longer than a block: what is shorter is not handed on."""
-
 
 MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 
@@ -49,13 +46,8 @@ class VLLM:
         self.variables = {"PYTHONPATH": str(root)}  # where the servers find the connector
 
     def overrides(self, worker_type):
-        connector = {
-            "kv_connector": "KeptKeys",
-            "kv_connector_module_path": "tests.engine.kept_keys",
-            "kv_role": {"prefill": "kv_producer", "decode": "kv_consumer"}[worker_type],
-            "kv_connector_extra_config": {"shared_storage_path": str(self._keys)},
-        }
-        return {"kv-transfer-config": connector}
+        role = {"prefill": "kv_producer", "decode": "kv_consumer"}[worker_type]
+        return {"kv-transfer-config": kept_keys(role, self._keys)}
 
     def handed_on(self, prefill, decode):
         """Tokens whose keys and values the decoding server took from the other pool."""
@@ -90,7 +82,7 @@ def make(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def job(make, tmp_path_factory):
+def job(make, checkpoint, tmp_path_factory):
     def group(worker_type):
         overrides = {"dtype": "float32", "max-model-len": 256, **make.overrides(worker_type)}
         return {"worker_type": worker_type, "num_gpus": 1, "overrides": overrides}
@@ -102,7 +94,7 @@ def job(make, tmp_path_factory):
     for name, value in make.variables.items():
         patch.setenv(name, value)
     settings = {"launcher": LocalLauncher(**settings_for(kind)), "router": settings_for_router(kind)}
-    with OwnedEngines(folder / "job.yaml", hf_checkpoint=tiny_checkpoint(folder / "seed0"), **settings) as made:
+    with OwnedEngines(folder / "job.yaml", hf_checkpoint=checkpoint, **settings) as made:
         patch.undo()
         yield made
 
@@ -115,11 +107,8 @@ def client(job):
 
 
 def generate(client, prompt, count=24):
-    batch = {
-        "prompt_token_ids": [prompt],
-        "sampling_params": {"max_tokens": count, "temperature": 0, "ignore_eos": True},
-    }
-    return client.run(client.generate(batch))["response_ids"][0]
+    sampling = {"max_tokens": count, "temperature": 0, "ignore_eos": True}
+    return client.run(client.generate({"prompt_token_ids": [prompt], "sampling_params": sampling}))["response_ids"][0]
 
 
 def counted(url, name):

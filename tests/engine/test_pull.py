@@ -6,8 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.compat.test_slime_chains import write_slime
-from tests.engine.served import ServedSGLang, ServedVLLM
-from tests.models import tiny_checkpoint, tiny_model
+from tests.models import tiny_model
 from tests.transports.chains import folder
 from torchrl_ext.codecs.patch import diff
 from torchrl_ext.compat.slime.first import build_flush, flush_name
@@ -15,27 +14,11 @@ from torchrl_ext.types import ParamMeta
 
 pytestmark = pytest.mark.engine
 
-MAKES = {
-    "sglang": (ServedSGLang, {}),
-    "vllm": (ServedVLLM, {}),
-}
-
-
-@pytest.fixture(scope="module", params=MAKES)
-def served(request, tmp_path_factory):
-    make, settings = MAKES[request.param]
-    start = tiny_checkpoint(tmp_path_factory.mktemp("model") / "start")
-    log = tmp_path_factory.mktemp("log") / "server.log"
-    with make.start(start, max_model_len=256, log_path=log, dtype="float32", **settings) as server:
-        found = make(server)
-        found.start = start
-        yield found
-
 
 @pytest.fixture
 def root(served, tmp_path):
     """Two versions on the checkpoint that the server was started with."""
-    held = load_file(f"{served.start}/model.safetensors")
+    held = load_file(f"{served.checkpoint}/model.safetensors")
     for version in (1, 2):
         named = tiny_model(10 + version).state_dict()
         new = {name: named[name].detach().clone() for name in held}
@@ -75,15 +58,15 @@ def test_what_cannot_be_pulled_is_told_in_words_and_nothing_changes(served, root
     said = served.tokens()
     told = pull(served, root, tmp_path / "local", 7, expected=400)
     assert not told["success"] and "weight_v000007" in told["message"]
-    told = pull(served, root, served.start, 1, expected=400)
+    told = pull(served, root, served.checkpoint, 1, expected=400)
     assert "local checkpoint" in told["message"]
     assert served.tokens() == said and served.server.alive()
 
 
 def test_a_version_lands_in_parts_whose_folder_goes_before_the_engine_serves_again(served, tmp_path):
     """As slime's first trainer sends a model with experts: a call per file, within its own pause."""
-    held = load_file(f"{served.start}/model.safetensors")
-    call(served, "POST", "/update_weights_from_disk", {"model_path": str(served.start), "weight_version": "0"})
+    held = load_file(f"{served.checkpoint}/model.safetensors")
+    call(served, "POST", "/update_weights_from_disk", {"model_path": str(served.checkpoint), "weight_version": "0"})
     pause, resume = ("/pause_generation", "/continue_generation") if served.kind == "sglang" else ("/pause", "/resume")
     for version in (1, 2):
         named = tiny_model(20 + version).state_dict()
@@ -104,9 +87,8 @@ def test_a_version_lands_in_parts_whose_folder_goes_before_the_engine_serves_aga
         assert served.would_say(tiny_model(20 + version), served.tokens()) and served.version() == str(version)
 
 
+@pytest.mark.parametrize("served", ["vllm"], indirect=True)
 def test_vimes_calls_do_the_same(served, root, tmp_path):
-    if served.kind != "vllm":
-        pytest.skip("vime drives vLLM")
     local = str(tmp_path / "local")
     for version in (1, 2, 0):
         told = {"local_checkpoint_dir": local, "source_dir": str(root), "target_version": version}

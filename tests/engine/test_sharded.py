@@ -4,14 +4,21 @@ An engine starts with one checkpoint and gets two others. It then says what the 
 started.
 """
 
+import datetime
 import json
+import sys
 from contextlib import ExitStack
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
+import torchrl_ext as tx
 from tests.engine.cells import TP_2, by, sglang, vllm
 from tests.engine.test_kinds import made, started
-from tests.processes import running_python
+from tests.kinds import kind_model
+from tests.processes import calling, running_python
 from torchrl_ext.testing import free_port
 from torchrl_ext.weights.source import as_source
 
@@ -24,33 +31,28 @@ CELLS = (
     sglang("qwen3", **TP_2, proofs=("in place",)),
     sglang("qwen3-moe", parallel="ep 2", proofs=("in place",), **by(tensor_parallel_size=2, flags=("--ep-size", "2"))),
 )
-USUAL = {"sglang-qwen3-moe-ep 2"}  # vLLM by slices: the demo of tests.engine.test_vllm_demo
+USUAL = {"sglang-qwen3-moe-ep 2"}  # vLLM by slices: the demo of tests.engine.test_rollouts
 
-RANK = """
-import datetime, json, sys, torch, torch.distributed as dist, torchrl_ext as tx
-from torch.distributed.fsdp import fully_shard
-from tests.kinds import kind_model
 
-rank, world, port, engine, url, kind = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-torch.set_num_threads(1)
-dist.init_process_group(
-    "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120)
-)
-client = tx.make_engine(engine, url=url) if rank == 0 else None
-sender = tx.WeightSender(tx.make_transport("sharded", timeout_s=120), client, rank=rank)
-for seed in (1, 2):
-    model = kind_model(kind, seed, torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    report = sender.update_weights(model)
-    if rank == 0:
-        print(json.dumps(report.to_json()), flush=True)
-        sys.stdin.readline()
+def be_a_rank(rank, port, engine, url, kind):
+    """A trainer's rank of two, which updates twice; rank 0 reports each update, and waits for a line."""
+    torch.set_num_threads(1)
+    where, within = f"tcp://127.0.0.1:{port}", datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2, timeout=within)
+    client = tx.make_engine(engine, url=url) if rank == 0 else None
+    sender = tx.WeightSender(tx.make_transport("sharded", timeout_s=120), client, rank=rank)
+    for seed in (1, 2):
+        model = kind_model(kind, seed, torch.float32)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        report = sender.update_weights(model)
+        if rank == 0:
+            print(json.dumps(report.to_json()), flush=True)
+            sys.stdin.readline()
+        dist.barrier()
+    sender.shutdown()
     dist.barrier()
-sender.shutdown()
-dist.barrier()
-"""
 
 
 def marked(cell):
@@ -74,7 +76,9 @@ def followed(cell, engine):
     port = free_port()
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(running_python(RANK, rank, 2, port, cell.engine, engine.served.url, cell.kind))
+            stack.enter_context(
+                running_python(calling(be_a_rank, rank, port, cell.engine, engine.served.url, cell.kind))
+            )
             for rank in range(2)
         ]
         for _ in range(2):

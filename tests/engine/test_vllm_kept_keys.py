@@ -1,19 +1,16 @@
 """Keys and values that a real vLLM server keeps outside itself: none of older weights is ever used again."""
 
 import json
+import os
 
 import pytest
 
 import torchrl_ext as tx
-from tests.engine.following import sending
-from tests.engine.following_deltas import by_route
-from tests.engine.served import ServedVLLM
-from tests.models import VOCAB, greedy, tiny_model
+from tests.engine.served import FORKING, LONG, ServedVLLM, by_route, kept_keys, sending, serving
+from tests.models import greedy, tiny_model
+from tests.processes import ROOT
 
 pytestmark = pytest.mark.engine
-
-LONG = [(7 * i + 3) % (VOCAB - 3) + 3 for i in range(180)]
-"""Longer than a block: what is shorter is not kept."""
 
 
 @pytest.fixture(scope="module")
@@ -23,21 +20,12 @@ def kept(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(request, checkpoint, kept, tmp_path_factory):
-    connector = {
-        "kv_connector": "KeptKeys",
-        "kv_connector_module_path": "tests.engine.kept_keys",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(kept)},
-    }
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(request.config.rootpath))  # where the server finds the connector
-    log = tmp_path_factory.mktemp("log") / "vllm.log"
-    settings = {"dtype": "float32", "max_model_len": 256, "log_path": log}
-    settings["extra_args"] = [f"--kv-transfer-config={json.dumps(connector)}"]
-    with ServedVLLM.start(checkpoint, **settings) as server:
-        patch.undo()
-        yield ServedVLLM(server)
+def served(checkpoint, kept):
+    settings = {"dtype": "float32", "max_model_len": 256, "log_path": kept.with_suffix(".log")}
+    settings["environ"] = {"PYTHONPATH": os.pathsep.join((FORKING, str(ROOT)))}  # where the server finds the connector
+    settings["extra_args"] = [f"--kv-transfer-config={json.dumps(kept_keys('kv_both', kept))}"]
+    with serving(ServedVLLM, checkpoint, **settings) as found:
+        yield found
 
 
 @pytest.mark.parametrize("pause_mode", ["keep", "wait", "abort"])

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import torchrl_ext as tx
+from tests.engine.test_delta import nudged
 from tests.models import PROMPT, greedy, tiny_model
 from torchrl_ext.cli.environments import settings_for_router
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
@@ -42,15 +43,6 @@ def through(routing):
         client.close()
 
 
-@torch.no_grad()
-def nudge(model):
-    """Change one element in a hundred, as a step of fine-tuning in bfloat16 does."""
-    torch.manual_seed(7)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter += torch.randn_like(parameter) * 2 * parameter.std() * (torch.rand_like(parameter) < 0.01)
-
-
 def test_the_router_and_the_roles_are_those_of_the_engines_and_none_is_restarted(serving, engines):
     routing = serving.model("default")
     assert {worker.url for worker in routing.router.workers()} == {engine.url for engine in engines}
@@ -73,7 +65,7 @@ def test_engines_follow_by_each_row_of_the_table(serving, engines, row, tmp_path
     try:
         update()
         before = greedy(model, count=24)
-        nudge(model)
+        model.load_state_dict(nudged(model, 0.01, 7).state_dict())  # as a step of fine-tuning in bfloat16 does
         report = update()
     finally:
         sender.shutdown()
@@ -92,8 +84,7 @@ def test_engines_follow_by_each_row_of_the_table(serving, engines, row, tmp_path
 
 def test_the_smallest_encoding_comes_first_in_the_guide(tmp_path):
     sizes, old = [], tiny_model(0)
-    new = tiny_model(0)
-    nudge(new)
+    new = nudged(old, 0.01, 7)
     for encoding in ("deltas_zstd", "deltas", "indices"):
         sender = tx.WeightSender(tx.DeltaTransport(tmp_path / encoding, encoding=encoding))
         sender.update_weights(old)

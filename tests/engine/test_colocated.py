@@ -1,0 +1,72 @@
+"""Engines on the trainer's machine sleep while the trainer works, and take weights from shared memory."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import torchrl_ext as tx
+from tests.engine.served import at_work, sending
+from tests.models import tiny_model
+from tests.pages import on_servers
+from torchrl_ext.errors import EngineError
+
+pytestmark = pytest.mark.engine
+
+NO_WEIGHTS = "no weights to serve|holds no weights"
+
+
+@pytest.mark.parametrize(("kind", "level"), [("vllm", 1), ("vllm", 2), ("sglang", 2)])
+def test_an_update_wakes_a_sleeping_engine(request, kind, level, tmp_path):
+    served, model = request.getfixturevalue(kind), tiny_model(12)
+    with sending("ipc", tmp_path, served) as sender:
+        sender.update_weights(tiny_model(11))
+        sender.engine.sleep(level)
+        assert served.kind != "vllm" or served.http.get("/is_sleeping")["is_sleeping"]
+        if level == 2:
+            with pytest.raises(EngineError, match=NO_WEIGHTS):
+                sender.engine.resume()
+        served.assert_serves(model, sender.update_weights(model))
+    assert served.kind != "vllm" or not served.http.get("/is_sleeping")["is_sleeping"]
+    assert not served.paused() and served.mapping() == []
+
+
+ORDERS = {"vllm": ((1, "keep"), (2, "keep")), "sglang": ((2, "retract"), (2, "in_place"))}
+
+
+@pytest.mark.parametrize(("kind", "level", "pause_mode"), [(kind, *order) for kind in ORDERS for order in ORDERS[kind]])
+def test_each_step_of_the_colocated_order_may_come_from_a_client_of_its_own(request, kind, level, pause_mode, tmp_path):
+    served = request.getfixturevalue(kind)
+
+    def client():
+        return tx.make_engine(kind, url=served.url, pause_mode=pause_mode)
+
+    with sending("delta", tmp_path, served) as sender, ThreadPoolExecutor(1) as pool:
+        for seed in (31, 32):
+            model, running = tiny_model(seed), at_work(served, pool, 1) if kind == "sglang" else []
+            client().sleep(level)
+            if level == 2:
+                with pytest.raises(EngineError, match=NO_WEIGHTS):
+                    client().resume()
+            client().wake_up(["weights"])
+            assert served.paused()
+            if kind == "vllm" and level == 2:
+                with pytest.raises(EngineError, match=NO_WEIGHTS):
+                    client().wake_up()
+            assert sender.update_weights(model).verified
+            client().wake_up(["kv_cache"])
+            client().wake_up()
+            assert all(future.result()["finish_reason"] == "length" for future in running) and served.says(model)
+
+
+def test_an_engine_that_was_put_to_sleep_by_hand_is_woken_and_no_delta_builds_on_what_it_lost(vllm, tmp_path):
+    with sending("delta", tmp_path, vllm) as sender:
+        for seed in (33, 34):
+            model = tiny_model(seed)
+            sender.update_weights(model)
+            vllm.http.post("/sleep", query={"level": 2})
+            assert sender.update_weights(model).verified
+            assert not vllm.http.get("/is_sleeping")["is_sleeping"] and vllm.says(model)
+
+
+def test_the_page_about_colocated_engines(vllm, checkpoint):
+    on_servers("colocated", checkpoint, vllm.url)

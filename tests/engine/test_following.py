@@ -1,0 +1,319 @@
+"""What every engine does that follows a trainer: one suite over each make, with the newest release and an older one.
+
+Nothing of ours compares numbers of releases: each part is used where it is there, and what a release lacks is said.
+"""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.compat.test_slime_chains import write_slime
+from tests.engine.served import LONG, OLDER, assert_spans, at_work, command, sending, until_met
+from tests.models import PROMPT, greedy, greedy_over_kept_keys, tiny_model
+from tests.pages import on_servers
+from tests.transports.chains import folder
+from torchrl_ext.compat.skyrl import RemoteInferenceClient
+
+pytestmark = pytest.mark.engine
+
+TRANSPORTS = ["disk", "collective", "ipc"]
+PAUSES = {"vllm": ("abort", "wait", "keep"), "sglang": ("abort", "retract", "in_place")}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_five_syncs_leave_the_engine_at_the_trainers_weights(every_release, tmp_path, transport):
+    served, pid = every_release, every_release.server.pid
+    with sending(transport, tmp_path, served) as sender:
+        for seed in range(1, 6):
+            model = tiny_model(seed)
+            served.assert_serves(model, sender.update_weights(model))
+            assert served.mapping() == []
+    assert served.server.pid == pid and served.server.alive()
+
+
+def assert_lands_a_layer(sender, served, transport):
+    model, other = tiny_model(61), tiny_model(62).state_dict()
+    layer = {name: tensor for name, tensor in other.items() if ".layers.1." in name}
+    served.assert_serves(model, sender.update_weights(model))
+    model.load_state_dict({**model.state_dict(), **layer})
+    report = sender.update_weights(model, only="model.layers.1")
+    assert report.part and report.tensors == len(layer)
+    assert transport == "disk" or report.bytes == sum(tensor.nbytes for tensor in layer.values())
+    served.assert_serves(model, report)
+    last = tiny_model(63)
+    served.assert_serves(last, sender.update_weights(last))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_layer_alone_lands_beside_the_others(released, tmp_path, transport):
+    with sending(transport, tmp_path, released) as sender:
+        assert_lands_a_layer(sender, released, transport)
+
+
+def test_a_tensor_alone_lands_or_what_its_layer_lacks_is_named(released, tmp_path):
+    name, model = "model.layers.1.self_attn.q_proj.weight", tiny_model(64)
+    with sending("ipc", tmp_path, released) as sender:
+        sender.update_weights(model)
+        changed = {**model.state_dict(), name: tiny_model(65).state_dict()[name]}
+        try:
+            report = sender.update_weights(changed, only=name)
+        except tx.WeightSyncError as error:  # packed with the others, so that it has to be built anew
+            assert "model.layers.1.self_attn.k_proj.weight" in str(error) and released.says(model)
+            changed = model.state_dict()
+            report = sender.update_weights(changed, only="model.layers.1.self_attn")
+            assert not report.part, "after a failure everything is sent"
+        model.load_state_dict(changed)
+        released.assert_serves(model, report)
+
+
+def test_each_pause_mode_serves_the_new_weights(every_release, tmp_path):
+    served = every_release
+    for i, mode in enumerate(PAUSES[served.kind]):
+        old, new = tiny_model(100 + 2 * i), tiny_model(101 + 2 * i)
+        with sending("disk", tmp_path / mode, served, pause_mode=mode) as sender:
+            sender.update_weights(old)
+            assert served.says(old)  # fills the prefix cache with what must not be used again
+            sender.update_weights(new)
+        assert served.says(new) and not served.paused()
+
+
+def test_abort_ends_running_requests_and_says_so(served, tmp_path):
+    with sending("disk", tmp_path, served, pause_mode="abort") as sender, ThreadPoolExecutor(2) as pool:
+
+        def aborted():
+            sender.update_weights(tiny_model(35))
+            futures = at_work(served, pool, 2)
+            sender.update_weights(tiny_model(36))
+            return "abort" in {future.result()["finish_reason"] for future in futures}
+
+        until_met(aborted)
+    assert served.says(tiny_model(36))
+
+
+def test_requests_in_flight_complete_and_name_the_versions_of_their_tokens(every_release, tmp_path):
+    served, old, new = every_release, tiny_model(31), tiny_model(32)
+    with (
+        sending("delta" if served.release else "collective", tmp_path, served) as sender,
+        ThreadPoolExecutor(4) as pool,
+    ):
+
+        def crossed():
+            first = sender.update_weights(old).version
+            futures = at_work(served, pool, 4)
+            second = sender.update_weights(new).version
+            choices = [future.result() for future in futures]
+            for choice in choices:
+                assert_spans(choice, 220, [first, second], served.tells)
+            met = [choice for choice in choices if len(choice.get("weight_versions") or ()) == 2]
+            return not served.tells or any(choice.get("retractions", 1) == 1 for choice in met)
+
+        until_met(crossed)
+        assert served.says(new)
+
+
+@pytest.mark.parametrize("keep_cache", [False, True])
+def test_a_frozen_request_goes_on_with_new_weights_over_new_keys_or_those_that_are_kept(released, tmp_path, keep_cache):
+    if not released.tells:
+        pytest.skip("it does not say which weights sampled a token")
+    old, new, attempts = tiny_model(71), tiny_model(72), count(20 if keep_cache else 120)
+    with sending("disk", tmp_path, released, keep_cache=keep_cache) as sender, ThreadPoolExecutor(1) as pool:
+
+        def frozen():
+            sender.update_weights(old)
+            prompt = [next(attempts), *PROMPT]  # of which nothing is cached yet
+            running = pool.submit(released.generate, 200, prompt)
+            report = sender.update_weights(new)
+            choice = running.result()
+            spans, tokens = choice["weight_versions"], choice["token_ids"]
+            if len(spans) == 1:  # it had not begun, or was over
+                return False
+            assert [span["version"] for span in spans] == [str(report.version - 1), str(report.version)]
+            cut = spans[0]["end"]
+            end = min(cut + 16, 200)
+            over_old_keys = greedy_over_kept_keys([old, new], [cut], prompt, end)
+            over_new_keys = greedy(old, prompt, cut) + greedy(new, prompt + tokens[:cut], end - cut)
+            assert tokens[:end] == (over_old_keys if keep_cache else over_new_keys)
+            return over_old_keys != over_new_keys  # else nothing was shown
+
+        until_met(frozen)
+
+
+def test_a_cached_prefix_is_used_again_where_it_is_to_be_kept_and_else_never(released, tmp_path):
+    old, new = tiny_model(73), tiny_model(74)
+    prompt = [50, *LONG]
+    with sending("disk", tmp_path / "kept", released, keep_cache=True) as sender:
+        sender.update_weights(old)
+        assert released.generate(8, prompt)["token_ids"] == greedy(old, prompt, 8)
+        sender.update_weights(new)
+        assert released.generate(24, prompt)["token_ids"] != greedy(new, prompt, 24)
+    with sending("disk", tmp_path / "dropped", released) as sender:
+        sender.update_weights(new)
+        assert released.generate(24, prompt)["token_ids"] == greedy(new, prompt, 24)
+
+
+def test_full_versions_are_copied_to_the_host_and_loaded_from_there(released, tmp_path):
+    copies = {"local_dir": tmp_path / "copy"}
+    with sending("disk", tmp_path / "updates", released, settings=copies) as sender:
+        for seed in (75, 76):
+            model = tiny_model(seed)
+            report = sender.update_weights(model)
+            released.assert_serves(model, report)
+            state = json.loads((tmp_path / "copy" / ".weight_sync" / "state.json").read_bytes())
+            assert int(state["version"]) == report.version
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_workers_follow(tensor_parallel, tmp_path, transport):
+    assert tx.discover(tensor_parallel.url)[0].world_size == 2
+    with sending(transport, tmp_path, tensor_parallel) as sender:
+        for seed in (41, 42, 43):
+            model = tiny_model(seed)
+            tensor_parallel.assert_serves(model, sender.update_weights(model))
+        if transport == "collective":
+            assert_lands_a_layer(sender, tensor_parallel, transport)
+    assert tensor_parallel.mapping() == []
+
+
+def test_two_workers_that_sleep_are_woken_by_an_update(tensor_parallel, tmp_path):
+    model = tiny_model(44)
+    with sending("ipc", tmp_path, tensor_parallel) as sender:
+        sender.update_weights(tiny_model(43))
+        sender.engine.sleep(2)
+        tensor_parallel.assert_serves(model, sender.update_weights(model))
+
+
+def test_two_workers_refuse_and_go_on(tensor_parallel, tmp_path):
+    """Refusals leave the workers' replies in step: each later call is answered by its own."""
+    good, last = tiny_model(47), tiny_model(48)
+    with sending("disk", tmp_path, tensor_parallel) as sender:
+        sender.update_weights(good)
+        state = dict(good.state_dict())
+        for change in (
+            {"model.layers.0.self_attn.o_proj.weight": torch.zeros(128, 130)},
+            {"model.layers.0.extra.weight": torch.zeros(3)},
+        ):
+            with pytest.raises(tx.WeightSyncError, match=r"worker 0, 1: ManifestError"):
+                sender.update_weights({**state, **change})
+            assert tensor_parallel.says(good)
+        tensor_parallel.assert_serves(last, sender.update_weights(last))
+
+
+def test_an_update_that_a_trainer_left_open_is_ended_by_the_next(tensor_parallel, tmp_path):
+    with sending("disk", tmp_path, tensor_parallel) as sender:
+        sender.update_weights(tiny_model(45))
+        sender.engine.begin(1000)  # and this trainer is never seen again
+    model = tiny_model(46)
+    with sending("collective", tmp_path, tensor_parallel) as sender:
+        tensor_parallel.assert_serves(model, sender.update_weights(model))
+    assert not tensor_parallel.paused()
+
+
+def assert_follow(fleet, transport, root):
+    model = tiny_model(63)
+    with sending(transport, root, *fleet) as sender:
+        for _ in range(3):
+            report = sender.update_weights(model)
+            assert report.verified and [row.engine for row in report.engines] == [one.url for one in fleet]
+            assert [row.kind for row in report.engines] == [one.kind for one in fleet]
+            assert all(one.says(model) and one.version() == str(report.version) for one in fleet)
+            with torch.no_grad():
+                model.model.layers[1].mlp.up_proj.weight.mul_(-1)
+
+
+@pytest.mark.parametrize("transport", ["disk", "collective"])
+@pytest.mark.parametrize("other", ["second_vllm", "sglang"])
+def test_two_engines_of_one_make_or_of_both_follow_one_sender(vllm, request, other, transport, tmp_path):
+    assert_follow([vllm, request.getfixturevalue(other)], transport, tmp_path)
+
+
+@pytest.mark.parametrize("transport", ["collective", "delta", "ipc"])
+@pytest.mark.parametrize("tensor_parallel", ["sglang"], indirect=True)
+def test_engines_of_both_makes_and_of_different_sizes_follow_one_sender(tensor_parallel, vllm, transport, tmp_path):
+    assert_follow([tensor_parallel, vllm], transport, tmp_path)
+
+
+@pytest.mark.parametrize("tensor_parallel", ["sglang"], indirect=True)
+def test_the_block_about_sglang_of_the_page_for_those_who_come_from_torchrl(tensor_parallel, checkpoint):
+    on_servers("from_torchrl_vllm", checkpoint, tensor_parallel.url)
+    assert tensor_parallel.says(tiny_model(0))
+
+
+def test_discovery_tells_the_release_and_what_it_follows(every_release):
+    served = every_release
+    (info,) = tx.discover(served.url)
+    assert (info.kind, info.worker_type, info.tp_size, info.pp_size, info.dp_size) == (served.kind, "regular", 1, 1, 1)
+    assert info.world_size == info.num_gpus == 1 and served.is_called(info.weight_version)
+    assert (info.version.partition("+")[0] == OLDER[served.kind]) == bool(served.release)
+    assert {"disk", "collective", "delta", "ipc"} <= set(info.transports)
+    engine = tx.make_engine(served.kind, url=served.url)
+    assert engine.info() == info and served.running() == 0
+    if served.kind == "sglang" and served.release:  # it opens no session
+        assert served.http.call("POST", "/begin_weight_update", {}).status in (404, 405)
+        assert served.http.call("GET", "/ready").status in (404, 405)
+
+
+def test_doctor_finds_nothing_wrong_and_the_server_goes_on_generating(every_release, checkpoint, tmp_path, capsys):
+    served, before = every_release, every_release.tokens()
+
+    def found(*settings):
+        rows = command(capsys, "doctor", served.url, *settings)["findings"]
+        assert {row["level"] for row in rows} == {"ok"}, rows
+        return {(row["check"], row["where"]): row["found"] for row in rows}
+
+    rows = found("--root", tmp_path, "--transport", "delta", "--model", checkpoint)
+    assert "seen from both sides" in rows["shared root", served.url]
+    assert "torchrl_ext" in rows["versions", served.url]
+    assert not served.release or any(served.release in str(told) for told in rows.values())
+    assert list(tmp_path.iterdir()) == []
+    told = {check: told for (check, _), told in found("--transport", "collective", "--rehearse").items()}
+    assert "group" in told and "in place" in told["rehearsal"] and "refused" not in told["rehearsal"]
+    assert served.tokens() == before and not served.paused()
+
+
+def test_rollouts_say_the_version_of_each_token_or_that_it_is_not_known(every_release, tmp_path):
+    served, model = every_release, tiny_model(33)
+    with sending("disk", tmp_path, served) as sender:
+        version = sender.update_weights(model).version
+    client = tx.InferenceClient.connect(served.url)
+    prompts, how = [PROMPT, PROMPT[:3]], {"max_tokens": 12, "ignore_eos": True}
+    found = client.generate(prompts, n=2, temperature=0.0, **how)
+    assert [list(one.token_ids) for one in found] == [greedy(model, prompt, 12) for prompt in prompts for _ in range(2)]
+    for one in found:
+        assert len(one.logprobs) == 12 and max(one.logprobs) <= 0 and one.finish_reason == "length"
+        assert one.token_versions() in ([[version] * 12] if served.tells else [[version] * 12, [-1] * 12])
+    sampled = client.generate(prompts, n=3, **how)
+    assert len(sampled) == 6 and all(len(one.token_ids) == len(one.logprobs) == 12 for one in sampled)
+    assert len({one.token_ids for one in sampled}) > 3
+    client.close()
+
+
+def test_the_log_has_no_warning_of_what_the_plugin_lacks(every_release):
+    log = every_release.server.log_path.read_text()
+    assert "torchrl_ext found" not in log and " lacks " not in log
+
+
+def test_versions_of_a_folder_are_served_by_skyrls_own_order_of_calls(vllm, checkpoint, tmp_path):
+    held, root = dict(tiny_model(0).state_dict()), tmp_path / "sync"
+    with sending("disk", tmp_path / "other", vllm) as sender:
+        sender.update_weights(held)  # the folder's versions begin with what the server was started with
+    client = RemoteInferenceClient(proxy_url=vllm.url, server_urls=[vllm.url], kind="vllm")
+    client.run(client.init_weight_update_communicator({"base_model_path": str(checkpoint)}))
+    for version, seed in ((1, 36), (2, 37)):
+        model = tiny_model(seed)
+        write_slime(folder(root, version), version, held, model.state_dict(), "xor", "xxh3-128")
+        held = dict(model.state_dict())
+        client.run(client.fetch_weights(version, sync_dir=str(root)))
+        assert not vllm.paused()
+        client.run(client.pause_generation())
+        client.run(client.reset_prefix_cache(True))
+        client.run(client.start_weight_update())
+        client.run(client.update_named_weights({"target_version": version, "sync_dir": str(root)}))
+        client.run(client.finish_weight_update())
+        client.run(client.resume_generation())
+        client.increment_weight_version()
+        assert vllm.says(model) and vllm.version() == str(version)
+    client.close()

@@ -1,0 +1,160 @@
+"""What goes wrong is refused before the pause, or leaves an engine paused and able to take the next update.
+
+Without a check ahead SGLang skips an unknown name, and keeps old values under a missing one, in silence.
+"""
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.engine.served import sending
+from tests.models import tiny_model
+from tests.processes import calling, finished
+from tests.turns import die
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.serving.processes import free_port
+from torchrl_ext.types import ParamMeta
+
+pytestmark = pytest.mark.engine
+
+
+def changed(kind):
+    """Weights that cannot land in the small model."""
+    state = dict(tiny_model(52).state_dict())
+    if kind == "unknown":
+        state["model.layers.0.strange.weight"] = torch.zeros(3)
+    elif kind == "missing":
+        del state["model.layers.1.self_attn.k_proj.weight"]
+    elif kind == "misshaped":
+        state["model.layers.1.mlp.down_proj.weight"] = torch.zeros(128, 300)
+    elif kind == "rounded":
+        state["model.norm.weight"] = state["model.norm.weight"].double()
+    return state
+
+
+@pytest.mark.parametrize("transport", ["disk", "collective"])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("unknown", r"layers\.0\.strange"),
+        ("missing", r"model\.layers\.1\.self_attn\.k_proj\.weight' is missing"),
+        ("misshaped", r"down_proj\.weight' arrives with shape \[128, 300\].*\[128, 256\]"),
+        ("rounded", r"model\.norm\.weight' arrives as float64"),
+    ],
+)
+def test_parameters_that_cannot_land_are_refused_before_the_pause(released, tmp_path, transport, kind, words):
+    good, last = tiny_model(51), tiny_model(53)
+    with sending(transport, tmp_path, released) as sender:
+        before = sender.update_weights(good).version
+        with pytest.raises(tx.WeightSyncError, match=words) as error:
+            sender.update_weights(changed(kind))
+        assert "check the stack trace" not in str(error.value)  # the worker's words, not what is wrapped around
+        assert released.is_called(str(before)) and released.says(good)
+        released.assert_serves(last, sender.update_weights(last))
+
+
+def assert_recovers_from_a_death(served, transport, root):
+    died = finished(calling(die, served.url, transport, str(root), 60, "tensor:12"))
+    assert died.returncode == -signal.SIGKILL, died.stderr
+    assert served.paused() and served.is_called("1")  # the version before the one in which it died
+    for seed, road in ((62, "disk"), (63, transport)):
+        with sending(road, root / "after", served) as sender:
+            served.assert_serves(tiny_model(seed), sender.update_weights(tiny_model(seed)))
+    assert not served.paused()
+    assert served.mapping() == [] and not list(Path("/dev/shm").glob("*torchrl_ext-ipc*"))
+
+
+@pytest.mark.parametrize("transport", ["collective", "ipc"])
+def test_after_a_trainer_died_in_the_middle_the_next_update_brings_the_engine_back(released, transport, tmp_path):
+    assert_recovers_from_a_death(released, transport, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_so_it_is_with_two_workers(tensor_parallel, tmp_path):
+    assert_recovers_from_a_death(tensor_parallel, "collective", tmp_path)
+
+
+class Damaging(tx.DiskTransport):
+    """Cuts off what it published, before engines look at it."""
+
+    def __init__(self, root):
+        super().__init__(root=root)
+        self.folder = root
+
+    def prepare(self, update, within):
+        handoff = super().prepare(update, within)  # published, and read by engines from here on
+        for shard in self.folder.glob(f"weight_v{update.version:06d}/*.safetensors"):
+            with shard.open("r+b") as file:
+                file.truncate(shard.stat().st_size - 64)
+        return handoff
+
+
+def test_damaged_files_are_refused_before_the_pause(released, tmp_path):
+    good = tiny_model(72)
+    with sending("disk", tmp_path / "good", released) as sender:
+        sender.update_weights(good)
+    engine = tx.make_engine(released.kind, url=released.url)
+    with pytest.raises(tx.WeightSyncError, match="did not prefetch version"):
+        tx.WeightSender(Damaging(tmp_path / "damaged"), engine).update_weights(tiny_model(73))
+    assert released.says(good) and not released.paused()
+
+
+def test_files_damaged_in_the_pause_leave_the_engine_paused_and_the_error_says_so(released, tmp_path, monkeypatch):
+    good, folder = tiny_model(71), tmp_path / "damaged"
+    engine = tx.make_engine(released.kind, url=released.url)
+    begin = engine.begin
+
+    def begin_and_damage(version):  # what the engine has looked at is overwritten before it loads it
+        begin(version)
+        for shard in folder.glob(f"weight_v{version:06d}/*.safetensors"):
+            with shard.open("r+b") as file:
+                file.seek(-64, 2)
+                file.write(b"\xff" * 64)
+
+    monkeypatch.setattr(engine, "begin", begin_and_damage)
+    with pytest.raises(tx.WeightSyncError, match="is paused, serves nobody, and holds") as error:
+        tx.WeightSender(tx.DiskTransport(folder), engine).update_weights(good)
+    assert error.value.rows[0].state == "paused" and released.paused()
+    with sending("disk", tmp_path / "last", released) as sender:
+        released.assert_serves(good, sender.update_weights(good))
+    assert not released.paused()
+
+
+def test_a_world_without_room_for_the_engine_is_refused(served):
+    engine, params = tx.make_engine(served.kind, url=served.url), [["w", "float32", [1]]]
+    with pytest.raises(tx.WeightSyncError, match="do not fit into a world of 1"):
+        engine.connect({"transport": "disk", "params": params, "world_size": 1})
+    assert not served.paused()
+
+
+def test_a_master_that_cannot_be_reached_ends_in_an_error_and_meanwhile_the_server_serves(served, tmp_path):
+    model, told = tiny_model(51), []
+    with sending("disk", tmp_path, served) as sender:
+        sender.update_weights(model)
+    params = tuple(ParamMeta.of(name, tensor) for name, tensor in model.state_dict().items())
+    transport = tx.make_transport("collective", timeout_s=5)
+    offer = transport.open(1, params, Deadline(5)).info
+    offer = {key: free_port() if key.endswith("_port") else value for key, value in offer.items()}
+    info = {**offer, "transport": "collective", "params": [meta.to_json() for meta in params], "world_size": 2}
+    engine = tx.make_engine(served.kind, url=served.url, load_timeout_s=60)
+
+    def joining():
+        try:
+            engine.connect(info)
+        except tx.WeightSyncError as error:
+            told.append(error)
+
+    thread = threading.Thread(target=joining)
+    thread.start()
+    generated = 0
+    while thread.is_alive():
+        assert served.says(model)
+        generated += 1
+    thread.join()
+    transport.shutdown()
+    assert generated and "did not join the transport" in str(told[0])
+    assert served.says(model)

@@ -1,0 +1,103 @@
+"""Rollouts from stock servers: the policy, the collector, and the demonstration, which trains."""
+
+import pytest
+import torch
+from tensordict import set_list_to_stack
+from torchrl.collectors.llm import LLMCollector
+from torchrl.modules.llm import TransformersWrapper
+
+import torchrl_ext as tx
+from tests.engine.served import demo, sending
+from tests.models import tiny_model, tiny_tokenizer
+from tests.rollout.inputs import TEMPLATE, leaves, prompts
+from torchrl_ext.cli.demo.training import Trainer
+from torchrl_ext.rollout.torchrl.lag import MaxLag
+from torchrl_ext.testing.tiny import make_tiny_lm
+from torchrl_ext.weights.checkpoint import CheckpointSource
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(autouse=True)
+def lists_are_stacks():
+    with set_list_to_stack(True):
+        yield
+
+
+@pytest.mark.parametrize("mode", ["history", "text", "tokens"])
+def test_entries_agree_with_torchrls_wrapper_on_the_same_model(served, tmp_path, mode):
+    own, tokenizer = tiny_model(17), tiny_tokenizer()
+    with sending("disk", tmp_path, served) as sender:
+        version = sender.update_weights(own).version
+    settings = {"tokenizer": tokenizer, "input_mode": mode, **TEMPLATE[mode]}
+    settings["generate_kwargs"] = {"max_new_tokens": 12, "do_sample": False}
+    expected = leaves(TransformersWrapper(own, **settings)(prompts(mode, tokenizer)))
+    found = leaves(tx.RemoteLLMPolicy(served.url, **settings)(prompts(mode, tokenizer)))
+    for key, rows in expected.items():
+        for mine, wanted in zip(found[key], rows, strict=True):
+            if key == ("log_probs", "response"):  # TransformersWrapper says 0 for the first token
+                torch.testing.assert_close(mine[1:], wanted[1:], atol=1e-3, rtol=0)
+            else:
+                assert torch.equal(mine, wanted), key
+    assert {number for rows in found["token_versions", "response"] for number in rows.tolist()} == {version}
+
+
+def test_a_collector_follows_two_servers(vllm, second_vllm, checkpoint, tmp_path):
+    trainer, urls = Trainer(checkpoint, group=2), [vllm.url, second_vllm.url]
+    policy = tx.RemoteLLMPolicy(
+        urls, tokenizer=trainer.tokenizer, input_mode="text", generate_kwargs={"max_new_tokens": 8, "ignore_eos": True}
+    )
+    collector = LLMCollector(
+        trainer.task.env(),
+        policy=policy,
+        dialog_turns_per_batch=trainer.task.turns,
+        total_dialog_turns=-1,
+        track_policy_version=True,
+        postproc=MaxLag(0, lambda: sender.version),
+    )
+    with sending("delta", tmp_path, vllm, second_vllm) as sender:
+        sender.register_model(trainer.model)
+        sender.register_collector(collector)
+        rollouts = iter(collector)
+        for bumps in range(1, 4):
+            report = sender.update_weights()
+            batch = next(rollouts)
+            assert batch["token_versions", "response"].unique().tolist() == [report.version]
+            assert collector.policy_version == bumps
+            trainer.step(batch)
+    collector.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport"),
+    [("vllm", "disk"), ("vllm", "collective"), pytest.param("sglang", "disk", marks=pytest.mark.exhaustive)],
+)
+def test_the_demo_proves_itself(request, kind, transport, checkpoint):
+    served = request.getfixturevalue(kind)
+    given = ["--model", checkpoint] if kind == "sglang" else []
+    told = demo("--steps", 2, "--transport", transport, "--engines", served.url, *given)
+    assert told["engine"] == kind and len(told["syncs"]) == 3 and not served.paused()
+
+
+@pytest.mark.exhaustive
+def test_training_learns_with_two_external_servers_that_follow_by_delta(vllm, second_vllm, tmp_path):
+    fleet = (vllm, second_vllm)
+    urls = [one.url for one in fleet]
+    told = demo("--transport", "delta", "--steps", 5, "--root", tmp_path / "updates", "--engines", *urls)
+    assert told["on_policy"] and (told["transport"], told["engine"], told["engines"]) == ("delta", "vllm", urls)
+    assert told["rewards"][-1] > 2 * told["rewards"][0], told["rewards"]
+    for server in fleet:
+        assert server.version() == str(told["syncs"][-1]["version"]) and not server.paused()
+
+
+def test_two_trainer_ranks_send_two_workers_their_slices_and_nothing_else(tmp_path):
+    told = demo("--transport", "sharded", "--trainer-ranks", 2, "--engine", "vllm", "--tp", 2, "--steps", 2)
+    assert told["weights_equal"] and told["greedy_equal"] and len(told["syncs"]) == 3
+    assert (told["engine"], told["trainer_ranks"], told["tp"]) == ("vllm", 2, 2)
+    sizes = {name: tensor.nbytes for name, tensor in CheckpointSource(make_tiny_lm(tmp_path))}
+    held = sum(size if name.endswith("norm.weight") else size / 2 for name, size in sizes.items())  # by each worker
+    assert sum(sizes.values()) / 2 < held < 0.6 * sum(sizes.values())
+    for report in told["syncs"]:
+        assert report["verified"] and report["model_bytes"] == sum(sizes.values()) and not report["whole"]
+        assert len(report["worker_bytes"]) == 2 and max(report["worker_bytes"]) <= 1.02 * held
+        assert len(report["rank_bytes"]) == 2 and max(report["rank_bytes"]) <= 1.1 * sum(report["rank_bytes"]) / 2

@@ -1,0 +1,143 @@
+"""What SGLang does by itself, which decides how its client asks; and requests that it holds frozen in place."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import torchrl_ext as tx
+from tests.engine.served import at_work, by_route, sending, until_met
+from tests.models import tiny_model
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def serving(sglang, tmp_path):
+    """The server with known weights in service, and a look at its process afterwards."""
+    pid, sglang.model = sglang.server.pid, tiny_model(51)
+    with sending("disk", tmp_path / "before", sglang) as sender:
+        sglang.report = sender.update_weights(sglang.model)
+    yield sglang
+    last = tiny_model(53)
+    with sending("disk", tmp_path / "after", sglang) as sender:
+        sglang.assert_serves(last, sender.update_weights(last))
+    assert sglang.server.pid == pid and sglang.server.alive()
+
+
+def assert_untouched(served):
+    assert served.says(served.model) and served.version() == str(served.report.version)
+
+
+def test_it_accepts_unknown_names_in_silence(serving, tmp_path):
+    """Why parameters are checked ahead of an update; should this ever fail, the docs have a line to lose."""
+    folder = tmp_path / "strange"
+    tiny_model(54).save_pretrained(folder)
+    shard = folder / "model.safetensors"
+    tensors = load_file(shard)
+    tensors["model.layers.0.strange.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, shard, {"format": "pt"})
+    by_route(serving, folder, load_format="auto", weight_version="strange")
+    assert serving.says(tiny_model(54))
+
+
+def test_a_checkpoint_that_it_cannot_load_does_not_end_the_server(serving, tmp_path):
+    folder = tmp_path / "broken"
+    tiny_model(55).save_pretrained(folder)
+    shard = folder / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    by_route(serving, folder, 400, load_format="auto", weight_version="broken")
+    by_route(serving, tmp_path / "nothing", 400, load_format="auto", weight_version="nothing")
+
+
+def checksum(engine):
+    """SGLang's own, over the runtime parameters of all workers."""
+    return engine.port.post("/weights_checker", {"action": "checksum"})["body"]["per_engine_checksum"]
+
+
+def test_a_400_can_mean_that_the_weights_did_change(serving, tmp_path):
+    """Loading and flushing in one call, as SGLang offers it: the reason why the client flushes first."""
+    engine, folder = tx.make_engine("sglang", url=serving.url, pause_mode="in_place"), tmp_path / "other"
+    tiny_model(56).save_pretrained(folder)
+    before = checksum(engine)
+    asked = {"load_format": "auto", "weight_version": "half", "flush_cache": True, "abort_all_requests": False}
+    with ThreadPoolExecutor(1) as pool:
+
+        def loaded_beside_a_request():
+            (future,) = at_work(serving, pool, 1)
+            engine.pause()
+            met = bool(serving.running())
+            if met:
+                assert "not flushed" in by_route(serving, folder, 400, **asked) and checksum(engine) != before
+            engine.resume()
+            future.result()
+            return met
+
+        until_met(loaded_beside_a_request)
+
+
+def test_requests_that_are_paused_in_place_keep_the_update_away_unless_the_old_cache_is_accepted(serving, tmp_path):
+    model, root = tiny_model(57), tmp_path / "updates"
+    with ThreadPoolExecutor(1) as pool, sending("disk", root, serving, pause_mode="in_place") as sender:
+
+        def refused():
+            (future,) = at_work(serving, pool, 1)
+            try:
+                sender.update_weights(model)
+            except tx.WeightSyncError as error:
+                assert re.search(r"(?s)paused in place.*1 running.*serves again.*keep_cache=True", str(error))
+                assert future.result()["weight_versions"][0]["version"] == str(serving.report.version)
+                return True
+            future.result()  # it was over before the pause
+            serving.report = sender.update_weights(serving.model)
+            return False
+
+        until_met(refused)
+        assert_untouched(serving)
+    with ThreadPoolExecutor(1) as pool, sending("disk", root, serving, keep_cache=True) as sender:
+
+        def accepted():
+            (future,) = at_work(serving, pool, 1)
+            report = sender.update_weights(model)
+            choice = future.result()
+            assert choice["finish_reason"] == "length" and choice["retractions"] == 0
+            return choice["weight_versions"][-1]["version"] == str(report.version)  # else it was over before
+
+        until_met(accepted)
+
+
+def test_requests_that_are_frozen_in_place_can_be_ended(serving):
+    with ThreadPoolExecutor(1) as pool:
+
+        def ended():
+            (future,) = at_work(serving, pool, 1)
+            tx.make_engine("sglang", url=serving.url, pause_mode="in_place").pause()
+            engine = tx.make_engine("sglang", url=serving.url, pause_mode="abort", load_timeout_s=30.0)
+            engine.pause()
+            engine.resume()
+            return future.result()["finish_reason"] == "abort"  # else it was over before
+
+        until_met(ended)
+    assert_untouched(serving)
+
+
+def test_a_delta_leaves_the_load_format_as_it_was_for_those_who_name_none(serving, tmp_path):
+    """SGLang keeps the format of the last call for calls that name none; a delta of ours is no format of its own."""
+    transport, model = tx.make_transport("delta", root=tmp_path / "chain"), tiny_model(58)
+    format_before = serving.http.get("/model_info")["load_format"]
+    transport.send_weights(model)
+    by_route(serving, tmp_path / "chain", load_format="delta", weight_version="delta")
+    assert serving.http.get("/model_info")["load_format"] == format_before and serving.says(model)
+    folder = tmp_path / "checkpoint"
+    tiny_model(59).save_pretrained(folder)
+    by_route(serving, folder, weight_version="x")
+    assert serving.says(tiny_model(59))
+    transport.shutdown()
+
+
+def test_the_label_is_sticky_and_ours_is_always_sent(serving, tmp_path):
+    folder = tmp_path / "checkpoint"
+    tiny_model(60).save_pretrained(folder)
+    by_route(serving, folder, load_format="auto")
+    assert serving.says(tiny_model(60)) and serving.version() == str(serving.report.version)
