@@ -156,15 +156,16 @@ def test_it_loads_full_files_and_the_error_says_what_it_cannot(stock, tmp_path):
             report = sender.update_weights(model)
             assert stock.says(model) and stock.version() == str(report.version)
             assert not report.verified  # nobody could hold what it has against the trainer's digests
-    refused = pytest.raises(WeightSyncError, match=r"(?s)without our plugin.*collective.*plugins.*disk")
+    refused = pytest.raises(WeightSyncError, match=r"(?s)collective.*(sglang\.srt\.plugins|weight-transfer-config)")
     with sending("collective", tmp_path, stock) as sender, refused:
         sender.update_weights(tiny_model(76))
     assert stock.says(model)
 
 
 def test_its_outputs_prove_an_update(stock):
+    model = tiny_model(7)
     with broadcasting(stock, verify="outputs") as sender:
-        sender.register_model(tiny_model(7))
+        sender.register_model(model)
         report = sender.update_weights()
         assert report.proof == "outputs" and report.engines[0].max_gap < 1e-3
 
