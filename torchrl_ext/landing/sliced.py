@@ -44,7 +44,7 @@ def part_of(tensor: Tensor, block: Block) -> Tensor | None:
     if not isinstance(tensor, Sliced):
         return tensor[block.within(Block.whole(tensor.shape))]
     region = tensor._region
-    if region.storage_offset() or region.shape != tensor.meta.shape or not region.is_contiguous():
+    if region.shape != tensor.meta.shape or not region.is_contiguous():
         raise ConfigError(f"a view of {tensor.meta.name!r} stands where the full tensor was expected")
     return memory_of(block, tensor.parts)
 
