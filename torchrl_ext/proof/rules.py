@@ -51,7 +51,7 @@ def is_table(path: str) -> bool:
 
 def is_varied(tensor: Tensor) -> bool:
     """Return whether the rule ``uniform`` does not apply to a tensor."""
-    return tensor.is_floating_point() and tensor.numel() >= DISTINCT and sample(tensor).numel() >= DISTINCT
+    return tensor.is_floating_point() and sample(tensor).numel() >= DISTINCT
 
 
 def sample(tensor: Tensor) -> Tensor:
