@@ -1,6 +1,6 @@
 """A worker of a sharded model needs some blocks of each tensor, and lands them as it would land whole tensors."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -250,6 +250,14 @@ def test_each_worker_names_the_blocks_that_land_on_it(loader, rank):
     whole = loader.whole()
     assert whole.keys() == {"decay", "corner"} and found.keys() == SHAPES.keys() - whole.keys()
     assert "computes mixer.decay" in whole["decay"] and "far apart" in whole["corner"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_only_a_head_that_is_tied_may_land_nowhere(rank, tmp_path, tied):
+    loader = EngineLoader(Sharded(cold(rank, 0), tmp_path))
+    loader.model.tied = tied
+    with nullcontext() if tied else pytest.raises(ManifestError, match="lm_head"):
+        loader.check(as_source({**weights(0), "lm_head.weight": torch.zeros(VOCAB, HIDDEN)}).params())
 
 
 @pytest.mark.parametrize("by_targets", [True, False])
