@@ -1,7 +1,6 @@
 """Hydra groups beside TorchRL's, and a training script whose user picks a transport by name."""
 
 import dataclasses
-import importlib
 import inspect
 import json
 import re
@@ -15,12 +14,14 @@ from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException, InstantiationException, MissingConfigException
 from hydra.utils import instantiate
+from omegaconf import MISSING
 
 import torchrl_ext as tx
 import torchrl_ext.configs.hydra as groups
 from tests.processes import ROOT, finished, python
 from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
 from torchrl_ext.collectors.updater import TransportWeightUpdater
+from torchrl_ext.compat.torchrl_llm.configs import SGLangWeightSyncSchemeConfig
 from torchrl_ext.registry import transports
 
 TRAINER_S = 300
@@ -54,17 +55,18 @@ def test_the_fields_of_a_config_are_the_settings_of_what_it_makes():
     hydras = {"_target_", "_partial_", "_convert_"}
     by_the_scheme = {"master_address", "rank", "world_size", "vllm_engine"}
     moved = set().union(*(inspect.signature(transports.load(name)).parameters for name in tx.transports()))
-    for config, cls, left in (
-        (groups.TransportWeightSyncSchemeConfig, TransportWeightSyncScheme, by_the_scheme),
-        (groups.TransportWeightUpdaterConfig, TransportWeightUpdater, set()),
+    for config, cls, further in (
+        (groups.TransportWeightSyncSchemeConfig, TransportWeightSyncScheme, moved - by_the_scheme),
+        (groups.TransportWeightUpdaterConfig, TransportWeightUpdater, moved),
+        (SGLangWeightSyncSchemeConfig, tx.SGLangWeightSyncScheme, set()),
     ):
         own = inspect.signature(cls).parameters
         fields = {field.name: field.default for field in dataclasses.fields(config)}
-        assert set(fields) - hydras == (set(own) - {"settings", "probe"} | moved) - left  # a probe is a callable
+        assert set(fields) - hydras == set(own) - {"settings", "probe"} | further  # a probe is a callable
         assert all(
             default == (own[name].default if name in own and name != "settings" else None)
             for name, default in fields.items()
-            if name not in hydras
+            if name not in hydras and default != MISSING
         )
 
 
@@ -101,7 +103,6 @@ def test_settings_reach_the_transport_as_plain_values(tmp_path):
     ],
 )
 def test_a_scheme_that_replaces_one_of_torchrls_is_made_from_its_config(name, cls, setting, value):
-    importlib.import_module("torchrl_ext.compat.torchrl_llm.configs")
     ours = [] if name == "sglang" else [f"weight_sync_scheme._target_=torchrl_ext.{cls.__name__}"]
     config = composed(f"weight_sync_scheme={name}", f"weight_sync_scheme.{setting}={value}", *ours)
     scheme = instantiate(config.weight_sync_scheme)
