@@ -68,6 +68,15 @@ def test_no_rank_sends_a_tenth_more_than_the_mean(held, needed, bucket_bytes):
     assert plan.rank_bytes.max() <= 1.1 * plan.rank_bytes.mean()
 
 
+def test_a_tensor_of_many_buckets_takes_few_more_rounds_than_the_busiest_member():
+    params, bucket_bytes = [ParamMeta("w", torch.bfloat16, (1024, 512))], 1 << 13
+    held, needed = (
+        [[stretch((1024, 512), axis, at, members)] for at in range(members)] for axis, members in ((0, 3), (1, 5))
+    )
+    plan = plan_of(held, needed, bucket_bytes, params)
+    assert plan.rounds <= 1.25 * max(*plan.rank_bytes, *plan.worker_bytes) / bucket_bytes
+
+
 def test_equal_workers_form_a_chain_and_cost_the_trainer_one_send():
     alone, four = plan_of(FSDP_4, TP_2), plan_of(FSDP_4, [*TP_2, *TP_2, *TP_2, *TP_2])
     assert np.array_equal(alone.rank_bytes, four.rank_bytes)
