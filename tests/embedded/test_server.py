@@ -105,7 +105,7 @@ def test_a_response_has_vllms_shape(http):
         ({"json": {"prompts": [["1"]]}}, 400, "prompts is malformed"),
         ({}, 400, "prompts is malformed"),
         ({"json": {"prompts": [[]]}}, 400, "a prompt has 0 tokens"),
-        ({"json": {"prompts": [[1, 2]]}}, 200, "logprobs"),
+        ({"json": {"prompts": [[1], [1, 2]]}}, 200, "logprobs"),
     ],
 )
 def test_a_body_is_json_that_says_so_and_no_web_page_sends_it(http, how, status, words):
