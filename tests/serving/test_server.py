@@ -115,6 +115,7 @@ def test_adapters_have_room_for_the_older_version_of_each(tmp_path):
         (SGLangSpec, ["--max-lora-rank=9", "--max-loras-per-batch=5"]),
     ):
         assert set(flags) <= set(spec(tmp_path, lora_rank=9, lora_adapters=2).command(1))
+        assert "--enable-lora" not in spec(tmp_path).command(1)
         with pytest.raises(ConfigError, match="lora_rank=0"):
             spec(tmp_path, lora_rank=0).command(1)
 
