@@ -172,6 +172,8 @@ def test_a_block_that_one_part_has_is_read_from_its_memory():
     for tensor in (full, part):
         assert part_of(tensor, Block((3, 1), (4, 3))).data_ptr() == full[3:4, 1:3].data_ptr()
     assert part_of(part, Block((1, 1), (4, 3))) is None
+    with pytest.raises(IntegrityError, match=r"^\[0:2, 1:4\]"):
+        part[:3, 1:4] + 0
     for view in (part[1:], part[:7], part.view(6, 8).t()):
         with pytest.raises(ConfigError, match="a view of 'w'"):
             part_of(view, Block((3, 1), (4, 3)))
