@@ -139,6 +139,16 @@ def test_a_seed_repeats_a_batch_and_differs_within_it(client):
     assert {one.token_ids for one in other}.isdisjoint(one.token_ids for one in first)
 
 
+def test_continuations_are_one_request_unless_one_seed_would_make_them_equal():
+    row = {"output_ids": [1], "meta_info": {"finish_reason": {"type": "stop"}}}
+    with running({}) as engine, closing(InferenceClient(engine.url, kind="sglang")) as client:
+        engine.answers["POST /generate"] = lambda body: (200, [row] * body["sampling_params"].get("n", 1))
+        for seed, requests in ((None, 1), (7, 3)):
+            engine.calls.clear()
+            assert len(client.generate([PROMPT], n=3, seed=seed)) == 3
+            assert len(engine.calls) == requests
+
+
 def test_a_bad_prompt_is_refused_before_anything_is_sent_and_none_gives_nothing(client):
     for bad in ([], [0.5]):
         with pytest.raises(ConfigError, match="prompt 1"):
