@@ -20,7 +20,7 @@ from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.kernels.base import flat_bits
 from torchrl_ext.plugins.loader import EngineLoader
 from torchrl_ext.proof import runtime
-from torchrl_ext.proof.known_weights import changed, chosen_positions
+from torchrl_ext.proof.known_weights import changed, chosen_positions, content
 from torchrl_ext.proof.rules import RULES
 from torchrl_ext.proof.runtime import reachable
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
@@ -334,6 +334,14 @@ def test_a_model_of_made_up_numbers_is_rehearsed_with_them_and_a_complex_paramet
     assert (
         torch.equal(loader.model.module(PROBE), outputs(complex_norm(1))) and verdicts(engine)["Model"] == "by reload"
     )
+
+
+NUMBERS = st.lists(st.integers(0, 9), min_size=2, max_size=2)
+
+
+@given(NUMBERS, NUMBERS)
+def test_the_content_of_two_numbers_tells_them_from_others_in_any_order(one, other):
+    assert (content(torch.tensor(one)) == content(torch.tensor(other))) is (sorted(one) == sorted(other))
 
 
 @given(
