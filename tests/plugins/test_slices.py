@@ -9,14 +9,15 @@ from safetensors.torch import save_file
 from torch import nn
 
 import torchrl_ext as tx
-from torchrl_ext.errors import EngineRefusedError, IntegrityError, ManifestError
+from torchrl_ext.errors import ConfigError, EngineRefusedError, IntegrityError, ManifestError
+from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.landing.sliced import Sliced, part_of
 from torchrl_ext.plugins.loader import EngineLoader, StandIns, swapped
 from torchrl_ext.plugins.slices import sharing_no_layer
 from torchrl_ext.proof.runtime import reachable
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.transports.base import WorkerEnd
-from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.weights.digests import position_digest, tensor_digest
 from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import as_source
 
@@ -258,6 +259,14 @@ def test_only_a_head_that_is_tied_may_land_nowhere(rank, tmp_path, tied):
     loader.model.tied = tied
     with nullcontext() if tied else pytest.raises(ManifestError, match="lm_head"):
         loader.check(as_source({**weights(0), "lm_head.weight": torch.zeros(VOCAB, HIDDEN)}).params())
+
+
+def test_the_checkpoint_of_the_start_counts_as_held_until_something_else_was_loaded(loader):
+    expected = {name: position_digest(tensor, LINEAR).hex() for name, tensor in weights(0).items()}
+    assert loader.position_digests(LINEAR) == expected
+    loader.invalidate()
+    with pytest.raises(ConfigError, match="base="):
+        loader.position_digests(LINEAR)
 
 
 @pytest.mark.parametrize("by_targets", [True, False])
