@@ -101,9 +101,13 @@ def test_a_question_whether_staging_is_over_is_answered_at_once(engine):
 
 def test_a_failure_of_one_is_heard_by_all_also_one_beside_the_engines_work(engine):
     ends, _, handle = engine
-    for failing, message in enumerate((Prefetch(version=1), Start())):
+    steps = {"prefetch": Prefetch(version=1), "confirm": Prefetch(version=2), "start": Start()}
+    for number, (step, message) in enumerate(steps.items()):
+        failing = number % 2
         for rank, end in enumerate(ends):
-            end.receiver.prefetch = end.receiver.start = lambda *_, fails=rank == failing: 1 / 0 if fails else None
+            for name in steps:
+                fails = rank == failing and name == step
+                setattr(end.receiver, name, lambda *_, fails=fails: 1 / 0 if fails else None)
         answers = handle(message)
         if isinstance(message, Prefetch):
             assert answers == [{}, {}]
