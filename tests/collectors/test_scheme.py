@@ -223,6 +223,16 @@ def test_one_import_gives_torchrl_a_class_per_transport_and_takes_no_name_from_o
     )
 
 
+def test_a_folder_of_its_own_lasts_until_the_scheme_is_shut_down():
+    scheme = Scheme("disk")
+    transport = scheme.create_transport()
+    transport.send_weights({"w": torch.ones(2)})
+    assert os.listdir(transport.root)
+    transport.shutdown()
+    scheme.shutdown()
+    assert not os.path.exists(transport.root)
+
+
 def test_settings_are_checked_when_the_scheme_is_made():
     with pytest.raises(ConfigError, match="no transport called 'dsik'"):
         Scheme("dsik")
