@@ -11,29 +11,34 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from torchrl_ext.bench.runner import figures
-from torchrl_ext.cli.frame import App, answer, examples, note
+from torchrl_ext.cli.frame import answer, note
 from torchrl_ext.errors import ConfigError
 
 __all__ = ["app"]
 
-app = App(help="Measure transports on this machine, each beside a reference in the same run.")
+app = typer.Typer(help="Measure transports on this machine, each beside a reference in the same run.")
 
 Repeats = Annotated[int, typer.Option(min=1, help="Rounds of each comparison.")]
 Folder = Annotated[str | None, typer.Option("--dir", help="Where files are written. Default: the temporary directory.")]
 
 
-@app.command(epilog=examples("torchrl-ext bench transport", "torchrl-ext bench transport --size small"))
+@app.command()
 def transport(
     size: Annotated[str, typer.Option(help="full (418 M parameters), small, or tiny (to try the command).")] = "full",
     bucket_bytes: Annotated[int, typer.Option(min=0, help="Size of a bucket of the collective.")] = 8 << 20,
     repeats: Repeats = 7,
     folder: Folder = None,
 ) -> int:
-    """Measure full updates by collective, ipc and disk, beside the plainest ways to move the same bytes."""
+    """Measure full updates by collective, ipc and disk, beside the plainest ways to move the same bytes.
+
+    Examples:
+    * `torchrl-ext bench transport`
+    * `torchrl-ext bench transport --size small`
+    """
     return _run("transport", size=size, bucket_bytes=bucket_bytes, repeats=repeats, folder=folder)
 
 
-@app.command(epilog=examples("torchrl-ext bench delta", "torchrl-ext bench delta --density 0.01 --density 0.03"))
+@app.command()
 def delta(
     size: Annotated[str, typer.Option(help="full (418 M parameters), small, or tiny (to try the command).")] = "small",
     density: Annotated[
@@ -43,11 +48,16 @@ def delta(
     repeats: Repeats = 7,
     folder: Folder = None,
 ) -> int:
-    """Measure size and speed of every encoding, beside a copy, xor with zstd, and int32 with bf16."""
+    """Measure size and speed of every encoding, beside a copy, xor with zstd, and int32 with bf16.
+
+    Examples:
+    * `torchrl-ext bench delta`
+    * `torchrl-ext bench delta --density 0.01 --density 0.03`
+    """
     return _run("delta", size=size, densities=density, threads=threads, repeats=repeats, folder=folder)
 
 
-@app.command(epilog=examples("torchrl-ext bench scheme", "torchrl-ext bench scheme --parameters 1000000"))
+@app.command()
 def scheme(
     parameters: Annotated[int, typer.Option(min=1, help="Parameters of the policy, in float32.")] = 100_000_000,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 4,
@@ -55,7 +65,12 @@ def scheme(
     repeats: Repeats = 7,
     folder: Folder = None,
 ) -> int:
-    """Measure an update of a collector's workers, beside TorchRL's own multi-process scheme."""
+    """Measure an update of a collector's workers, beside TorchRL's own multi-process scheme.
+
+    Examples:
+    * `torchrl-ext bench scheme`
+    * `torchrl-ext bench scheme --parameters 1000000`
+    """
     settings = {"parameters": parameters, "workers": workers, "transport": transport}
     return _run("scheme", repeats=repeats, folder=folder, **settings)
 

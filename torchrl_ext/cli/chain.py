@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from torchrl_ext.cli.frame import App, answer, examples, note
+from torchrl_ext.cli.frame import answer, note
 from torchrl_ext.errors import ConfigError, IntegrityError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ StorageOption = Annotated[
 Version = Annotated[int, typer.Argument(metavar="VERSION")]
 Out = Annotated[str, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")]
 
-app = App(help="List, check, thin out, unpack and convert the versions under a root.")
+app = typer.Typer(help="List, check, thin out, unpack and convert the versions under a root.")
 
 
 def _reader(root: str, base: str | None, storage_option: list[str] | None) -> Reader:
@@ -47,9 +47,14 @@ def _reader(root: str, base: str | None, storage_option: list[str] | None) -> Re
 
 
 @app.command("list", hidden=True)
-@app.command("ls", epilog=examples("torchrl-ext chain ls /shared/updates", "torchrl-ext chain ls s3://bucket/run-7"))
+@app.command("ls")
 def ls(root: Root, base: Base = None, storage_option: StorageOption = None) -> int:
-    """List every version: kind, base, bytes, encoding, density."""
+    """List every version: kind, base, bytes, encoding, density.
+
+    Examples:
+    * `torchrl-ext chain ls /shared/updates`
+    * `torchrl-ext chain ls s3://bucket/run-7`
+    """
     reader = _reader(root, base, storage_option)
     rows = [reader.summary(number) for number in reader.numbers()]
     document = {"root": reader.store.url, "latest": reader.chain.latest(), "versions": rows}
@@ -68,9 +73,13 @@ def version_line(row: Mapping[str, Any]) -> str:
     return (line + ", ".join(row["encoding"])).rstrip()
 
 
-@app.command(epilog=examples("torchrl-ext chain show /shared/updates 12"))
+@app.command()
 def show(root: Root, version: Version, base: Base = None, storage_option: StorageOption = None) -> int:
-    """Show one version and its tensors."""
+    """Show one version and its tensors.
+
+    Examples:
+    * `torchrl-ext chain show /shared/updates 12`
+    """
     from torchrl_ext.types import dtype_name
 
     reader = _reader(root, base, storage_option)
@@ -101,9 +110,13 @@ def show(root: Root, version: Version, base: Base = None, storage_option: Storag
     return answer(document, *lines)
 
 
-@app.command(epilog=examples("torchrl-ext chain verify /shared/updates --base checkpoints/start"))
+@app.command()
 def verify(root: Root, base: Base = None, storage_option: StorageOption = None) -> int:
-    """Recompute every digest; the exit status is 1 where a version is damaged or cannot be checked."""
+    """Recompute every digest; the exit status is 1 where a version is damaged or cannot be checked.
+
+    Examples:
+    * `torchrl-ext chain verify /shared/updates --base checkpoints/start`
+    """
     from torchrl_ext.versions.checkpoint_reader import PublishedVersion
     from torchrl_ext.weights.digests import tensor_digest
 
@@ -148,14 +161,18 @@ def verify(root: Root, base: Base = None, storage_option: StorageOption = None) 
     return answer(document, *lines, f"{good} of {len(rows)} versions match their digests", status=status)
 
 
-@app.command(epilog=examples("torchrl-ext chain gc /shared/updates --keep 2"))
+@app.command()
 def gc(
     root: Root,
     keep: Annotated[int, typer.Option(min=1, metavar="N", help="Keyframes to keep, with all that follows.")] = 1,
     base: Base = None,
     storage_option: StorageOption = None,
 ) -> int:
-    """Remove what the newest keyframes and readers do not need."""
+    """Remove what the newest keyframes and readers do not need.
+
+    Examples:
+    * `torchrl-ext chain gc /shared/updates --keep 2`
+    """
     reader = _reader(root, base, storage_option)
     reader.store.own()  # fails where a trainer has the lock: it collects by itself
     try:
@@ -166,7 +183,7 @@ def gc(
     return answer(document, f"removed {len(removed)} versions, kept {len(document['kept'])}")
 
 
-@app.command(epilog=examples("torchrl-ext chain materialize /shared/updates 12 checkpoints/step-12"))
+@app.command()
 def materialize(
     root: Root,
     version: Version,
@@ -177,7 +194,11 @@ def materialize(
     base: Base = None,
     storage_option: StorageOption = None,
 ) -> int:
-    """Write a version as a complete Hugging Face checkpoint."""
+    """Write a version as a complete Hugging Face checkpoint.
+
+    Examples:
+    * `torchrl-ext chain materialize /shared/updates 12 checkpoints/step-12`
+    """
     from torchrl_ext.stores import LocalStore
     from torchrl_ext.versions.checkpoint_writer import FullWriter
     from torchrl_ext.versions.others import Unpacked
@@ -197,7 +218,7 @@ def materialize(
     return answer(document, f"version {version} is in {folder}, {document['bytes']:,} bytes")
 
 
-@app.command(epilog=examples("torchrl-ext chain convert SYNC_DIR OUT_DIR --to ours --base checkpoints/start"))
+@app.command()
 def convert(
     root: Root,
     out: Out,
@@ -205,7 +226,11 @@ def convert(
     base: Base = None,
     storage_option: StorageOption = None,
 ) -> int:
-    """Write every version anew, in our layout or another library's."""
+    """Write every version anew, in our layout or another library's.
+
+    Examples:
+    * `torchrl-ext chain convert SYNC_DIR OUT_DIR --to ours --base checkpoints/start`
+    """
     from torchrl_ext.compat import convert as anew
 
     reader = _reader(root, base, storage_option)
@@ -215,7 +240,7 @@ def convert(
     return answer({"path": path, "to": to, "versions": rows}, *lines, f"{len(rows)} versions are in {path}")
 
 
-@app.command(epilog=examples("torchrl-ext chain diff /shared/updates 11 12"))
+@app.command()
 def diff(
     root: Root,
     a: Annotated[int, typer.Argument(metavar="A")],
@@ -223,7 +248,11 @@ def diff(
     base: Base = None,
     storage_option: StorageOption = None,
 ) -> int:
-    """Show which tensors differ between two versions, and how much of them."""
+    """Show which tensors differ between two versions, and how much of them.
+
+    Examples:
+    * `torchrl-ext chain diff /shared/updates 11 12`
+    """
     from torchrl_ext.codecs import patch
     from torchrl_ext.types import ParamMeta
 

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchrl_ext.cli.frame import APIKey, App, answer, examples, table
+from torchrl_ext.cli.frame import APIKey, answer, table
 
 if TYPE_CHECKING:
     from torchrl_ext.types import EngineInfo
 
 __all__ = ["app"]
 
-app = App()
+app = typer.Typer()
 
 
-@app.command(epilog=examples("torchrl-ext discover host1:8000 host2:8000", "torchrl-ext discover host:8000 --json"))
+@app.command()
 def discover(
     addresses: Annotated[list[str], typer.Argument(metavar="ADDRESS...", help="host:port or URL of an engine.")],
     api_key: APIKey = None,
@@ -27,6 +27,10 @@ def discover(
     """Say which engines run at the given addresses.
 
     An address without an engine gets a row with the reason, and the exit status is 3.
+
+    Examples:
+    * `torchrl-ext discover host1:8000 host2:8000`
+    * `torchrl-ext discover host:8000 --json`
     """
     from torchrl_ext.errors import WeightSyncError
     from torchrl_ext.rpc import discovery

@@ -1,16 +1,18 @@
 """What all commands share: how a command is declared, `--json`, ``--api-key``, exit statuses and one form of errors.
 
 A command is a plain function of a module that imports nothing heavy (torch is imported in function bodies), registered
-with the module's ``app``. It returns its exit status, most often by `answer`, and raises errors as they come.
+with the module's ``app``, a `typer.Typer`. Its docstring is its help, in Markdown. It returns its exit status, most
+often by `answer`, and raises errors as they come.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Annotated, Any
 
@@ -18,12 +20,11 @@ import typer
 from rich.box import SIMPLE
 from rich.console import Console, RenderableType
 from rich.table import Table
-from typer.core import TyperCommand, TyperGroup
 
 import torchrl_ext
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError, WeightSyncError
 
-__all__ = ["COMMANDS", "APIKey", "App", "answer", "as_json", "examples", "fail", "note", "run", "table"]
+__all__ = ["COMMANDS", "APIKey", "answer", "as_json", "fail", "note", "run", "table"]
 
 COMMANDS = {
     "demo": (
@@ -39,7 +40,10 @@ COMMANDS = {
     "watch": ("torchrl_ext.cli.watch", "show versions, bytes, pauses, lag and state of roots and engines, live"),
     "bench": ("torchrl_ext.cli.bench", "measure transports on this machine"),
 }
-"""Name -> the module whose ``app`` is the command, and one line."""
+"""Name -> the module whose ``app`` is the command, or the group of its actions; and one line."""
+
+_COMPLETING = "_TORCHRL_EXT_COMPLETE"
+"""Environment variable by which a shell asks for completions."""
 
 _STATUSES: dict[type[BaseException], int] = {
     ConfigError: 2,
@@ -53,6 +57,7 @@ _STATUSES: dict[type[BaseException], int] = {
 }
 """Class of an error -> exit status; the first class that fits counts (`DeadlineError` is an `OSError`, too)."""
 
+_JSON = "`--json`, anywhere in the line, prints one JSON document on standard output."
 _ADDRESS = re.compile(r"https?://\S+|[^\s/=]+:\d+/?")
 
 as_json: ContextVar[bool] = ContextVar("as_json", default=False)
@@ -67,72 +72,6 @@ APIKey = Annotated[
         "lines.",
     ),
 ]
-
-
-class _Command(TyperCommand):
-    """A command with `--json`, and with options that take several addresses in a row: ``--engines URL URL``."""
-
-    def __init__(self, *, help: str | None = None, **settings: Any) -> None:
-        paragraphs = re.sub(r"(?<!\n)\n(?!\n)", " ", help or "")  # a docstring is wrapped where a terminal is not
-        super().__init__(help=paragraphs, **settings)
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return [*super().get_params(ctx), *_json_option(ctx)]
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        several = {name for param in self.params if getattr(param, "multiple", False) for name in param.opts}
-        spread, option, values = list[str](), "", 0
-        for word in args:
-            if word in several:
-                option, values = word, 0
-            elif option and (values == 0 or _ADDRESS.fullmatch(word)):
-                spread += [option] if values else []
-                values += 1
-            else:
-                option = ""
-            spread.append(word)
-        return super().parse_args(ctx, spread)
-
-
-class _Group(TyperGroup):
-    """A command with actions, which takes `--json` before its action as well."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return [*super().get_params(ctx), *_json_option(ctx)]
-
-
-class _Commands(_Group):
-    """All commands; a line of help needs none of their modules, and only the one that runs is imported."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.commands = {name: _Command(name=name, help=line) for name, (_, line) in COMMANDS.items()}
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
-        name, _, rest = super().resolve_command(ctx, args)
-        found = importlib.import_module(COMMANDS[name][0]).app if name else None  # None: a shell asks for completions
-        return name, found and typer.main.get_command(found), rest
-
-
-def _json_option(ctx: Any) -> list[Any]:
-    """Return the option that the program declares, for each of its commands."""
-    return [] if ctx.parent is None else [param for param in ctx.find_root().command.params if "--json" in param.opts]
-
-
-class App(typer.Typer):
-    """The commands of one module: a function, or several as the actions of a group, which needs ``help``."""
-
-    def __init__(self, **settings: Any) -> None:
-        defaults: dict[str, Any] = {"cls": _Group, "add_completion": False}
-        super().__init__(**(defaults | settings))
-
-    def command(self, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
-        return super().command(name, cls=_Command, **settings)
-
-
-def examples(*lines: str) -> str:
-    """Return the epilog of a command's help from its examples."""
-    return "\n\n".join(("[bold]Examples[/]", *(f"  {line}" for line in lines)))
 
 
 def answer(document: Mapping[str, Any], *shown: RenderableType, status: int = 0) -> int:
@@ -181,11 +120,19 @@ def fail(error: BaseException, *shown: RenderableType, **more: Any) -> int:
     return next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(torchrl_ext.__version__)
+        raise typer.Exit
+
+
 def run(argv: list[str]) -> int:
     """Run the command that ``argv`` names, and return its exit status; see `torchrl_ext.cli.main.main`."""
     as_json.set("--json" in argv)
+    words = [word for word in argv if word != "--json"]
     try:
-        status = typer.main.get_command(_program)(argv or ["--help"], "torchrl-ext", standalone_mode=False)
+        command = typer.main.get_command(_program(words))
+        status = command([*_repeated(words)] or ["--help"], "torchrl-ext", standalone_mode=False)
         interrupted = status == _STATUSES[KeyboardInterrupt]  # typer turns the exception into its status
         return fail(KeyboardInterrupt("interrupted")) if interrupted else status or 0
     except typer.TyperException as error:
@@ -203,20 +150,36 @@ def run(argv: list[str]) -> int:
         raise
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(torchrl_ext.__version__)
-        raise typer.Exit
+def _program(words: Sequence[str]) -> typer.Typer:
+    """Return the program. It imports the commands among ``words`` only, so that help needs none of their packages."""
+    program = typer.Typer(rich_markup_mode="markdown", callback=_options)
+    for name, (module, line) in COMMANDS.items():
+        if name not in words and _COMPLETING not in os.environ:
+            program.command(name, help=line)(lambda: None)
+            continue
+        app: typer.Typer = importlib.import_module(module).app
+        app.rich_markup_mode = program.rich_markup_mode
+        for command in app.registered_commands:
+            command.epilog = _JSON
+        single = len(app.registered_commands) == 1
+        program.add_typer(app, name=None if single else name, epilog=_JSON)
+    return program
 
 
-_program = App(cls=_Commands, add_completion=True)
-
-
-@_program.callback()
-def _main(
-    as_json: Annotated[
-        bool, typer.Option("--json", expose_value=False, help="Print one JSON document on standard output.")
-    ] = False,
+def _options(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
 ) -> None:
     """Keep running inference engines at a TorchRL policy's newest weights."""
+
+
+def _repeated(words: Sequence[str]) -> Iterator[str]:
+    """Yield the words, with ``--engines`` before each address of ``--engines URL URL``, as typer wants it."""
+    listing, before = False, ""
+    for word in words:
+        address = _ADDRESS.fullmatch(word) is not None
+        if listing and before != "--engines" and address:
+            yield "--engines"
+        listing = word == "--engines" or (listing and (before == "--engines" or address))
+        yield word
+        before = word

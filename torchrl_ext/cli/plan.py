@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import RenderableType
 
-from torchrl_ext.cli.frame import App, answer, examples, table
+from torchrl_ext.cli.frame import answer, table
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.planning.facts import Facts
 
@@ -21,8 +21,7 @@ __all__ = ["app"]
 
 _SCALES = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
-
-app = App()
+app = typer.Typer()
 
 
 def _count(value: float) -> str:
@@ -76,12 +75,7 @@ def _with_facts(command: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-@app.command(
-    epilog=examples(
-        "torchrl-ext plan --parameters 70B --engines 8 --workers-per-engine 4 --no-group --shared-path /shared/updates",
-        "torchrl-ext plan --model checkpoints/start --engines 2 --density 0.001 --json",
-    ),
-)
+@app.command()
 @_with_facts
 def plan(
     model: Annotated[
@@ -93,6 +87,10 @@ def plan(
 
     Recommends an entry point and a transport, with predicted seconds, bytes and pause of every route. Numbers may end
     in k, M, G (or B) and T.
+
+    Examples:
+    * `torchrl-ext plan --parameters 70B --engines 8 --workers-per-engine 4 --no-group --shared-path /shared/updates`
+    * `torchrl-ext plan --model checkpoints/start --engines 2 --density 0.001 --json`
     """
     from torchrl_ext.planning.recommend import recommend
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from rich.text import Text
-from typer import Argument, Option
+from typer import Argument, Option, Typer
 
-from torchrl_ext.cli.frame import APIKey, App, answer, examples, fail, note, table
+from torchrl_ext.cli.frame import APIKey, answer, fail, note, table
 from torchrl_ext.errors import ConfigError, ManifestError, UpdateError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -34,16 +34,10 @@ _OPTIONS = {"disk": _FILES, "delta": _FILES | {"--base", "--encoding"}, "collect
 
 _BY_FILES, _BY_GROUP = "Transports by files", "Transports by a broadcast"
 
-app = App()
+app = Typer()
 
 
-@app.command(
-    epilog=examples(
-        "torchrl-ext push checkpoints/step-400 --engines host1:8000 host2:8000 --root /shared/updates",
-        "torchrl-ext push checkpoints/step-500 --engines host1:8000 --transport delta --base checkpoints/step-400",
-        "torchrl-ext push --published /shared/updates --engines host1:8000 host2:8000",
-    )
-)
+@app.command()
 def push(
     engines: Annotated[list[str], Option(metavar="URL...", help="Engines, not routers.")],
     directory: Annotated[str | None, Argument(metavar="DIR", help="Hugging Face checkpoint directory.")] = None,
@@ -81,6 +75,11 @@ def push(
     """Put the weights of a checkpoint into running engines, as one update of all of them.
 
     Engines of another model refuse it while they serve. The exit status is 3 when not every engine serves the weights.
+
+    Examples:
+    * `torchrl-ext push checkpoints/step-400 --engines host1:8000 host2:8000 --root /shared/updates`
+    * `torchrl-ext push checkpoints/step-500 --engines host1:8000 --transport delta --base checkpoints/step-400`
+    * `torchrl-ext push --published /shared/updates --engines host1:8000 host2:8000`
     """
     import torchrl_ext as tx
     from torchrl_ext.types import dtype_from_name

@@ -6,9 +6,9 @@ import threading
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Option, Typer
 
-from torchrl_ext.cli.frame import App, answer, examples, note
+from torchrl_ext.cli.frame import answer, note
 from torchrl_ext.cli.interrupts import Interrupts
 from torchrl_ext.errors import ConfigError, EngineError
 
@@ -17,16 +17,10 @@ __all__ = ["app"]
 _FLAGS = {"tensor_parallel_size": "--tp", "log_path": "--log"}
 """Field of a spec -> its option, where that has another name."""
 
-app = App()
+app = Typer()
 
 
-@app.command(
-    epilog=examples(
-        "torchrl-ext serve vllm --model policy --port 8000 --dtype float32",
-        "torchrl-ext serve sglang --model policy --release 0.5.21",
-        "VLLM_API_KEY=... torchrl-ext serve vllm --model policy --lora-rank 16",
-    )
-)
+@app.command()
 def serve(
     engine: Annotated[str, Argument(metavar="ENGINE", help="vllm, sglang or embedded.")],
     model: Annotated[str, Option(metavar="DIR", help="Hugging Face checkpoint directory.")],
@@ -52,6 +46,11 @@ def serve(
     (/v1/completions, /v1/chat/completions) are vLLM's and SGLang's alone.
 
     Keys of servers come from the environment: VLLM_API_KEY, and TORCHRL_EXT_API_KEY for the embedded engine.
+
+    Examples:
+    * `torchrl-ext serve vllm --model policy --port 8000 --dtype float32`
+    * `torchrl-ext serve sglang --model policy --release 0.5.21`
+    * `VLLM_API_KEY=... torchrl-ext serve vllm --model policy --lora-rank 16`
     """
     settings = {
         "host": host,

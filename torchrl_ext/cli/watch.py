@@ -13,10 +13,10 @@ from typing import Annotated, Any
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
-from typer import Argument, Option
+from typer import Argument, Option, Typer
 
 from torchrl_ext.cli.chain import VERSION_HEAD, version_line
-from torchrl_ext.cli.frame import APIKey, App, answer, as_json, examples
+from torchrl_ext.cli.frame import APIKey, answer, as_json
 from torchrl_ext.errors import ConfigError, WeightSyncError
 
 __all__ = ["EngineLook", "Watch", "app"]
@@ -51,10 +51,10 @@ class EngineLook:
     error: str | None = None
 
 
-app = App()
+app = Typer()
 
 
-@app.command(epilog=examples("torchrl-ext watch host1:8000 host2:8000 /shared/updates"))
+@app.command()
 def watch(
     targets: Annotated[
         list[str],
@@ -72,6 +72,9 @@ def watch(
 
     Shows what is published, what each engine serves, how far it is behind, and whether it is paused. Only questions are
     asked; nothing is changed. Into a pipe every look is printed, with --json the last one. Ctrl-C ends it.
+
+    Examples:
+    * `torchrl-ext watch host1:8000 host2:8000 /shared/updates`
     """
     seen = Watch(targets, api_key=api_key, timeout_s=timeout_s, versions=versions)
     console = Console(soft_wrap=True, highlight=False)

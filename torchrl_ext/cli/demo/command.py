@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchrl_ext.cli.frame import App, answer, examples, note
+from torchrl_ext.cli.frame import answer, note
 from torchrl_ext.cli.interrupts import Interrupts
 from torchrl_ext.errors import ConfigError
 
@@ -25,17 +25,10 @@ __all__ = ["app"]
 _MAX_TOKENS = 24
 _TENSOR_PARALLEL = "tensor_parallel_size"
 
-app = App()
+app = typer.Typer()
 
 
-@app.command(
-    epilog=examples(
-        "torchrl-ext demo",
-        "torchrl-ext demo --engine vllm --transport disk",
-        "torchrl-ext demo --transport sharded --trainer-ranks 2 --engine vllm --tp 2",
-        "torchrl-ext demo --model policy --engines 127.0.0.1:8000 127.0.0.1:8001",
-    )
-)
+@app.command()
 def demo(
     transport: Annotated[str, typer.Option(help="How weights travel.")] = "collective",
     engine: Annotated[str, typer.Option(help="Engine to start: embedded, vllm or sglang.")] = "embedded",
@@ -54,6 +47,12 @@ def demo(
     A tiny causal LM is trained with GRPO on a task with a checkable reward. An engine in another process makes the
     rollouts, and gets the new weights after each step. At the end the engine's weights have to be bit-equal to the
     trainer's, and its greedy continuations equal to the trainer's own; else the exit status is 1.
+
+    Examples:
+    * `torchrl-ext demo`
+    * `torchrl-ext demo --engine vllm --transport disk`
+    * `torchrl-ext demo --transport sharded --trainer-ranks 2 --engine vllm --tp 2`
+    * `torchrl-ext demo --model policy --engines 127.0.0.1:8000 127.0.0.1:8001`
     """
     from torchrl_ext.cli.demo.ranks import RankSpec
     from torchrl_ext.registry import transports

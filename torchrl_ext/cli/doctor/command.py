@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from torchrl_ext.cli.frame import APIKey, App, answer, examples
+from torchrl_ext.cli.frame import APIKey, answer
 from torchrl_ext.errors import ConfigError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -25,17 +25,10 @@ __all__ = ["app"]
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failure": "bold red"}
 
-app = App()
+app = typer.Typer()
 
 
-@app.command(
-    context_settings={"ignore_unknown_options": True},
-    epilog=examples(
-        "torchrl-ext doctor host1:8000 host2:8000 --transport delta --root /shared/updates --model policy",
-        "torchrl-ext doctor host1:8000 --rehearse --problems",
-        "torchrl-ext doctor host1:8000 --update-weight-mode delta --update-weight-disk-dir /shared",
-    ),
-)
+@app.command(context_settings={"ignore_unknown_options": True})
 def doctor(
     engines: Annotated[
         list[str] | None,
@@ -67,6 +60,11 @@ def doctor(
     Looks at engines, at the options of the job (--update-weight-mode and all others of slime and vime, by their names
     there), and at what trainer and engines share. Engines go on generating, except during --rehearse. The exit status
     is 1 if an update would fail.
+
+    Examples:
+    * `torchrl-ext doctor host1:8000 host2:8000 --transport delta --root /shared/updates --model policy`
+    * `torchrl-ext doctor host1:8000 --rehearse --problems`
+    * `torchrl-ext doctor host1:8000 --update-weight-mode delta --update-weight-disk-dir /shared`
     """
     from torchrl_ext.cli.doctor.checks import compare, examine
     from torchrl_ext.cli.doctor.checks import rehearse as rehearsed
