@@ -1,14 +1,15 @@
 """``python -m tests.bench WHAT``: measurements for developers of the package, each beside a reference in the same run.
 
-Each module of this folder that is named here has ``add_arguments(parser)`` and ``measure(args, say) -> dict``.
+Each module of this folder that is named here has ``measure(*, ...) -> dict``, whose parameters are the options.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import sys
+
+import typer
 
 from torchrl_ext.bench.runner import figures
 
@@ -33,21 +34,18 @@ SUBJECTS = {
 
 
 def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="what", dest="what")
-    for name, summary in SUBJECTS.items():
-        command = commands.add_parser(name, help=summary, description=summary)
-        command.add_argument("--repeats", type=int, default=7, help="rounds of each comparison")
-        command.add_argument("--json", action="store_true", help="print one JSON document on standard output")
-        if name in argv:
-            importlib.import_module(f"tests.bench.{name}").add_arguments(command)
-    args = parser.parse_args(argv)
-    subject = importlib.import_module(f"tests.bench.{args.what}")
-    results = subject.measure(args, lambda step: print(step, file=sys.stderr, flush=True))
-    if args.json:
+    """Measure, and print every figure, or with ``--json`` one document."""
+    words = sys.argv[1:] if argv is None else argv
+    program = typer.Typer(add_completion=False, help=__doc__)
+    for name, line in SUBJECTS.items():
+        program.command(name, help=line)(
+            importlib.import_module(f"tests.bench.{name}").measure if name in words else lambda: None
+        )
+    command = typer.main.get_command(program)
+    results = command([word for word in words if word != "--json"], standalone_mode=False)
+    if "--json" in words:
         print(json.dumps(results))
-    else:
+    elif isinstance(results, dict):
         for name, figure in figures(results):
             print(f"{name}: {figure}")
     return 0

@@ -10,25 +10,22 @@ threads: where ranks hold rows, as under FSDP2, and where they hold columns, as 
 
 from __future__ import annotations
 
-import argparse
 import datetime
-import multiprocessing
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from queue import Empty
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tests.bench.frame import say, seconds, together
 from torchrl_ext.bench.runner import track_peak
 from torchrl_ext.codecs.choice import ulp
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.codecs.streams import find
-from torchrl_ext.errors import DeadlineError, TransportError
 from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores import Chain, open_store
 from torchrl_ext.stores.table import ParamTable
@@ -46,65 +43,30 @@ from torchrl_ext.weights.source import MappingSource
 _TIMEOUT_S = 300.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--ranks", type=int, default=4, help="ranks of the trainer")
-    parser.add_argument("--layers", type=int, default=32, help="matrices of the model")
-    parser.add_argument("--width", type=int, default=2048, help="rows and columns of each")
-    parser.add_argument("--density", type=float, default=0.03, help="share of the elements that change per version")
-    parser.add_argument("--dir", default=None, help="where versions are published")
-
-
-def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Send as many versions as there are repeats."""
-    say(f"starting {args.ranks} ranks with {args.layers} x {args.width}^2 parameters")
-    found = delta_by_shard(
-        args.ranks, args.layers, args.width, versions=args.repeats, density=args.density, folder=args.dir
-    )
-    say("coding the blocks of one rank, and the same memory unsharded")
-    return found | {"encode": encode(args.ranks, args.layers, args.width, repeats=args.repeats)}
-
-
-def delta_by_shard(
+def measure(
+    *,
+    repeats: int = 7,
     ranks: int = 4,
     layers: int = 32,
     width: int = 2048,
-    *,
-    versions: int = 3,
     density: float = 0.03,
-    folder: str | None = None,
+    dir: str | None = None,
 ) -> dict[str, Any]:
-    """Run the ranks of an FSDP2 trainer on this host, send deltas by shard, and measure.
+    """Send as many versions as there are repeats, and code the blocks of one rank.
 
-    Args:
-        ranks: how many.
-        layers, width: of the model, square matrices of bfloat16.
-        versions: deltas that are sent, after a full version.
-        density: share of the elements that change from one version to the next.
-        folder: where versions are published; by default the temporary directory.
+    The model has --layers square matrices of --width in bfloat16. A share of --density of its elements changes from one
+    version to the next. Versions are published into --dir.
 
     Returns:
         JSON-safe: ``memory``, the host memory of the rank that takes most, its copies and the most that deltas add to
         them, and ``keyframe``, the same for a full version, both / the bytes of the model; ``ranks``, both of each
         rank; ``balance``, bytes written by the rank that writes most / the mean; ``rows`` and ``columns``, bytes that a
-        worker with half of those reads / the bytes of the version.
-
-    Raises:
-        TransportError, DeadlineError: a rank failed, or took too long.
+        worker with half of those reads / the bytes of the version; ``encode``, for rows and columns the fewest seconds
+        to code the blocks that one rank holds / to code the same memory as parameters of its own.
     """
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(dir=folder) as root:
-        told: Any = context.Queue()
-        work = partial(_work, ranks, layers, width, versions, density, root)
-        children = [context.Process(target=work, args=(rank, told), daemon=True) for rank in range(ranks)]
-        for child in children:
-            child.start()
-        try:
-            found = sorted((_next(told, children) for _ in children), key=lambda row: row["rank"])
-        finally:
-            for child in children:
-                child.terminate()
-                child.join()
+    say(f"{ranks} ranks with {layers} x {width}^2 parameters")
+    with tempfile.TemporaryDirectory(dir=dir) as root:
+        found = together(partial(_work, ranks, layers, width, repeats, density, root), ranks)
         chain = Chain(open_store(f"{root}/updates"))
         version = chain.version(chain.newest())
         assert version.delta is not None
@@ -116,19 +78,25 @@ def delta_by_shard(
             payloads = Payloads(chain.store)
             OpenDelta.of_blocks(payloads, version.folder, version.delta, wanted)
             halves[name] = payloads.nbytes / written
+    say("coding the blocks of one rank, and the same memory unsharded")
+    shapes = {"rows": (width // ranks, width), "columns": (width, width // ranks)}
+    coding = {}
+    for axis, (name, shape) in enumerate(shapes.items()):
+        parts = [torch.randn(shape, dtype=torch.bfloat16) for _ in range(layers)]
+        coding[name] = _encode(parts, width, axis, repeats, density=0.01)
     model = sum(meta.nbytes for meta in metas.values())
     rows = [{key: row[key] / model for key in ("copies", "delta", "keyframe")} for row in found]
-    most = max(row["copies"] + row["delta"] for row in rows)
     sent = found[0]["rank_bytes"]
     return {
         "model_bytes": model,
         "version_bytes": written,
-        "memory": most,
+        "memory": max(row["copies"] + row["delta"] for row in rows),
         "keyframe": max(row["keyframe"] for row in rows),
         "ranks": rows,
         "seconds": max(row["seconds"] for row in found),
         "balance": max(sent) * len(sent) / max(1, sum(sent)),
         **halves,
+        "encode": coding,
     }
 
 
@@ -151,17 +119,6 @@ class _Held(MappingSource):
             yield Shard(meta, self._block, partial(self._parts.__getitem__, meta.name))
 
 
-def encode(ranks: int, layers: int, width: int, *, repeats: int, density: float = 0.01) -> dict[str, Any]:
-    """Compare coding the blocks that one rank holds with coding the same memory as parameters of its own.
-
-    Returns:
-        JSON-safe: for ``rows`` and ``columns`` the fewest seconds of the first / the fewest of the second.
-    """
-    shapes = {"rows": (width // ranks, width), "columns": (width, width // ranks)}
-    parts = {name: [torch.randn(shape, dtype=torch.bfloat16) for _ in range(layers)] for name, shape in shapes.items()}
-    return {name: _encode(parts[name], width, axis, repeats, density) for axis, name in enumerate(shapes)}
-
-
 def _encode(tensors: list[Tensor], width: int, axis: int, repeats: int, density: float) -> float:
     parts = {f"{number}.weight": tensor for number, tensor in enumerate(tensors)}
     held, own, codec = _Held(parts, width, axis), OwnBlocks(), ulp()
@@ -181,16 +138,15 @@ def _encode(tensors: list[Tensor], width: int, axis: int, repeats: int, density:
         blocks = find(table, copies.bits, placed, coded, threads=worker_threads(), digest=LINEAR, follow=True)
         deque(BlockFiles(table).laid(blocks), maxlen=0)
 
-    seconds: dict[Callable[[], None], list[float]] = {sharded: [], unsharded: []}
+    taken: dict[Callable[[], None], list[float]] = {sharded: [], unsharded: []}
     for turn in range(repeats + 1):
         for tensor in tensors:
             flat = tensor.view(-1).view(torch.int16)
             flat[torch.randint(flat.numel(), (int(density * flat.numel()),))] += 1
         for way in (sharded, unsharded) if turn % 2 else (unsharded, sharded):
-            began = time.perf_counter()
-            way()
-            seconds[way] += [time.perf_counter() - began] if turn else []  # the first one compiles
-    return min(seconds[sharded]) / min(seconds[unsharded])
+            spent = seconds(way)
+            taken[way] += [spent] if turn else []  # the first one compiles
+    return min(taken[sharded]) / min(taken[unsharded])
 
 
 def _half(metas: Mapping[str, ParamMeta], axis: int, name: str) -> tuple[Block, ...]:
@@ -199,21 +155,8 @@ def _half(metas: Mapping[str, ParamMeta], axis: int, name: str) -> tuple[Block, 
     return (Block((0,) * len(shape), stop),)
 
 
-def _next(told: Any, children: list[Any]) -> dict[str, Any]:
-    until = time.monotonic() + _TIMEOUT_S
-    while time.monotonic() < until:
-        try:
-            found: dict[str, Any] = told.get(timeout=1.0)
-        except Empty:
-            if any(child.exitcode not in (None, 0) for child in children):
-                raise TransportError("a rank of the trainer failed", hint="its error is above") from None
-            continue
-        return found
-    raise DeadlineError(f"a rank of the trainer told nothing within {_TIMEOUT_S:g} s")
-
-
-def _work(ranks: int, layers: int, width: int, versions: int, density: float, root: str, rank: int, told: Any) -> None:
-    """Be one rank: shard a model, send it, and tell what that took."""
+def _work(ranks: int, layers: int, width: int, versions: int, density: float, root: str, rank: int) -> dict[str, Any]:
+    """Run one rank: shard a model, send it, and return what that took."""
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
@@ -255,21 +198,16 @@ def _work(ranks: int, layers: int, width: int, versions: int, density: float, ro
     sender = WeightSender(transport)
     with track_peak() as keyframe:
         sent(model, sender, 0)
-    seconds = []
+    taken = []
     with track_peak() as delta:
         for version in range(1, versions + 1):
-            taken, report = sent(model, sender, version)
-            seconds.append(taken)
+            spent, report = sent(model, sender, version)
+            taken.append(spent)
     dist.barrier()
-    told.put(
-        {
-            "rank": rank,
-            "copies": transport.baseline_bytes,
-            "delta": max([0, *delta]),
-            "keyframe": max([0, *keyframe]),
-            "seconds": min(seconds),
-            "rank_bytes": list(report.rank_bytes),
-        }
-    )
-    told.close()
-    told.join_thread()
+    return {
+        "copies": transport.baseline_bytes,
+        "delta": max([0, *delta]),
+        "keyframe": max([0, *keyframe]),
+        "seconds": min(taken),
+        "rank_bytes": list(report.rank_bytes),
+    }

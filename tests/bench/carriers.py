@@ -6,8 +6,6 @@ ends when the other process has told that it has them all.
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import os
 import time
 import uuid
@@ -20,8 +18,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tests.bench.frame import say, together
 from torchrl_ext.bench.runner import ratio, rounds
-from torchrl_ext.errors import ConfigError, TransportError
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.serving.processes import free_port
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership
 from torchrl_ext.transports.group.peers import PeerGroup
 from torchrl_ext.transports.group.process_group import Group
@@ -33,51 +33,66 @@ _BROADCAST_BYTES = 8 << 20
 """Slices of a broadcast, as the collective transport makes them."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--mebibytes", type=int, default=512, help="moved in each round")
-    parser.add_argument("--bucket-mebibytes", type=int, default=64, help="size of a flat buffer")
-
-
-def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure every carrier that is installed.
-
-    Raises:
-        TransportError: the other process failed, or got other bytes.
-    """
-    backends, secret = ["gloo"], uuid.uuid4().hex
+def measure(*, repeats: int = 7, mebibytes: int = 512, bucket_mebibytes: int = 64) -> dict[str, Any]:
+    """Move --mebibytes in each round, in flat buffers of --bucket-mebibytes, by every carrier that is installed."""
+    backends = ["gloo"]
     try:
         load_nixl()
         backends.append("nixl")
     except ConfigError as error:
         say(f"without nixl: {error.what}")
-    members = {backend: _member(0, secret, backend) for backend in backends}
-    ports = {backend: member.notes(STANDALONE_GROUP).port for backend, member in members.items()}
-    context = multiprocessing.get_context("spawn")
-    told, tell = context.Pipe(duplex=False)
-    worker = context.Process(target=_work, args=(ports, secret, args, tell), daemon=True)
-    say("starting the other process")
-    worker.start()
-    try:
-        for member in members.values():
+    ports, secret = {backend: free_port() for backend in backends}, uuid.uuid4().hex
+    say(f"{mebibytes} MiB by {', '.join(backends)}")
+    seconds, correct = together(partial(_take_part, ports, secret, mebibytes, bucket_mebibytes, repeats), 2)
+    assert correct, "the other process does not hold what was sent"
+    total = mebibytes << 20
+    return {
+        "bytes": total,
+        "bucket_bytes": bucket_mebibytes << 20,
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "seconds": seconds,
+        "gib_per_s": {way: total / median(taken) / 2**30 for way, taken in seconds.items()},
+        **{
+            f"{way}_vs_{other}": ratio(seconds[way], seconds[other])
+            for way in backends
+            for other in ("broadcast", "copy")
+        },
+    }
+
+
+def _take_part(
+    ports: Mapping[str, int], secret: str, mebibytes: int, bucket_mebibytes: int, repeats: int, rank: int
+) -> Any:
+    """Run one of the two processes: the first returns the seconds, the other whether it held what was sent."""
+    members = {
+        backend: Membership("127.0.0.1", port, secret, device=torch.device("cpu"), backend=backend, timeout_s=TIMEOUT_S)
+        for backend, port in ports.items()
+    }
+    for member in members.values():
+        if rank == 0:
             member.host(STANDALONE_GROUP, 2, ())
-        end = _End({backend: member.carrier() for backend, member in members.items()}, args)
-        say(f"{args.mebibytes} MiB by {', '.join(end.ways)}")
-        seconds = rounds(end.ways, args.repeats)
-        if not told.poll(TIMEOUT_S) or told.recv() is not True:
-            raise TransportError("the other process does not hold what was sent")
-        numbers = _numbers(args, seconds, end)
-        end.meet()  # the other end closes its connections only now
-    finally:
-        for member in members.values():
-            member.close()
-        worker.terminate()
-        worker.join()
-    return numbers
+        else:
+            member.enter(STANDALONE_GROUP, rank, 2, ())
+    end = _End({backend: member.carrier() for backend, member in members.items()}, mebibytes, bucket_mebibytes)
+    _OPEN.extend(members.values())
+    if rank == 0:
+        return rounds(end.ways, repeats)
+    correct = True
+
+    def checked(call: Callable[[], float]) -> float:
+        end.flat.zero_()
+        taken = call()
+        nonlocal correct
+        correct = correct and bool((end.flat == 7).all())
+        return taken
+
+    rounds({way: call if way == "copy" else partial(checked, call) for way, call in end.ways.items()}, repeats)
+    return correct
 
 
-def _member(port: int, secret: str, backend: str) -> Membership:
-    return Membership("127.0.0.1", port, secret, device=torch.device("cpu"), backend=backend, timeout_s=TIMEOUT_S)
+_OPEN: list[Membership] = []
+"""Groups whose connections stay until both processes are done."""
 
 
 class _End:
@@ -85,16 +100,17 @@ class _End:
 
     Args:
         carriers: by backend.
-        args: the options.
+        mebibytes: moved in each round.
+        bucket_mebibytes: size of a flat buffer.
 
     Attributes:
         ways: what is measured: a call for each, that returns its seconds.
     """
 
-    def __init__(self, carriers: Mapping[str, PeerGroup], args: argparse.Namespace) -> None:
+    def __init__(self, carriers: Mapping[str, PeerGroup], mebibytes: int, bucket_mebibytes: int) -> None:
         self.gloo = cast(Group, carriers["gloo"])
-        self.flat = torch.zeros(args.mebibytes << 20, dtype=torch.uint8)
-        self._bucket_bytes = args.bucket_mebibytes << 20
+        self.flat = torch.zeros(mebibytes << 20, dtype=torch.uint8)
+        self._bucket_bytes = bucket_mebibytes << 20
         if self.gloo.rank == 0:
             self.flat.fill_(7)
         self._copy = torch.empty_like(self.flat)
@@ -133,44 +149,3 @@ class _End:
             flying.append(begin(part))
         while flying:
             group.wait(flying.popleft())
-
-
-def _work(ports: Mapping[str, int], secret: str, args: argparse.Namespace, tell: Any) -> None:
-    """Run the other process: join as rank 1, and go through the same ways."""
-    members = {backend: _member(port, secret, backend) for backend, port in ports.items()}
-    for member in members.values():
-        member.enter(STANDALONE_GROUP, 1, 2, ())
-    end = _End({backend: member.carrier() for backend, member in members.items()}, args)
-    correct = True
-
-    def checked(call: Callable[[], float]) -> float:
-        end.flat.zero_()
-        taken = call()
-        nonlocal correct
-        correct = correct and bool((end.flat == 7).all())
-        return taken
-
-    rounds({way: call if way == "copy" else partial(checked, call) for way, call in end.ways.items()}, args.repeats)
-    tell.send(correct)
-    end.meet()
-    for member in members.values():
-        member.close()
-
-
-def _numbers(args: argparse.Namespace, seconds: dict[str, list[float]], end: _End) -> dict[str, Any]:
-    total = args.mebibytes << 20
-    return {
-        "bytes": total,
-        "bucket_bytes": args.bucket_mebibytes << 20,
-        "repeats": args.repeats,
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "seconds": seconds,
-        "gib_per_s": {way: total / median(taken) / 2**30 for way, taken in seconds.items()},
-        **{
-            f"{way}_vs_{other}": ratio(seconds[way], seconds[other])
-            for way in seconds
-            for other in ("broadcast", "copy")
-            if way not in ("broadcast", "copy")
-        },
-    }

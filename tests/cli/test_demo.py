@@ -114,6 +114,7 @@ def test_without_json_the_demo_prints_nothing_on_standard_output(server):
     [
         (["--transport", "pigeon"], ", ".join(sorted(tx.transports())), 2),
         (["--transport", "memory"], "within one process", 2),
+        (["--transport", "native"], "stock", 2),
         (["--engine", "steam"], "embedded, sglang, vllm", 2),
         (["--seed", "vime"], "--seed", 2),
         (["--steps", "0"], "--steps", 2),

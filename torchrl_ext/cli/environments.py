@@ -7,20 +7,19 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from torchrl_ext.cli.frame import note
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError
 
@@ -33,14 +32,12 @@ __all__ = [
     "recipe_of",
     "settings_for",
     "settings_for_router",
-    "to_stderr",
 ]
 
 Report = Callable[[str], None]
 
 _MAKING_S, _LOCK_S = 1800.0, 1900.0  # deadlines for making an environment, and for waiting until another process has
 _LOG_CHARS = 2000
-_LARGE = re.compile(r"^\s*(?:Downloading .*[MG]B|Installing collected).*", re.MULTILINE)
 
 _KERNELS = '''\
 """Stand-in for sgl_kernel, which is built for accelerators: anything can be imported from it, and nothing called."""
@@ -72,11 +69,6 @@ _CPU_PLUGIN = {
     "[sglang.srt.plugins]\ntorchrl_ext_cpu = torchrl_ext_cpu:register_sglang\n",
 }
 """Files for site-packages by which either engine finds `torchrl_ext.cli.cpu_plugin`."""
-
-
-def to_stderr(line: str) -> None:
-    """Print a line of progress to standard error and flush."""
-    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +173,7 @@ def recipe_of(engine: str, release: str | None = None) -> Recipe:
     return known[release]
 
 
-def settings_for(engine: str, release: str | None = None, report: Report = to_stderr) -> dict[str, Any]:
+def settings_for(engine: str, release: str | None = None, report: Report = note) -> dict[str, Any]:
     """Return the server settings that select an environment with this engine.
 
     If this process's own environment has the engine, in ``release`` if given, the settings are empty. Otherwise a CPU
@@ -202,7 +194,7 @@ def settings_for(engine: str, release: str | None = None, report: Report = to_st
     return {} if _here(recipe, release) else {"python": ensure(recipe, report), "cpu": True}
 
 
-def settings_for_router(engine: str, report: Report = to_stderr) -> dict[str, Any]:
+def settings_for_router(engine: str, report: Report = note) -> dict[str, Any]:
     """Return the settings that select an environment with an engine's router; see `settings_for`."""
     recipe = ROUTERS.get(engine, ROUTERS["vllm"])
     return {} if _here(recipe) else {"python": ensure(recipe, report)}
@@ -223,7 +215,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchrl_ext"
 
 
-def ensure(recipe: Recipe, report: Report = to_stderr) -> Path:
+def ensure(recipe: Recipe, report: Report = note) -> Path:
     """Create a recipe's environment unless it exists, and return its interpreter.
 
     A marker beside the folder is written last, so a partial environment is never used. Concurrent callers wait for the
@@ -308,47 +300,28 @@ def _make(recipe: Recipe, folder: Path, log: Path, report: Report) -> None:
     with log.open("w") as out:
         for what, command in steps.items():
             report(f"  {what}")
-            _run(command, out, report, within)
+            with Console(stderr=True).status(what):  # a spinner, where there is a terminal
+                _run(command, out, within)
     report(f"  ready: {folder}")
 
 
-def _run(command: list[str], out: TextIO, report: Report, within: Deadline) -> None:
-    """Run one step of an installation, and show its large downloads."""
+def _run(command: list[str], out: TextIO, within: Deadline) -> None:
+    """Run one step of an installation."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
     )
-    log, last = Path(out.name), ""
+    what = f"did not end within the {within.timeout_s:g} s"
     try:
-        with _live(report) as show:
-            for _ in within.pauses(longest_s=0.5):
-                if process.poll() is not None:
-                    break
-                large = _LARGE.findall(log.read_text(errors="replace"))
-                if large and large[-1] != last:
-                    last = large[-1]
-                    show(last.strip()[:100])
+        what = f"ended with status {process.wait(within.left_s)}"
+    except subprocess.TimeoutExpired:
+        pass
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:
-        status = f"ended with status {process.returncode}"
-        what = f"did not end within the {within.timeout_s:g} s" if within.over else status
         raise (DeadlineError if within.over else ConfigError)(
-            f"`{' '.join(command[:6])} ...` {what}: {log.read_text(errors='replace')[-_LOG_CHARS:]}",
+            f"`{' '.join(command[:6])} ...` {what}: {Path(out.name).read_text(errors='replace')[-_LOG_CHARS:]}",
             state="the environment is incomplete and will be made anew",
-            hint=f"the whole log is {log}",
+            hint=f"the whole log is {out.name}",
         )
-
-
-@contextlib.contextmanager
-def _live(report: Report) -> Iterator[Report]:
-    """Yield a function that shows what is being downloaded: in a terminal in one line with a clock, else as lines."""
-    console = Console(stderr=True)
-    if report is not to_stderr or not console.is_terminal:
-        yield lambda line: report(f"    {line}")
-        return
-    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("")
-        yield lambda line: bar.update(task, description=line)

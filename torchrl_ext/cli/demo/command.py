@@ -97,6 +97,11 @@ def _check(transport: str, engine: str, running: Sequence[str] | None, tp: int) 
             "transport 'memory' works within one process, and the demo's engine is a process of its own",
             expected=f"one of {', '.join(sorted(set(transports.names()) - {'memory'}))}",
         )
+    if transport == "native" and not running:
+        raise ConfigError(
+            "transport 'native' needs a stock vLLM or SGLang, and the demo starts engines with our plugin",
+            hint="name running ones with --engines",
+        )
     if running and tp > 1:
         raise ConfigError("--tp is for an engine that the demo starts", hint="leave --tp or --engines out")
     if not running and _TENSOR_PARALLEL not in engines.part(engine, "server").settings() and tp > 1:
