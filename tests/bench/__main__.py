@@ -15,8 +15,6 @@ from torchrl_ext.bench.runner import figures
 
 SUBJECTS = {
     "by_shard": "deltas by shard: memory of FSDP2 ranks, and the bytes that workers read",
-    "calls": "processor time of control calls that many threads make at once",
-    "carriers": "bytes from one rank to another, by gloo and NIXL, beside a copy",
     "coding": "kinds of blocks of changes, beside their entropy and a copy",
     "commit": "the pause of a delta, beside a bare scatter and a load of everything",
     "digest": "digests of weights on the host, beside a copy of the same bytes",
@@ -24,7 +22,6 @@ SUBJECTS = {
     "gpu": "on a GPU: shared memory and deltas that are listed there, beside copies",
     "landing": "the pause of a delta that lands in vLLM, and of full files",
     "plan": "seconds and memory of a transfer plan of very many tensors",
-    "prompts": "how long a batch of prompts takes before its first byte leaves",
     "proof": "reading back and rehearsing, beside the updates that they prove",
     "sharded": "from shard to shard: bytes, memory and time, beside a broadcast",
     "small": "an update of 60,000 small tensors, beside a clone of each",

@@ -6,9 +6,7 @@ same for each exponent of the base apart.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +15,8 @@ import numpy as np
 import torch
 
 from tests.bench.data import bounds, real_chain
-from torchrl_ext.bench.data import synthetic_pair
+from tests.bench.frame import say, seconds
+from torchrl_ext.bench.data import model_shapes, synthetic_pair
 from torchrl_ext.bench.runner import rounds
 from torchrl_ext.codecs.blocks import KINDS
 from torchrl_ext.codecs.streams import Found, StreamPatch
@@ -31,31 +30,28 @@ _DENSITIES = (0.001, 0.01, 0.03, 0.1, 0.5, 1.0)
 _Stream = tuple[torch.dtype, np.ndarray, np.ndarray]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the settings."""
-    parser.add_argument("--hidden", type=int, default=384, help="of the models whose weights change")
-    parser.add_argument("--steps", type=int, default=40, help="of training before the model is fine-tuned")
+def measure(*, repeats: int = 7, hidden: int = 384, steps: int = 40) -> dict[str, Any]:
+    """Code the changes of whole models of width --hidden as one bucket each, from lists of changes; one thread.
 
-
-def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Code the changes of whole models as one bucket each, from lists of changes; one thread."""
+    A model is trained for --steps before it is fine-tuned.
+    """
     cases: dict[str, Callable[[], _Stream]] = {}
     for density in _DENSITIES:
         for kind in (torch.bfloat16, torch.float32):
             name = str(kind).removeprefix("torch.")
-            cases[f"{name} {density:.1%}"] = partial(_scattered, density, args.hidden, kind)
-    cases["bfloat16 3.0% in runs"] = partial(_scattered, 0.03, args.hidden, torch.bfloat16, True)
-    chain = real_chain(hidden=256, layers=4, syncs=4, pretrain_steps=args.steps)
-    for steps in (1, 4):
-        old, new = chain[-1 - steps], chain[-1]
+            cases[f"{name} {density:.1%}"] = partial(_scattered, density, hidden, kind)
+    cases["bfloat16 3.0% in runs"] = partial(_scattered, 0.03, hidden, torch.bfloat16, True)
+    chain = real_chain(hidden=256, layers=4, syncs=4, pretrain_steps=steps)
+    for count in (1, 4):
+        old, new = chain[-1 - count], chain[-1]
         flat = [torch.cat([side[name].reshape(-1) for name in new]) for side in (old, new)]
-        cases[f"fine-tuning, {steps} steps"] = partial(lambda a, b: (torch.bfloat16, units(a), units(b)), *flat)
-    return {name: _case(*make(), args.repeats, partial(say, name)) for name, make in cases.items()}
+        cases[f"fine-tuning, {count} steps"] = partial(lambda a, b: (torch.bfloat16, units(a), units(b)), *flat)
+    return {name: _case(*make(), repeats, partial(say, name)) for name, make in cases.items()}
 
 
 def _scattered(density: float, hidden: int, dtype: torch.dtype, clustered: bool = False) -> _Stream:
     """Return old and new bits: of float32 the changed elements move by about one part in 10^4."""
-    pair = synthetic_pair(density, clustered=clustered, hidden=hidden, layers=4, vocabulary=8000)
+    pair = synthetic_pair(model_shapes(4, hidden, 8000), density, clustered=clustered)
     old, new = (torch.cat([each.reshape(-1) for each in side]) for side in zip(*(row[1:] for row in pair), strict=True))
     if dtype == torch.float32:
         generator = torch.Generator().manual_seed(0)
@@ -93,8 +89,8 @@ def _case(dtype: torch.dtype, old: np.ndarray, new: np.ndarray, repeats: int, sa
     target = np.empty_like(old)
     ways: dict[str, Callable[[], object]] = {"copy": partial(np.copyto, target, old)}
     ways |= {f"{kind} {way}": partial(call, kind) for way, call in (("write", write), ("read", read)) for kind in KINDS}
-    seconds = rounds({way: partial(_timed, call) for way, call in ways.items()}, repeats)
-    spent = {way: statistics.median(taken) for way, taken in seconds.items()}
+    taken = rounds({way: partial(seconds, call) for way, call in ways.items()}, repeats)
+    spent = {way: statistics.median(taken) for way, taken in taken.items()}
     _, plain, conditional = bounds(*(torch.from_numpy(side).view(dtype) for side in (old, new)))
     limits = {"ulp": plain, "context": conditional}
     return {
@@ -107,9 +103,3 @@ def _case(dtype: torch.dtype, old: np.ndarray, new: np.ndarray, repeats: int, sa
         }
         for kind in KINDS
     }
-
-
-def _timed(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began

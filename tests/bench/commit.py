@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numba
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.bench.frame import say
 from torchrl_ext.bench.runner import rounds
 from torchrl_ext.codecs.streams import BLOCK_UNITS, StreamPatch
 from torchrl_ext.kernels.base import flat_bits, unsigned
@@ -25,23 +25,20 @@ _DENSITIES = (0.001, 0.01)
 _OTHER = torch.zeros(1 << 26)  # 256 MiB: more than caches hold
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the settings."""
-    parser.add_argument("--elements", type=int, default=50_000_000, help="of the bfloat16 model")
-    parser.add_argument("--tensors", type=int, nargs="+", default=[24, 5000], help="in how many tensors of one size")
+def measure(*, repeats: int = 7, elements: int = 50_000_000, tensors: Sequence[int] = (24, 5000)) -> dict[str, Any]:
+    """Commits of one thread, beside a loop that writes the same elements and one that also reads them back.
 
-
-def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Commits of one thread, beside a loop that writes the same elements and one that also reads them back."""
+    A bfloat16 model of --elements has --tensors tensors of one size; repeat it for several.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         rows = []
-        for count in args.tensors:
+        for count in tensors:
             for density in _DENSITIES:
                 say(f"{count} tensors, {density:.1%} changed")
-                rows.append(_measured(args.elements // count, count, density, args.repeats))
-        return {"elements": args.elements, "rows": rows}
+                rows.append(_measured(elements // count, count, density, repeats))
+        return {"elements": elements, "rows": rows}
     finally:
         torch.set_num_threads(threads)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run, and the fewest bits that a change of weights can take."""
+"""Weights that change, checkpoints of a training run, and the fewest bits that a change of weights can take."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from torchrl_ext.codecs.token_loops import steps_between
 from torchrl_ext.codecs.units import unit_of, units
+
+
+def flip(weights: dict[str, Tensor], density: float, seed: int) -> None:
+    """Move ``density`` of the elements of bfloat16 tensors by one unit in the last place, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in weights.values():
+        bits = tensor.view(torch.int16).view(-1)
+        bits[torch.randint(bits.numel(), (max(1, round(density * bits.numel())),), generator=generator)] ^= 1
 
 
 def _text_tokens(vocabulary: int, limit: int) -> Tensor:

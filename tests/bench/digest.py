@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import math
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from tests.bench.frame import say, seconds
 from torchrl_ext.bench.runner import ratio, rounds
 from torchrl_ext.kernels.base import LINEAR, POSITION, Piece, kernels
 from torchrl_ext.weights.digests import tensor_digest
@@ -17,18 +17,13 @@ from torchrl_ext.weights.digests import tensor_digest
 _DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the settings."""
-    parser.add_argument("--mib", type=int, default=64, help="of a tensor")
-
-
-def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Digests by one thread: whole tensors, a transposed one, and a change of 1 %."""
+def measure(*, repeats: int = 7, mib: int = 64) -> dict[str, Any]:
+    """Digests of tensors of --mib by one thread: whole tensors, a transposed one, and a change of 1 %."""
     host, found = kernels.make("numba"), {}
     torch.set_num_threads(1)
     for dtype in _DTYPES:
         say(str(dtype))
-        side = math.isqrt((args.mib << 20) // dtype.itemsize)
+        side = math.isqrt((mib << 20) // dtype.itemsize)
         count = side * side
         bits = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype)
         target, turned = bits.clone(), bits.reshape(side, side)
@@ -43,21 +38,12 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
         for shape, piece in pieces.items():
             for digest in (LINEAR, POSITION):
                 ways[f"{digest}, {shape}"] = lambda piece=piece, digest=digest: host.words(piece, digest)
-        seconds = rounds({way: _timed(call) for way, call in ways.items()}, args.repeats)
+        taken = rounds({way: partial(seconds, call) for way, call in ways.items()}, repeats)
         found[str(dtype).removeprefix("torch.")] = {
             way: {
-                "ns": min(taken) / count * 1e9,
-                **ratio(taken, seconds["copy"]),
+                "ns": min(spent) / count * 1e9,
+                **ratio(spent, taken["copy"]),
             }
-            for way, taken in seconds.items()
+            for way, spent in taken.items()
         }
     return found
-
-
-def _timed(call: Callable[[], object]) -> Callable[[], float]:
-    def timed() -> float:
-        began = time.perf_counter()
-        call()
-        return time.perf_counter() - began
-
-    return timed

@@ -5,25 +5,25 @@ Trainer and engine are processes of their own, each with its own cache for compi
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from tests.bench.frame import say
 
 _VERSIONS = {1: "keyframe", 2: "delta", 3: "later"}
 _DEADLINE_S = 600.0
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare nothing: the model has a fixed size."""
+def measure(*, repeats: int = 1) -> dict[str, Any]:
+    """Time each step once with an empty cache and with a warm one; and say where this machine keeps compiled loops.
 
-
-def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Time each step once with an empty cache and with a warm one; and say where this machine keeps compiled loops."""
+    The model has a fixed size, and --repeats means nothing.
+    """
     from torchrl_ext.versions.warm import cache_folder
 
     found: dict[str, Any] = {"cache": cache_folder()}

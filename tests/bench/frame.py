@@ -24,11 +24,6 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def timed(**ways: Callable[[], object]) -> dict[str, Callable[[], float]]:
-    """Return calls that return their own seconds, as `torchrl_ext.bench.runner.rounds` takes them."""
-    return {name: partial(seconds, way) for name, way in ways.items()}
-
-
 def together(work: Callable[[int], Any], count: int) -> list[Any]:
     """Call ``work`` with 0 to ``count - 1`` in processes beside each other, and return what they return.
 

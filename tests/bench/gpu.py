@@ -7,16 +7,16 @@ host's own pass over it; and a staged delta that lands, beside a copy.
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from tests.bench.frame import say
 from torchrl_ext.bench.data import SIZES, Shapes, shapes_bytes
 from torchrl_ext.bench.delta import coded, copies_of
 from torchrl_ext.bench.runner import ratio, rounds
@@ -32,44 +32,44 @@ from torchrl_ext.versions.writer import FlatCopies
 Weights = dict[str, Tensor]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--size", choices=sorted(SIZES), default="full", help="full: more than 400 M parameters")
-    parser.add_argument("--densities", type=float, nargs="+", default=[0.001, 0.01, 0.03])
-    parser.add_argument("--threads", type=int, default=worker_threads(), help="of the host, for coding")
-    parser.add_argument("--device", default="cuda", help="'cpu' runs the same on the host, to try the command")
+def measure(
+    *,
+    repeats: int = 7,
+    size: Literal["full", "small", "tiny"] = "full",
+    densities: Sequence[float] = (0.001, 0.01, 0.03),
+    threads: int | None = None,
+    device: str = "cuda",
+) -> dict[str, Any]:
+    """Run every comparison with a model of --size, and deltas of each of --densities (repeat it) that --threads code.
 
-
-def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Run every comparison.
+    --device cpu runs the same on the host, to try the command.
 
     Raises:
         ConfigError: there is no such device.
-        TransportError: the worker process failed.
     """
-    if torch.device(args.device).type == "cuda" and not torch.cuda.is_available():
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("there is no CUDA device here", hint="run it on a machine with a GPU")
-    shapes = SIZES[args.size]["model"]
+    shapes, threads = SIZES[size]["model"], threads or worker_threads()
     numbers: dict[str, Any] = {
-        "size": args.size,
-        "device": torch.cuda.get_device_name() if torch.device(args.device).type == "cuda" else args.device,
-        "kernels": kernels_on(torch.device(args.device)).name,
-        "threads": args.threads,
+        "size": size,
+        "device": torch.cuda.get_device_name() if torch.device(device).type == "cuda" else device,
+        "kernels": kernels_on(torch.device(device)).name,
+        "threads": threads,
         "torch": torch.__version__,
         "bytes": shapes_bytes(shapes),
     }
     say("shared memory between two processes")
-    numbers["ipc"] = compare(shapes, ["ipc"], args.repeats, device=args.device)
+    numbers["ipc"] = compare(shapes, ["ipc"], repeats, device=device)
     numbers["deltas"] = []
-    for density in args.densities:
+    for density in densities:
         say(f"deltas, {density:.1%} changed")
-        numbers["deltas"].append(_delta(shapes, density, args))
+        numbers["deltas"].append(_delta(shapes, density, threads, device, repeats))
     return numbers
 
 
-def _delta(shapes: Shapes, density: float, args: argparse.Namespace) -> dict[str, Any]:
-    pinned = torch.device(args.device).type == "cuda"
-    old, new = _pair(shapes, density, args.device)
+def _delta(shapes: Shapes, density: float, threads: int, device: str, repeats: int) -> dict[str, Any]:
+    pinned = torch.device(device).type == "cuda"
+    old, new = _pair(shapes, density, device)
     here, held = copies_of(old), copies_of(old, pinned=pinned)
     landing = {name: torch.empty_like(tensor) for name, tensor in new.items()}
     arrived = {name: _on_host(tensor, pinned) for name, tensor in new.items()}
@@ -81,11 +81,11 @@ def _delta(shapes: Shapes, density: float, args: argparse.Namespace) -> dict[str
 
     def encode(base: FlatCopies, source: Weights) -> None:
         nonlocal changed
-        changed = sum(int(one.changed.sum()) for one in coded(base, source, "ulp", args.threads))
+        changed = sum(int(one.changed.sum()) for one in coded(base, source, "ulp", threads))
 
     def before() -> None:  # as without kernels on the device: the whole model goes to the host
         copy(arrived)
-        settle(args.device)
+        settle(device)
         encode(held, arrived)
 
     ways: dict[str, Callable[[], None]] = {
@@ -95,8 +95,8 @@ def _delta(shapes: Shapes, density: float, args: argparse.Namespace) -> dict[str
         "baseline on the host": partial(encode, held, new),
         "coded on the host": before,
     }
-    seconds = rounds({name: partial(_timed, way, args.device) for name, way in ways.items()}, args.repeats)
-    spans = [_land(old, new, args.threads) for _ in range(args.repeats + 1)][1:]
+    seconds = rounds({name: partial(_timed, way, device) for name, way in ways.items()}, repeats)
+    spans = [_land(old, new, threads) for _ in range(repeats + 1)][1:]
     seconds |= {"stage": [stage for stage, _ in spans], "commit": [commit for _, commit in spans]}
     total = shapes_bytes(shapes)
     return {

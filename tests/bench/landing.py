@@ -7,22 +7,25 @@ generates while it follows by delta and by full files.
 
 from __future__ import annotations
 
-import argparse
 import os
+import shutil
 import statistics
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
 
+from tests.bench.data import flip
+from tests.bench.frame import say
 from tests.bench.models import SIZES, in_vllm, make_model, plain_linears
 from torchrl_ext.cli.environments import settings_for
-from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rpc.makes.vllm import vllm_engine
 from torchrl_ext.serving.engines.vllm import VLLMServer
 from torchrl_ext.serving.processes import free_port
@@ -35,27 +38,25 @@ DENSITIES = (0.001, 0.01, 0.03, 0.1, 0.5, 1.0)
 PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the settings."""
-    parser.add_argument("--engine", choices=["vllm"], help="end to end in a server of this kind")
-    parser.add_argument("--size", choices=SIZES, default="full", help="full: 418 M parameters")
-    parser.add_argument("--densities", type=float, nargs="+", default=list(DENSITIES))
-    parser.add_argument("--packed", action="store_true", help="end to end: let a CPU server pack its linear weights")
+def measure(
+    *,
+    repeats: int = 7,
+    engine: Literal["vllm"] | None = None,
+    size: Literal["full", "small"] = "full",
+    densities: Sequence[float] = DENSITIES,
+    packed: bool = False,
+) -> dict[str, Any]:
+    """Measure the commit of each of --densities (repeat it), or with --engine updates end to end in a server.
 
-
-def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Either of the two.
-
-    Raises:
-        EngineError: the process with the model failed.
+    The model is one of `SIZES`. With --packed a CPU server packs its linear weights.
     """
-    numbers = {"size": args.size, "cores": os.cpu_count(), "torch": torch.__version__}
-    if args.engine:
-        return numbers | {"end_to_end": end_to_end(args.size, args.repeats, say, packed=args.packed)}
-    return numbers | {"commit": measure_commit(args.size, args.densities, args.repeats, say)}
+    numbers = {"size": size, "cores": os.cpu_count(), "torch": torch.__version__}
+    if engine:
+        return numbers | {"end_to_end": end_to_end(size, repeats, packed=packed)}
+    return numbers | {"commit": measure_commit(size, densities, repeats)}
 
 
-def measure_commit(size: str, densities: list[float], repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
+def measure_commit(size: str, densities: Sequence[float], repeats: int) -> dict[str, Any]:
     """Two sweeps: by density at one size; by size at a fixed number of changed elements (1 % of the largest).
 
     Raises:
@@ -84,7 +85,7 @@ def measure_commit(size: str, densities: list[float], repeats: int, say: Callabl
     return {**largest, "by_size": by_size}
 
 
-def end_to_end(size: str, repeats: int, say: Callable[[str], None], *, packed: bool = False) -> dict[str, Any]:
+def end_to_end(size: str, repeats: int, *, packed: bool = False) -> dict[str, Any]:
     """Pauses of a server that generates meanwhile, by delta at 1 % and by full files; then a cold start beside it."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-")))
@@ -96,7 +97,9 @@ def end_to_end(size: str, repeats: int, say: Callable[[str], None], *, packed: b
         if not packed:
             stack.enter_context(plain_linears())
         server = stack.enter_context(VLLMServer(start, **settings))
-        busy = stack.enter_context(_Busy(server.url))
+        pool, done = stack.enter_context(ThreadPoolExecutor(2)), threading.Event()
+        stack.callback(done.set)
+        clients = [pool.submit(_busy, server.url, done) for _ in range(2)]
         pauses: dict[str, list[float]] = {"delta": [], "disk": []}
         reports = []
         for turn in range(2):  # each trainer in turn, so that drift of the machine weighs on both
@@ -106,27 +109,29 @@ def end_to_end(size: str, repeats: int, say: Callable[[str], None], *, packed: b
                 transport = DeltaTransport(root) if way == "delta" else DiskTransport(root, files=start)
                 sender = WeightSender(transport, engine)
                 for step in range(-(-repeats // 2) + 1):
-                    _step(weights, seed=1000 * turn + step)
+                    flip(weights, 0.01, seed=1000 * turn + step)
                     say(f"{way}, update {step}")
                     report = sender.update_weights(weights)
                     if step:  # the first one of a chain is full
                         pauses[way].append(report.engines[0].pause_s)
                         reports.append(report.to_json())
                 sender.shutdown()
-        generated = busy.stop()
+        done.set()
+        generated = sum(client.result() for client in clients)
         say("one more by delta, which a cold start has to agree with")
         transport = DeltaTransport(folder / "last", keyframe_every=0)
         sender = WeightSender(transport, vllm_engine(server.url))
         sender.update_weights(weights)
-        _step(weights, seed=7)
+        flip(weights, 0.01, seed=7)
         last = sender.update_weights(weights)
-        said = _tokens(server.url)
+        said = _generate(server.url, 32)
         sender.shutdown()
-        checkpoint = _cold(folder / "cold-start", start, weights)
+        checkpoint = shutil.copytree(start, folder / "cold-start")
+        save_file(weights, checkpoint / "model.safetensors", metadata={"format": "pt"})
         server.stop()
         say("starting vLLM cold")
         with VLLMServer(checkpoint, **settings) as cold:
-            fresh = _tokens(cold.url)
+            fresh = _generate(cold.url, 32)
     middle = {way: statistics.median(found) for way, found in pauses.items()}
     return {
         "parameters": sum(tensor.numel() for tensor in weights.values()),
@@ -141,64 +146,18 @@ def end_to_end(size: str, repeats: int, say: Callable[[str], None], *, packed: b
     }
 
 
-class _Busy:
-    """Requests that follow each other while the engine is measured."""
-
-    def __init__(self, url: str, clients: int = 2) -> None:
-        self._http = HTTPSession(url, timeout_s=600)
-        self._pool, self._running, self._tokens = ThreadPoolExecutor(clients), True, [0] * clients
-        self._clients = clients
-
-    def __enter__(self) -> _Busy:
-        self._ends = [self._pool.submit(self._generate, client) for client in range(self._clients)]
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._running = False
-        self._pool.shutdown()
-
-    def stop(self) -> int:
-        """End; returns the number of tokens that came. Raises what a request raised."""
-        self._running = False
-        for end in self._ends:
-            end.result()
-        return sum(self._tokens)
-
-    def _generate(self, client: int) -> None:
-        while self._running:
-            self._tokens[client] += len(_generate(self._http, 64, temperature=1.0))
+def _busy(url: str, done: threading.Event) -> int:
+    """Send one request after another until ``done``; return the number of generated tokens."""
+    count = 0
+    while not done.is_set():
+        count += len(_generate(url, 64, 1.0))
+    return count
 
 
-def _generate(http: HTTPSession, count: int, **sampling: Any) -> list[int]:
-    parameters = {"temperature": 0, "max_tokens": count, "ignore_eos": True, **sampling}
-    body = {"token_ids": PROMPT, "sampling_params": parameters}
-    return http.post("/inference/v1/generate", body)["choices"][0]["token_ids"]
-
-
-def _tokens(url: str) -> list[int]:
-    return _generate(HTTPSession(url, timeout_s=300), 32)
-
-
-def _step(weights: dict[str, Tensor], seed: int, density: float = 0.01) -> None:
-    """Move ``density`` of the elements by one unit in the last place, in place."""
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in weights.values():
-        bits = tensor.view(torch.int16).view(-1)
-        count = max(1, round(density * bits.numel()))
-        where = torch.randint(0, bits.numel(), (count,), generator=generator)
-        bits[where] ^= 1
-
-
-def _cold(folder: Path, start: Path, weights: dict[str, Tensor]) -> Path:
-    """A checkpoint of these weights."""
-    from safetensors.torch import save_file
-
-    folder.mkdir()
-    for file in start.iterdir():
-        if file.suffix != ".safetensors":
-            (folder / file.name).write_bytes(file.read_bytes())
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+def _generate(url: str, count: int, temperature: float = 0.0) -> tuple[int, ...]:
+    with closing(InferenceClient(url, kind="vllm")) as client:
+        (found,) = client.generate([PROMPT], max_tokens=count, temperature=temperature, ignore_eos=True)
+    return found.token_ids
 
 
 def _in_vllm(model: Path, elements: list[int], repeats: int) -> dict[str, Any]:

@@ -6,15 +6,14 @@ rows, and hold every norm and router whole.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
 
+from tests.bench.frame import say
 from torchrl_ext.bench.runner import track_peak
 from torchrl_ext.transports.sharded.plans.plan import Share, make_plan
 from torchrl_ext.types import ParamMeta
@@ -37,31 +36,17 @@ _LAYER = {  # shape -> the dimension that workers cut; None: all of them hold it
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--tensors", type=int, default=100_000, help="parameters of the model")
-    parser.add_argument("--ranks", type=int, default=64, help="trainer ranks")
-    parser.add_argument("--workers", type=int, default=64, help="workers of one engine")
+def measure(*, repeats: int = 7, tensors: int = 100_000, ranks: int = 64, workers: int = 64) -> dict[str, Any]:
+    """Make a plan of --tensors parameters between --ranks trainer ranks and the --workers of one engine.
 
-
-def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Make the plan ``--repeats`` times."""
-    say(f"planning {args.tensors} tensors, {args.ranks} ranks, {args.workers} workers")
-    return plan_cost(args.tensors, args.ranks, args.workers, args.repeats)
-
-
-def plan_cost(tensors: int, ranks: int, workers: int, repeats: int = 3) -> dict[str, Any]:
-    """Measure how long a plan takes, and the most memory that making it adds.
-
-    Args:
-        tensors, ranks, workers: of the plan; shares are made beforehand and not counted.
-        repeats: how many times it is made; the median counts, and the most memory.
+    Shares are made beforehand and not counted.
 
     Returns:
-        ``seconds``, ``bytes``, ``own_s`` (of the processor's time, which other jobs of the
-        machine do not lengthen), ``links_s`` (of one rank for its rows and all its links of an
+        ``seconds``, the median; ``bytes``, the most memory that making it adds; ``own_s`` (of the processor's time,
+        which other jobs of the machine do not lengthen), ``links_s`` (of one rank for its rows and all its links of an
         update), ``rounds``, ``balance`` (bytes out of the busiest rank / the mean) and the sizes; JSON-safe.
     """
+    say(f"planning {tensors} tensors, {ranks} ranks, {workers} workers")
     names = enumerate(itertools.islice(itertools.cycle(_LAYER), tensors))
     layers = [(f"layers.{at // len(_LAYER)}.{name}", *_LAYER[name]) for at, name in names]
     params = [ParamMeta(name, torch.bfloat16, shape) for name, shape, _ in layers]

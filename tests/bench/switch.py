@@ -6,54 +6,52 @@ keys and values kept and dropped.
 
 from __future__ import annotations
 
-import argparse
 import os
 import queue
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
-from tests.bench.models import SIZES, in_vllm, make_model
+from tests.bench.frame import say
+from tests.bench.models import in_vllm, make_model
 from torchrl_ext.bench.runner import ratio, rounds
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the settings."""
-    parser.add_argument("--size", choices=SIZES, default="small", help="full: 418 M parameters")
-    parser.add_argument("--requests", type=int, default=32, help="streams at the same time")
-    parser.add_argument("--tokens", type=int, default=64, help="of each request")
-    parser.add_argument("--switches", type=int, default=3, help="while they stream")
-    parser.add_argument("--engine", choices=["both", "embedded"], default="both", help="embedded: without vLLM")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt, for the embedded engine")
-    parser.add_argument("--rows", type=int, default=8, help="requests at the same time, for the embedded engine")
-    parser.add_argument("--way", choices=["path", "state dict"], default="state dict", help="where weights come from")
-
-
-def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+def measure(
+    *,
+    repeats: int = 7,
+    size: Literal["full", "small"] = "small",
+    requests: int = 32,
+    tokens: int = 64,
+    switches: int = 3,
+    engine: Literal["both", "embedded"] = "both",
+    prompt: int = 512,
+    rows: int = 8,
+    way: Literal["path", "state dict"] = "state dict",
+) -> dict[str, Any]:
     """The same requests without and with switches, and with keys kept and dropped, in turns.
 
-    Raises:
-        EngineError: the process with vLLM failed.
+    vLLM: --requests streams of --tokens each, and --switches while they stream, from the --way that holds the weights.
+    The embedded engine: --rows requests with prompts of --prompt tokens.
     """
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-") as folder:
         say("making two models")
-        models = [str(make_model(f"{folder}/model{seed}", args.size, seed=seed)) for seed in range(2)]
+        models = [str(make_model(f"{folder}/model{seed}", size, seed=seed)) for seed in range(2)]
         say("an embedded engine goes on with and without its keys")
-        keys = _first_tokens(models, args)
-        if args.engine == "embedded":
-            return {"cores": os.cpu_count(), "size": args.size, "keys": keys}
+        keys = _first_tokens(models, prompt, rows, repeats)
+        if engine == "embedded":
+            return {"cores": os.cpu_count(), "size": size, "keys": keys}
         say("vLLM streams and switches")
         asked = {
             "models": models,
-            "requests": args.requests,
-            "tokens": args.tokens,
-            "switches": args.switches,
-            "repeats": args.repeats,
-            "way": args.way,
+            "requests": requests,
+            "tokens": tokens,
+            "switches": switches,
+            "repeats": repeats,
+            "way": way,
         }
         found = in_vllm("vllm_switch.py", asked)
     turns = found["rounds"]
@@ -63,8 +61,8 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
     }
     return {
         "cores": os.cpu_count(),
-        "size": args.size,
-        "way": args.way,
+        "size": size,
+        "way": way,
         "gaps_s": gaps,
         "ratios": {at: gaps["with"][at] / gaps["without"][at] for at in gaps["with"]},
         "pause_s": statistics.median(pause for turn in turns for pause in turn["pauses_s"]),
@@ -76,14 +74,14 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
     }
 
 
-def _first_tokens(models: list[str], args: argparse.Namespace) -> dict[str, Any]:
+def _first_tokens(models: list[str], prompt: int, rows: int, repeats: int) -> dict[str, Any]:
     """Seconds from the resume after a switch to the next token of each request, and their ratio kept / dropped."""
-    engine, marks = Engine(models[0], context=args.prompt + 64), queue.Queue[float]()
+    engine, marks = Engine(models[0], context=prompt + 64), queue.Queue[float]()
     engine._model.register_forward_hook(lambda *_: marks.put(time.perf_counter()))
     sampling = {"temperature": 0, "max_tokens": 48, "ignore_eos": True}
 
     def first(kept: bool) -> float:
-        prompts = [[3 + (row + 7 * place) % 3000 for place in range(args.prompt)] for row in range(args.rows)]
+        prompts = [[3 + (row + 7 * place) % 3000 for place in range(prompt)] for row in range(rows)]
         bodies = [{"token_ids": prompt, "sampling_params": sampling} for prompt in prompts]
         jobs = [engine.scheduler.submit(GenerateRequest.from_json(body, "request")) for body in bodies]
         for _ in range(4):
@@ -104,13 +102,13 @@ def _first_tokens(models: list[str], args: argparse.Namespace) -> dict[str, Any]
         return took
 
     try:
-        found = rounds({"kept": lambda: first(True), "dropped": lambda: first(False)}, args.repeats)
+        found = rounds({"kept": lambda: first(True), "dropped": lambda: first(False)}, repeats)
     finally:
         engine.close()
     seconds = {which: statistics.median(row) for which, row in found.items()}
     return {
-        "rows": args.rows,
-        "prompt": args.prompt,
+        "rows": rows,
+        "prompt": prompt,
         "seconds": seconds,
         "ratio": ratio(found["dropped"], found["kept"]),  # kept / dropped
     }

@@ -10,22 +10,19 @@ import torch
 from tests.bench.__main__ import SUBJECTS, main
 from tests.bench.data import bounds, real_chain
 from torchrl_ext.bench import delta, scheme, transport
-from torchrl_ext.bench.data import synthetic_pair
+from torchrl_ext.bench.data import model_shapes, synthetic_pair
 from torchrl_ext.bench.runner import figures, ratio, rounds, track_peak
 from torchrl_ext.cli.main import main as cli
 from torchrl_ext.errors import ConfigError
 
 SMALLEST = {
     "by_shard": "--ranks 2 --layers 2 --width 128",
-    "calls": "--threads 4 --calls 2",
-    "carriers": "--mebibytes 20 --bucket-mebibytes 3",
     "coding": "--hidden 64 --steps 2",
-    "commit": "--elements 200000 --tensors 2 50",
+    "commit": "--elements 200000 --tensors 2 --tensors 50",
     "digest": "--mib 1",
     "first_use": "",
     "gpu": "--size tiny --densities 0.01 --device cpu",
     "plan": "--tensors 30 --ranks 4 --workers 2",
-    "prompts": "--prompts 2 --tokens 2000",
     "proof": "--elements 200000",
     "sharded": "--size small --bucket-bytes 1048576",
     "small": "--tensors 300",
@@ -108,7 +105,7 @@ def test_a_ratio_is_taken_round_by_round():
 
 @pytest.mark.parametrize("clustered", [False, True])
 def test_synthetic_pairs_have_the_density_that_was_asked_for(clustered):
-    pair = synthetic_pair(0.1, clustered=clustered, hidden=256, layers=1, vocabulary=4096)
+    pair = synthetic_pair(model_shapes(1, 256, 4096), 0.1, clustered=clustered)
     total = sum(new.numel() for _, _, new in pair)
     assert sum(int((old != new).sum()) for _, old, new in pair) / total == pytest.approx(0.1, rel=0.1)
 

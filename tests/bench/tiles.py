@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from torchrl_ext.bench.data import PAIRS, synthetic_pair
+from tests.bench.frame import say
+from torchrl_ext.bench.data import SIZES, synthetic_pair
 from torchrl_ext.bench.runner import rounds
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
@@ -21,20 +20,19 @@ from torchrl_ext.weights.shards.blocks import Block
 _WORKERS = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the settings."""
-    parser.add_argument("--size", choices=PAIRS, default="full", help="full: 418 M parameters")
-    parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument("--encoding", default="ulp")
-    parser.add_argument("--dir", default=None, help="where versions are published")
-
-
-def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
-    """Publish a model to and fro, with and without tiles in turns, and take processor time."""
-    pair = synthetic_pair(args.density, **PAIRS[args.size])
+def measure(
+    *,
+    repeats: int = 7,
+    size: Literal["full", "small", "tiny"] = "full",
+    density: float = 0.01,
+    encoding: str = "ulp",
+    dir: str | None = None,
+) -> dict[str, Any]:
+    """Publish a model of --size to and fro into --dir, with and without tiles in turns, and take processor time."""
+    pair = synthetic_pair(SIZES[size]["model"], density)
     sides = [{name: tensors[side] for name, *tensors in pair} for side in (0, 1)]
-    with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-", dir=args.dir) as root:
-        trainers = {tiles: _trainer(f"{root}/{tiles}", tiles, args.encoding) for tiles in (1, _WORKERS)}
+    with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-", dir=dir) as root:
+        trainers = {tiles: _trainer(f"{root}/{tiles}", tiles, encoding) for tiles in (1, _WORKERS)}
         sent = dict.fromkeys(trainers, 0)
 
         def publish(tiles: int) -> float:
@@ -46,7 +44,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, A
         for tiles in trainers:
             say(f"keyframe, {tiles} x {tiles} tiles")
             publish(tiles)
-        seconds = rounds({str(tiles): partial(publish, tiles) for tiles in trainers}, args.repeats)
+        seconds = rounds({str(tiles): partial(publish, tiles) for tiles in trainers}, repeats)
         shares = {}
         for tiles in trainers:
             for dim, by in enumerate(("rows", "columns")):

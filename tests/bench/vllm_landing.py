@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from frame import seconds  # of this folder
 from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
@@ -99,7 +100,7 @@ def _measure(
 ) -> dict[str, Any]:
     """Seconds to stage and commit ``elements`` changed elements, and vLLM's own function with the same patches."""
     forth, back = _steps(tensors, elements)
-    seconds: dict[str, list[float]] = {"stage": [], "commit": [], "vllm": []}
+    spent: dict[str, list[float]] = {"stage": [], "commit": [], "vllm": []}
     extra = 0
     theirs = [_theirs(step) for step in (forth, back)]
     for turn in range(repeats + 1):
@@ -109,19 +110,19 @@ def _measure(
             staged = time.perf_counter()
             extra = max(extra, loader.staged_bytes)
             loader.commit()
-            seconds["stage"].append(staged - began)
-            seconds["commit"].append(time.perf_counter() - staged)
+            spent["stage"].append(staged - began)
+            spent["commit"].append(time.perf_counter() - staged)
         if turn <= 2:  # it takes long
             for patches in theirs:
-                seconds["vllm"].append(_time(lambda: load_checkpoint_weight_patches(model, patches)))  # noqa: B023
+                spent["vllm"].append(seconds(lambda: load_checkpoint_weight_patches(model, patches)))  # noqa: B023
     del theirs
     gc.collect()
     total = sum(tensor.numel() for tensor in tensors.values())
     return {
         "density": elements / total,
         "changed": elements,
-        **{f"{name}_s": statistics.median(taken[2:]) for name, taken in seconds.items()},
-        "commit_range_s": [min(seconds["commit"][2:]), max(seconds["commit"][2:])],
+        **{f"{name}_s": statistics.median(taken[2:]) for name, taken in spent.items()},
+        "commit_range_s": [min(spent["commit"][2:]), max(spent["commit"][2:])],
         "payload_bytes": forth.nbytes,
         "extra_bytes": extra,
     }
@@ -165,13 +166,7 @@ def _reload(loader: EngineLoader, source: CheckpointSource) -> None:
 
 
 def _median(call: Callable[[], Any], repeats: int) -> float:
-    return statistics.median([_time(call) for _ in range(repeats + 1)][1:])
-
-
-def _time(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+    return statistics.median([seconds(call) for _ in range(repeats + 1)][1:])
 
 
 if __name__ == "__main__":

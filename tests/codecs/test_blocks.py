@@ -55,7 +55,7 @@ def test_every_block_survives_wherever_its_bytes_lie(block, skip):
 
 @pytest.mark.parametrize("density", [0.01, 0.1])
 def test_context_is_within_six_percent_of_what_exponents_tell(density):
-    _, old, new = synthetic_pair(density, hidden=512, layers=0, vocabulary=8192)[0]
+    _, old, new = synthetic_pair({"w": (8192, 512)}, density)[0]
     _, plain, inside = bounds(old, new)
     found, unit = block_of(units(old), units(new)), unit_of(old.dtype)
     assert 0.97 * inside < 8 * len(CONTEXT.encode(unit, found)) < 1.06 * inside < 0.8 * plain
@@ -63,7 +63,7 @@ def test_context_is_within_six_percent_of_what_exponents_tell(density):
 
 
 def test_runs_of_changes_cost_less_than_scattered_ones():
-    _, old, new = synthetic_pair(0.01, clustered=True, hidden=512, layers=0, vocabulary=8192)[0]
+    _, old, new = synthetic_pair({"w": (8192, 512)}, 0.01, clustered=True)[0]
     _, plain, _ = bounds(old, new)
     for codec in (ULP, CONTEXT):
         assert 8 * len(codec.encode(unit_of(old.dtype), block_of(units(old), units(new)))) < 0.6 * plain

@@ -7,29 +7,22 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["PAIRS", "SIZES", "Pair", "Shapes", "model_shapes", "shapes_bytes", "synthetic_pair", "weights_of"]
+__all__ = ["SIZES", "Pair", "Shapes", "model_shapes", "shapes_bytes", "synthetic_pair", "weights_of"]
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def model_shapes(
-    layers: int, hidden: int, vocab: int, *, heads: float = 1.0, kv: float = 0.5, mlp: float = 3.0
-) -> Shapes:
-    """Return the shapes of an untied Qwen3-like decoder; 28, 1024 and 32,000 make 311 tensors and 418 M elements.
-
-    Args:
-        layers, hidden, vocab: its size.
-        heads, kv, mlp: widths of queries, of keys and values, and of what the MLP expands to, in ``hidden``.
-    """
-    query, key, inner, head = int(heads * hidden), int(kv * hidden), int(mlp * hidden), 128
+def model_shapes(layers: int, hidden: int, vocab: int) -> Shapes:
+    """Return the shapes of an untied Qwen3-like decoder; 28, 1024 and 32,000 make 311 tensors and 418 M elements."""
+    key, inner, head = hidden // 2, 3 * hidden, 128
     shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers):
         at = f"model.layers.{layer}"
         shapes |= {
-            f"{at}.self_attn.q_proj.weight": (query, hidden),
+            f"{at}.self_attn.q_proj.weight": (hidden, hidden),
             f"{at}.self_attn.k_proj.weight": (key, hidden),
             f"{at}.self_attn.v_proj.weight": (key, hidden),
-            f"{at}.self_attn.o_proj.weight": (hidden, query),
+            f"{at}.self_attn.o_proj.weight": (hidden, hidden),
             f"{at}.self_attn.q_norm.weight": (head,),
             f"{at}.self_attn.k_norm.weight": (head,),
             f"{at}.mlp.gate_proj.weight": (inner, hidden),
@@ -46,6 +39,7 @@ SIZES: dict[str, dict[str, Shapes]] = {
     "small": {"model": model_shapes(4, 256, 2000), "small": {f"small.{i:05d}": (8192,) for i in range(300)}},
     "tiny": {"model": model_shapes(1, 64, 512), "small": {f"small.{i:05d}": (64,) for i in range(20)}},
 }
+"""Size -> a model and many small tensors; tiny: to try a command."""
 
 
 def weights_of(shapes: Shapes, fill: int, device: str = "cpu") -> dict[str, Tensor]:
@@ -58,30 +52,22 @@ def shapes_bytes(shapes: Shapes) -> int:
     return 2 * sum(math.prod(shape) for shape in shapes.values())
 
 
-PAIRS: dict[str, dict[str, int]] = {
-    "full": {"hidden": 1024, "layers": 28, "vocabulary": 32_000},
-    "small": {"hidden": 512, "layers": 8, "vocabulary": 8000},
-    "tiny": {"hidden": 64, "layers": 1, "vocabulary": 512},
-}
-"""Arguments of `synthetic_pair`; full: 418 M parameters; tiny: to try a command."""
-
 Pair = list[tuple[str, Tensor, Tensor]]
 """``(name, old, new)`` of every tensor of a model."""
 
 
-def synthetic_pair(
-    density: float, *, clustered: bool = False, hidden: int = 1024, layers: int = 28, vocabulary: int = 32_000
-) -> Pair:
+def synthetic_pair(shapes: Shapes, density: float, *, clustered: bool = False) -> Pair:
     """Return bfloat16 weights of std 0.02, before and after a uniform step whose size changes ``density`` of them.
 
     Args:
+        shapes: of the tensors.
         density: share of elements that change, 0 to 1; above 0.995 as for 0.995, since some steps are always too small.
         clustered: only some runs of 1,024 elements are touched, half of whose elements change.
     """
     generator = torch.Generator().manual_seed(int(density * 1e6) + clustered)
     inner = min(0.995, max(density, 0.5) if clustered else density)
     step, pair = _step_for(inner), []
-    for name, shape in model_shapes(layers, hidden, vocabulary, heads=2, kv=1, mlp=2).items():
+    for name, shape in shapes.items():
         master = torch.empty(shape).normal_(0, 0.02, generator=generator)
         old = master.to(torch.bfloat16)
         change = torch.empty(shape).uniform_(-step, step, generator=generator)

@@ -21,7 +21,7 @@ import xxhash
 import zstandard
 from torch import Tensor
 
-from torchrl_ext.bench.data import PAIRS, Pair, synthetic_pair
+from torchrl_ext.bench.data import SIZES, Pair, synthetic_pair
 from torchrl_ext.bench.runner import ratio, rounds, track_peak
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.pipeline import worker_threads
@@ -59,7 +59,7 @@ def measure(
 
     Args:
         say: called with each step.
-        size: of `PAIRS`.
+        size: of `SIZES`.
         densities: shares of the elements that change, 0 to 1.
         threads: worker threads of every way; default: what an update would take.
         repeats: rounds.
@@ -71,7 +71,7 @@ def measure(
         for clustered in (False, True) if density < 0.5 else (False,):
             label = f"{density:.1%} {'clustered' if clustered else 'scattered'}"
             say(label)
-            pair = synthetic_pair(density, clustered=clustered, **PAIRS[size])
+            pair = synthetic_pair(SIZES[size]["model"], density, clustered=clustered)
             found[label] = measure_sizes(pair) | measure_encode(pair, repeats, threads, folder)
     return found
 
