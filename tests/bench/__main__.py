@@ -35,9 +35,10 @@ def main(argv=None):
     words = sys.argv[1:] if argv is None else argv
     program = typer.Typer(add_completion=False, help=__doc__)
     for name, line in SUBJECTS.items():
-        program.command(name, help=line)(
-            importlib.import_module(f"tests.bench.{name}").measure if name in words else lambda: None
-        )
+        if name in words:
+            program.command(name)(importlib.import_module(f"tests.bench.{name}").measure)
+        else:
+            program.command(name, help=line)(lambda: None)
     command = typer.main.get_command(program)
     results = command([word for word in words if word != "--json"], standalone_mode=False)
     if "--json" in words:

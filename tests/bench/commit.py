@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numba
@@ -25,7 +25,12 @@ _DENSITIES = (0.001, 0.01)
 _OTHER = torch.zeros(1 << 26)  # 256 MiB: more than caches hold
 
 
-def measure(*, repeats: int = 7, elements: int = 50_000_000, tensors: Sequence[int] = (24, 5000)) -> dict[str, Any]:
+def measure(
+    *,
+    repeats: int = 7,
+    elements: int = 50_000_000,
+    tensors: list[int] = [24, 5000],  # noqa: B006 - read only
+) -> dict[str, Any]:
     """Commits of one thread, beside a loop that writes the same elements and one that also reads them back.
 
     A bfloat16 model of --elements has --tensors tensors of one size; repeat it for several.

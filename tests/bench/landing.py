@@ -34,7 +34,7 @@ from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
-DENSITIES = (0.001, 0.01, 0.03, 0.1, 0.5, 1.0)
+DENSITIES = [0.001, 0.01, 0.03, 0.1, 0.5, 1.0]
 PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
 
 
@@ -43,7 +43,7 @@ def measure(
     repeats: int = 7,
     engine: Literal["vllm"] | None = None,
     size: Literal["full", "small"] = "full",
-    densities: Sequence[float] = DENSITIES,
+    densities: list[float] = DENSITIES,
     packed: bool = False,
 ) -> dict[str, Any]:
     """Measure the commit of each of --densities (repeat it), or with --engine updates end to end in a server.

@@ -119,7 +119,7 @@ def test_a_fine_tuning_run_changes_few_weights_by_small_steps_and_bounds_say_how
 
 def test_the_command_refuses_a_directory_and_names_that_it_does_not_know(tmp_path, capsys):
     assert cli(["bench", "transport", "--dir", str(tmp_path / "nowhere"), "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["type"] == "ConfigError"
+    assert "--dir" in json.loads(capsys.readouterr().out)["error"]
     assert cli(["bench", "scheme", "--transport", "pigeon"]) == cli(["bench", "delta", "--size", "huge"]) == 2
 
 

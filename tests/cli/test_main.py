@@ -37,7 +37,7 @@ def test_help_imports_no_torch_has_examples_and_names_no_python_value():
     program, *pages = told.removeprefix("help of").split("help of")
     assert all(name in program for name in COMMANDS)
     for page, line in zip(pages, lines[1:], strict=True):
-        assert "--json" in page and "None)" not in page and ("Examples" in page or line in (["chain"], ["bench"]))
+        assert "--json" in page and "None)" not in page and ("Example" in page or line in (["chain"], ["bench"]))
 
 
 def test_without_arguments_it_prints_its_help(capsys):

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
-from rich.box import SIMPLE
-from rich.table import Table
 
 from torchrl_ext.bench.runner import figures
-from torchrl_ext.cli.frame import answer, note
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.cli.frame import answer, note, table
 
 __all__ = ["app"]
 
 app = typer.Typer(help="Measure transports on this machine, each beside a reference in the same run.")
 
 Repeats = Annotated[int, typer.Option(min=1, help="Rounds of each comparison.")]
-Folder = Annotated[str | None, typer.Option("--dir", help="Where files are written. Default: the temporary directory.")]
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--dir", exists=True, file_okay=False, help="Where files are written. Default: the temporary directory."
+    ),
+]
+Size = Annotated[
+    Literal["full", "small", "tiny"], typer.Option(help="full has 418 M parameters; tiny is there to try the command.")
+]
 
 
 @app.command()
 def transport(
-    size: Annotated[str, typer.Option(help="full (418 M parameters), small, or tiny (to try the command).")] = "full",
+    size: Size = "full",
     bucket_bytes: Annotated[int, typer.Option(min=0, help="Size of a bucket of the collective.")] = 8 << 20,
     repeats: Repeats = 7,
     folder: Folder = None,
@@ -40,7 +45,7 @@ def transport(
 
 @app.command()
 def delta(
-    size: Annotated[str, typer.Option(help="full (418 M parameters), small, or tiny (to try the command).")] = "small",
+    size: Size = "small",
     density: Annotated[
         list[float], typer.Option(min=0, max=1, help="Share of the elements that change; repeat it for several.")
     ] = [0.001, 0.01, 0.03, 0.1, 0.5, 1.0],  # noqa: B006 - read only
@@ -75,17 +80,10 @@ def scheme(
     return _run("scheme", repeats=repeats, folder=folder, **settings)
 
 
-def _run(subject: str, *, folder: str | None, **settings: Any) -> int:
-    from torchrl_ext.bench.data import SIZES
-    from torchrl_ext.registry import transports
-
-    for option, known in (("size", list(SIZES)), ("transport", list(transports.names()))):
-        if settings.get(option, known[0]) not in known:
-            raise ConfigError(f"--{option} {settings[option]}", expected=f"one of {', '.join(known)}")
-    if folder is not None and not Path(folder).is_dir():
-        raise ConfigError(f"--dir {folder} is no directory", state="nothing was measured", hint="make it first")
-    results = importlib.import_module(f"torchrl_ext.bench.{subject}").measure(note, folder=folder, **settings)
-    table = Table("figure", "value", box=SIMPLE)
+def _run(subject: str, *, folder: Path | None, **settings: Any) -> int:
+    place = None if folder is None else str(folder)
+    results = importlib.import_module(f"torchrl_ext.bench.{subject}").measure(note, folder=place, **settings)
+    shown = table("figure", "value")
     for name, figure in figures(results):
-        table.add_row(name, figure)
-    return answer(results, table)
+        shown.add_row(name, figure)
+    return answer(results, shown)

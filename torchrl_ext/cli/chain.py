@@ -77,8 +77,7 @@ def version_line(row: Mapping[str, Any]) -> str:
 def show(root: Root, version: Version, base: Base = None, storage_option: StorageOption = None) -> int:
     """Show one version and its tensors.
 
-    Examples:
-    * `torchrl-ext chain show /shared/updates 12`
+    Example: `torchrl-ext chain show /shared/updates 12`
     """
     from torchrl_ext.types import dtype_name
 
@@ -114,8 +113,7 @@ def show(root: Root, version: Version, base: Base = None, storage_option: Storag
 def verify(root: Root, base: Base = None, storage_option: StorageOption = None) -> int:
     """Recompute every digest; the exit status is 1 where a version is damaged or cannot be checked.
 
-    Examples:
-    * `torchrl-ext chain verify /shared/updates --base checkpoints/start`
+    Example: `torchrl-ext chain verify /shared/updates --base checkpoints/start`
     """
     from torchrl_ext.versions.checkpoint_reader import PublishedVersion
     from torchrl_ext.weights.digests import tensor_digest
@@ -170,8 +168,7 @@ def gc(
 ) -> int:
     """Remove what the newest keyframes and readers do not need.
 
-    Examples:
-    * `torchrl-ext chain gc /shared/updates --keep 2`
+    Example: `torchrl-ext chain gc /shared/updates --keep 2`
     """
     reader = _reader(root, base, storage_option)
     reader.store.own()  # fails where a trainer has the lock: it collects by itself
@@ -196,8 +193,7 @@ def materialize(
 ) -> int:
     """Write a version as a complete Hugging Face checkpoint.
 
-    Examples:
-    * `torchrl-ext chain materialize /shared/updates 12 checkpoints/step-12`
+    Example: `torchrl-ext chain materialize /shared/updates 12 checkpoints/step-12`
     """
     from torchrl_ext.stores import LocalStore
     from torchrl_ext.versions.checkpoint_writer import FullWriter
@@ -228,8 +224,7 @@ def convert(
 ) -> int:
     """Write every version anew, in our layout or another library's.
 
-    Examples:
-    * `torchrl-ext chain convert SYNC_DIR OUT_DIR --to ours --base checkpoints/start`
+    Example: `torchrl-ext chain convert SYNC_DIR OUT_DIR --to ours --base checkpoints/start`
     """
     from torchrl_ext.compat import convert as anew
 
@@ -250,8 +245,7 @@ def diff(
 ) -> int:
     """Show which tensors differ between two versions, and how much of them.
 
-    Examples:
-    * `torchrl-ext chain diff /shared/updates 11 12`
+    Example: `torchrl-ext chain diff /shared/updates 11 12`
     """
     from torchrl_ext.codecs import patch
     from torchrl_ext.types import ParamMeta

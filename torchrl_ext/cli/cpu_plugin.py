@@ -1,7 +1,7 @@
 """Plugin of vLLM and SGLang that the environments of `torchrl_ext.cli.environments` get: what engines need on a CPU.
 
 It is copied there as the module ``torchrl_ext_cpu``, which needs nothing of this package. A machine with a GPU needs
-none of it, and what a release does not have is passed over.
+none of it. Functions that a release lacks are passed over.
 """
 
 from __future__ import annotations

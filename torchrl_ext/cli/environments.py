@@ -310,16 +310,16 @@ def _run(command: list[str], out: TextIO, within: Deadline) -> None:
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
     )
-    what = f"did not end within the {within.timeout_s:g} s"
     try:
-        what = f"ended with status {process.wait(within.left_s)}"
-    except subprocess.TimeoutExpired:
-        pass
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(within.left_s)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     if process.returncode:
+        status = f"ended with status {process.returncode}"
+        what = f"did not end within the {within.timeout_s:g} s" if within.over else status
         raise (DeadlineError if within.over else ConfigError)(
             f"`{' '.join(command[:6])} ...` {what}: {Path(out.name).read_text(errors='replace')[-_LOG_CHARS:]}",
             state="the environment is incomplete and will be made anew",

@@ -41,9 +41,9 @@ def serve(
 ) -> int:
     """Start an engine for one model and serve until Ctrl-C.
 
-    vLLM and SGLang come from this environment where they are installed, else a CPU build is installed once into a cache
-    folder of its own ($TORCHRL_EXT_CACHE). The embedded engine has vLLM's generate and update routes; the OpenAI routes
-    (/v1/completions, /v1/chat/completions) are vLLM's and SGLang's alone.
+    vLLM and SGLang come from this environment if they are installed; else a CPU build is installed once into a cache
+    folder of its own ($TORCHRL_EXT_CACHE). The embedded engine has the generate and update routes of vLLM. Only vLLM
+    and SGLang have the OpenAI routes (/v1/completions, /v1/chat/completions).
 
     Keys of servers come from the environment: VLLM_API_KEY, and TORCHRL_EXT_API_KEY for the embedded engine.
 
@@ -52,22 +52,13 @@ def serve(
     * `torchrl-ext serve sglang --model policy --release 0.5.21`
     * `VLLM_API_KEY=... torchrl-ext serve vllm --model policy --lora-rank 16`
     """
-    settings = {
-        "host": host,
-        "port": port,
-        "dtype": dtype,
-        "tensor_parallel_size": tensor_parallel_size,
-        "max_model_len": max_model_len,
-        "lora_rank": lora_rank,
-        "lora_adapters": lora_adapters,
-        "log_path": log_path,
-        "start_timeout_s": start_timeout_s,
-    }
+    given = {name: value for name, value in locals().items() if value}
+    settings = {name: value for name, value in given.items() if name not in ("engine", "model", "release")}
     server, pause = None, threading.Event()
     with Interrupts() as interrupts:
         try:
             note(f"starting {engine} for {model}")
-            server = _start(engine, model, release, {name: value for name, value in settings.items() if value})
+            server = _start(engine, model, release, settings)
             document = {"engine": engine, "url": server.url, "pid": server.pid, "model": model}
             answer(document, f"{engine} is ready at {server.url} (Ctrl-C ends it)")
             while server.alive():

@@ -73,8 +73,7 @@ def watch(
     Shows what is published, what each engine serves, how far it is behind, and whether it is paused. Only questions are
     asked; nothing is changed. Into a pipe every look is printed, with --json the last one. Ctrl-C ends it.
 
-    Examples:
-    * `torchrl-ext watch host1:8000 host2:8000 /shared/updates`
+    Example: `torchrl-ext watch host1:8000 host2:8000 /shared/updates`
     """
     seen = Watch(targets, api_key=api_key, timeout_s=timeout_s, versions=versions)
     console = Console(soft_wrap=True, highlight=False)
@@ -96,11 +95,11 @@ class Watch:
         targets: engines and roots, as on the command line.
         api_key: sent to engines as a bearer token.
         timeout_s: deadline of each question, in seconds.
-        versions: how many of the newest versions of a root are told.
+        versions: how many of the newest versions of a root are shown.
 
     Attributes:
         engines: one for each engine, in the order given.
-        roots: one for each root: ``root``, ``latest``, ``versions`` (as ``chain ls`` tells them) or ``error``.
+        roots: one for each root: ``root``, ``latest``, ``versions`` (as ``chain ls`` shows them) or ``error``.
     """
 
     def __init__(self, targets: Sequence[str], *, api_key: str | None, timeout_s: float, versions: int) -> None:

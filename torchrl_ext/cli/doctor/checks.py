@@ -12,8 +12,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torchrl_ext
-from torchrl_ext.cli.doctor.findings import Context, Finding, failed, failure, ok, warning
-from torchrl_ext.cli.doctor.shared import Trainer, config_of, sizes_of
+from torchrl_ext.cli.doctor.shared import (
+    Context,
+    Finding,
+    Trainer,
+    config_of,
+    failed,
+    failure,
+    ok,
+    sizes_of,
+    warning,
+)
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, WeightSyncError
 from torchrl_ext.landing.placement import keeps_values
 from torchrl_ext.messages import Inspect
@@ -237,7 +246,7 @@ def _world_size(engine: Context) -> Iterator[Finding]:
 
 
 def _kept_keys(engine: Context) -> Iterator[Finding]:
-    """Look for stores of keys and values that outlive the engine's own cache and cannot be told to drop theirs."""
+    """Look for stores of keys and values that outlive the engine's own cache and do not drop theirs with it."""
     connectors = engine.facts.kv_connectors
     keeping = ", ".join(name for name in connectors if name in _KEEPERS)
     if keeping:

@@ -18,7 +18,7 @@ from torchrl_ext.cli.frame import APIKey, answer
 from torchrl_ext.errors import ConfigError, WeightSyncError
 
 if TYPE_CHECKING:
-    from torchrl_ext.cli.doctor.findings import Context, Finding
+    from torchrl_ext.cli.doctor.shared import Context, Finding
     from torchrl_ext.types import EngineInfo
 
 __all__ = ["app"]
@@ -68,8 +68,7 @@ def doctor(
     """
     from torchrl_ext.cli.doctor.checks import compare, examine
     from torchrl_ext.cli.doctor.checks import rehearse as rehearsed
-    from torchrl_ext.cli.doctor.findings import failed, ok
-    from torchrl_ext.cli.doctor.shared import Trainer
+    from torchrl_ext.cli.doctor.shared import Trainer, failed, ok
 
     job = _job(engines or [])
     addresses = [*job.addresses, *(job.rollout_external_engine_addrs or ())]

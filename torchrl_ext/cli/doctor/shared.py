@@ -1,4 +1,7 @@
-"""The trainer's side for `torchrl-ext doctor`: its checkpoint, and probes of the shared root and the network."""
+"""What the checks of `torchrl-ext doctor` share: findings, and both sides of an update.
+
+The trainer's side are its checkpoint, and probes of the shared root and the network.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,66 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchrl_ext.cli.doctor.findings import Finding, failed, failure, ok, warning
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.messages import Inspect
-from torchrl_ext.rpc.http import normalise_url
+from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
+from torchrl_ext.rpc.server_info import ServerInfo
 from torchrl_ext.stores import Store, open_store
 from torchrl_ext.transports.shared_root import Invitation, SharedRoot
-from torchrl_ext.types import Info, dtype_name
+from torchrl_ext.types import EngineInfo, Info, dtype_name
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
-__all__ = ["Trainer", "config_of", "own_address", "sizes_of"]
+__all__ = [
+    "Context",
+    "Finding",
+    "Trainer",
+    "config_of",
+    "failed",
+    "failure",
+    "ok",
+    "own_address",
+    "sizes_of",
+    "warning",
+]
 
 _COPIES = 3
 """Full versions that lie in a root at the same time: the served one, the one being written, and a spare one."""
 _FEW_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        level: ``"ok"``, ``"warning"`` (an update works, with a catch) or ``"failure"`` (an update would fail).
+        check: the name of the check.
+        found: the actual state.
+        expected, remedy: the state that an update needs, and how to reach it; empty if the level is ``"ok"``.
+        where: an engine's address, ``"trainer"`` or ``"fleet"``; set after the check.
+    """
+
+    level: str
+    check: str
+    found: str
+    expected: str = ""
+    remedy: str = ""
+    where: str = ""
+
+
+ok, warning, failure = (partial(Finding, level) for level in ("ok", "warning", "failure"))
+
+
+def failed(check: str, error: WeightSyncError) -> Finding:
+    """Return a failure with the error's texts."""
+    return failure(check, error.what, error.expected or "", error.hint or "")
 
 
 class Trainer:
@@ -136,16 +180,16 @@ class Trainer:
             except OSError:
                 return  # the listener was closed
 
-    def judge_root(self, told: Info, host: str, worker: str) -> Finding:
-        """Return whether a worker on ``host`` sees the root as this machine does; ``told`` is its answer."""
-        here, there, why = f"{socket.gethostname()}:{self.root}", f"{host}:{self.root}{worker}", told.get("why")
-        if not told.get("seen"):
+    def judge_root(self, seen: Info, host: str, worker: str) -> Finding:
+        """Return whether a worker on ``host`` sees the root as this machine does; ``seen`` is its answer."""
+        here, there, why = f"{socket.gethostname()}:{self.root}", f"{host}:{self.root}{worker}", seen.get("why")
+        if not seen.get("seen"):
             found = f"{there} does not hold what the trainer wrote: {why}"
             remedy = "mount it on both hosts under the same path; one that only the trainer sees is not enough"
             return failure("shared root", found, f"the same directory as {here}", remedy)
-        if told.get("probe") is None:
+        if seen.get("probe") is None:
             return ok("shared root", f"the engine reads the root{worker}; it cannot write there and need not ({why})")
-        if self._finds(str(told["probe"])):
+        if self._finds(str(seen["probe"])):
             return ok("shared root", f"seen from both sides{worker}")
         found = f"what the engine wrote into {there} does not show up in {here}"
         remedy = "look for an overlay, a read-only snapshot or a caching mount on the engine's side"
@@ -165,6 +209,30 @@ class Trainer:
         return True
 
 
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What the checks of one engine look at.
+
+    Attributes:
+        trainer: the trainer's side.
+        http: a session with the engine.
+        info, facts: the engine's description of itself.
+        date: the engine's first answer, and this machine's clock before and after it, in seconds since 1970.
+        client: the engine's `torchrl_ext.EngineClient`.
+        answers: of the workers (`torchrl_ext.sync.inspection`); empty if they gave none.
+        refusal: why the workers gave no answer.
+    """
+
+    trainer: Trainer
+    http: HTTPSession
+    info: EngineInfo
+    facts: ServerInfo
+    date: tuple[Answer, float, float]
+    client: Any
+    answers: list[Info]
+    refusal: WeightSyncError | None
+
+
 def sizes_of(directory: str) -> dict[str, int]:
     """Return the bytes of a checkpoint directory's tensors by dtype, the most bytes first.
 
@@ -180,10 +248,10 @@ def sizes_of(directory: str) -> dict[str, int]:
 def config_of(directory: str) -> dict[str, Any]:
     """Return ``config.json`` of a checkpoint directory; empty if this machine cannot read it."""
     try:
-        told = json.loads((Path(directory) / "config.json").read_text())
+        config = json.loads((Path(directory) / "config.json").read_text())
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def own_address(addresses: list[str]) -> str:
