@@ -40,7 +40,10 @@ def main(argv=None):
         else:
             program.command(name, help=line)(lambda: None)
     command = typer.main.get_command(program)
-    results = command([word for word in words if word != "--json"], standalone_mode=False)
+    try:
+        results = command([word for word in words if word != "--json"] or ["--help"], standalone_mode=False)
+    except typer.TyperException as error:
+        sys.exit(error.format_message())
     if "--json" in words:
         print(json.dumps(results))
     elif isinstance(results, dict):
