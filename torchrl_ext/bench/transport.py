@@ -94,28 +94,26 @@ def compare(
     Raises:
         TransportError: the worker process failed, or holds other weights than were sent.
     """
-    ways = [way for transport in transports for way in (transport, *REFERENCES[transport])]
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     with tempfile.TemporaryDirectory(prefix="torchrl-ext-bench-", dir=folder) as root:
-        meeting: Info = {"ports": [free_port() for _ in range(3)], "channel": uuid.uuid4().hex}
-        meeting |= {"ways": ways, "device": device, "bucket_bytes": bucket_bytes}
+        meeting: Info = {"ports": [free_port() for _ in range(3)], "channel": uuid.uuid4().hex, "root": root}
+        meeting |= {"transports": list(transports), "device": device, "bucket_bytes": bucket_bytes, "repeats": repeats}
         worker = context.Process(target=_follow, args=(shapes, meeting, theirs), daemon=True)
         worker.start()
         theirs.close()
-        trainer = _Trainer(shapes, meeting, Path(root), pipe)
+        trainer = _End(0, shapes, meeting, pipe)
         try:
-            trainer.connect()
-            seconds = rounds({way: partial(trainer.update, way) for way in ways}, repeats)
-            extra = {way: trainer.extra_bytes(way) for way in transports}
-            if not trainer.ask(None):
-                raise TransportError("the worker process holds other weights than were sent")
+            seconds, extra = trainer.run()
+            correct, extra_there = trainer.answer()
         except EOFError:
             raise TransportError("the worker process ended; it says why above") from None
         finally:
             trainer.close()
             worker.terminate()
             worker.join()
+    if not correct:
+        raise TransportError("the worker process holds other weights than were sent")
     total = shapes_bytes(shapes)
     return {
         "tensors": len(shapes),
@@ -123,7 +121,7 @@ def compare(
         "seconds": seconds,
         "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
         **{f"{way} / {other}": ratio(seconds[way], seconds[other]) for way in transports for other in REFERENCES[way]},
-        "extra_bytes": extra,
+        "extra_bytes": {way: max(extra[way] + extra_there[way], default=None) for way in transports},
     }
 
 
@@ -134,31 +132,79 @@ def settle(device: str) -> None:
 
 
 class _End:
-    """One end of each way that needs two; rank 0 is the trainer, which sends ones to a worker that holds zeros."""
+    """One end of each way. Both go through the same ways in the same order; rank 0 is the trainer.
 
-    def __init__(self, rank: int, shapes: Shapes, meeting: Info) -> None:
-        self.rank, self.device = rank, meeting["device"]
+    It sends ones to a worker that holds zeros.
+    """
+
+    def __init__(self, rank: int, shapes: Shapes, meeting: Info, pipe: Any) -> None:
+        self.rank, self.device, self._pipe, self._root = rank, meeting["device"], pipe, Path(meeting["root"])
         self.weights = weights_of(shapes, 1 - rank, self.device)
+        self._targets = weights_of(shapes, 0, self.device) if rank == 0 else {}
         self._flat = torch.empty(shapes_bytes(shapes), dtype=torch.uint8)
-        self._ways, self._ports = meeting["ways"], meeting["ports"]
+        self._measured, self._repeats, self._ports = meeting["transports"], meeting["repeats"], meeting["ports"]
         self._transports: dict[str, Any] = {"ipc": IPCTransport(meeting["channel"], timeout_s=TIMEOUT_S)}
         buckets = {"collective": meeting["bucket_bytes"], "collective one by one": 0}
         for port, (way, bucket_bytes) in zip(self._ports, buckets.items(), strict=False):
             self._transports[way] = VLLMCollectiveTransport(
                 "127.0.0.1", port, rank, 2, "cpu", bucket_bytes=bucket_bytes, timeout_s=TIMEOUT_S
             )
+        self._disk: DiskTransport | None = None
+        every = torch.get_num_threads()
+        self._of_trainer: dict[str, Callable[[], None]] = {
+            "disk": self._publish,
+            "save_file": self._save,
+            "copy": partial(self._copy, every, every),
+            "copy by one thread": partial(self._copy, 1, every),
+        }
 
-    def connect(self) -> None:
-        """Form the groups; both ends call it at the same time."""
-        if "collective" in self._ways:
+    def run(self) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
+        """Make every update; return the seconds of each way, and the memory that one more update by each adds here."""
+        if "collective" in self._measured:
             longest, torch_dist = timedelta(seconds=TIMEOUT_S), dist  # type: Any, Any
             store = torch_dist.TCPStore("127.0.0.1", self._ports[-1], 2, self.rank == 0, longest)
             self._plain = torch_dist.ProcessGroupGloo(store, self.rank, 2, longest)
             for way in ("collective", "collective one by one"):
                 self._transports[way].init_all_workers_group({})
+        ways = [way for transport in self._measured for way in (transport, *REFERENCES[transport])]
+        seconds = rounds({way: partial(self._update, way) for way in ways}, self._repeats)
+        extra = {}
+        for way in self._measured:
+            with track_peak() as extra[way]:
+                self._update(way)
+        return seconds, extra
 
-    def move(self, way: str) -> None:
-        """Make one update, which the worker receives in place."""
+    def answer(self) -> Any:
+        """Return what the other end sends."""
+        if not self._pipe.poll(TIMEOUT_S):
+            raise TransportError(f"the other process did not answer within {TIMEOUT_S:g} s")
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        for transport in (*self._transports.values(), *filter(None, [self._disk])):
+            transport.shutdown()
+
+    def _update(self, way: str) -> float:
+        """Make one update, and return its seconds; the worker waits idly until the trainer begins."""
+        if self._disk is not None:
+            self._disk.shutdown()
+            shutil.rmtree(self._root / "disk")
+            self._disk = None
+        began = time.perf_counter()
+        if way in self._of_trainer:
+            if self.rank == 0:
+                self._of_trainer[way]()
+        elif self.rank == 0:
+            self._pipe.send(way)
+            self._move(way)
+            self.answer()
+        else:
+            self.answer()
+            self._move(way)
+            self._pipe.send(way)
+        return time.perf_counter() - began
+
+    def _move(self, way: str) -> None:
         if way == "broadcast":
             self._plain.broadcast(self._flat, 0).wait()
         elif self.rank == 0:
@@ -167,62 +213,16 @@ class _End:
             raise TransportError(f"the trainer sent nothing within {TIMEOUT_S:g} s")
         settle(self.device)
 
-    def close(self) -> None:
-        for transport in self._transports.values():
-            transport.shutdown()
+    def _publish(self) -> None:
+        self._disk = DiskTransport(self._root / "disk")
+        self._disk.send_weights("policy", self.weights)
 
-
-class _Trainer(_End):
-    """The trainer's end, with the ways that need no worker."""
-
-    def __init__(self, shapes: Shapes, meeting: Info, root: Path, pipe: Any) -> None:
-        super().__init__(0, shapes, meeting)
-        self._pipe, self._root, self._threads = pipe, root, torch.get_num_threads()
-        self._targets = weights_of(shapes, 0, self.device)
-
-    def connect(self) -> None:
-        self._pipe.send("connect")
-        super().connect()
-        self._answer()
-
-    def ask(self, request: Any) -> Any:
-        """Ask the worker, and return its answer."""
-        self._pipe.send(request)
-        return self._answer()
-
-    def update(self, way: str, peak: bool = False) -> float:
-        """Make one update, and return its seconds."""
-        shutil.rmtree(self._root / "disk", ignore_errors=True)
-        disk = DiskTransport(self._root / "disk") if way == "disk" else None
-        began = time.perf_counter()
-        if disk is not None:
-            disk.send_weights("policy", self.weights)
-        elif way == "save_file":
-            self._save()
-        elif way.startswith("copy"):
-            self._copy(1 if way == "copy by one thread" else self._threads)
-        else:
-            self._pipe.send((way, peak))
-            self.move(way)
-            self._peak = self._answer()
-        taken = time.perf_counter() - began
-        if disk is not None:
-            disk.shutdown()
-        return taken
-
-    def extra_bytes(self, way: str) -> int | None:
-        """Return the most resident memory that an update adds at either end, in bytes; None where unknown."""
-        self._peak = [0]
-        with track_peak() as extra:
-            self.update(way, peak=True)
-        return max(*extra, *self._peak) if extra and self._peak else None
-
-    def _copy(self, threads: int) -> None:
+    def _copy(self, threads: int, afterwards: int) -> None:
         torch.set_num_threads(threads)
         for name, tensor in self.weights.items():
             self._targets[name].copy_(tensor)
         settle(self.device)
-        torch.set_num_threads(self._threads)
+        torch.set_num_threads(afterwards)
 
     def _save(self) -> None:
         path = self._root / "plain.safetensors"
@@ -230,26 +230,10 @@ class _Trainer(_End):
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
 
-    def _answer(self) -> Any:
-        if not self._pipe.poll(TIMEOUT_S):
-            raise TransportError(f"the worker process did not answer within {TIMEOUT_S:g} s")
-        return self._pipe.recv()
-
 
 def _follow(shapes: Shapes, meeting: Info, pipe: Any) -> None:
-    """Run the worker process: take part in each update that the trainer announces."""
-    end = _End(1, shapes, meeting)
-    pipe.recv()
-    end.connect()
-    pipe.send(True)
-    while (request := pipe.recv()) is not None:
-        way, peak = request
-        if peak:
-            with track_peak() as extra:
-                end.move(way)
-            pipe.send(extra)
-        else:
-            end.move(way)
-            pipe.send(None)
-    pipe.send(all(bool((tensor == 1).all()) for tensor in end.weights.values()))
+    """Run the worker process."""
+    end = _End(1, shapes, meeting, pipe)
+    _, extra = end.run()
+    pipe.send((all(bool((tensor == 1).all()) for tensor in end.weights.values()), extra))
     end.close()
