@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from tests.bench.data import flip
 from tests.bench.frame import say
 from torchrl_ext.bench.data import SIZES, Shapes, shapes_bytes
 from torchrl_ext.bench.delta import coded, copies_of
@@ -69,7 +70,9 @@ def measure(
 
 def _delta(shapes: Shapes, density: float, threads: int, device: str, repeats: int) -> dict[str, Any]:
     pinned = torch.device(device).type == "cuda"
-    old, new = _pair(shapes, density, device)
+    old = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape in shapes.items()}
+    new = {name: tensor.normal_(0, 0.02).clone() for name, tensor in old.items()}
+    flip(new, density, seed=1)
     here, held = copies_of(old), copies_of(old, pinned=pinned)
     landing = {name: torch.empty_like(tensor) for name, tensor in new.items()}
     arrived = {name: _on_host(tensor, pinned) for name, tensor in new.items()}
@@ -134,17 +137,6 @@ def _land(old: Weights, new: Weights, threads: int) -> tuple[float, float]:
     middle = time.perf_counter()
     patcher.commit()
     return middle - began, time.perf_counter() - middle
-
-
-def _pair(shapes: Shapes, density: float, device: str) -> tuple[Weights, Weights]:
-    """Return two versions that differ by steps of one unit in the last place, at ``density`` of all elements."""
-    generator = torch.Generator(device).manual_seed(1)
-    old, new = {}, {}
-    for name, shape in shapes.items():
-        old[name] = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator)
-        step = torch.rand(shape, device=device, generator=generator) < density
-        new[name] = (old[name].view(torch.int16) + step).view(torch.bfloat16)
-    return old, new
 
 
 def _on_host(tensor: Tensor, pinned: bool) -> Tensor:

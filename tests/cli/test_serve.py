@@ -29,9 +29,3 @@ def test_it_says_where_the_engine_is_and_ends_it_with_itself(tmp_path, number):
 def test_an_option_that_the_engine_does_not_have_is_refused_before_anything_starts(tmp_path, capsys, option):
     assert main(["serve", "embedded", "--model", str(tmp_path), *option]) == 2
     assert f"embedded cannot be started with {option[0]}" in capsys.readouterr().err
-
-
-def test_a_release_that_nobody_has_a_recipe_for_is_refused_with_those_that_there_are(tmp_path, capsys):
-    assert main(["serve", "sglang", "--model", str(tmp_path), "--release", "0.1"]) == 2
-    said = capsys.readouterr().err
-    assert "no recipe for sglang 0.1" in said and "0.5.19" in said
