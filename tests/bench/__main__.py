@@ -14,7 +14,7 @@ import typer
 from torchrl_ext.bench.runner import figures
 
 SUBJECTS = {
-    "by_shard": "deltas by shard: memory of FSDP2 ranks, and the bytes that workers read",
+    "by_shard": "deltas by shard: memory of FSDP2 ranks, and the time to code their blocks",
     "coding": "kinds of blocks of changes, beside their entropy and a copy",
     "commit": "the pause of a delta, beside a bare scatter and a load of everything",
     "digest": "digests of weights on the host, beside a copy of the same bytes",

@@ -1,8 +1,7 @@
-"""``python -m tests.bench by_shard``: what deltas by shard cost the ranks of an FSDP2 trainer, and what workers read.
+"""``python -m tests.bench by_shard``: what deltas by shard cost the ranks of an FSDP2 trainer.
 
 Memory is that of the host: a rank's copies of its own blocks and the most that sending adds to them, beside the bytes
-of the whole model, which one rank of a trainer that gathers has to keep. What a worker reads is counted for one that
-holds half of the rows of every matrix, and for one with half of the columns.
+of the whole model, which one rank of a trainer that gathers has to keep.
 
 What coding the blocks of one rank takes is compared with coding the same memory as whole parameters, by the same
 threads: where ranks hold rows, as under FSDP2, and where they hold columns, as under tensor parallelism.
@@ -27,14 +26,11 @@ from torchrl_ext.codecs.choice import ulp
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.codecs.streams import find
 from torchrl_ext.kernels.base import LINEAR
-from torchrl_ext.stores import Chain, open_store
 from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.delta.transport import DeltaTransport
 from torchrl_ext.types import ParamMeta, SyncReport
 from torchrl_ext.versions.containers import BlockFiles, code
-from torchrl_ext.versions.open_delta import OpenDelta
-from torchrl_ext.versions.payloads import Payloads
 from torchrl_ext.versions.shards.own import OwnBlocks
 from torchrl_ext.versions.writer import FlatCopies
 from torchrl_ext.weights.shards.blocks import Block, Shard
@@ -60,42 +56,29 @@ def measure(
     Returns:
         JSON-safe: ``memory``, the host memory of the rank that takes most, its copies and the most that deltas add to
         them, and ``keyframe``, the same for a full version, both / the bytes of the model; ``ranks``, both of each
-        rank; ``balance``, bytes written by the rank that writes most / the mean; ``rows`` and ``columns``, bytes that a
-        worker with half of those reads / the bytes of the version; ``encode``, for rows and columns the fewest seconds
-        to code the blocks that one rank holds / to code the same memory as parameters of its own.
+        rank; ``balance``, bytes written by the rank that writes most / the mean; ``encode``, for rows and columns the
+        fewest seconds to code the blocks that one rank holds / to code the same memory as parameters of its own.
     """
     say(f"{ranks} ranks with {layers} x {width}^2 parameters")
     with tempfile.TemporaryDirectory(dir=dir) as root:
         found = together(partial(_work, ranks, layers, width, repeats, density, root), ranks)
-        chain = Chain(open_store(f"{root}/updates"))
-        version = chain.version(chain.newest())
-        assert version.delta is not None
-        written = sum(version.delta.files.values())
-        metas = {meta.name: meta for meta in version.params}
-        halves = {}
-        for axis, name in enumerate(("rows", "columns")):
-            wanted = partial(_half, metas, axis)
-            payloads = Payloads(chain.store)
-            OpenDelta.of_blocks(payloads, version.folder, version.delta, wanted)
-            halves[name] = payloads.nbytes / written
     say("coding the blocks of one rank, and the same memory unsharded")
     shapes = {"rows": (width // ranks, width), "columns": (width, width // ranks)}
     coding = {}
     for axis, (name, shape) in enumerate(shapes.items()):
         parts = [torch.randn(shape, dtype=torch.bfloat16) for _ in range(layers)]
         coding[name] = _encode(parts, width, axis, repeats, density=0.01)
-    model = sum(meta.nbytes for meta in metas.values())
+    model = found[0]["model_bytes"]
     rows = [{key: row[key] / model for key in ("copies", "delta", "keyframe")} for row in found]
     sent = found[0]["rank_bytes"]
     return {
         "model_bytes": model,
-        "version_bytes": written,
+        "version_bytes": found[0]["version_bytes"],
         "memory": max(row["copies"] + row["delta"] for row in rows),
         "keyframe": max(row["keyframe"] for row in rows),
         "ranks": rows,
         "seconds": max(row["seconds"] for row in found),
         "balance": max(sent) * len(sent) / max(1, sum(sent)),
-        **halves,
         "encode": coding,
     }
 
@@ -147,12 +130,6 @@ def _encode(tensors: list[Tensor], width: int, axis: int, repeats: int, density:
             spent = seconds(way)
             taken[way] += [spent] if turn else []  # the first one compiles
     return min(taken[sharded]) / min(taken[unsharded])
-
-
-def _half(metas: Mapping[str, ParamMeta], axis: int, name: str) -> tuple[Block, ...]:
-    shape = metas[name].shape
-    stop = tuple(-(-size // 2) if dim == axis else size for dim, size in enumerate(shape))
-    return (Block((0,) * len(shape), stop),)
 
 
 def _work(ranks: int, layers: int, width: int, versions: int, density: float, root: str, rank: int) -> dict[str, Any]:
@@ -210,4 +187,6 @@ def _work(ranks: int, layers: int, width: int, versions: int, density: float, ro
         "keyframe": max([0, *keyframe]),
         "seconds": min(taken),
         "rank_bytes": list(report.rank_bytes),
+        "model_bytes": report.model_bytes,
+        "version_bytes": report.bytes,
     }
