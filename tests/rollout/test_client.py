@@ -141,7 +141,7 @@ def test_a_seed_repeats_a_batch_and_differs_within_it(client):
 
 def test_continuations_are_one_request_unless_one_seed_would_make_them_equal():
     row = {"output_ids": [1], "meta_info": {"finish_reason": {"type": "stop"}}}
-    with running({}) as engine, closing(InferenceClient(engine.url, kind="sglang")) as client:
+    with FakeEngine("sglang") as engine, closing(InferenceClient(engine.url, kind="sglang")) as client:
         engine.answers["POST /generate"] = lambda body: (200, [row] * body["sampling_params"].get("n", 1))
         for seed, requests in ((None, 1), (7, 3)):
             engine.calls.clear()
