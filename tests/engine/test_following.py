@@ -25,10 +25,10 @@ PAUSES = {"vllm": ("abort", "wait", "keep"), "sglang": ("abort", "retract", "in_
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_five_syncs_leave_the_engine_at_the_trainers_weights(every_release, tmp_path, transport):
+def test_syncs_leave_the_engine_at_the_trainers_weights(every_release, tmp_path, transport):
     served, pid = every_release, every_release.server.pid
     with sending(transport, tmp_path, served) as sender:
-        for seed in range(1, 6):
+        for seed in range(1, 51 if transport == "ipc" and not served.release else 6):  # ipc could leak mappings
             model = tiny_model(seed)
             served.assert_serves(model, sender.update_weights(model))
             assert served.mapping() == []
