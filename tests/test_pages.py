@@ -140,9 +140,8 @@ def test_readme_has_a_row_for_every_transport():
 
 
 def test_the_page_of_flags_has_a_row_for_every_option():
-    rows = re.findall(
-        r"^\| `--([\w-]+)` \| `WeightUpdateConfig\.(\w+)`", (ROOT / "docs/flags.md").read_text(), re.MULTILINE
-    )
+    page = (ROOT / "docs" / "flags.md").read_text()
+    rows = re.findall(r"^\| `--([\w-]+)` \| `WeightUpdateConfig\.(\w+)`", page, re.MULTILINE)
     options = [option.name for option in dataclasses.fields(WeightUpdateConfig)]
     assert sorted(rows) == sorted((name.replace("_", "-"), name) for name in options)
 

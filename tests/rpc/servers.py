@@ -29,6 +29,7 @@ GOOD = {
     "GET /server_info": (200, {"vllm_config": CONFIG, "system_env": {"vllm_version": "0.32.0"}}),
     "GET /get_world_size": (200, {"world_size": 6}),
     "GET /weight_info": (200, {"weight_version": "7"}),
+    "GET /is_sleeping": (200, {"is_sleeping": False}),  # as without our endpoint plugin: workers say what is whole
     "POST /init_weight_transfer_engine": initialised,
     **{f"POST /{route}": (200, {"message": "done"}) for route in STEPS},
 }
