@@ -192,6 +192,24 @@ def test_an_engine_that_others_paused_stays_paused_where_an_update_does_not_star
         assert fake.serving
 
 
+@pytest.mark.parametrize("port", ["vllm", "embedded", "sglang"])
+def test_a_pause_that_fails_resumes_no_part_of_anothers_version(port, trainers):
+    with running(port) as fake:
+        heal(fake, trainers[0])
+        rival = trainers[1].steps(client(fake), RIVAL)
+
+        def lands_a_part():
+            for step in ("connect", "prefetch", "begin", "load"):
+                rival[step]()
+
+        fake.inject("fail", PAUSES[port], first=lands_a_part)
+        with pytest.raises(WeightSyncError, match="a part of another sender's version"):
+            prepared(client(fake), fake, "begin", trainers[0])["begin"]()
+        assert not fake.serving and not fake.wrongs
+        rival["commit"]()
+        assert fake.serving and set(fake.versions.values()) == {RIVAL}
+
+
 @pytest.mark.parametrize("port", [port for port in PORTS if port != "module"])
 def test_whatever_an_engine_answers_the_error_is_ours(port, trainers):
     with running(port) as fake:
