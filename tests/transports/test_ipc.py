@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -36,6 +37,7 @@ from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.ipc.memory import create
 from torchrl_ext.transports.ipc.messages import Announce, Load, Welcome
 from torchrl_ext.transports.links import shared_address
+from torchrl_ext.weights.source import MappingSource
 
 channel, make = ipc_ends.channel, ipc_ends.make
 
@@ -128,6 +130,26 @@ def test_what_a_trainer_said_before_it_died_is_forgotten_with_it(make, channel):
                 receiving.result(WAIT_S)
     assert worker.receive_weights(0.0) is None and not worker.check_connection()
     exchange(make(), worker)
+
+
+def test_a_worker_that_took_everything_may_leave_before_the_trainer_looks(make):
+    worker, left = make(), threading.Event()
+
+    class Waits(MappingSource):
+        def __iter__(self):
+            yield from super().__iter__()
+            assert left.wait(WAIT_S)
+
+    def takes():
+        received = worker.receive_weights(WAIT_S)
+        worker.shutdown()
+        left.set()
+        return received
+
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(takes)
+        make().send_weights(Waits(weights()))
+    assert taking.result()["39"][0] == 1
 
 
 def test_a_worker_that_freezes_is_disconnected_at_the_deadline(make, channel):

@@ -48,10 +48,10 @@ class _Worker:
             self.hear()  # a worker that left may have said why
             self.lose(error.what)
 
-    def hear(self) -> None:
-        """Read all that the worker has sent."""
+    def hear(self, bucket: int | None = None) -> None:
+        """Read all that the worker has sent, or until it has taken ``bucket``: it may leave after the last one."""
         try:
-            while (message := read(self.link, Deadline(0.0))) is not None:
+            while (bucket is None or self.taken < bucket) and (message := read(self.link, Deadline(0.0))) is not None:
                 if isinstance(message, Done) and message.handoff == self.handoff:
                     self.taken = max(self.taken, message.bucket)
                 elif isinstance(message, GivenUp) and message.handoff is None:
@@ -155,7 +155,7 @@ class ConnectedWorkers:
                     worker.lose(f"it did not take bucket {bucket} in time")
                 break
             before = [worker.taken for worker in late]
-            _listen(late, left.within(_LOOK_S))
+            _listen(late, bucket, left.within(_LOOK_S))
             if before != [worker.taken for worker in late]:
                 left = within.again()
         if not self._active():
@@ -192,15 +192,15 @@ class ConnectedWorkers:
         self._workers.append(worker)
 
 
-def _listen(workers: list[_Worker], within: Deadline) -> None:
-    """Wait until one of these workers sends something, and read it."""
+def _listen(workers: list[_Worker], bucket: int, within: Deadline) -> None:
+    """Wait until one of these workers sends something, and read it until the worker has taken ``bucket``."""
     poll = select.poll()
     for worker in workers:
         poll.register(worker.link, select.POLLIN | select.POLLRDHUP)
     ready = {number for number, _ in poll.poll(within.left_s * 1e3)}
     for worker in workers:
         if worker.link.fileno() in ready:
-            worker.hear()
+            worker.hear(bucket)
 
 
 def _hello(link: Link) -> Hello:
