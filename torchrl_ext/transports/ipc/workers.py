@@ -146,18 +146,17 @@ class ConnectedWorkers:
         Raises:
             TransportError: nobody is left.
         """
-        left = within.again()
-        while late := [worker for worker in self._active() if worker.taken < bucket]:
+        left, taken = within, list[int]()
+        while late := self._late(bucket):
+            if taken != (taken := [worker.taken for worker in late]):
+                left = within.again()
             if left.stop.is_set():
                 left = left.within(_GRACE_S)
             if not left.left_s:
                 for worker in late:
                     worker.lose(f"it did not take bucket {bucket} in time")
                 break
-            before = [worker.taken for worker in late]
-            _listen(late, bucket, left.within(_LOOK_S))
-            if before != [worker.taken for worker in late]:
-                left = within.again()
+            _await_word(late, left.within(_LOOK_S))
         if not self._active():
             raise TransportError(f"no worker is left: {self.troubles() or 'none was connected'}")
 
@@ -174,6 +173,12 @@ class ConnectedWorkers:
 
     def _active(self) -> list[_Worker]:
         return [worker for worker in self._workers if not worker.trouble]
+
+    def _late(self, bucket: int) -> list[_Worker]:
+        """Return the workers that have not taken ``bucket`` yet, by all that they sent."""
+        for worker in self._active():
+            worker.hear(bucket)
+        return [worker for worker in self._active() if worker.taken < bucket]
 
     def _let_in(self, link: Link, hello: Hello) -> None:
         """Let a worker in.
@@ -192,15 +197,12 @@ class ConnectedWorkers:
         self._workers.append(worker)
 
 
-def _listen(workers: list[_Worker], bucket: int, within: Deadline) -> None:
-    """Wait until one of these workers sends something, and read it until the worker has taken ``bucket``."""
+def _await_word(workers: list[_Worker], within: Deadline) -> None:
+    """Wait until one of these workers sends something."""
     poll = select.poll()
     for worker in workers:
         poll.register(worker.link, select.POLLIN | select.POLLRDHUP)
-    ready = {number for number, _ in poll.poll(within.left_s * 1e3)}
-    for worker in workers:
-        if worker.link.fileno() in ready:
-            worker.hear(bucket)
+    poll.poll(within.left_s * 1e3)
 
 
 def _hello(link: Link) -> Hello:
