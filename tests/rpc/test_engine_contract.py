@@ -14,7 +14,7 @@ import pytest
 
 import torchrl_ext as tx
 from tests.rpc.engines import PORTS, Trainer, client, running, weights
-from torchrl_ext.errors import ConfigError, WeightSyncError
+from torchrl_ext.errors import ConfigError, EngineRefusedError, WeightSyncError
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.testing import MAKES, FakeEngine
 
@@ -193,7 +193,7 @@ def test_an_engine_that_others_paused_stays_paused_where_an_update_does_not_star
 
 
 @pytest.mark.parametrize("port", ["vllm", "embedded", "sglang"])
-def test_a_pause_that_fails_resumes_no_part_of_anothers_version(port, trainers):
+def test_neither_a_pause_that_fails_nor_a_resume_serves_a_part_of_anothers_version(port, trainers):
     with running(port) as fake:
         heal(fake, trainers[0])
         rival = trainers[1].steps(client(fake), RIVAL)
@@ -205,6 +205,8 @@ def test_a_pause_that_fails_resumes_no_part_of_anothers_version(port, trainers):
         fake.inject("fail", PAUSES[port], first=lands_a_part)
         with pytest.raises(WeightSyncError, match="a part of another sender's version"):
             prepared(client(fake), fake, "begin", trainers[0])["begin"]()
+        with pytest.raises(EngineRefusedError, match="holds a part of a version"):
+            client(fake).resume()
         assert not fake.serving and not fake.wrongs
         rival["commit"]()
         assert fake.serving and set(fake.versions.values()) == {RIVAL}
