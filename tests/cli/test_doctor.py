@@ -322,7 +322,7 @@ def test_a_person_gets_whole_lines_in_a_pipe_and_80_columns_in_a_terminal(engine
 
 
 def test_the_page_about_external_engines_names_the_checks_that_there_are():
-    page = (ROOT / "docs" / "external_engines.md").read_text()
+    page = (ROOT / "docs" / "engines.md").read_text()
     checks, _, lines = page.partition("## Deployment checklist")
     table = [line.split("|")[1] for line in checks.splitlines() if line.startswith("| `")]
     named = {name for cell in table for name in re.findall("`([^`]+)`", cell)}

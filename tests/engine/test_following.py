@@ -238,7 +238,7 @@ def test_engines_of_both_makes_and_of_different_sizes_follow_one_sender(tensor_p
 
 @pytest.mark.parametrize("tensor_parallel", ["sglang"], indirect=True)
 def test_the_block_about_sglang_of_the_page_for_those_who_come_from_torchrl(tensor_parallel, checkpoint):
-    on_servers("from_torchrl_vllm", checkpoint, tensor_parallel.url)
+    on_servers("migrate", checkpoint, tensor_parallel.url)
     assert tensor_parallel.says(tiny_model(0))
 
 

@@ -173,7 +173,7 @@ def test_facts_that_cannot_be_are_refused(facts):
 
 
 def test_the_page_shows_what_was_measured_and_by_which_command():
-    page = (ROOT / "docs" / "choosing_a_transport.md").read_text()
+    page = (ROOT / "docs" / "transports.md").read_text()
     commands = ("torchrl-ext bench ", "python -m tests.bench ")
     for name, one in MEASURED.items():
         assert one.value > 0 and one.unit in ("s", "bytes/s") and one.command.startswith(commands), name
