@@ -12,9 +12,9 @@ README = HERE / "README.md"
 CLI = ["typer>=0.29", "rich>=13", "pyyaml>=6", "filelock>=3.12"]
 EMBEDDED = ["transformers>=4.56", "starlette>=0.37", "uvicorn>=0.29"]
 EXTRAS = {
+    # For an engine's environment into which this package went with --no-deps; a plain installation has them.
     "cli": CLI,  # the command torchrl-ext, and topologies of engines in YAML
     "embedded": EMBEDDED,  # an engine of this package, for a transformers model
-    "demo": [*CLI, *EMBEDDED],
     "ray": ["ray>=2.40"],
     "hydra": ["hydra-core>=1.3"],
     "peft": ["peft>=0.14"],
@@ -25,13 +25,13 @@ EXTRAS = {
     "router": ["vllm-router>=0.1.17"],  # else made in an environment of its own on first use
     "vllm": ["vllm>=0.31"],  # a CUDA build; `torchrl-ext serve vllm` installs the CPU one by itself
     "sglang": ["sglang>=0.5.19"],  # likewise: `torchrl-ext serve sglang`
-    "docs": [*CLI, *EMBEDDED, "sphinx>=7", "myst-parser>=3", "furo", "hydra-core>=1.3"],
+    "docs": ["sphinx>=7", "myst-parser>=3", "furo", "hydra-core>=1.3"],
     "lint": ["ruff>=0.6", "mypy>=1.13", "types-PyYAML", "build>=1.2", "twine>=5"],
-    "tutorials": [*CLI, *EMBEDDED, "nbclient>=0.10", "ipykernel>=6", "nbformat>=5", "matplotlib>=3.8"],
+    "tutorials": ["nbclient>=0.10", "ipykernel>=6", "nbformat>=5", "matplotlib>=3.8"],
 }
 EXTRAS["testing"] = ["pytest>=8"]
 EXTRAS["test"] = [
-    *EXTRAS["testing"], *EXTRAS["demo"], *EXTRAS["peft"], *EXTRAS["s3"], *EXTRAS["hydra"],
+    *EXTRAS["testing"], *EXTRAS["peft"], *EXTRAS["s3"], *EXTRAS["hydra"],
     "pytest-timeout>=2.3", "pytest-xdist>=3.5", "pytest-cov>=5", "hypothesis>=6.100", "psutil>=5.9", "httpx>=0.27",
     "moto[server]>=5",
     'triton>=3.6; platform_system == "Linux"',  # its interpreter and compiler need no GPU
@@ -58,7 +58,7 @@ setup(
     packages=find_packages(include=["torchrl_ext", "torchrl_ext.*"]),
     package_data={"torchrl_ext": ["__init__.pyi", "py.typed"]},
     python_requires=">=3.10",
-    install_requires=[  # of trainers and of engines; nothing here moves a version that an engine pins
+    install_requires=[  # nothing here moves a version that an engine pins
         "torch>=2.6",
         "torchrl>=0.14,<0.16",  # some private names of it are used
         "tensordict>=0.14,<0.16",
@@ -71,6 +71,8 @@ setup(
         "aiohttp>=3.11",
         "yarl>=1.17",
         "certifi",
+        *CLI,
+        *EMBEDDED,
     ],
     extras_require=EXTRAS,
     entry_points={

@@ -97,7 +97,7 @@ EXTRAS = [
     "hydra",
     "ray",
 ]
-"""Packages that only extras bring."""
+"""Packages that an engine's environment may lack, and those that only extras bring."""
 
 
 def test_an_installation_without_extras_imports_every_module_that_needs_none():
