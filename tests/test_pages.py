@@ -128,9 +128,10 @@ def test_each_hop_of_one_weight_is_a_function_where_the_page_says():
             assert re.search(rf"\b(?:def|class) {part}\b", source), f"{name} in {path}"
 
 
-def test_the_picture_of_an_update_is_what_its_script_draws():
-    script = runpy.run_path(str(ROOT / "docs" / "draw_update.py"))
-    assert script["TARGET"].read_text() == script["drawn"](), "run draw_update.py"
+def test_every_picture_is_what_the_script_draws():
+    script = runpy.run_path(str(ROOT / "docs" / "draw.py"))
+    for name, drawn in script["PICTURES"].items():
+        assert (script["IMAGES"] / f"{name}.svg").read_text() == drawn(), f"{name}.svg: run docs/draw.py"
 
 
 def test_readme_has_a_row_for_every_transport():
