@@ -119,7 +119,7 @@ def test_modules_and_files_that_pages_name_are_there():
 
 
 def test_each_hop_of_one_weight_is_a_function_where_the_page_says():
-    page = (ROOT / "docs" / "one_weight.md").read_text()
+    page = (ROOT / "docs" / "concepts.md").read_text()
     hops = re.findall(r"`([\w.]+)`\s+\(`([\w/]+\.py)`", page)
     assert len(hops) > 15
     for name, path in hops:
@@ -131,7 +131,7 @@ def test_each_hop_of_one_weight_is_a_function_where_the_page_says():
 def test_every_picture_is_what_the_script_draws():
     script = runpy.run_path(str(ROOT / "docs" / "draw.py"))
     for name, drawn in script["PICTURES"].items():
-        assert (script["IMAGES"] / f"{name}.svg").read_text() == drawn(), f"{name}.svg: run docs/draw.py"
+        assert (script["IMAGES"] / f"{name}.svg").read_text() == drawn(), f"{name}.svg: run draw.py"
 
 
 def test_readme_has_a_row_for_every_transport():
