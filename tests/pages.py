@@ -283,7 +283,7 @@ _MORE = {
     "online_switching": lambda: {"async_llm": _module()},
     "ray": _on_ray,
     "routers": _plan,
-    "megatron": _megatron,
+    "sharded": _megatron,
     "lora": lambda: {"base": _module()},
 }
 
