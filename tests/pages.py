@@ -76,12 +76,12 @@ def blocks(page):
     ]
 
 
-def on_servers(name, checkpoint, *urls, timeout_s=300):
-    """Run, in a process of its own, the blocks of the page ``name`` that need more than embedded engines."""
+def on_servers(name, checkpoint, *urls, what=None, timeout_s=300):
+    """Run, in a process of its own, the blocks of the page ``name`` that need ``what``, or more than embedded engines."""
     python(
         "import sys; from tests.engine.served import with_routers; from tests.pages import run\n"
         "with_routers()\n"
-        "run(sys.argv[1], sys.argv[3:], sys.argv[2], plain=False, needing=True)",
+        f"run(sys.argv[1], sys.argv[3:], sys.argv[2], plain=False, needing={what or True!r})",
         ROOT / "docs" / f"{name}.md",
         checkpoint,
         *urls,
@@ -97,9 +97,10 @@ def run(page, urls, folder, *, plain=True, needing=False):
         urls: of engines, for its addresses in their order.
         folder: a checkpoint of the tiny model.
         plain: whether the blocks run that need no more than embedded engines.
-        needing: whether the others do.
+        needing: whether the others do; or what those need that do.
     """
-    running = [block for block in blocks(page) if not block.shows and (needing if block.needs else plain)]
+    wanted = (lambda block: block.needs == needing) if isinstance(needing, str) else (lambda block: needing)
+    running = [block for block in blocks(page) if not block.shows and (wanted(block) if block.needs else plain)]
     if any(
         "MultiSyncCollector(" in block.code for block in running
     ):  # its workers are forked: no interpreter imports all again
@@ -113,7 +114,7 @@ def run(page, urls, folder, *, plain=True, needing=False):
         shutil.copytree(folder, Path(own, "checkpoints/step-400"))
         table |= {name: str(Path(own, name.lstrip("/"))) for name in FOLDERS}
         sys.argv = [str(page)]
-        space = {"__name__": "__main__", **named(Path(page).stem, folder)}
+        space = {"__name__": "__main__", **named(Path(page).stem, folder, needing)}
         beside, loop = [], asyncio.new_event_loop()  # one for the page: what a block makes may live in it
         for block in running:
             lines = "\n" * block.line + block.code
@@ -180,7 +181,7 @@ class _Beside(threading.Thread):
 # what pages presuppose
 
 
-def named(page, folder):
+def named(page, folder, needing=False):
     """The names that the reader of ``page`` has: a causal LM and its tokenizer, and what the page says of others."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -191,7 +192,7 @@ def named(page, folder):
     )
     policy, model, net = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(3))
     names = {"policy": policy, "model": model, "net": net, "tokenizer": tokenizer, "weights": policy.state_dict()}
-    return names | _MORE.get(page, dict)()
+    return names | (_on_ray if needing == "ray" else _MORE.get(page, dict))()
 
 
 def _collectors():
@@ -202,6 +203,7 @@ def _collectors():
         "make_env": Walk,
         "policy": make_policy(),
         "train": lambda policy, batch: train(policy, 1),
+        "train_on": lambda batch: 0.0,
         "env": _chat(),
     }
 
@@ -227,7 +229,7 @@ def _loop():
 
 
 def _on_ray():
-    """What actors call is found by its name in a module; ``policy`` is the causal LM, ``actor`` TorchRL's kind."""
+    """What actors call is found by its name in a module; ``policy`` is the causal LM."""
     from torchrl.modules.llm.backends.vllm import LocalLLMWrapper
 
     from tests import models
@@ -240,7 +242,7 @@ def _on_ray():
         "async_vllm": LocalLLMWrapper(LLM(models.tiny_model(1), "nccl"), 1, "policy"),
         "make_env": make_env,
         "make_gym_env": collecting.Walk,
-        "actor": collecting.make_policy(),
+        "gym_policy": collecting.make_policy(),
         "my_ip": "127.0.0.1",
         "rollout": models.greedy,
         "prompts": models.PROMPT,
@@ -276,13 +278,10 @@ def _megatron():
 
 _MORE = {
     "README": _loop,
-    "in_a_collector": _collectors,
+    "torchrl": _collectors,
     "quickstart": _loop,
-    "rollouts": lambda: {"train_on": lambda batch: 0.0},
-    "from_torchrl_vllm": lambda: {"collector": _Collector()},
-    "online_switching": lambda: {"async_llm": _module()},
-    "ray": _on_ray,
-    "routers": _plan,
+    "migrate": lambda: {"collector": _Collector()},
+    "operations": _plan,
     "sharded": _megatron,
     "lora": lambda: {"base": _module()},
 }

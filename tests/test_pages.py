@@ -24,7 +24,7 @@ from torchrl_ext.testing import free_port
 RUN = [page for page in PAGES if any(not block.needs and not block.shows for block in blocks(page))]
 SHOWN = [(page, block) for page in PAGES for block in blocks(page) if block.shows]
 ACCELERATORS = 4
-"""What the page about Ray asks for in all."""
+"""What a page's blocks for Ray ask for in all."""
 RANK = """
 import os, sys
 from tests.pages import ROOT, run
@@ -65,8 +65,9 @@ def ray_address(s3):
             yield
 
 
-def test_the_blocks_of_the_page_about_ray_run_in_a_cluster(ray_address, urls, checkpoint):
-    on_servers("ray", checkpoint, urls[0])
+def test_the_blocks_for_ray_run_in_a_cluster(ray_address, urls, checkpoint):
+    on_servers("engines", checkpoint, what="ray")
+    on_servers("torchrl", checkpoint, urls[0], what="ray")
 
 
 def test_the_blocks_of_the_page_about_sharded_trainers_run_on_two_ranks(urls, checkpoint):

@@ -321,9 +321,9 @@ def test_a_person_gets_whole_lines_in_a_pipe_and_80_columns_in_a_terminal(engine
     assert main(["doctor", engine.url, "--pigeon"]) == 2 and "--pigeon" in capsys.readouterr().err
 
 
-def test_the_page_about_external_engines_names_the_checks_that_there_are():
-    page = (ROOT / "docs" / "engines.md").read_text()
-    checks, _, lines = page.partition("## Deployment checklist")
+def test_the_page_about_operations_names_the_checks_that_there_are():
+    checks, _, rest = (ROOT / "docs" / "operations.md").read_text().partition("## Deployment checklist")
+    lines = rest.partition("\n## ")[0]
     table = [line.split("|")[1] for line in checks.splitlines() if line.startswith("| `")]
     named = {name for cell in table for name in re.findall("`([^`]+)`", cell)}
     source = "".join(path.read_text() for path in DOCTOR.glob("*.py"))

@@ -144,13 +144,13 @@ def replicas(start, root, folder):
 
 
 def page(path, checkpoint):
-    """Run all blocks of a page."""
+    """Run the blocks of a page that are for a process with vLLM."""
     import multiprocessing
 
     from tests.pages import run
 
     try:
-        run(path, (), checkpoint, needing=True)
+        run(path, (), checkpoint, plain=False, needing="vllm in this process")
     finally:
         for child in multiprocessing.active_children():  # vLLM's engine, for which the interpreter would wait
             child.terminate()

@@ -68,5 +68,5 @@ def test_an_engine_that_was_put_to_sleep_by_hand_is_woken_and_no_delta_builds_on
             assert not vllm.http.get("/is_sleeping")["is_sleeping"] and vllm.says(model)
 
 
-def test_the_page_about_colocated_engines(vllm, checkpoint):
-    on_servers("colocated", checkpoint, vllm.url)
+def test_the_page_about_engines_of_the_trainers_machine(vllm, checkpoint):
+    on_servers("engines", checkpoint, vllm.url, what="vllm")

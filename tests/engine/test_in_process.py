@@ -72,8 +72,7 @@ def test_asyncvllm_says_what_the_trainer_says_by_each_transport(tmp_path, rays, 
     run(tmp_path, "replicas", checkpoints[0], tmp_path / "root", rays, beside=beside, RAY_USAGE_STATS_ENABLED="0")
 
 
-def test_the_page_about_switching_runs_in_the_process_that_has_vllm(tmp_path):
-    """With all its blocks: what it makes of vLLM is what it switches."""
+def test_the_page_about_engines_runs_in_the_process_that_has_vllm(tmp_path):
     checkpoint = tiny_checkpoint(tmp_path / "model", dtype=torch.bfloat16)  # what vLLM computes in by default
     settings = {"VLLM_CPU_CI_ENV": "1"}  # vLLM's own, for tests: it captures graphs and leaves out their compiler
-    run(tmp_path, "page", ROOT / "docs/online_switching.md", checkpoint, **settings)
+    run(tmp_path, "page", ROOT / "docs/engines.md", checkpoint, **settings)
