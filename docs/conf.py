@@ -29,7 +29,6 @@ napoleon_use_ivar = True
 def settings(what):
     """The fields of one table, and the classes that explain them."""
     from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
-    from torchrl_ext.collectors.updater import TransportWeightUpdater
     from torchrl_ext.compat.flags.options import WeightUpdateConfig
     from torchrl_ext.configs import hydra
     from torchrl_ext.planning.facts import Facts
@@ -40,7 +39,6 @@ def settings(what):
         "update": (WeightUpdateConfig, [WeightUpdateConfig]),
         "facts": (Facts, [Facts]),
         "scheme": (hydra.TransportWeightSyncSchemeConfig, [TransportWeightSyncScheme, *moved]),
-        "updater": (hydra.TransportWeightUpdaterConfig, [TransportWeightUpdater, *moved]),
     }[what]
     return [field for field in dataclasses.fields(owner) if not field.name.startswith("_")], explain
 

@@ -77,7 +77,7 @@ def blocks(page):
 
 
 def on_servers(name, checkpoint, *urls, what=None, timeout_s=300):
-    """Run, in a process of its own, the blocks of the page ``name`` that need ``what``, or more than embedded engines."""
+    """Run, in a process of its own, the blocks of the page ``name`` that need ``what``, or anything at all."""
     python(
         "import sys; from tests.engine.served import with_routers; from tests.pages import run\n"
         "with_routers()\n"
