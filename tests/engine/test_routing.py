@@ -307,4 +307,4 @@ def test_requests_of_one_session_stay_on_one_engine(client, fleet, now, tmp_path
 def test_the_page_about_routers(fleet, checkpoint):
     urls = [served.url for served in fleet]
     with RouterProcess(urls, **settings_for_router("vllm")) as router:
-        on_servers("operations", checkpoint, router.url, *urls)
+        on_servers("operations", checkpoint, *urls, router.url)
