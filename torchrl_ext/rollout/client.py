@@ -17,6 +17,7 @@ from torchrl_ext.rpc.http import Keys
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from typing_extensions import Self
 
 __all__ = ["Generation", "InferenceClient", "VersionSpan"]
 
@@ -161,6 +162,12 @@ class InferenceClient:
     def close(self) -> None:
         """Close the connections; pending requests fail. May be called twice; a later request connects again."""
         self._requests.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(InferenceClient, **self._settings), (list(self.urls),)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rpc.port import no_adapters, no_logprobs, no_unload
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["EngineClient", "NullEngine"]
 
@@ -227,6 +230,12 @@ class EngineClient(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the transport and close the connection; the engine keeps running."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -16,6 +16,9 @@ from torchrl_ext.transports.disk import DiskTransport
 from torchrl_ext.transports.ranks import drives
 from torchrl_ext.types import SyncReport
 from torchrl_ext.weights.peft import as_adapter
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["AdapterSender"]
 
@@ -112,3 +115,9 @@ class AdapterSender:
         for sender in self._senders.values():
             sender.shutdown()
         self._senders.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()

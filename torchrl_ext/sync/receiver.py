@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from torchrl_ext.transports.base import Arrival, Worker, WorkerEnd
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta, Part, decoded
 from torchrl_ext.weights.source import as_source
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Held", "WeightReceiver"]
 
@@ -381,6 +384,12 @@ class WeightReceiver:
             end.close()
         if self._alone is not None:
             self._alone.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # for use without an engine, with TorchRL's method names
 
