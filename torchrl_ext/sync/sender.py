@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import nn
@@ -24,9 +25,11 @@ from torchrl_ext.errors import (
     WeightSyncError,
 )
 from torchrl_ext.messages import REPLACED
-from torchrl_ext.proof.outputs import Compute, Outputs, Probe
+from torchrl_ext.proof.outputs import Compute, Outputs, Probe, Reference
+from torchrl_ext.registry import transports
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.rpc.discovery import connect
+from torchrl_ext.sync.background import Background
 from torchrl_ext.sync.connection import Connection, Spans, update_error
 from torchrl_ext.sync.only import Only, chosen, trainable
 from torchrl_ext.sync.update_source import UpdateSource, bump
@@ -38,13 +41,27 @@ from torchrl_ext.weights.derived import as_mapper, converted
 from torchrl_ext.weights.finite import FiniteCheck
 from torchrl_ext.weights.source import MappingSource, as_source, inner_model, is_tensordict_module
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = ["WeightSender"]
 
 log = logging.getLogger("torchrl_ext")
 
 
+class _Copied(NamedTuple):
+    """What an update in the background has of the trainer, since when, and how many seconds the copy took."""
+
+    source: UpdateSource
+    reference: Reference | None
+    began: float
+    seconds: float
+
+
 class WeightSender:
     """Keeps engines at the policy's newest weights.
+
+    Use it in a ``with`` statement, which calls `shutdown` at its end.
 
     Args:
         transport: moves the weights.
@@ -118,6 +135,7 @@ class WeightSender:
         self._model: Callable[[], Any] = lambda: None
         self._collectors: list[weakref.ref[Any]] = []
         self._spans, self._stats = Spans(), TransferStats()
+        self._background = Background()
         self._attempted = 0
         self._refused: frozenset[str] | None  # names of a partial update that these engines refused
         self._rows: tuple[tuple[ParamMeta, ...], list[Any]] = (), []
@@ -179,7 +197,24 @@ class WeightSender:
         else:
             self._ranks.following(lambda: steps_of(self._transport, self._source()))
 
-    def update_weights(self, weights: Any = None, *, only: Only | None = None) -> SyncReport:
+    @overload
+    def update_weights(
+        self, weights: Any = None, *, only: Only | None = None, wait: Literal[True] = True
+    ) -> SyncReport: ...
+
+    @overload
+    def update_weights(
+        self, weights: Any = None, *, only: Only | None = None, wait: Literal[False]
+    ) -> Future[SyncReport]: ...
+
+    @overload
+    def update_weights(
+        self, weights: Any = None, *, only: Only | None = None, wait: bool
+    ) -> SyncReport | Future[SyncReport]: ...
+
+    def update_weights(
+        self, weights: Any = None, *, only: Only | None = None, wait: bool = True
+    ) -> SyncReport | Future[SyncReport]:
         """Send the registered model's weights, or ``weights``, as the next version.
 
         Args:
@@ -188,46 +223,111 @@ class WeightSender:
                 trainer rank. If all engines serve the last update, only these are sent; otherwise (after a failure or
                 with a new engine, for example) all are, and `SyncReport.part` is False. If engines refuse a partial
                 update and still serve the previous version, a trainer with one rank sends all tensors at once.
+            wait: if False, copy all tensors, on their devices, and return; a thread of the sender sends the copies, and
+                the trainer may change its weights meanwhile. For the transports whose `Transport.background` is true
+                (delta, disk, sharded), and trainers with one rank. The copies take the bytes of the model, in the
+                dtypes that are sent, until the update ends. The next update waits for this one, for the transport's
+                timeout at most, as `shutdown` does. Both raise its error, in place of sending anything, unless you
+                have taken it from the future. The thread also increments the versions of collectors. A process that
+                ends without `shutdown` stops the update half-way.
 
         Returns:
-            The report, with one row per engine.
+            The report, with one row per engine; if ``wait`` is False, its future, which cannot be cancelled.
 
         Raises:
+            ConfigError: ``wait`` is False, and the transport or a trainer with several ranks cannot go on without you.
+            DeadlineError: the previous update, in the background, has not ended in time; it goes on.
+            ConcurrentUpdateError: another thread sends through this transport or to this engine.
             ManifestError, ConfigError: ``only`` selects no tensor or names one that is not sent; or, with
                 ``finite="refuse"``, a tensor that this process holds has a NaN or an infinity.
             WeightSyncError: the update failed; the message says what each engine serves.
+
+        Example:
+            >>> with tx.WeightSender(tx.make_transport("delta", root=root), tx.connect(address)) as sender:
+            ...     future = sender.update_weights(lm, wait=False)
+            ...     # train on
+            ...     future.result().version
+            1
         """
+        self._background.settle(self._transport.timeout_s)
+        if not wait:
+            return self._begin(weights, only)
         with exclusive(self._transport, "update_weights"), self._connection.turn():
             report, accepted = self._lead(weights, only) if self._ranks.drives else self._follow(weights, only)
         for _ in range(accepted):
             bump(self._collectors)
         return report
 
+    def _begin(self, weights: Any, only: Only | None) -> Future[SyncReport]:
+        """Copy what an update sends, and send it in a thread, which holds the locks until it ends."""
+        if not self._transport.background or self._ranks.size > 1 or not self._ranks.drives:
+            raise ConfigError(
+                f"wait=False is not for the {self._transport.name} transport of this trainer",
+                expected=f"one trainer rank, and one of the transports {', '.join(_in_background())}",
+                state="nothing was sent",
+                hint="leave wait=False out",
+            )
+        began = time.perf_counter()
+        with ExitStack() as held:
+            held.enter_context(exclusive(self._transport, "update_weights"))
+            held.enter_context(self._connection.turn())
+            reference = None if self._outputs is None else self._outputs.asked(weights, self._model())
+            copying = time.perf_counter()
+            source = self._source(weights, only, copied=True)
+            copied = _Copied(source, reference, began, time.perf_counter() - copying)
+            locks = held.pop_all()
+            held.callback(locks.close)  # if no thread can be started
+
+            def update() -> SyncReport:
+                with locks:
+                    report, _ = self._lead(None, None, copied)
+                bump(self._collectors)
+                return report
+
+            future = self._background.begin(update)
+            held.pop_all()
+        return future
+
     def check_connection(self) -> bool:
         """Return whether the transport is connected."""
         return self._transport.check_connection()
 
     def shutdown(self) -> None:
-        """Leave the engines and release the transport; engines keep serving their weights."""
+        """Leave the engines and release the transport; engines keep serving their weights.
+
+        Raises:
+            WeightSyncError: an update in the background failed, or did not end within the transport's timeout.
+        """
+        with ExitStack() as left:
+            left.callback(self._transport.shutdown)
+            left.callback(self._connection.close)
+            self._background.settle(self._transport.timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
-            self._connection.close()
-        finally:
-            self._transport.shutdown()
+            self.shutdown()
+        except Exception:
+            if error is None:
+                raise
+            log.error("the sender was shut down after another error, and raised", exc_info=True)
 
     def holds(self, version: int) -> None:
         """Note that the engines already hold ``version`` (0: their start weights), so the first may be partial."""
         self._connection.delivered = version
 
-    def _lead(self, weights: Any, only: Only | None) -> tuple[SyncReport, int]:
+    def _lead(self, weights: Any, only: Only | None, copied: _Copied | None = None) -> tuple[SyncReport, int]:
         """Drive an update on rank 0; return its report and the number of accepted updates, which is 1."""
-        started = time.perf_counter()
+        started = time.perf_counter() if copied is None else copied.began
         with self._ranks.leading() as session:
-            source = self._source(weights, only)
+            source = self._source(weights, only) if copied is None else copied.source
             for name, tensor in source.held().items() if self._finite == "refuse" else ():  # before anything begins
                 if source.only is None or name in source.only:
                     source.finite.look(name, tensor)
             try:
-                report = self._drive(source, weights, started)
+                report = self._drive(source, weights, started, copied)
             finally:
                 source.finite.warn(source.version)
             session.end(self.version, accepted=True)
@@ -259,14 +359,17 @@ class WeightSender:
             log.warning("trainer rank 0 could not put an update in service; engines serve version %d", self.version)
         return SyncReport(version=self.version, transport=self._transport.name), ended.accepted
 
-    def _drive(self, source: UpdateSource, weights: Any, started: float) -> SyncReport:
+    def _drive(self, source: UpdateSource, weights: Any, started: float, copied: _Copied | None) -> SyncReport:
         compared: AbstractContextManager[None] = nullcontext()
         self._spans, self._stats, source.version = Spans(), TransferStats(), self._attempted + 1
+        if copied is not None:
+            self._spans["copy"] = copied.seconds
         try:
             source.version = self._next_version()
             if self._outputs is not None:
                 self._ranks.session.order("outputs", always=True)
-                reference = self._outputs.asked(weights, self._model())
+                reference = copied.reference if copied else self._outputs.asked(weights, self._model())
+                assert reference is not None
                 compared = self._outputs.compared(self.engine, source, reference)
             try:
                 with compared:
@@ -376,7 +479,7 @@ class WeightSender:
         rename = as_mapper(self._mapper or {})
         return lambda: frozenset(map(rename, trainable(module)))
 
-    def _source(self, weights: Any = None, only: Only | None = None) -> UpdateSource:
+    def _source(self, weights: Any = None, only: Only | None = None, copied: bool = False) -> UpdateSource:
         registered = self._model()
         if weights is None and registered is None:
             raise NotConnectedError(
@@ -387,7 +490,7 @@ class WeightSender:
             source = converted(source, registered)  # converts the module's parameter names to checkpoint names
         narrow = self._transport.parts
         finite = FiniteCheck(self._finite, left=not narrow)
-        sent = UpdateSource(source, mapper=self._mapper, dtype=self._dtype, finite=finite, narrow=narrow)
+        sent = UpdateSource(source, mapper=self._mapper, dtype=self._dtype, finite=finite, narrow=narrow, copied=copied)
         sent.only = None if only is None else chosen(only, sent, self._trained(weights))
         return sent
 
@@ -438,6 +541,14 @@ class WeightSender:
             part=source.part is not None and not failed,
             finite=source.finite.finite,
         )
+
+
+def _in_background() -> Iterator[str]:
+    """Yield the names of the transports that send in the background."""
+    for name in transports.names():
+        with suppress(ConfigError):  # of a package that cannot be imported
+            if transports.load(name).background:
+                yield name
 
 
 def _client_of(transport: Transport, engine: EngineClient | str | None, rank: int | None) -> EngineClient:

@@ -18,6 +18,7 @@ from torchrl_ext.weights.derived import MappedSource
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.finite import FiniteCheck
 from torchrl_ext.weights.shards.blocks import Shard, checked_shards
+from torchrl_ext.weights.snapshot import Snapshot
 from torchrl_ext.weights.source import WeightSource, checked
 
 __all__ = ["UpdateSource", "bump"]
@@ -33,6 +34,7 @@ class UpdateSource(WeightSource):
         mapper: trainer name -> checkpoint name.
         dtype: cast floating-point tensors to this dtype.
         finite: checks tensors for NaN and infinity during iteration, or lets the transport check; None for no check.
+        copied: whether to copy all tensors now, as they are sent.
         narrow: whether a partial update yields only its tensors; if False, it yields all tensors, and `part` says which
             of them may differ from its base.
 
@@ -59,6 +61,7 @@ class UpdateSource(WeightSource):
         dtype: torch.dtype | None = None,
         finite: FiniteCheck | None = None,
         narrow: bool = True,
+        copied: bool = False,
     ) -> None:
         self.finite = FiniteCheck() if finite is None else finite
         self.look = self.finite.look if self.finite.left else None
@@ -82,6 +85,8 @@ class UpdateSource(WeightSource):
                 state="nothing was sent",
                 hint="load the weights, or bring offloaded ones back, before sending them",
             )
+        if copied:
+            self.whole, self._gathers = Snapshot(self.whole), False
 
     def limit(self, base: int | None) -> None:
         """From the next iteration on, send only the tensors in `only`, on top of version ``base``, or all for None."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
@@ -26,6 +26,9 @@ from torchrl_ext.transports.ranks import Steps, TrainerRanks, numbered
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "Arrival", "Handoff", "TransferStats", "Transport", "Update", "Worker", "WorkerEnd", "exclusive", "passing",
@@ -148,6 +151,8 @@ class Transport(ABC):
     `prepare` calls `WeightSource.look` for what is not known to be finite, so that no pass has to."""
     gathers: ClassVar[bool] = True
     """`prepare` or ``transfer`` passes over the source, in which the other trainer ranks take part."""
+    background: ClassVar[bool] = False
+    """An update may run in another thread, from a copy of the weights, while the trainer computes."""
     timeout_s: float = 60.0
 
     def __init__(self, *, timeout_s: float = 60.0) -> None:
@@ -190,6 +195,12 @@ class Transport(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Release everything. May be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
 
 
 class WorkerEnd(ABC):

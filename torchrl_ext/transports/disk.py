@@ -70,6 +70,7 @@ class DiskTransport(StandaloneTransport):
     """
 
     name: ClassVar[str] = "disk"
+    background: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -102,6 +102,7 @@ class DeltaTransport(StandaloneTransport):
 
     name: ClassVar[str] = "delta"
     proves: ClassVar[bool] = True
+    background: ClassVar[bool] = True
     parts: ClassVar[bool] = False  # changes are of whole versions; what did not change costs nothing
 
     def __init__(
