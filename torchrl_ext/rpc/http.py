@@ -32,6 +32,7 @@ __all__ = ["Answer", "HTTPSession", "normalise_url", "normalise_urls"]
 log = logging.getLogger("torchrl_ext")
 
 _SHORTEST_S = 0.05  # every call gets at least this long, even at its deadline
+_CHECK = "check that it runs, and the address"
 _CROWDED = "check that it runs; it may have more to accept than it can: try again, or send fewer requests at a time"
 _MESSAGE_CHARS = 2000
 _UNAUTHORIZED = 401
@@ -288,7 +289,8 @@ class HTTPSession:
         except aiohttp.ClientConnectorCertificateError as error:
             raise _unreachable(where, str(error.certificate_error)) from None
         except aiohttp.ClientConnectorError as error:
-            raise _unreachable(where, str(error.os_error)) from None
+            unnamed = f", which names no port: port {url.port} was tried" if url.explicit_port is None else ""
+            raise _unreachable(where, str(error.os_error), _CHECK + unnamed) from None
         except (aiohttp.ClientError, OSError) as error:
             raise _unreachable(where, f"the connection broke: {error or type(error).__name__}") from None
         if 300 <= answer.status < 400:
@@ -353,7 +355,7 @@ def _bearers(api_key: Keys) -> list[dict[str, str]]:
     return [{"authorization": f"Bearer {key}"} for key in keys] or [{}]
 
 
-def _unreachable(where: str, why: str, hint: str = "check that it runs, and the address") -> EngineUnreachableError:
+def _unreachable(where: str, why: str, hint: str = _CHECK) -> EngineUnreachableError:
     if "CERTIFICATE_VERIFY_FAILED" in why:
         hint = "name the file of the authority that signed its certificate in SSL_CERT_FILE"
     elif "SSL" in why:
