@@ -214,7 +214,7 @@ class Outputs:
             raise EngineError(
                 "; ".join(failed.values()),
                 expected=f"log-probabilities within {bound:g} of the trainer's",
-                state=f"{', '.join(failed)}: paused with the new weights, or not to be reached; others serve them",
+                state=f"{', '.join(failed)}: paused with the new weights, or not to be reached",
                 hint="look for what the engine computes otherwise (quantisation, configuration, kernels), or allow a "
                 "larger max_gap; the next good update resumes it",
             )
