@@ -121,6 +121,7 @@ def with_store(connector, **more):
 
 INNER = {"kv_connector_extra_config": {"connectors": [{"kv_connector": "HF3FSKVConnector"}]}}
 UNSEEN = {"seen": False, "why": "no such file"}
+CLOSED = {**UNSEEN, "remedy": "name it in TORCHRL_EXT_ROOTS where the engine is started"}
 ALONE = {"seen": True, "why": "", "probe": ".probe.tmp-0123", "free_bytes": 1}
 
 
@@ -143,6 +144,7 @@ ALONE = {"seen": True, "why": "", "probe": ".probe.tmp-0123", "free_bytes": 1}
         (with_store("LMCacheConnectorV1"), "kept keys", "warning", "LMCache"),
         (with_store("MultiConnector", **INNER), "kept keys", "warning", "HF3FS"),
         (answering(root=UNSEEN), "shared root", "failure", "mount"),
+        (answering(root=CLOSED), "shared root", "failure", "'remedy': 'name it in TORCHRL_EXT_ROOTS"),
         (answering(root=ALONE), "shared root", "warning", "does not show up"),
         (answering(root={**ALONE, "probe": None}), "shared root", "ok", "cannot write there"),
         (answering(dial={"reached": False, "why": "no answer"}), "group", "failure", "master_address"),

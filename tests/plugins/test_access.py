@@ -159,6 +159,12 @@ def test_a_root_without_the_probe_of_the_asker_is_not_seen(tmp_path):
     assert not answer["seen"] and answer["why"]
 
 
+def test_a_root_that_the_engine_does_not_open_has_a_remedy_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHRL_EXT_ROOTS", str(tmp_path / "allowed"))
+    answer = inspect(Inspect(root=SharedRoot(LocalStore(tmp_path), "run").invite()))["root"]
+    assert not answer["seen"] and "TORCHRL_EXT_ROOTS" in answer["remedy"]
+
+
 def test_an_open_port_looks_as_a_closed_one_and_takes_as_long(monkeypatch):
     monkeypatch.setattr("torchrl_ext.sync.inspection._DIAL_S", 0.2)
     listener = socket.create_server(("127.0.0.1", 0))

@@ -6,8 +6,9 @@ It takes an `Inspect` message and returns one JSON object:
 (always)           ``torchrl_ext``, ``python``, ``torch`` (versions), ``host``, ``pid``, ``time`` (seconds since
                    1970), ``transports`` (names that this environment can import), ``devices`` (number of
                    accelerators)
-``root``           if the message has one: ``{"seen", "why", "free_bytes", "probe"}``; ``probe`` names a file that
-                   the worker wrote for `doctor` to find, or is null
+``root``           if the message has one: ``{"seen", "why", "remedy", "free_bytes", "probe"}``; ``remedy`` is empty
+                   unless the engine does not open the root; ``probe`` names a file that the worker wrote for `doctor`
+                   to find, or is null
 ``dial``           if the message has one: ``{"reached", "why"}``; whether the listener there sends its ``token``, 32
                    hexadecimal digits
 =================  ==========================================================================================
@@ -84,7 +85,7 @@ def inspect(question: Inspect) -> Info:
 
 def _look(invitation: Info) -> Info:
     """Look for the probe of `doctor`, and write one for `doctor` to find."""
-    found: Info = {"seen": False, "why": "", "free_bytes": None, "probe": None}
+    found: Info = {"seen": False, "why": "", "remedy": "", "free_bytes": None, "probe": None}
     try:
         admit(invitation.get("root"))
         store = open_store(invitation["root"])
@@ -98,6 +99,7 @@ def _look(invitation: Info) -> Info:
         _written[found["probe"]] = shared
     except (WeightSyncError, OSError) as error:
         found["why"] = f"{why(error):.400}"
+        found["remedy"] = (error.hint if isinstance(error, ConfigError) else None) or ""
     return found
 
 
