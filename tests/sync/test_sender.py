@@ -133,6 +133,14 @@ class TestRegistration:
 
 
 class TestFailures:
+    @pytest.mark.parametrize("name", ["disk", "delta"])
+    def test_a_root_that_is_no_directory_is_named_with_the_version_that_was_tried(self, name, tmp_path):
+        (tmp_path / "file").touch()
+        sender = tx.WeightSender(tx.make_transport(name, root=tmp_path / "file"), InProcessEngine(nn.Linear(3, 2)))
+        with sender, pytest.raises(UpdateError, match=r"latest: Not a directory; weights version 1 did") as told:
+            sender.update_weights(nn.Linear(3, 2))
+        assert told.value.report.version == 1
+
     def test_an_engine_whose_bytes_are_not_the_trainers_does_not_serve_them(self, transport):
         class Forgetful(TensorsLoader):
             def finish(self):
