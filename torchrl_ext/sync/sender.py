@@ -107,6 +107,10 @@ class WeightSender:
         >>> report.version, report.verified, report.proof
         (1, True, 'in place')
         >>> sender.shutdown()
+        >>> with tx.WeightSender(tx.make_transport("delta", root=root), tx.connect(address)) as sender:
+        ...     future = sender.update_weights(lm, wait=False)  # train on meanwhile
+        ...     future.result().version
+        2
     """
 
     def __init__(
@@ -241,13 +245,6 @@ class WeightSender:
             ManifestError, ConfigError: ``only`` selects no tensor or names one that is not sent; or, with
                 ``finite="refuse"``, a tensor that this process holds has a NaN or an infinity.
             WeightSyncError: the update failed; the message says what each engine serves.
-
-        Example:
-            >>> with tx.WeightSender(tx.make_transport("delta", root=root), tx.connect(address)) as sender:
-            ...     future = sender.update_weights(lm, wait=False)
-            ...     # train on
-            ...     future.result().version
-            1
         """
         self._background.settle(self._transport.timeout_s)
         if not wait:
