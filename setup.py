@@ -19,6 +19,9 @@ EXTRAS = {
     "hydra": ["hydra-core>=1.3"],
     "peft": ["peft>=0.14"],
     "s3": ["s3fs>=2024.6"],
+    "prometheus": ["prometheus_client>=0.20"],
+    "opentelemetry": ["opentelemetry-api>=1.20"],
+    "plot": ["matplotlib>=3.8"],
     # for torch without CUDA or with CUDA 12, and brings nothing but itself; with CUDA 13, install nixl-cu13 by its name.
     # The package `nixl` itself would bring both, with CUDA's libraries
     "nixl": ['nixl-cu12>=1.5; platform_system == "Linux"'],
@@ -31,7 +34,8 @@ EXTRAS = {
 }
 EXTRAS["testing"] = ["pytest>=8"]
 EXTRAS["test"] = [
-    *EXTRAS["testing"], *EXTRAS["peft"], *EXTRAS["s3"], *EXTRAS["hydra"],
+    *EXTRAS["testing"], *EXTRAS["peft"], *EXTRAS["s3"], *EXTRAS["hydra"], *EXTRAS["plot"],
+    *EXTRAS["prometheus"], *EXTRAS["opentelemetry"], "opentelemetry-sdk>=1.20",
     "pytest-timeout>=2.3", "pytest-xdist>=3.5", "pytest-cov>=5", "hypothesis>=6.100", "psutil>=5.9", "httpx>=0.27",
     "moto[server]>=5",
     'triton>=3.6; platform_system == "Linux"',  # its interpreter and compiler need no GPU

@@ -15,7 +15,8 @@ from tests.processes import ROOT, python
 
 PACKAGE = ROOT / "torchrl_ext"
 FLOORS = [
-    {"errors"},
+    {"errors", "progress"},
+    {"reports"},
     {"types", "registry", "files", "deadline", "devices"},
     {"kernels", "messages"},
     {"routes", "weights"},
@@ -39,15 +40,21 @@ HOMES = {
     "httpx": set(),
     "requests": set(),
     "ray": {"serving", "sync"},
+    "matplotlib": {"reports"},
+    "prometheus_client": {"sync"},
+    "opentelemetry": {"sync"},
     "vllm": {"plugins"},
     "sglang": {"plugins"},
     "pytest": {"testing"},
 }
 IN_ENGINES = {
-    "types", "errors", "messages", "routes", "registry", "files", "deadline", "devices", "kernels", "weights",
-    "codecs", "landing", "stores", "versions", "transports", "proof", "sync", "plugins",
+    "types", "errors", "progress", "reports", "messages", "routes", "registry", "files", "deadline", "devices",
+    "kernels", "weights", "codecs", "landing", "stores", "versions", "transports", "proof", "sync", "plugins",
 }  # fmt: skip
-TRAINER_ONLY = {"torchrl", "tensordict", "transformers", "ray", "aiohttp", "httpx", "requests", "peft", "datasets"}
+TRAINER_ONLY = {
+    "torchrl", "tensordict", "transformers", "ray", "aiohttp", "httpx", "requests", "peft", "datasets", "rich",
+    "matplotlib",
+}  # fmt: skip
 ENGINE_MODULES = [
     "torchrl_ext",
     "torchrl_ext.plugins.vllm.register",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 import torch
 
+from torchrl_ext import reports
 from torchrl_ext.errors import ConfigError, ManifestError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -293,6 +294,10 @@ class SyncReport:
         whole: tensors sent unsharded although the trainer or the engine is sharded -> the reason.
         part: only some tensors were sent (``only=``) and engines kept the others; `proof` covers those that were sent.
         finite: whether all tensors that this process checked are free of NaN and infinity; None if it checked none.
+        error: why the update failed (the report is `UpdateError.report`); None if every engine serves the version.
+        began: Unix time at which the update began, in seconds; 0.0 if unknown.
+        timeline: each run of a phase, with its start and end in seconds since ``began``, in the order in which they
+            ended. A phase that runs again after a failure appears again.
 
     Example:
         >>> sender = tx.WeightSender(tx.make_transport("disk", root=root), tx.connect(address))
@@ -300,6 +305,10 @@ class SyncReport:
         >>> report = sender.update_weights()
         >>> [(row.kind, row.state, row.version) for row in report.engines], sorted(report.spans)[:3]
         ([('embedded', 'serving', 1)], ['connect', 'pause', 'prefetch'])
+        >>> print(report.table().splitlines()[0])  # print(report) shows the whole table
+        version 1 by disk: served by 1 of 1 engine(s), proof: in place
+        >>> report.scalars()["sync/engines_serving"]
+        1.0
         >>> sender.shutdown()
     """
 
@@ -319,6 +328,72 @@ class SyncReport:
     whole: Mapping[str, str] = field(default_factory=dict)
     part: bool = False
     finite: bool | None = None
+    error: str | None = None
+    began: float = 0.0
+    timeline: tuple[reports.Phase, ...] = ()
+
+    def scalars(self) -> dict[str, float]:
+        """Return the report's numbers under flat keys, for loggers.
+
+        ===========================  ====================================================================
+        ``sync/version``             the version
+        ``sync/engines``             engines in the report
+        ``sync/engines_serving``     engines that serve this version
+        ``sync/total_s``             seconds that the update took
+        ``sync/pause_s``             the longest pause of an engine, in seconds; with engines only
+        ``sync/phase/PHASE_s``       seconds of each phase of `spans`, such as ``sync/phase/prepare_s``
+        ``sync/bytes``               as `bytes`; like the next four, left out if the update failed
+        ``sync/model_bytes``         as `model_bytes`
+        ``sync/tensors``             as `tensors`
+        ``sync/density``             as `density`, from 0 to 1
+        ``sync/verified``            1.0 if `verified`, else 0.0
+        ``sync/finite``              1.0 if `finite`, else 0.0; left out if nothing was checked
+        ``sync/max_gap``             the largest `EngineRow.max_gap`, in nats; with ``verify="outputs"`` only
+        ===========================  ====================================================================
+        """
+        return reports.scalars(self)
+
+    def table(self) -> str:
+        """Return the report as plain text: bytes, proof, a line per phase, and a line per engine with its address."""
+        return reports.table(self)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def __rich__(self) -> Any:
+        from rich.text import Text  # rich calls this
+
+        return Text(self.table())
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw when each phase ran, one row per phase; the pause is red.
+
+        Args:
+            ax: matplotlib axes to draw on; None makes a figure.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ConfigError: matplotlib, which the extra ``plot`` installs, is missing.
+        """
+        return reports.plot(self, ax)
+
+    @staticmethod
+    def plot_history(history: Sequence[SyncReport], axes: Any = None) -> Any:
+        """Draw the bytes and the longest pause of each update over the version; dotted lines mark failed updates.
+
+        Args:
+            history: the reports of some updates.
+            axes: two matplotlib axes, for bytes and for pauses; None makes a figure.
+
+        Returns:
+            The axes.
+
+        Raises:
+            ConfigError: matplotlib, which the extra ``plot`` installs, is missing.
+        """
+        return reports.plot_history(history, axes)
 
     def to_json(self) -> Info:
         """Return all fields as a JSON-safe dict; an infinite gap becomes ``"inf"``, because JSON has no infinity."""

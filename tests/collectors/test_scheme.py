@@ -92,14 +92,16 @@ def test_a_collector_of_one_process_is_updated_in_place(transport):
         track_policy_version=True,
     )  # fmt: skip
     try:
-        batches = iter(collector)
+        batches, logged = iter(collector), []
         next(batches)
         other = make_policy(1)
+        scheme.log_to(logged.append)
         collector.update_policy_weights_(other)
         assert same(collector.policy.state_dict(), other.state_dict())
-        assert collector.policy_version == 1
+        assert collector.policy_version == 1 and logged == [scheme.report]
         with pytest.raises(UpdateError, match=r"model 'policy'.*'module\.0\.bias'"):
             collector.update_policy_weights_(make_policy(hidden=8))
+        assert [one.error is None for one in logged] == [True, False]
         assert collector.policy_version == 1
         assert same(collector.policy.state_dict(), other.state_dict())
     finally:

@@ -191,6 +191,8 @@ def test_what_cannot_work_is_said():
     pair = Pool([InProcessEngine(make_policy(), url=name) for name in ("a", "b")])
     with pytest.raises(ConfigError, match="worker 0 cannot be updated alone"):
         tx.TransportWeightUpdater("memory", pair).push_weights(make_policy(), worker_ids=[0])
+    reports = []
+    updater.log_to(reports.append)
     updater.register_model(make_policy(2))
     updater.push_weights()
-    assert updater.report.version == 1
+    assert updater.report.version == 1 and reports == [updater.report]

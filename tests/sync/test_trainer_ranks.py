@@ -81,7 +81,8 @@ def test_an_engine_that_refuses_fails_rank_0s_call_and_no_other_rank_counts_it(r
                 raise RuntimeError("out of memory")
             return super().load(*given)
 
-    trainer = Trainer(tx.DiskTransport(folder), Refusing)
+    trainer, logged = Trainer(tx.DiskTransport(folder), Refusing), []
+    trainer.sender.log_to(lambda report: logged.append(report.error is None))
     trainer.in_step(1, 1)
     Refusing.refuses = True
     with raises_if(rank == 0, UpdateError, match="out of memory"):
@@ -89,6 +90,7 @@ def test_an_engine_that_refuses_fails_rank_0s_call_and_no_other_rank_counts_it(r
     Refusing.refuses = False
     trainer.in_step(3, 2)
     assert trainer.sender.version == 3
+    assert logged == ([True, False, True] if rank == 0 else [])
 
 
 @on_ranks(2)

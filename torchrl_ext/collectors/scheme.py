@@ -20,7 +20,9 @@ from torchrl_ext.collectors.trainer_end import CollectorTransport, is_per_worker
 from torchrl_ext.collectors.worker_end import WorkerTransport
 from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.registry import transports
+from torchrl_ext.sync.telemetry import Log, Logs
 from torchrl_ext.transports.base import Transport
+from torchrl_ext.types import SyncReport
 
 __all__ = ["TransportWeightSyncScheme", "checked_settings"]
 
@@ -70,6 +72,20 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         self._weights: Any = None
         self._device_map_fn: Callable[[int, Any], Any] | None = None
         self._scratch: str | None = None
+        self.logs = Logs()  # the trainer's end hands each report on
+
+    @property
+    def report(self) -> SyncReport | None:
+        """The `SyncReport` of the last accepted update, in the trainer's process; None before the first."""
+        return None if self._shared_transport is None else self._shared_transport.report
+
+    def log_to(self, *logs: Log) -> None:
+        """Log every update of the workers from now on, as `WeightSender.log_to`; call it in the trainer's process.
+
+        Raises:
+            ConfigError: as `WeightSender.log_to`.
+        """
+        self.logs.add(*logs)
 
     def create_transport(self, **settings: Any) -> Transport:
         """Make a transport from the trainer to the workers; ``settings`` override the scheme's own."""
@@ -237,7 +253,7 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
     def __getstate__(self) -> dict[str, Any]:
         """Return what a worker needs: settings and the trainer's address."""
         here = ("_shared_transport", "_receiver_transport", "_weights", "_device_map_fn", "_scratch")
-        return super().__getstate__() | dict.fromkeys(here)
+        return super().__getstate__() | dict.fromkeys(here) | {"logs": Logs()}
 
 
 def checked_settings(transport: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -124,6 +124,7 @@ class CollectorTransport:
         if self._sender is None or self._sender[0] != engines:
             self._leave()
             sender = WeightSender(self._scheme.create_transport(), Pool(engines), verify=self._scheme.verify)
+            sender.log_to(self._scheme.logs)
             self._sender = engines, sender
         try:
             self.report = self._sender[1].update_weights(weights)

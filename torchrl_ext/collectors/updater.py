@@ -15,6 +15,7 @@ from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.discovery import as_engine
 from torchrl_ext.rpc.http import normalise_urls
 from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.sync.telemetry import Log
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.types import SyncReport, dtype_from_name
@@ -44,7 +45,8 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         settings: settings of a transport picked by name; None selects the transport's default.
 
     Attributes:
-        report: report of the last update; None before the first.
+        report: `SyncReport` of the last accepted update; None before the first. Collectors and ``push_weights`` return
+            none, so read it here, or log every report by `log_to`.
 
     Raises:
         ConfigError: there is no such transport or setting, an address is invalid, or settings come with a
@@ -104,6 +106,14 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
                 engine = made.vllm_engine
             self._sender = WeightSender(made, as_engine(engine), **self._how)
         return self._sender
+
+    def log_to(self, *logs: Log) -> None:
+        """Log every update from now on, as `WeightSender.log_to`; makes the sender.
+
+        Raises:
+            ConfigError, EngineError: as `WeightSender.log_to` and `sender`.
+        """
+        self.sender.log_to(*logs)
 
     def register_model(self, model: Any) -> None:
         """Register the model to send when no weights are passed; the updater keeps it alive."""

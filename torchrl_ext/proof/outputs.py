@@ -19,6 +19,7 @@ from torch import nn
 
 from torchrl_ext.errors import ConfigError, EngineError, EngineUnreachableError, WeightSyncError
 from torchrl_ext.proof.scoring import score
+from torchrl_ext.reports import Spans
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.types import PROOFS, EngineRow, Info, ParamMeta
 from torchrl_ext.weights.source import inner_model
@@ -148,7 +149,7 @@ class Outputs:
         self._max_gap = max_gap
         self._probe = probe if isinstance(probe, Probe) else Probe(compute=probe)
         self._found: dict[str, Info] = {}
-        self.spans: dict[str, float] = {}
+        self.spans = Spans()
 
     @classmethod
     def wanted(cls, verify: bool | str, max_gap: float | str | None, probe: Probe | Compute | None) -> Outputs | None:
@@ -178,7 +179,8 @@ class Outputs:
         began = time.perf_counter()
         candidates = (inner_model(candidate) for candidate in (weights, model))
         reference = self._probe.trainer(next((one for one in candidates if isinstance(one, nn.Module)), None))
-        self.spans = {"probe": time.perf_counter() - began}
+        self.spans = Spans()
+        self.spans.since("probe", began)
         return reference
 
     @contextmanager
@@ -202,7 +204,7 @@ class Outputs:
         for one in engine.each():
             one.logprobs(())  # raises where it cannot compute any, before it takes the version
         bound = bound_of(source.params()) if isinstance(self._max_gap, str) else self._max_gap
-        self.spans["probe"] += time.perf_counter() - began
+        self.spans.since("probe", began)
         try:
             yield
         except Exception:  # the rows of the report say how far off the engines are that serve the version
@@ -230,7 +232,7 @@ class Outputs:
         with ThreadPoolExecutor(max_workers=max(1, len(serving)), thread_name_prefix="probe") as pool:
             found = pool.map(lambda one: _compare(one, reference, bound), serving)
             self._found = {one.url: fields for one, fields in zip(serving, found, strict=True)}
-        self.spans["probe"] += time.perf_counter() - began
+        self.spans.since("probe", began)
 
 
 def _compare(engine: EngineClient, reference: Reference, bound: float | None) -> Info:

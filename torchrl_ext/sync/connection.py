@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 import threading
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -15,32 +14,20 @@ from typing import final
 
 from torchrl_ext.deadline import Deadline, beside, one_at_a_time
 from torchrl_ext.errors import ConcurrentUpdateError, UpdateError, WeightSyncError, why
+from torchrl_ext.progress import progress
+from torchrl_ext.reports import Spans
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.transports.base import Handoff
 from torchrl_ext.types import EngineRow, ParamMeta, SyncReport
 
-__all__ = ["Connection", "Spans", "update_error"]
+__all__ = ["Connection", "update_error"]
 
 log = logging.getLogger("torchrl_ext")
 
 # a client belongs to the sender that last joined its engine, and only one sender at a time may update through it
 _turns: weakref.WeakKeyDictionary[EngineClient, threading.Lock] = weakref.WeakKeyDictionary()
 _speaks_for: weakref.WeakKeyDictionary[EngineClient, weakref.ref[Connection]] = weakref.WeakKeyDictionary()
-
-
-@final
-class Spans(dict[str, float]):
-    """Seconds that each phase of an update took."""
-
-    @contextmanager
-    def of(self, phase: str) -> Iterator[None]:
-        """Add the duration of the block to ``phase``."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self[phase] = self.get(phase, 0.0) + time.perf_counter() - began
 
 
 @final
@@ -174,7 +161,7 @@ class Connection:
                 handoff.transfer(within)
         for client in self.engine.each():
             _speaks_for[client] = weakref.ref(self)
-        with spans.of("rehearse"):
+        with spans.of("rehearse"), progress(f"rehearsing an update on {self.engine.url}"):
             self.engine.rehearse(self._rehearse)
 
 

@@ -17,9 +17,10 @@ from msgspec import structs
 
 from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, WeightSyncError, why
 from torchrl_ext.messages import Finish, Join, Load, Message, Prefetch, Start
+from torchrl_ext.reports import Spans
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.sync.connection import Connection, Spans, update_error
+from torchrl_ext.sync.connection import Connection, update_error
 from torchrl_ext.transports.base import Handoff
 from torchrl_ext.transports.published import Joined, PublishedRoot
 from torchrl_ext.types import Info, ParamMeta

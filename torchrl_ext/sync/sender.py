@@ -23,15 +23,18 @@ from torchrl_ext.errors import (
     StaleBaseError,
     TransportError,
     WeightSyncError,
+    why,
 )
 from torchrl_ext.messages import REPLACED
 from torchrl_ext.proof.outputs import Compute, Outputs, Probe, Reference
 from torchrl_ext.registry import transports
+from torchrl_ext.reports import Phase, Spans
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.sync.background import Background
-from torchrl_ext.sync.connection import Connection, Spans, update_error
+from torchrl_ext.sync.connection import Connection, update_error
 from torchrl_ext.sync.only import Only, chosen, trainable
+from torchrl_ext.sync.telemetry import Log, Logs
 from torchrl_ext.sync.update_source import UpdateSource, bump
 from torchrl_ext.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
 from torchrl_ext.transports.ranks import Steps, TrainerRanks, drives, numbered
@@ -50,12 +53,12 @@ log = logging.getLogger("torchrl_ext")
 
 
 class _Copied(NamedTuple):
-    """What an update in the background has of the trainer, since when, and how many seconds the copy took."""
+    """What an update in the background has of the trainer, when it began, and when the copy was made."""
 
     source: UpdateSource
     reference: Reference | None
     began: float
-    seconds: float
+    copy: Spans
 
 
 class WeightSender:
@@ -138,6 +141,7 @@ class WeightSender:
         self._ranks = transport.ranks = TrainerRanks(numbered("sender"), transport.timeout_s, rank=rank)
         self._model: Callable[[], Any] = lambda: None
         self._collectors: list[weakref.ref[Any]] = []
+        self._logs = Logs()
         self._spans, self._stats = Spans(), TransferStats()
         self._background = Background()
         self._attempted = 0
@@ -165,6 +169,22 @@ class WeightSender:
         An error of the collector is logged, not raised, because the engines already serve the weights.
         """
         self._collectors.append(weakref.ref(collector))
+
+    def log_to(self, *logs: Log) -> None:
+        """Log the report of every update from now on, and of every failed one; only rank 0 logs.
+
+        A log that raises is logged as a warning, and the update goes on.
+
+        Args:
+            logs: each one a TorchRL logger (CSV, TensorBoard, W&B), which gets `SyncReport.scalars` with the version as
+                step; ``"prometheus"`` or ``"opentelemetry"`` (extras of these names); a
+                `torchrl_ext.sync.telemetry.PrometheusLog` or `OpenTelemetryLog` with settings of its own; or a function
+                that takes a `SyncReport`. `SyncReport.error` says why an update failed.
+
+        Raises:
+            ConfigError: a log is of none of these kinds, or its package is not installed.
+        """
+        self._logs.add(*logs)
 
     def init_all_workers_group(
         self,
@@ -269,9 +289,10 @@ class WeightSender:
             held.enter_context(exclusive(self._transport, "update_weights"))
             held.enter_context(self._connection.turn())
             reference = None if self._outputs is None else self._outputs.asked(weights, self._model())
-            copying = time.perf_counter()
-            source = self._source(weights, only, copied=True)
-            copied = _Copied(source, reference, began, time.perf_counter() - copying)
+            copy = Spans()
+            with copy.of("copy"):
+                source = self._source(weights, only, copied=True)
+            copied = _Copied(source, reference, began, copy)
             locks = held.pop_all()
             held.callback(locks.close)  # if no thread can be started
 
@@ -318,7 +339,7 @@ class WeightSender:
     def _lead(self, weights: Any, only: Only | None, copied: _Copied | None = None) -> tuple[SyncReport, int]:
         """Drive an update on rank 0; return its report and the number of accepted updates, which is 1."""
         started = time.perf_counter() if copied is None else copied.began
-        with self._ranks.leading() as session:
+        with self._logs.of_failures(), self._ranks.leading() as session:
             source = self._source(weights, only) if copied is None else copied.source
             for name, tensor in source.held().items() if self._finite == "refuse" else ():  # before anything begins
                 if source.only is None or name in source.only:
@@ -329,6 +350,7 @@ class WeightSender:
                 source.finite.warn(source.version)
             session.end(self.version, accepted=True)
         log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
+        self._logs(report)
         return report, 1
 
     def _follow(self, weights: Any, only: Only | None) -> tuple[SyncReport, int]:
@@ -358,9 +380,8 @@ class WeightSender:
 
     def _drive(self, source: UpdateSource, weights: Any, started: float, copied: _Copied | None) -> SyncReport:
         compared: AbstractContextManager[None] = nullcontext()
-        self._spans, self._stats, source.version = Spans(), TransferStats(), self._attempted + 1
-        if copied is not None:
-            self._spans["copy"] = copied.seconds
+        self._spans = Spans() if copied is None else copied.copy
+        self._stats, source.version = TransferStats(), self._attempted + 1
         try:
             source.version = self._next_version()
             if self._outputs is not None:
@@ -375,7 +396,7 @@ class WeightSender:
                 self._connection.drop()  # the next update must not build on a broken group or an incomplete update
                 raise
         except Exception as error:
-            report = self._report(source, started, failed=True)
+            report = self._report(source, started, error)
             # for any error, tell the caller what each engine serves
             raise update_error(error, f"weights version {source.version}", report.engines, report) from error
         self.version = self._connection.delivered = source.version
@@ -507,27 +528,29 @@ class WeightSender:
             rehearse=self._rehearse,
         )
 
-    def _report(self, source: UpdateSource, started: float, failed: bool = False) -> SyncReport:
-        stats = self._stats
+    def _report(self, source: UpdateSource, started: float, error: Exception | None = None) -> SyncReport:
+        stats, total = self._stats, time.perf_counter() - started
         moved = source.bytes if stats.bytes is None else stats.bytes
         asked = self._verify and self.engine.verifies
         rows = [
             row if asked and (row.state, row.version) == ("serving", source.version) else replace(row, proof=PROOFS[0])
             for row in self.engine.rows()
         ]
-        spans = {**self._spans, **stats.spans, "total": time.perf_counter() - started}
+        timed = [self._spans, stats.spans]
         if self._outputs is not None:
             rows = self._outputs.noted(rows)
-            spans |= self._outputs.spans
-        proof = PROOFS[0] if failed else least(map(attrgetter("proof"), rows))
+            timed.append(self._outputs.spans)
+        runs = [run for spans in timed if isinstance(spans, Spans) for run in spans.phases]
+        phases = [Phase(name, start - started, end - started) for name, start, end in runs]
+        proof = PROOFS[0] if error else least(map(attrgetter("proof"), rows))
         return SyncReport(
             version=source.version,
             transport=self._transport.name,
             tensors=source.count,
             bytes=moved,
             model_bytes=source.model_bytes,
-            density=0.0 if failed and not moved else stats.density,
-            spans=spans,
+            density=0.0 if error and not moved else stats.density,
+            spans={name: took for spans in timed for name, took in spans.items()} | {"total": total},
             engines=tuple(rows),
             verified=proof != PROOFS[0],
             proof=proof,
@@ -535,8 +558,11 @@ class WeightSender:
             worker_bytes=stats.worker_bytes,
             encoding=stats.encoding,
             whole=stats.whole,
-            part=source.part is not None and not failed,
+            part=source.part is not None and not error,
             finite=source.finite.finite,
+            error=why(error) if error else None,
+            began=time.time() - total,
+            timeline=tuple(sorted(phases, key=attrgetter("end_s"))),
         )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torchrl_ext.deadline import Deadline, one_at_a_time
 from torchrl_ext.errors import ConcurrentUpdateError
 from torchrl_ext.landing.loader import Changes
+from torchrl_ext.reports import Spans
 from torchrl_ext.transports.ranks import Steps, TrainerRanks, numbered
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
@@ -78,7 +79,7 @@ class TransferStats:
 
     bytes: int | None = None
     density: float = 1.0
-    spans: dict[str, float] = field(default_factory=dict)
+    spans: Spans = field(default_factory=Spans)
     rank_bytes: tuple[int, ...] = ()
     worker_bytes: tuple[int, ...] = ()
     encoding: str = ""

@@ -122,7 +122,7 @@ class DiskTransport(StandaloneTransport):
         if self._wrote is not None:
             self._wrote(self.root, version_name(version))
         self._connected = True
-        stats.spans["publish"] = time.perf_counter() - began
+        stats.spans.since("publish", began)
         info = {"run_id": self._run_id, "path": str(self._seen_at / version_name(version))}
         return Handoff(info=info, served=self._prune, stats=stats)
 

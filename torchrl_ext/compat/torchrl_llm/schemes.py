@@ -28,6 +28,7 @@ from torchrl_ext.serving.processes import free_port
 from torchrl_ext.sync.published import PublishedFollower
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.sync.telemetry import Log
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.types import Info, SyncReport
@@ -220,6 +221,10 @@ class VLLMWeightSender:
     def register_collector(self, collector: Any) -> None:
         """Register a collector, held weakly, whose policy version each accepted update increments."""
         self._sender.register_collector(collector)
+
+    def log_to(self, *logs: Log) -> None:
+        """Log every update from now on; see `WeightSender.log_to`."""
+        self._sender.log_to(*logs)
 
     def init_all_workers_group(self, model_metadata: Metadata, vllm_engine: Any | None = None) -> None:
         """Form the process group of the trainer and the engines' workers.

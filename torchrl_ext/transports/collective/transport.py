@@ -278,7 +278,7 @@ def broadcast(member: Member, load: GroupLoad, update: Update, buckets: Sequence
             if isinstance(error, (TransportError, DeadlineError)):
                 raise handoffs.sending_failed(group, load.handoff, update.version, error) from error
             raise
-        stats.spans["transfer"] = time.perf_counter() - began
+        stats.spans.since("transfer", began)
         if any(answers.values()):
             raise handoffs.refused(group, update.version, answers)
 

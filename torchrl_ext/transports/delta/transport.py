@@ -273,7 +273,7 @@ class DeltaTransport(StandaloneTransport):
             stats.density = int(delta.changed.sum()) / max(1, elements)
             stats.rank_bytes = self._writer.rank_bytes
             stats.encoding = self._reason(delta)
-        stats.spans["publish"] = time.perf_counter() - began
+        stats.spans.since("publish", began)
         if self._group is None:
             self._observe_link(*self._writer.stored)
             return Handoff(served=self._writer.acknowledge, stats=stats)

@@ -132,7 +132,7 @@ class IPCTransport(StandaloneTransport):
                 connected.begin(load.handoff)
             began = time.perf_counter()
             self._transfer(connected, update, load.handoff, within)
-            stats.spans["transfer"] = time.perf_counter() - began
+            stats.spans.since("transfer", began)
 
         return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
 

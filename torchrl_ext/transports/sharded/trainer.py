@@ -109,7 +109,8 @@ class ShardedTrainer:
             self.member.under(within)
             began = time.perf_counter()
             self._send(group, sender, load.handoff, update.version, stats)
-            stats.bytes, stats.spans["transfer"] = int(plan.rank_bytes.sum()), time.perf_counter() - began
+            stats.spans.since("transfer", began)
+            stats.bytes = int(plan.rank_bytes.sum())
             stats.whole = {name: reason for needs in self._needs for name, reason in needs.whole.items()}
             stats.whole |= {shard.meta.name: shard.why for shard in held.shards if shard.gathers}
 
