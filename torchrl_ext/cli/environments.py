@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
-from rich.console import Console
 
 from torchrl_ext.cli.frame import note
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError
+from torchrl_ext.progress import progress
 
 __all__ = [
     "RELEASES",
@@ -300,7 +300,7 @@ def _make(recipe: Recipe, folder: Path, log: Path, report: Report) -> None:
     with log.open("w") as out:
         for what, command in steps.items():
             report(f"  {what}")
-            with Console(stderr=True).status(what):  # a spinner, where there is a terminal
+            with progress(what):
                 _run(command, out, within)
     report(f"  ready: {folder}")
 

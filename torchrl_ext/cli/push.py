@@ -253,19 +253,13 @@ def _served(found: list[EngineInfo]) -> str | None:
 @contextlib.contextmanager
 def _read(directory: str) -> Iterator[CheckpointSource]:
     """Yield the source of a checkpoint; a bar on a terminal shows how much of it was read."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
-
+    from torchrl_ext.progress import counted, progress
     from torchrl_ext.weights.checkpoint import CheckpointSource
 
     class Counted(CheckpointSource):
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in super().__iter__():
-                yield name, tensor
-                bar.advance(task, tensor.nbytes)
+            return counted(super().__iter__(), lambda pair: pair[1].nbytes, advance)
 
-    source, console = Counted(directory), Console(stderr=True)
-    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading", total=sum(meta.nbytes for meta in source.params()))
+    source = Counted(directory)
+    with progress(f"reading {directory}", sum(meta.nbytes for meta in source.params())) as advance:
         yield source

@@ -21,6 +21,7 @@ import msgspec
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError, ManifestError
+from torchrl_ext.progress import counted, progress
 from torchrl_ext.stores import Manifest, Placed
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
@@ -82,7 +83,10 @@ class FullWriter:
         else:
             shards = plan_shards(params, self._shard_bytes, "adapter_model" if self._adapter else "model")
         head = Manifest(version=version, run_id=run_id, params=(), files={})
-        return self._write(draft, source, head, params, shards, checked(source, params))
+        total = sum(map(attrgetter("nbytes"), params))
+        with progress(f"writing weights version {version}", total) as advance:
+            pairs = counted(checked(source, params), lambda pair: pair[0].nbytes, advance)
+            return self._write(draft, source, head, params, shards, pairs)
 
     def write_part(
         self, draft: Draft, source: WeightSource, version: int, run_id: str, base: PublishedVersion

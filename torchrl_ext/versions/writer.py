@@ -21,6 +21,7 @@ from torchrl_ext.codecs.pipeline import are_finite, encode_tensors, worker_threa
 from torchrl_ext.codecs.streams import find
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.kernels.base import LINEAR, flat_bits, linear_keys, unsigned
+from torchrl_ext.progress import counted, progress
 from torchrl_ext.stores import Store, version_name
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.chain import Chain
@@ -38,6 +39,8 @@ from torchrl_ext.weights.source import WeightSource, checked
 __all__ = ["Baseline", "ChainWriter", "Copies", "FlatCopies", "WritesFull"]
 
 log = logging.getLogger("torchrl_ext")
+
+Pairs = Iterator[tuple[str, Tensor]]
 
 _DIGESTED = 1 << 20  # bytes of copies that are digested together, while they lie in a cache
 _UNACKNOWLEDGED = 3  # keyframes that stay while no update succeeds
@@ -377,23 +380,27 @@ class Copies(Baseline):
 
     def write(self, delta: DeltaManifest, source: WeightSource, draft: Draft, prefix: str) -> DeltaManifest:
         self.version = None
-        if isinstance(self._codec, Codec):
-            numbers = delta.version, delta.base_version
-            other = OtherDelta(*numbers, self._codec.name, self.tensors, self._checksum)
-            return write_other(delta, other, self._codec, self._changes(source, self._codec), draft, prefix)
-        sent = replace(delta, table=self._sent)
-        files = BlockFiles(sent.table)
-        made = write_blocks(sent, files, self._blocks(source, self._codec), draft, prefix)
+        names = None if source.part is None else source.part.names
+        total = sum(meta.nbytes for meta in self.metas if names is None or meta.name in names)
+        with progress(f"coding the changes of weights version {delta.version}", total) as advance:
+            pairs = counted(self._pairs(source), lambda pair: pair[1].nbytes, advance)
+            if isinstance(self._codec, Codec):
+                numbers = delta.version, delta.base_version
+                other = OtherDelta(*numbers, self._codec.name, self.tensors, self._checksum)
+                return write_other(delta, other, self._codec, self._changes(source, pairs, self._codec), draft, prefix)
+            sent = replace(delta, table=self._sent)
+            files = BlockFiles(sent.table)
+            made = write_blocks(sent, files, self._blocks(source, pairs, self._codec), draft, prefix)
         self.stored = sum(files.sizes.values()), files.taking_s
         return made
 
-    def _blocks(self, source: WeightSource, codec: BlockEncoding) -> Iterator[Coded]:
+    def _blocks(self, source: WeightSource, pairs: Pairs, codec: BlockEncoding) -> Iterator[Coded]:
         """Yield what changed, coded; the copies follow."""
         doubtful = dict[str, None]()
 
         def placed() -> Iterator[tuple[int, int, Tensor]]:
             (streams, segments), number = self.table.last_place, self.table.number
-            for name, tensor in self._pairs(source):
+            for name, tensor in pairs:
                 if name not in self._finite:
                     doubtful[name] = None
                 at = number[name]
@@ -416,15 +423,15 @@ class Copies(Baseline):
         for name in doubtful:
             self._look(source, name, self.tensors[name])
 
-    def _changes(self, source: WeightSource, codec: Codec) -> Iterator[Encoded]:
-        beside = ((name, self.tensors[name], tensor) for name, tensor in self._pairs(source))
+    def _changes(self, source: WeightSource, pairs: Pairs, codec: Codec) -> Iterator[Encoded]:
+        beside = ((name, self.tensors[name], tensor) for name, tensor in pairs)
         for change in encode_tensors(beside, codec, follow=True):
             name = change.meta.name
             if change.changed or name not in self._finite:
                 self._look(source, name, self.tensors[name])
             yield change
 
-    def _pairs(self, source: WeightSource) -> Iterator[tuple[str, Tensor]]:
+    def _pairs(self, source: WeightSource) -> Pairs:
         """Return a pass over the tensors that may have changed."""
         if source.part is not None:
             return iter(source.pairs(source.part.names))
