@@ -1,6 +1,7 @@
 """``torchrl-ext watch``: what it says of engines and roots while a trainer changes them."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,8 +9,11 @@ import torch
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint, tiny_model
+from tests.processes import COMMAND
+from tests.terminals import on_terminal
+from torchrl_ext.cli.chain import VERSION_HEAD
 from torchrl_ext.cli.main import main
-from torchrl_ext.cli.watch import Watch
+from torchrl_ext.cli.watch import Watch, spark
 from torchrl_ext.serving.processes import free_port
 
 
@@ -57,7 +61,13 @@ def test_it_follows_a_trainer_that_publishes_two_versions_while_one_engine_sleep
     assert first.state == "paused" and first.pause_s > 0
     client.resume()
     (first, gone), _ = next(looks)
-    assert first.state == "serving" and first.pause_s > 0
+    assert first.state == "serving" and first.pauses_s == (first.pause_s,) and first.pause_s > 0
+    client.pause()
+    next(looks)
+    client.resume()
+    (first, gone), _ = next(looks)
+    assert len(first.pauses_s) == 2 and first.pauses_s[1] == first.pause_s
+    assert first.lags[:2] == (None, 0) and {*gone.lags} == {None}
     sender.shutdown()
     client.close()
     watch.close()
@@ -77,6 +87,27 @@ def test_it_prints_one_document_or_tables(engine, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert shown.count("serving") == 2 and "keyframe" in shown  # each look reaches a pipe
     assert f"{tmp_path / 'empty'}  there is nothing here yet\n" in shown and f"{engine.url}  " in shown
+
+
+def test_a_terminal_of_80_columns_shows_charts_and_whole_addresses(engine, tmp_path, capsys):
+    root, weights = tmp_path / ("a" * 30) / "updates", {"w": torch.zeros(1000)}
+    transport = tx.make_transport("delta", root=root)
+    for changed in (0, 10, 500):
+        weights["w"][:changed] += 1
+        transport.send_weights("policy", weights)
+    transport.shutdown()
+    watched = (engine.url, str(root), "--interval-s", "0.05", "--looks", "2")
+    shown, _ = on_terminal(COMMAND, "watch", *watched, stream="stdout", COLUMNS="80")
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= 80 and any(line.startswith(f"{engine.url}  serving") for line in lines)
+    assert str(root) in shown.replace("\r\n", "") and any(re.fullmatch(r" +bytes K[▁▂▃]█", line) for line in lines)
+    assert VERSION_HEAD in shown and len(VERSION_HEAD) < 80
+    assert main(["watch", *watched]) == 0 and not {*"▁▂▃█"} & {*capsys.readouterr().out}  # a pipe gets plain lines
+
+
+def test_a_spark_is_a_bar_per_value_up_to_the_largest():
+    assert spark([0, 1, 2, 4, 8, None]) == "▁▂▃▅█·"
+    assert spark([0, 0]) == "▁▁" and spark([None]) == "·" and spark([]) == ""
 
 
 def test_numbers_that_make_no_sense_are_refused(capsys):

@@ -61,7 +61,7 @@ def ls(root: Root, base: Base = None, storage_option: StorageOption = None) -> i
     return answer(document, VERSION_HEAD, *map(version_line, rows), f"latest: {document['latest']}")
 
 
-VERSION_HEAD = f"{'version':>8}  {'kind':<15}{'base':>8}{'delta bytes':>14}{'full bytes':>16}  {'density':>9}  encoding"
+VERSION_HEAD = f"{'version':>7}  {'kind':<14}{'base':>7}{'delta bytes':>14}{'full bytes':>15}  {'density':>8}  encoding"
 
 
 def version_line(row: Mapping[str, Any]) -> str:
@@ -69,7 +69,7 @@ def version_line(row: Mapping[str, Any]) -> str:
     base = "" if row["base"] is None else row["base"]
     share = "" if row["density"] is None else f"{row['density']:.4%}"
     full = f"{row['keyframe_bytes']:,}" if row["keyframe_bytes"] else ""
-    line = f"{row['version']:>8}  {row['kind']:<15}{base:>8}{row['bytes']:>14,}{full:>16}  {share:>9}  "
+    line = f"{row['version']:>7}  {row['kind']:<14}{base:>7}{row['bytes']:>14,}{full:>15}  {share:>8}  "
     return (line + ", ".join(row["encoding"])).rstrip()
 
 
