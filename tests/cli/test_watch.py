@@ -96,11 +96,14 @@ def test_a_terminal_of_80_columns_shows_charts_and_whole_addresses(engine, tmp_p
         weights["w"][:changed] += 1
         transport.send_weights("policy", weights)
     transport.shutdown()
-    watched = (engine.url, str(root), "--interval-s", "0.05", "--looks", "2")
+    absent = f"127.0.0.1:{free_port()}"
+    watched = (engine.url, absent, str(root), "--interval-s", "0.05", "--looks", "2")
     shown, _ = on_terminal(COMMAND, "watch", *watched, stream="stdout", COLUMNS="80")
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80 and any(line.startswith(f"{engine.url}  serving") for line in lines)
-    assert str(root) in shown.replace("\r\n", "") and any(re.fullmatch(r" +bytes K[▁▂▃]█", line) for line in lines)
+    words = " ".join(shown.split())
+    assert f"GET http://{absent}/list_workers: [Errno 111] Connect call failed" in words  # wrapped, and not cut
+    assert str(root) in shown.replace("\r\n", "") and any(re.fullmatch(r" +bytes K[▁-█]{2}", line) for line in lines)
     assert VERSION_HEAD in shown and len(VERSION_HEAD) < 80
     assert main(["watch", *watched]) == 0 and not {*"▁▂▃█"} & {*capsys.readouterr().out}  # a pipe gets plain lines
 

@@ -85,7 +85,7 @@ def watch(
     Example: `torchrl-ext watch host1:8000 host2:8000 /shared/updates`
     """
     seen = Watch(targets, api_key=api_key, timeout_s=timeout_s, versions=versions)
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(highlight=False)  # its lines wrap at the width of the terminal
     with contextlib.closing(seen), contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
         on_screen = console.is_terminal and not as_json.get()
         live = stack.enter_context(Live(console=console, auto_refresh=False)) if on_screen else None

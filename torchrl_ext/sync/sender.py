@@ -173,7 +173,7 @@ class WeightSender:
     def log_to(self, *logs: Log) -> None:
         """Log the report of every update from now on, and of every failed one; only rank 0 logs.
 
-        A log that raises is logged as a warning, and the update goes on.
+        Logs run before `update_weights` returns. A log that raises is logged as a warning, and the update goes on.
 
         Args:
             logs: each one a TorchRL logger (CSV, TensorBoard, W&B), which gets `SyncReport.scalars` with the version as
