@@ -1,0 +1,120 @@
+"""Executes the notebooks of ``tutorials/`` and keeps their outputs: ``python -m tests.notebooks [NAME ...]``.
+
+It writes each notebook back with its outputs, and its first plot to ``docs/img/tutorials/`` for the gallery. With
+``--check`` it executes the notebooks and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+
+ROOT = Path(__file__).parents[1]
+FOLDER, PLOTS = ROOT / "tutorials", ROOT / "docs" / "img" / "tutorials"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+LIMIT_KB = 150
+CELL_S = 600  # the first start of a real engine installs it
+# progress bars write to stderr, and tqdm complains where a kernel has no ipywidgets
+QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore:IProgress not found"}
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python", "pygments_lexer": "ipython3"},
+}
+# a folder of this machine, or an address that the next run does not have
+_MACHINE = re.compile(r"/(?:tmp|work|home|root|var|Users|private)/|127\.0\.0\.1:\d+|localhost:\d+|\b0x[0-9a-f]{6,}")
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def texts(notebook: nbformat.NotebookNode) -> Iterator[str]:
+    """All text that cells printed or returned."""
+    for output in _outputs(notebook):
+        yield output.get("text", "")
+        yield from (text for kind, text in output.get("data", {}).items() if kind.startswith("text/"))
+
+
+def plots(notebook: nbformat.NotebookNode) -> list[bytes]:
+    """The PNG pictures among the outputs."""
+    pictures = (output.get("data", {}).get("image/png") for output in _outputs(notebook))
+    return [base64.b64decode(picture) for picture in pictures if picture]
+
+
+def faults(path: Path) -> list[str]:
+    """Why the stored outputs of a notebook should not be shown; empty if they can be."""
+    notebook, found = read(path), []
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
+        found.append("a cell was not executed, or not in order")
+    if not plots(notebook):
+        found.append("there is no plot")
+    for output in _outputs(notebook):
+        if output.output_type == "error":
+            found.append(f"a cell raised {output.ename}: {output.evalue}")
+        if output.get("name") == "stderr":
+            found.append(f"a cell wrote to stderr: {output.text[:200]}")
+    for text in texts(notebook):
+        found += [f"an output holds {match[0]!r}" for match in _MACHINE.finditer(text)]
+    if path.stat().st_size > LIMIT_KB * 1000:
+        found.append(f"it has {path.stat().st_size // 1000} kB, more than {LIMIT_KB}")
+    return found
+
+
+def execute(path: Path) -> nbformat.NotebookNode:
+    """Run a notebook from a fresh kernel, and leave in it only what a reader sees."""
+    from nbclient import NotebookClient
+
+    notebook = read(path)
+    client = NotebookClient(
+        notebook, timeout=CELL_S, kernel_name="python3", record_timing=False, extra_arguments=["--log-level=ERROR"]
+    )
+    client.execute(env=os.environ | QUIET)
+    notebook.metadata = nbformat.from_dict(METADATA)
+    for number, cell in enumerate(notebook.cells):
+        cell.id, cell.metadata = f"cell-{number:02}", nbformat.from_dict({})
+        for output in cell.get("outputs", []):
+            if "metadata" in output:
+                output.metadata = nbformat.from_dict({})
+    return notebook
+
+
+def _outputs(notebook: nbformat.NotebookNode) -> Iterator[nbformat.NotebookNode]:
+    for cell in notebook.cells:
+        yield from cell.get("outputs", [])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Execute the notebooks of tutorials/ and keep their outputs.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="notebooks without .ipynb; default: all")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    for path in [FOLDER / f"{name}.ipynb" for name in options.names] or NOTEBOOKS:
+        began = time.monotonic()
+        notebook = execute(path)
+        print(f"{path.stem}: {time.monotonic() - began:.0f} s", flush=True)
+        if any(socket.gethostname() in text for text in texts(notebook)):
+            print(f"{path.stem}: an output holds the name of this machine", file=sys.stderr)
+            return 1
+        if options.check:
+            continue
+        nbformat.write(notebook, path)
+        if found := faults(path):
+            print(f"{path.stem}: {'; '.join(found)}", file=sys.stderr)
+            return 1
+        PLOTS.mkdir(parents=True, exist_ok=True)
+        (PLOTS / f"{path.stem}.png").write_bytes(plots(notebook)[0])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
