@@ -28,7 +28,7 @@ EXTRAS = {
     "router": ["vllm-router>=0.1.17"],  # else made in an environment of its own on first use
     "vllm": ["vllm>=0.31"],  # a CUDA build; `torchrl-ext serve vllm` installs the CPU one by itself
     "sglang": ["sglang>=0.5.19"],  # likewise: `torchrl-ext serve sglang`
-    "docs": ["sphinx>=7", "myst-parser>=3", "furo", "hydra-core>=1.3"],
+    "docs": ["sphinx>=7", "myst-nb>=1.2", "furo", "hydra-core>=1.3"],
     "lint": ["ruff>=0.6", "mypy>=1.13", "types-PyYAML", "build>=1.2", "twine>=5"],
     "tutorials": ["nbclient>=0.10", "ipykernel>=6", "nbformat>=5", "matplotlib>=3.8"],
 }

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import shutil
 from pathlib import Path
 
 project = "torchrl_ext"
@@ -12,8 +13,11 @@ release = re.search(
     r'__version__ = "([^"]+)"', (Path(__file__).parents[1] / "torchrl_ext" / "__init__.py").read_text()
 )[1]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+NOTEBOOKS = Path(__file__).parent / "tutorials"  # a copy, which git ignores
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+nb_execution_mode = "off"  # notebooks keep the outputs that `python -m tests.notebooks` wrote
+nb_merge_streams = True
+nb_code_prompt_show = nb_code_prompt_hide = "Code of the plot"
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "torchrl_ext"
@@ -79,4 +83,11 @@ def setup(app):
             self.state.nested_parse(StringList(rows), 0, table)
             return table.children
 
+    def link_notebooks(app, page, source):
+        """Make links work that point from ``docs/`` to ``tutorials/`` in the repository, and back."""
+        source[0] = source[0].replace("](../tutorials/", "](tutorials/").replace("](../docs/", "](../")
+
     app.add_directive("config-fields", ConfigFields)
+    app.connect("source-read", link_notebooks)
+    shutil.rmtree(NOTEBOOKS, ignore_errors=True)
+    shutil.copytree(NOTEBOOKS.parents[1] / "tutorials", NOTEBOOKS)  # Sphinx reads nothing outside its folder
