@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import argparse
 import base64
+import json
 import os
 import re
-import socket
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-
-import nbformat
 
 ROOT = Path(__file__).parents[1]
 FOLDER, PLOTS = ROOT / "tutorials", ROOT / "docs" / "img" / "tutorials"
@@ -33,64 +30,58 @@ METADATA = {
 _MACHINE = re.compile(r"/(?:tmp|work|home|root|var|Users|private)/|127\.0\.0\.1:\d+|localhost:\d+|\b0x[0-9a-f]{6,}")
 
 
-def read(path: Path) -> nbformat.NotebookNode:
-    return nbformat.read(path, as_version=4)
+def cells(path: Path, kind: str) -> list[dict]:
+    """The cells of one kind. Read without nbformat, which the tests' environment need not have."""
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
 
 
-def texts(notebook: nbformat.NotebookNode) -> Iterator[str]:
-    """All text that cells printed or returned."""
-    for output in _outputs(notebook):
-        yield output.get("text", "")
-        yield from (text for kind, text in output.get("data", {}).items() if kind.startswith("text/"))
-
-
-def plots(notebook: nbformat.NotebookNode) -> list[bytes]:
+def plots(path: Path) -> list[bytes]:
     """The PNG pictures among the outputs."""
-    pictures = (output.get("data", {}).get("image/png") for output in _outputs(notebook))
+    pictures = (output.get("data", {}).get("image/png") for output in _outputs(path))
     return [base64.b64decode(picture) for picture in pictures if picture]
 
 
 def faults(path: Path) -> list[str]:
     """Why the stored outputs of a notebook should not be shown; empty if they can be."""
-    notebook, found = read(path), []
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
+    found, code = [], cells(path, "code")
+    if [cell["execution_count"] for cell in code] != list(range(1, len(code) + 1)):
         found.append("a cell was not executed, or not in order")
-    if not plots(notebook):
+    if not plots(path):
         found.append("there is no plot")
-    for output in _outputs(notebook):
-        if output.output_type == "error":
-            found.append(f"a cell raised {output.ename}: {output.evalue}")
+    for output in _outputs(path):
+        if output["output_type"] == "error":
+            found.append(f"a cell raised {output['ename']}: {output['evalue']}")
         if output.get("name") == "stderr":
-            found.append(f"a cell wrote to stderr: {output.text[:200]}")
-    for text in texts(notebook):
-        found += [f"an output holds {match[0]!r}" for match in _MACHINE.finditer(text)]
+            found.append(f"a cell wrote to stderr: {''.join(output['text'])[:200]}")
+        shown = [output.get("text", ""), *(text for kind, text in output.get("data", {}).items() if "text" in kind)]
+        for text in map("".join, shown):
+            found += [f"an output holds {match[0]!r}" for match in _MACHINE.finditer(text)]
     if path.stat().st_size > LIMIT_KB * 1000:
         found.append(f"it has {path.stat().st_size // 1000} kB, more than {LIMIT_KB}")
     return found
 
 
-def execute(path: Path) -> nbformat.NotebookNode:
-    """Run a notebook from a fresh kernel, and leave in it only what a reader sees."""
+def execute(path: Path) -> str:
+    """Run a notebook in a fresh kernel and return it as a file holds it, with only what a reader sees."""
+    import nbformat
     from nbclient import NotebookClient
 
-    notebook = read(path)
-    client = NotebookClient(
-        notebook, timeout=CELL_S, kernel_name="python3", record_timing=False, extra_arguments=["--log-level=ERROR"]
-    )
+    notebook = nbformat.read(path, as_version=4)
+    settings = {"timeout": CELL_S, "record_timing": False, "coalesce_streams": True}
+    client = NotebookClient(notebook, kernel_name="python3", extra_arguments=["--log-level=ERROR"], **settings)
     client.execute(env=os.environ | QUIET)
-    notebook.metadata = nbformat.from_dict(METADATA)
+    notebook.metadata = METADATA
     for number, cell in enumerate(notebook.cells):
-        cell.id, cell.metadata = f"cell-{number:02}", nbformat.from_dict({})
+        cell.id, tags = f"cell-{number:02}", cell.metadata.get("tags")
+        cell.metadata = {"tags": tags} if tags else {}
         for output in cell.get("outputs", []):
             if "metadata" in output:
-                output.metadata = nbformat.from_dict({})
-    return notebook
+                output.metadata = {}
+    return nbformat.writes(notebook) + "\n"
 
 
-def _outputs(notebook: nbformat.NotebookNode) -> Iterator[nbformat.NotebookNode]:
-    for cell in notebook.cells:
-        yield from cell.get("outputs", [])
+def _outputs(path: Path) -> list[dict]:
+    return [output for cell in cells(path, "code") for output in cell["outputs"]]
 
 
 def main() -> int:
@@ -100,19 +91,16 @@ def main() -> int:
     options = parser.parse_args()
     for path in [FOLDER / f"{name}.ipynb" for name in options.names] or NOTEBOOKS:
         began = time.monotonic()
-        notebook = execute(path)
+        executed = execute(path)
         print(f"{path.stem}: {time.monotonic() - began:.0f} s", flush=True)
-        if any(socket.gethostname() in text for text in texts(notebook)):
-            print(f"{path.stem}: an output holds the name of this machine", file=sys.stderr)
-            return 1
         if options.check:
             continue
-        nbformat.write(notebook, path)
+        path.write_text(executed)
         if found := faults(path):
             print(f"{path.stem}: {'; '.join(found)}", file=sys.stderr)
             return 1
         PLOTS.mkdir(parents=True, exist_ok=True)
-        (PLOTS / f"{path.stem}.png").write_bytes(plots(notebook)[0])
+        (PLOTS / f"{path.stem}.png").write_bytes(plots(path)[0])
     return 0
 
 

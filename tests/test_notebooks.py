@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.notebooks import NOTEBOOKS, PLOTS, ROOT, faults, plots, read
+from tests.notebooks import NOTEBOOKS, PLOTS, ROOT, cells, faults, plots
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -12,8 +12,8 @@ def test_outputs_can_be_shown(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_gallery_shows_the_first_plot(path):
-    assert (PLOTS / f"{path.stem}.png").read_bytes() == plots(read(path))[0]
+    assert (PLOTS / f"{path.stem}.png").read_bytes() == plots(path)[0]
     gallery = (ROOT / "docs" / "tutorials.md").read_text()
-    title = read(path).cells[0].source.splitlines()[0].removeprefix("# ")
+    title = cells(path, "markdown")[0]["source"][0].strip("# \n")
     assert f"[{title}](../tutorials/{path.name})" in gallery
     assert f"(img/tutorials/{path.stem}.png)" in gallery
