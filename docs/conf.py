@@ -72,12 +72,14 @@ def setup(app):
         required_arguments = 1
 
         def run(self):
-            fields, owners = settings(self.arguments[0])
+            (what,) = self.arguments
+            fields, owners = settings("update" if what == "flags" else what)
             texts = explained(owners)
             rows = ["| setting | type | default | |", "|---|---|---|---|"]
             for field in fields:
                 default = "required" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
-                cells = (f"`{field.name}`", f"`{field.type}`", default, texts[field.name])
+                name = f"--{field.name.replace('_', '-')}" if what == "flags" else field.name
+                cells = (f"`{name}`", f"`{field.type}`", default, texts[field.name])
                 rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
             table = nodes.container()
             self.state.nested_parse(StringList(rows), 0, table)

@@ -66,25 +66,31 @@ class WeightUpdateConfig:
         'disk'
     """
 
-    update_weight_mode: str = _option("full", "full or delta", choices=("full", "delta"))
+    update_weight_mode: str = _option("full", "full (all tensors) or delta (what changed)", choices=("full", "delta"))
     update_weight_transport: str = _option(
         "nccl",
-        "nccl (a process group; gloo where there is no GPU), disk, or sharded (a group, each trainer rank sends "
-        "what it holds)",
+        "nccl (a process group; gloo without a GPU), disk, or sharded (a process group in which each trainer rank "
+        "sends what it holds)",
         choices=("nccl", "disk", "sharded"),
     )
-    update_weight_encoding: str = _option(None, "encoding of deltas, one of DeltaTransport.encodings(); else auto")
+    update_weight_encoding: str = _option(
+        None,
+        "encoding of deltas: auto (default), ulp, context, bitmap, dense, or slime's indices, deltas, deltas_zstd, "
+        "xor, overwrite",
+    )
     update_weight_link_bytes_s: float | None = _option(
-        None, "bytes a second to the engines, by which encoding auto chooses; torchrl-ext plan says it"
+        None, "bytes per second to the engines, for encoding auto (see torchrl-ext plan); by default it is measured"
     )
     update_weight_delta_encoding: str | None = _also("update_weight_encoding", " (slime's later one)")
     update_weight_delta_checksum: str = _option(
         CHECKSUMS[0], "checksum of tensors in the files of encodings xor and overwrite", choices=CHECKSUMS
     )
     update_weight_buffer_size: int | None = _option(
-        None, "most bytes of tensors in one bucket of a group, or in one file of a full version"
+        None, "maximum bytes of tensors in a bucket of a process group, or in a file of a full version"
     )
-    update_weight_disk_dir: str | None = _option(None, "directory that trainer and engines see under the same path")
+    update_weight_disk_dir: str | None = _option(
+        None, "directory that trainer and engines see under the same path; for deltas also the URL of a bucket"
+    )
     update_weight_disk_keep_files: bool = _option(None, "keep versions that every engine has loaded")
     update_weight_delta_dir: str | None = _also("update_weight_disk_dir", " (slime's earlier one)")
     update_weight_delta_keep_files: bool | None = _also("update_weight_disk_keep_files", " (slime's earlier one)")
@@ -92,30 +98,36 @@ class WeightUpdateConfig:
         None, "module.function to call with (args, version_dir, []) when the files of a version are complete"
     )
     custom_delta_pre_push_path: str | None = _also(
-        "custom_update_weight_post_write_path", " (slime's earlier one); it may return a Future"
+        "custom_update_weight_post_write_path", " (slime's earlier one); the function may return a Future"
     )
-    update_weights_interval: int = _option(1, "rollouts from one update to the next, which `due` counts")
-    release_train: bool = _option(False, "the trainer gives its devices back after each update, so that each is due")
+    update_weights_interval: int = _option(1, "rollouts per update; config.due(rollout) says whether one is due")
+    release_train: bool = _option(
+        False, "the trainer process ends after each update: every update is due, as a full version on disk"
+    )
     update_weight_local_checkpoint_dir: str | None = _option(
         None,
-        "directory on each engine's host: over disk full versions are copied there first; of deltas what cannot be "
-        "patched in place, which is in memory else",
+        "directory on each engine's host: full versions over disk are copied there while the engine serves, and so is "
+        "what a delta cannot patch in place (by default in memory)",
     )
-    rollout_external_engine_addrs: tuple[str, ...] = _option((), "host:port of engines that somebody else started")
+    rollout_external_engine_addrs: tuple[str, ...] = _option(
+        (), "host:port of engines that run already; vLLM and SGLang may be mixed"
+    )
     rollout_num_gpus: int | None = _option(
-        None, "devices of all engines that the job owns; the groups of a YAML have to add up to it"
+        None, "devices of all engines that the job owns; a YAML is not needed, and its groups must add up to this"
     )
-    rollout_num_gpus_per_engine: int = _option(1, "devices of each, where no YAML says otherwise")
+    rollout_num_gpus_per_engine: int = _option(1, "devices per engine, unless the YAML says otherwise")
     prefill_num_servers: int | None = _option(
-        None, "how many engines make a prefill pool, without a YAML; the other devices decode"
+        None, "number of engines in a prefill pool, without a YAML; the other devices decode"
     )
     vllm_config: str | None = _option(None, "YAML of vLLM engines that the job owns")
     sglang_config: str | None = _option(None, "YAML of SGLang engines that the job owns")
-    vllm_router_ip: str | None = _option(None, "address of a router that runs already")
-    vllm_router_port: int | None = _option(None, "its port")
+    vllm_router_ip: str | None = _option(None, "address of a running router")
+    vllm_router_port: int | None = _option(None, "port of that router")
     sglang_router_ip: str | None = _also("vllm_router_ip", ", for a pool of SGLang engines")
     sglang_router_port: int | None = _also("vllm_router_port")
-    colocate: bool = _option(False, "trainer and engines share their devices")
+    colocate: bool = _option(
+        False, "trainer and engines share their devices: full updates go by memory handles; refused with delta"
+    )
 
     arguments: ClassVar[argparse.Namespace | None] = None
     """The namespace passed to `from_arguments`, for hooks."""
