@@ -19,29 +19,21 @@ __all__ = ["kinds_table", "write_between"]
 
 BEGIN, END = "<!-- kinds: begin -->", "<!-- kinds: end -->"
 _PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
-_HEAD = (
-    "| engine | kind | workers | dtype | outcome | proof | gap cold | gap after | to a cold start | repairs |",
-    "|---|---|---|---|---|---|---|---|---|---|",
-)
+_HEAD = ("| engine | kind | as | outcome | gaps | repairs, or reason |", "|---|---|---|---|---|---|")
 _NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+_STEP = ".process_weights_after_loading"
 _KEY = ("engine", "kind", "parallel", "quantisation", "dtype")
 
 
 def kinds_table(results: Iterable[Mapping]) -> str:
-    """Markdown, with a row per cell in the order of `CELLS`, and what was learnt of cells that say no.
+    """Markdown, with a row per cell in the order of `CELLS`; of cells that say no, it has the reason.
 
     Args:
         results: the lines that tests noted, older ones first.
     """
     latest = {tuple(result[field] for field in _KEY): result for result in results}
-    rows, reasons = [], []
-    for cell in CELLS:
-        found = {} if cell.does_not_start else latest.get(tuple(getattr(cell, field) for field in _KEY), {})
-        rows.append(_row(cell, found))
-        why = cell.does_not_start or found.get("reason", "")
-        if why:
-            reasons.append(f"* {_NAMES[cell.engine]}, {cell.kind}, {_workers(cell)}, {_form(cell)}: {why}.")
-    return "\n".join((*_HEAD, *rows, *(("", "Those that do not follow:", "", *reasons) if reasons else ()))) + "\n"
+    rows = [_row(cell, latest.get(tuple(getattr(cell, field) for field in _KEY), {})) for cell in CELLS]
+    return "\n".join((*_HEAD, *rows)) + "\n"
 
 
 def write_between(text: str, page: str) -> str:
@@ -58,11 +50,14 @@ def write_between(text: str, page: str) -> str:
 
 
 def _row(cell: Cell, found: Mapping) -> str:
+    found = {} if cell.does_not_start else found
     outcome = "does not start" if cell.does_not_start else found.get("outcome", "not run")
+    outcome = ", ".join(filter(None, (outcome, found.get("proof", ""))))
     engine = _NAMES[cell.engine] + (f" {found['version']}" if found else "")
-    gaps = (_gap(found, field) for field in ("gap_cold", "gap_after", "as_cold"))
-    told = (found.get("proof", ""), *gaps, ", ".join(found.get("repairs", ())))
-    columns = (engine, cell.kind, _workers(cell), _form(cell), outcome, *told)
+    gaps = ", ".join(filter(None, (_gap(found, field) for field in ("gap_cold", "gap_after", "as_cold"))))
+    repairs = ", ".join(name.removesuffix(_STEP) for name in found.get("repairs", ()))
+    why = (cell.does_not_start or found.get("reason", "") or repairs).replace("|", "\\|")
+    columns = (engine, cell.kind, f"{_workers(cell)}, {_form(cell)}", outcome, gaps, why)
     return f"| {' | '.join(columns)} |"
 
 
