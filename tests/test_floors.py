@@ -110,7 +110,7 @@ def ours(names):
 
 
 def drawn():
-    """The rooms from the highest floor down: what each is for, and what it uses."""
+    """A table of the rooms from the highest floor down: what each is for, and what it uses."""
     rooms = {name: [path for path in modules() if home(path) == name] for name in FLOOR}
     uses = {
         name: set().union(*(ours(imports(path, anywhere=True)) for path in paths)) & set(FLOOR) - {name}
@@ -120,21 +120,22 @@ def drawn():
     brought = {name: set() for name in FLOOR}
     for name in sorted(uses, key=FLOOR.get):
         brought[name] = set().union(*({other} | brought[other] for other in uses[name]))
-    lines = []
+    lines = ["| room | what it is for | uses |", "|---|---|---|"]
     for floor in reversed(FLOORS):
         for name in sorted(floor & set(uses)):
             below = uses[name] - set().union(*(brought[other] for other in uses[name]))
             path = PACKAGE / name / "__init__.py"
             said = ast.get_docstring(tree_of(path if path.exists() else PACKAGE / f"{name}.py"))
-            lines.append(f"{name:12}{said.splitlines()[0]}")
-            lines += [f"{'':12}-> {', '.join(sorted(below))}"] if below else []
-        lines.append("")
-    return "\n".join(lines).strip("\n") + "\n"
+            lines.append(f"| `{name}` | {said.splitlines()[0]} | {', '.join(sorted(below))} |")
+    return "\n".join(lines) + "\n"
+
+
+BEGIN, END = "<!-- map: begin -->\n\n", "\n<!-- map: end -->"
 
 
 def test_the_map_for_contributors_is_that_of_the_imports():
     page = (ROOT / "docs" / "contributing.md").read_text()
-    assert drawn() == page.split("```text\n")[1].split("```")[0], "python -m tests.test_floors --write"
+    assert drawn() == page.split(BEGIN)[1].split(END)[0], "python -m tests.test_floors --write"
 
 
 def test_every_package_has_a_floor():
@@ -234,6 +235,6 @@ def test_the_top_level_of_the_repository_holds_nothing_else():
 if __name__ == "__main__":
     if "--write" in sys.argv:
         target = ROOT / "docs" / "contributing.md"
-        before, _, rest = target.read_text().partition("```text\n")
-        target.write_text(f"{before}```text\n{drawn()}```{rest.partition('```')[2]}")
+        before, _, rest = target.read_text().partition(BEGIN)
+        target.write_text(f"{before}{BEGIN}{drawn()}{END}{rest.partition(END)[2]}")
     print(drawn(), end="")
