@@ -14,7 +14,8 @@ release = re.search(
 )[1]
 
 NOTEBOOKS = Path(__file__).parent / "tutorials"  # a copy, which git ignores
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+templates_path = ["_templates"]
 nb_execution_mode = "off"  # notebooks keep the outputs that `python -m tests.notebooks` wrote
 nb_merge_streams = True
 nb_code_prompt_show = nb_code_prompt_hide = "Code of the plot"
@@ -28,6 +29,7 @@ autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 default_role = "code"  # a single backtick in a docstring is code
 napoleon_use_ivar = True
+smartquotes_action = "qe"  # two hyphens begin an option
 
 
 def settings(what):
@@ -62,8 +64,32 @@ def explained(owners):
     return texts
 
 
+def command_lines(name):
+    """Yield the reference of one command, or of each of its actions, as lines of Markdown read off its typer app."""
+    import importlib
+
+    import typer
+
+    from torchrl_ext.cli.frame import COMMANDS
+
+    root = typer.main.get_command(importlib.import_module(COMMANDS[name][0]).app)
+    commands = {name: root}
+    if hasattr(root, "commands"):
+        commands = {f"{name} {action}": command for action, command in root.commands.items() if not command.hidden}
+    for title, command in commands.items():
+        context = typer.Context(command, info_name=title)
+        usage = re.sub(r"[{}]", "", " ".join(command.collect_usage_pieces(context)))
+        yield from ("", "```text", f"torchrl-ext {title} {usage}", "```", "", *command.help.splitlines(), "")
+        yield from ("| option | |", "|---|---|")
+        for parameter in command.params:
+            record = parameter.get_help_record(context)
+            if record is not None and "-completion" not in record[0]:
+                option, text = (cell.replace("|", "\\|") for cell in record)
+                yield f"| `{option}` | {text} |"
+
+
 def setup(app):
-    """Adds ``config-fields``: a table of a config's settings, read off the constructor when the page is built."""
+    """Adds ``config-fields`` and ``cli-command``: tables of settings and options, read off the code at build time."""
     from docutils import nodes
     from docutils.parsers.rst import Directive
     from docutils.statemachine import StringList
@@ -85,11 +111,24 @@ def setup(app):
             self.state.nested_parse(StringList(rows), 0, table)
             return table.children
 
+    class CliCommand(Directive):
+        required_arguments = 1
+
+        def run(self):
+            reference = nodes.container()
+            self.state.nested_parse(StringList(list(command_lines(self.arguments[0]))), 0, reference)
+            return reference.children
+
     def link_notebooks(app, page, source):
         """Make links work that point from ``docs/`` to ``tutorials/`` in the repository, and back."""
         source[0] = source[0].replace("](../tutorials/", "](tutorials/").replace("](../docs/", "](../")
 
-    app.add_directive("config-fields", ConfigFields)
+    def clear(app):  # autosummary keeps the pages of modules that are gone, and Sphinx then warns of them
+        shutil.rmtree(Path(app.srcdir, "generated"), ignore_errors=True)
+
+    app.connect("builder-inited", clear, priority=1)
     app.connect("source-read", link_notebooks)
+    app.add_directive("config-fields", ConfigFields)
+    app.add_directive("cli-command", CliCommand)
     shutil.rmtree(NOTEBOOKS, ignore_errors=True)
     shutil.copytree(NOTEBOOKS.parents[1] / "tutorials", NOTEBOOKS)  # Sphinx reads nothing outside its folder

@@ -11,12 +11,14 @@ import textwrap
 from contextlib import ExitStack
 
 import pytest
+import typer
 
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint
 from tests.pages import PAGES, ROOT, blocks, on_servers
 from tests.processes import WAIT_S, python, running_python
 from tests.rpc.ray_cluster import two_nodes
+from torchrl_ext.cli.frame import COMMANDS
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.registry import transports
 from torchrl_ext.testing import free_port
@@ -144,6 +146,18 @@ def test_readme_has_a_row_for_every_transport():
 def test_every_flag_of_slime_and_vime_says_what_it_does_where_the_page_shows_them():
     assert "```{config-fields} flags\n" in (ROOT / "docs" / "migrate.md").read_text()
     assert all(option.metadata["help"] for option in dataclasses.fields(WeightUpdateConfig))
+
+
+def test_the_page_of_the_command_line_has_each_command_and_examples_that_parse():
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert re.findall(r"^```{cli-command} (\w+)$", page, re.MULTILINE) == list(COMMANDS)
+    examples = re.findall(r"`torchrl-ext (?!--)([^`]+)`", page)
+    assert [example.split()[0] for example in examples if " " in example or example == "demo"] == list(COMMANDS)
+    for name, *words in map(str.split, examples):
+        command = typer.main.get_command(importlib.import_module(COMMANDS[name][0]).app)
+        if hasattr(command, "commands"):
+            command, *words = command.commands[words[0]], *words[1:]
+        command.make_context(name, words)
 
 
 def test_every_link_of_readme_leads_to_a_heading_or_a_file():
