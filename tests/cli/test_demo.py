@@ -234,7 +234,7 @@ def test_a_rank_of_the_trainer_that_fails_says_why(tmp_path):
     assert "TransportError: trainer rank 1 ended" in done.stderr and "/missing" in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("moment", ["bringing the engine", pytest.param("step 3", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("moment", ["loading the trainer", pytest.param("step 3", marks=pytest.mark.exhaustive)])
 def test_ctrl_c_leaves_no_pause_behind_on_engines_that_run_already(server, moment):
     with Demo("--engines", server.url) as demo:
         demo.read_until(moment)

@@ -145,7 +145,7 @@ ALONE = {"seen": True, "why": "", "probe": ".probe.tmp-0123", "free_bytes": 1}
         (with_store("MultiConnector", **INNER), "kept keys", "warning", "HF3FS"),
         (answering(root=UNSEEN), "shared root", "failure", "mount"),
         (answering(root=CLOSED), "shared root", "failure", "'remedy': 'name it in TORCHRL_EXT_ROOTS"),
-        (answering(root=ALONE), "shared root", "warning", "does not show up"),
+        (answering(root=ALONE), "shared root", "warning", "does not appear in"),
         (answering(root={**ALONE, "probe": None}), "shared root", "ok", "cannot write there"),
         (answering(dial={"reached": False, "why": "no answer"}), "group", "failure", "master_address"),
         ({"post_init_weight_transfer_engine": (400, {"error": "no transport"})}, "shared root", "warning", "no plugin"),
@@ -300,7 +300,7 @@ def test_options_of_the_job_take_the_wire_of_engines_without_our_plugin(capsys):
         assert finding(told, "plugin")["level"] == "warning"
         with running(get_server_info=(200, {"vllm_config": BARE})) as other:
             told = examined(capsys, server.url, other.url, *full, status=1)
-        assert "none of its own" in finding(told, "options", "failure")["found"]
+        assert "no broadcast of its own" in finding(told, "options", "failure")["found"]
 
 
 def test_a_person_gets_whole_lines_in_a_pipe_and_80_columns_in_a_terminal(engine, tmp_path, capsys, monkeypatch):
@@ -309,7 +309,7 @@ def test_a_person_gets_whole_lines_in_a_pipe_and_80_columns_in_a_terminal(engine
     assert main(["doctor", engine.url, "--root", str(root)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith(f"ok       {engine.url}  shared root: ") for line in lines)
-    assert "nothing stands in the way" in lines[-1]
+    assert "no problem found" in lines[-1]
     assert main(["doctor", engine.url, "127.0.0.1:9", "--root", str(root), "--problems"]) == 1
     out = capsys.readouterr().out
     assert "failure  127.0.0.1:9  " in out and "         remedy: " in out and "\nok " not in f"\n{out}"
@@ -319,7 +319,7 @@ def test_a_person_gets_whole_lines_in_a_pipe_and_80_columns_in_a_terminal(engine
     assert main(["doctor", engine.url, "ftp://host:1"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert all(len(re.sub(r"\x1b\[[0-9;]*m", "", line)) <= 80 for line in lines)
-    assert main(["doctor"]) == 2 and "nothing to look at" in capsys.readouterr().err
+    assert main(["doctor"]) == 2 and "nothing to examine" in capsys.readouterr().err
     assert main(["doctor", engine.url, "--pigeon"]) == 2 and "--pigeon" in capsys.readouterr().err
 
 
@@ -358,6 +358,6 @@ def test_a_key_that_would_travel_in_the_clear_is_worth_a_word(caplog):
 
 
 def test_a_root_with_a_password_in_its_url_is_refused():
-    with pytest.raises(ConfigError, match="s3://bucket/x was given with a user or a password") as refused:
+    with pytest.raises(ConfigError, match="s3://bucket/x contains a user or a password") as refused:
         open_store("s3://key:secret@bucket/x")
     assert "secret" not in str(refused.value)

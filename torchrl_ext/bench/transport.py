@@ -107,7 +107,7 @@ def compare(
             seconds, extra = trainer.run()
             correct, extra_there = trainer.answer()
         except EOFError:
-            raise TransportError("the worker process ended; it says why above") from None
+            raise TransportError("the worker process ended; the reason is above") from None
         finally:
             trainer.close()
             worker.terminate()

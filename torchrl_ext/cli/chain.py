@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 __all__ = ["VERSION_HEAD", "app", "version_line"]
 
-Root = Annotated[str, typer.Argument(metavar="ROOT", help="Directory, or URL of an object store.")]
+Root = Annotated[str, typer.Argument(metavar="ROOT", help="Directory or object-store URL of the versions.")]
 Base = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Checkpoint that is version 0, where a delta comes first.")
+    str | None, typer.Option(metavar="DIR", help="Checkpoint that counts as version 0 if the first version is a delta.")
 ]
 StorageOption = Annotated[
-    list[str] | None, typer.Option(metavar="KEY=VALUE", help="Setting of the fsspec filesystem; may be repeated.")
+    list[str] | None, typer.Option(metavar="KEY=VALUE", help="Setting of the fsspec filesystem; repeat it for several.")
 ]
 Version = Annotated[int, typer.Argument(metavar="VERSION")]
 Out = Annotated[str, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")]
 
-app = typer.Typer(help="List, check, thin out, unpack and convert the versions under a root.")
+app = typer.Typer(help="List, check, prune, unpack and convert the versions under a root.")
 
 
 def _reader(root: str, base: str | None, storage_option: list[str] | None) -> Reader:
@@ -111,7 +111,7 @@ def show(root: Root, version: Version, base: Base = None, storage_option: Storag
 
 @app.command()
 def verify(root: Root, base: Base = None, storage_option: StorageOption = None) -> int:
-    """Recompute every digest; the exit status is 1 where a version is damaged or cannot be checked.
+    """Recompute every digest; the exit status is 1 if a version is damaged or cannot be checked.
 
     Example: `torchrl-ext chain verify /shared/updates --base checkpoints/start`
     """
@@ -152,7 +152,7 @@ def verify(root: Root, base: Base = None, storage_option: StorageOption = None) 
         "unchecked": [row["version"] for row in rows if row["ok"] is None],
         "incomplete": [number for number in reader.chain.numbers() if number not in known],
     }
-    lines = [f"version {number}: being written, or left unfinished" for number in document["incomplete"]]
+    lines = [f"version {number}: unfinished; a trainer may still be writing it" for number in document["incomplete"]]
     lines += [f"version {row['version']}: {row['error']}" for row in rows if not row["ok"]]
     good = sum(row["ok"] is True for row in rows)
     status = 0 if good == len(rows) else 1
@@ -162,11 +162,13 @@ def verify(root: Root, base: Base = None, storage_option: StorageOption = None) 
 @app.command()
 def gc(
     root: Root,
-    keep: Annotated[int, typer.Option(min=1, metavar="N", help="Keyframes to keep, with all that follows.")] = 1,
+    keep: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Keyframes to keep, with every version that follows them.")
+    ] = 1,
     base: Base = None,
     storage_option: StorageOption = None,
 ) -> int:
-    """Remove what the newest keyframes and readers do not need.
+    """Remove the versions that neither the newest keyframes nor readers need.
 
     Example: `torchrl-ext chain gc /shared/updates --keep 2`
     """
@@ -186,7 +188,7 @@ def materialize(
     version: Version,
     out: Out,
     shard_bytes: Annotated[
-        int, typer.Option(min=1, show_default="4 GiB", help="Bound on the tensors of one file, in bytes.")
+        int, typer.Option(min=1, show_default="4 GiB", help="Largest total size of the tensors in one file, in bytes.")
     ] = 4 << 30,
     base: Base = None,
     storage_option: StorageOption = None,
@@ -222,7 +224,7 @@ def convert(
     base: Base = None,
     storage_option: StorageOption = None,
 ) -> int:
-    """Write every version anew, in our layout or another library's.
+    """Write every version again, in our layout or another library's.
 
     Example: `torchrl-ext chain convert SYNC_DIR OUT_DIR --to ours --base checkpoints/start`
     """
@@ -243,7 +245,7 @@ def diff(
     base: Base = None,
     storage_option: StorageOption = None,
 ) -> int:
-    """Show which tensors differ between two versions, and how much of them.
+    """Show which tensors differ between two versions, and by what share of their elements.
 
     Example: `torchrl-ext chain diff /shared/updates 11 12`
     """

@@ -24,7 +24,7 @@ def discover(
     api_key: APIKey = None,
     timeout_s: Annotated[float, typer.Option(help="Deadline of each call, in seconds.")] = 30.0,
 ) -> int:
-    """Say which engines run at the given addresses.
+    """List the engines at the given addresses.
 
     An address without an engine gets a row with the reason, and the exit status is 3.
 

@@ -242,7 +242,7 @@ def ensure(recipe: Recipe, report: Report = note) -> Path:
             _write(recipe, folder)
     except Timeout:
         raise DeadlineError(
-            f"another process has been making {folder} for {_LOCK_S:g} s", hint="look for it, and end it"
+            f"another process has been building {folder} for {_LOCK_S:g} s", hint="find that process, and end it"
         ) from None
     except DeadlineError:  # a TimeoutError, and so an OSError
         raise

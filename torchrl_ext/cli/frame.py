@@ -31,12 +31,12 @@ COMMANDS = {
         "torchrl_ext.cli.demo.command",
         "train a tiny policy and keep an engine at its newest weights, with proof",
     ),
-    "discover": ("torchrl_ext.cli.discover", "say which engines run at the given addresses"),
-    "push": ("torchrl_ext.cli.push", "put a checkpoint into running engines"),
+    "discover": ("torchrl_ext.cli.discover", "list the engines at the given addresses"),
+    "push": ("torchrl_ext.cli.push", "load a checkpoint into running engines"),
     "serve": ("torchrl_ext.cli.serve", "install and start an engine that can follow a trainer"),
-    "chain": ("torchrl_ext.cli.chain", "list, check, thin out and unpack the versions under a root"),
-    "plan": ("torchrl_ext.cli.plan", "say which transport suits a deployment, and what an update costs"),
-    "doctor": ("torchrl_ext.cli.doctor.command", "find what will go wrong in an update before it does"),
+    "chain": ("torchrl_ext.cli.chain", "list, check, prune and unpack the versions under a root"),
+    "plan": ("torchrl_ext.cli.plan", "recommend a transport for a deployment, and predict what an update costs"),
+    "doctor": ("torchrl_ext.cli.doctor.command", "find problems that would make an update fail"),
     "watch": ("torchrl_ext.cli.watch", "show versions, bytes, pauses, lag and state of roots and engines, live"),
     "bench": ("torchrl_ext.cli.bench", "measure transports on this machine"),
 }
@@ -68,7 +68,7 @@ APIKey = Annotated[
     typer.Option(
         envvar="TORCHRL_EXT_API_KEY",
         metavar="KEY",
-        help="Bearer token for engines; better in the environment, since everybody on this machine can read command "
+        help="Bearer token for engines. Prefer the environment variable: everybody on this machine can read command "
         "lines.",
     ),
 ]

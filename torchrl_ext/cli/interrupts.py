@@ -59,6 +59,6 @@ class Interrupts:
             return
         if self._deferring and not self._pending:
             self._pending = True
-            print(f"finishing {self._what} first; interrupt again to drop it", file=sys.stderr)
+            print(f"finishing {self._what} first; interrupt again to abandon it", file=sys.stderr)
             return
         raise KeyboardInterrupt

@@ -16,9 +16,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes the process's.
 
     Returns:
-        0; 1 where the command found damage, or that an update would fail; 2 for arguments that make no sense; 3 where
-        an engine or a transport failed, 4 where a file or a store did; 130 after an interrupt. One line on standard
-        error says why; with ``--json`` a document with ``error`` and ``type`` on standard output says it, too.
+        0; 1 if the command found damage or a reason why an update would fail; 2 for invalid arguments; 3 if an engine
+        or a transport failed; 4 if a file or a store failed; 130 after an interrupt. A line on standard error gives the
+        reason; with ``--json``, so does a document with ``error`` and ``type`` on standard output.
     """
     try:
         from torchrl_ext.cli import frame

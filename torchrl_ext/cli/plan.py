@@ -1,4 +1,4 @@
-"""``torchrl-ext plan``: from facts about a deployment to a transport, and what an update will cost."""
+"""``torchrl-ext plan``: recommend a transport for a deployment, and predict what an update costs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def plan(
     ] = None,
     **facts: Any,
 ) -> int:
-    """Say which transport suits a deployment, and what an update costs.
+    """Recommend a transport for a deployment, and predict what an update costs.
 
     Recommends an entry point and a transport, with predicted seconds, bytes and pause of every route. Numbers may end
     in k, M, G (or B) and T.
@@ -98,7 +98,7 @@ def plan(
     if model is not None:
         given |= _measured(model)
     elif "parameters" not in given:
-        raise ConfigError("the size of the model is not known", expected="--parameters N or --model DIR")
+        raise ConfigError("the size of the model is unknown", expected="--parameters N or --model DIR")
     found = recommend(Facts(**given))
     return answer(found.to_json(), *_page(found))
 
@@ -134,7 +134,7 @@ def _page(found: Recommendation) -> Iterator[RenderableType]:
     yield "rejected"
     for label, why in _rejections(found).items():
         yield f"  {label}: {why}"
-    yield f"What this library's own benchmarks measured may be off by x {UNCERTAINTY:g}: hence the ranges."
+    yield f"Figures from this library's own benchmarks may be off by a factor of {UNCERTAINTY:g}: hence the ranges."
     for note in found.notes:
         yield f"  - {note}"
 

@@ -39,42 +39,50 @@ app = Typer()
 
 @app.command()
 def push(
-    engines: Annotated[list[str], Option(metavar="URL...", help="Engines, not routers.")],
+    engines: Annotated[
+        list[str], Option(metavar="URL...", help="Address of an engine, not of a router; list several.")
+    ],
     directory: Annotated[str | None, Argument(metavar="DIR", help="Hugging Face checkpoint directory.")] = None,
     published: Annotated[
-        str | None, Option(metavar="ROOT", help="In place of DIR: the newest version under a root that engines see.")
+        str | None,
+        Option(metavar="ROOT", help="Push the newest version under this root, which engines can read, instead of DIR."),
     ] = None,
     transport: Annotated[
-        Literal["disk", "delta", "collective", "native"] | None, Option(help="How DIR travels, by default disk.")
+        Literal["disk", "delta", "collective", "native"] | None, Option(help="Transport of DIR. Default: disk.")
     ] = None,
     dtype: Annotated[str | None, Option(help="Cast floating-point tensors, for example to bfloat16.")] = None,
     api_key: APIKey = None,
     timeout_s: Annotated[float, Option(help="Deadline of every step, in seconds.")] = 600.0,
     root: Annotated[
         str | None,
-        Option(rich_help_panel=_BY_FILES, help="Directory (delta: or bucket) that engines see under the same path."),
+        Option(
+            rich_help_panel=_BY_FILES,
+            help="Directory (with delta also a bucket) that engines can read under the same path.",
+        ),
     ] = None,
     keep_files: Annotated[
-        bool, Option("--keep-files", rich_help_panel=_BY_FILES, help="Leave the files under the root.")
+        bool, Option("--keep-files", rich_help_panel=_BY_FILES, help="Keep the files under the root.")
     ] = False,
     base: Annotated[
         str | None,
         Option(
             metavar="DIR",
             rich_help_panel=_BY_FILES,
-            help="delta: the checkpoint that the engines run now; --published: the one that they were started with.",
+            help="Checkpoint that the engines hold: with delta the current one, with --published the one that they "
+            "started with.",
         ),
     ] = None,
     encoding: Annotated[
-        str | None, Option(rich_help_panel=_BY_FILES, help="delta: how changes are coded, by default auto.")
+        str | None, Option(rich_help_panel=_BY_FILES, help="Encoding of changes, with delta. Default: auto.")
     ] = None,
     master_address: Annotated[
-        str | None, Option(rich_help_panel=_BY_GROUP, help="This host's address, as the engines reach it.")
+        str | None, Option(rich_help_panel=_BY_GROUP, help="This host's address, as engines reach it.")
     ] = None,
 ) -> int:
     """Put the weights of a checkpoint into running engines, as one update of all of them.
 
-    Engines of another model refuse it while they serve. The exit status is 3 when not every engine serves the weights.
+    Engines of another model refuse the weights and continue to serve. The exit status is 3 if an engine does not serve
+    the weights afterwards.
 
     Examples:
     * `torchrl-ext push checkpoints/step-400 --engines host1:8000 host2:8000 --root /shared/updates`
@@ -91,10 +99,10 @@ def push(
     given |= {"--master-address": master_address, "--transport": published and transport}
     for option in [option for option, value in given.items() if value]:
         if published and option != "--base":
-            raise ConfigError(f"--published takes no {option}", expected="--base or nothing")
+            raise ConfigError(f"{option} does not go with --published", expected="--base or nothing")
         if not published and option not in _OPTIONS[mode]:
             able = " or ".join(name for name, options in _OPTIONS.items() if option in options)
-            raise ConfigError(f"{option} means nothing with --transport {mode}", expected=f"--transport {able}")
+            raise ConfigError(f"{option} does not go with --transport {mode}", expected=f"--transport {able}")
     if keep_files and not root:
         raise ConfigError("--keep-files needs a place for the files", hint="name it with --root")
     try:
@@ -182,7 +190,7 @@ def _check_engines(found: list[EngineInfo], transport: str) -> None:
             raise ConfigError(
                 f"{info.url} cannot follow by {transport!r}",
                 expected=f"one of {', '.join(info.transports) or 'no transport: it lacks the plugin'}",
-                hint=f"`torchrl-ext doctor {info.url}` says what is missing",
+                hint=f"`torchrl-ext doctor {info.url}` reports what is missing",
             )
     kinds = sorted({info.kind for info in found})
     if transport == "native" and len(kinds) > 1:
@@ -241,7 +249,7 @@ def _remove(place: str) -> None:
         for name in (store := open_store(place)).list():
             store.delete(name)
     except WeightSyncError as error:
-        note(f"torchrl-ext: files of this push are left in {place}: {error}")
+        note(f"torchrl-ext: the files of this push remain in {place}: {error}")
 
 
 def _served(found: list[EngineInfo]) -> str | None:

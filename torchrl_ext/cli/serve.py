@@ -24,16 +24,20 @@ app = Typer()
 def serve(
     engine: Annotated[str, Argument(metavar="ENGINE", help="vllm, sglang or embedded.")],
     model: Annotated[str, Option(metavar="DIR", help="Hugging Face checkpoint directory.")],
-    release: Annotated[str | None, Option(metavar="X.Y.Z", help="Another release (vllm, sglang).")] = None,
-    host: Annotated[str | None, Option(help="Address to listen on, by default 127.0.0.1 (vllm, sglang).")] = None,
-    port: Annotated[int | None, Option(help="Port to listen on, by default a free one.")] = None,
+    release: Annotated[
+        str | None, Option(metavar="X.Y.Z", help="Release to install, if not the default one (vllm, sglang).")
+    ] = None,
+    host: Annotated[str | None, Option(help="Address to listen on (vllm, sglang). Default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, Option(help="Port to listen on. Default: a free port.")] = None,
     dtype: Annotated[str | None, Option(help="auto (the default), float32, bfloat16 or float16.")] = None,
     tensor_parallel_size: Annotated[
         int | None, Option(_FLAGS["tensor_parallel_size"], help="Workers that share the model (vllm, sglang).")
     ] = None,
-    max_model_len: Annotated[int | None, Option(help="Most tokens of a sequence, with its prompt.")] = None,
+    max_model_len: Annotated[int | None, Option(help="Longest sequence, prompt included, in tokens.")] = None,
     lora_rank: Annotated[int | None, Option(help="Serve LoRA adapters up to this rank (vllm, sglang).")] = None,
-    lora_adapters: Annotated[int | None, Option(help="Adapters that requests may use at a time, by default 1.")] = None,
+    lora_adapters: Annotated[
+        int | None, Option(help="Adapters that requests may use at the same time. Default: 1.")
+    ] = None,
     log_path: Annotated[
         str | None, Option(_FLAGS["log_path"], help="File for the server's log (vllm, sglang).")
     ] = None,
@@ -63,7 +67,7 @@ def serve(
             answer(document, f"{engine} is ready at {server.url} (Ctrl-C ends it)")
             while server.alive():
                 pause.wait(0.5)
-            raise EngineError(f"{engine} ended by itself; its log ends with: {server.log() or 'nothing'}")
+            raise EngineError(f"{engine} ended unexpectedly; its log ends with: {server.log() or 'nothing'}")
         except KeyboardInterrupt:
             note("ending")
         finally:

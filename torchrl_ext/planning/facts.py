@@ -30,20 +30,20 @@ class Facts:
 
     parameters: int = _fact(8_000_000_000, "elements of the model")
     bytes_per_parameter: float = _fact(2.0, "2 for bfloat16")
-    tensors: int | None = _fact(None, "number of tensors; estimated from the parameters where it is not given")
+    tensors: int | None = _fact(None, "number of tensors; by default estimated from the parameters")
     density: float = _fact(0.01, "share of elements that change between two updates")
     engines: int = _fact(1, "how many engines follow")
     workers_per_engine: int = _fact(1, "workers that share the model in one engine, tp * pp * dp")
-    trainer_ranks: int = _fact(1, "trainer ranks among which the weights are sharded; 1 where one rank holds them all")
+    trainer_ranks: int = _fact(1, "trainer ranks among which the weights are sharded; 1 if one rank holds them all")
     regions: int = _fact(1, "regions with engines, the trainer's included")
-    owned: bool | None = _fact(None, "the training job starts the engines; not given, topology decides")
+    owned: bool | None = _fact(None, "the training job starts the engines; by default only if topology is set")
     topology: bool = _fact(False, "prefill/decode pools, several models, different groups or overrides are needed")
     frozen_models: bool = _fact(False, "reference, reward or tool models are served beside the policy")
     colocated: bool = _fact(False, "trainer and engines share their devices")
     same_stack: bool = _fact(True, "engines run in a compatible environment on compatible devices")
     group: bool = _fact(True, "a process group between trainer and engines can be formed")
     shared_path: str | None = _fact(None, "directory or bucket that both sides see")
-    validate_delta: bool = _fact(False, "the aim is to try the delta's coding and landing within one datacenter")
+    validate_delta: bool = _fact(False, "you want to test the delta's coding and loading within one datacenter")
     network_bytes_s: float = _fact(12.5e9, "bytes a second of one host's network")
     disk_bytes_s: float = _fact(2e9, "bytes a second of the shared path, all readers of a region together")
     wan_bytes_s: float = _fact(125e6, "bytes a second between the trainer and another region")
@@ -70,7 +70,7 @@ class Facts:
             (self.density > 1, f"density is {self.density!r}", "a share above 0 and up to 1, such as 0.01"),
             (self.device not in ("cuda", "cpu"), f"device is {self.device!r}", "'cuda' or 'cpu'"),
             (self.regions > self.engines, f"{self.engines} engines are in {self.regions} regions", "an engine in each"),
-            (not_owned, "a topology is wanted of engines that somebody else starts", "owned=True, or no topology"),
+            (not_owned, "a topology needs engines that the job starts", "owned=True, or no topology"),
             (self.colocated and self.regions > 1, "colocated engines are where the trainer is", "regions=1"),
             (self.validate_delta and self.colocated, "a delta does not go with colocated engines", "colocated=False"),
         ):

@@ -32,7 +32,7 @@ _FULL, _DELTA = "update_weight_mode=full update_weight_transport=", "update_weig
 DECISIONS: Mapping[str, Decision] = MappingProxyType(
     {
         "external": Decision(
-            "engines are launched by somebody else, and the job only connects to them", "rollout_external_engine_addrs"
+            "other people start the engines, and the job only connects to them", "rollout_external_engine_addrs"
         ),
         "topology": Decision(
             "the job launches engines, with prefill/decode pools, several models, different groups or overrides",
@@ -49,7 +49,7 @@ DECISIONS: Mapping[str, Decision] = MappingProxyType(
             "engines have an environment of their own, or devices of another model or vendor",
             "rollout_external_engine_addrs update_weight_transport=disk",
         ),
-        "validate": Decision("the delta's coding and landing are to be tried inside one datacenter", _DELTA + "nccl"),
+        "validate": Decision("you want to test the delta's coding and loading inside one datacenter", _DELTA + "nccl"),
         "frozen": Decision(
             "frozen reference, reward or tool models are served too", "vllm_config with update_weights: false"
         ),
@@ -127,17 +127,16 @@ class Recommendation:
         """What the predictions assume or leave out."""
         facts = self.facts
         notes = {
-            "what the facts do not tell was measured by torchrl-ext bench on two shared CPU cores": True,
-            "no GPU was measured: NCCL and copies on a device are taken at the speeds that the facts give, and reading "
-            "files at that of two CPU cores": not facts.on_host,
-            "coding is taken to speed up with the number of cores": facts.cores > 2,
-            "one copy per region: a mirrored bucket or a relay; without, every engine reads across regions": (
-                self.chosen.carrier == "disk" and facts.regions > 1
-            ),
-            "frozen models on engines of somebody else: leave their addresses out, so that no call reaches them": (
+            "torchrl-ext bench measured the other figures on two shared CPU cores": True,
+            "no GPU was measured: NCCL and device copies use the speeds in your facts, and reading files uses the "
+            "speed of two CPU cores": not facts.on_host,
+            "the prediction assumes that coding scales with the number of cores": facts.cores > 2,
+            "the prediction assumes one copy per region, by a mirrored bucket or a relay; without it, every engine "
+            "reads across regions": (self.chosen.carrier == "disk" and facts.regions > 1),
+            "leave the addresses of external engines with frozen models out, so that no call reaches them": (
                 facts.frozen_models and not facts.job_owns
             ),
-            "nobody here restarts external engines: their owner does": not facts.job_owns,
+            "this library does not restart external engines; their owner does": not facts.job_owns,
         }
         return tuple(note for note, applies in notes.items() if applies)
 
@@ -165,7 +164,7 @@ def recommend(facts: Facts | None = None, **given: Any) -> Recommendation:
     """Recommend a route for weight updates.
 
     Args:
-        facts: facts about the deployment; None makes them from ``given``.
+        facts: facts about the deployment; None builds them from ``given``.
         given: fields of `Facts`, instead of ``facts``.
 
     Raises:
@@ -195,7 +194,7 @@ def _choose(facts: Facts, every: list[Route]) -> tuple[Route, str]:
             expected="a process group, a shared path or bucket, or a device that both share",
         )
     if facts.validate_delta:
-        return possible[0], "the plainest encoding over a group, which needs no shared path, is the easiest to look at"
+        return possible[0], "the plainest encoding over a group needs no shared path and is the easiest to inspect"
     if facts.colocated:
         return possible[0], "trainer and engines share their devices: weights go from memory to memory"
     full = [route for route in possible if route.encoding is None]

@@ -30,12 +30,14 @@ app = typer.Typer()
 
 @app.command()
 def demo(
-    transport: Annotated[str, typer.Option(help="How weights travel.")] = "collective",
+    transport: Annotated[str, typer.Option(help="Transport of the weights.")] = "collective",
     engine: Annotated[str, typer.Option(help="Engine to start: embedded, vllm or sglang.")] = "embedded",
     engines: Annotated[
-        list[str] | None, typer.Option("--engines", metavar="URL", help="Follow with these running engines instead.")
+        list[str] | None, typer.Option("--engines", metavar="URL", help="Use these running engines instead.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Checkpoint directory to start from; else a random Qwen3.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Checkpoint directory to start from. Default: a tiny random Qwen3.")
+    ] = None,
     root: Annotated[str | None, typer.Option(help="Directory for transports that use files.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 12,
     seed: Annotated[int, typer.Option(help="Seed of weights and sampling.")] = 0,
@@ -44,9 +46,10 @@ def demo(
 ) -> int:
     """Train a tiny policy and keep an engine at its newest weights, with proof.
 
-    A tiny causal LM is trained with GRPO on a task with a checkable reward. An engine in another process makes the
-    rollouts, and gets the new weights after each step. At the end the engine's weights have to be bit-equal to the
-    trainer's, and its greedy continuations equal to the trainer's own; else the exit status is 1.
+    The demo trains a tiny causal LM with GRPO on a task with a checkable reward. An engine in another process generates
+    the rollouts, and receives the new weights after each step. At the end, the demo checks that the engine's weights
+    are bit-equal to the trainer's and that its greedy continuations equal the trainer's own; if not, the exit status
+    is 1.
 
     Examples:
     * `torchrl-ext demo`
@@ -100,7 +103,7 @@ def _check(transport: str, engine: str, running: Sequence[str] | None, tp: int) 
     if transport == "native" and not running:
         raise ConfigError(
             "transport 'native' needs a stock vLLM or SGLang, and the demo starts engines with our plugin",
-            hint="name running ones with --engines",
+            hint="name running engines with --engines",
         )
     if running and tp > 1:
         raise ConfigError("--tp is for an engine that the demo starts", hint="leave --tp or --engines out")
@@ -199,7 +202,7 @@ def _train(spec: RankSpec, infos: Sequence[EngineInfo], interrupts: Interrupts) 
         )
         stack.callback(collector.shutdown)
         sender.register_collector(collector)
-        note("bringing the engine to the trainer's weights")
+        note("loading the trainer's weights into the engine")
         with interrupts.deferred("the first update"):
             syncs = [sender.update_weights()]
         for step, rollouts in enumerate(collector, 1):

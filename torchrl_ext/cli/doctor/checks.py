@@ -44,11 +44,11 @@ _PLUGIN = {
     "sglang": "install torchrl_ext in the engine's environment; `torchrl-ext serve sglang` does it",
 }
 _NATIVE = {
-    "vllm": """; with --weight-transfer-config '{"backend": "nccl"}' it follows by 'native', too""",
-    "sglang": "; with one pipeline stage, one replica and no weight cache it follows by 'native', too",
+    "vllm": """; with --weight-transfer-config '{"backend": "nccl"}' it can also follow by 'native'""",
+    "sglang": "; with one pipeline stage, one replica and no weight cache it can also follow by 'native'",
 }
 _FIREWALL = (
-    "keep strangers from the port by a firewall, or a proxy that asks for the key: vLLM itself guards only routes that "
+    "protect the port with a firewall, or with a proxy that requires the key: vLLM itself guards only routes that "
     "begin with /v1, /v2, /inference or /cohere"
 )
 _KEEPERS = ("ExampleConnector", "LMCacheConnectorV1", "LMCacheMPConnector", "FlexKVConnectorV1", "HF3FSKVConnector")
@@ -89,7 +89,9 @@ def _ask(address: str, trainer: Trainer, findings: list[Finding]) -> Context | N
     answer = http.call("GET", "/server_info", query={"config_format": "json"})
     ended, workers = time.time(), listed_workers(http)
     if workers is not None:
-        found = f"a router with {len(workers)} worker(s): it passes a control call to one of them, and answers 200"
+        found = (
+            f"a router with {len(workers)} worker(s): it passes each control call to just one of them and answers 200"
+        )
         remedy = f"give the engines' own addresses: {' '.join(worker.url for worker in workers) or 'it has none yet'}"
         findings.append(failure("router", found, "the address of an engine", remedy))
         return None
@@ -147,7 +149,7 @@ def _routes(engine: Context) -> Iterator[Finding]:
         yield ok("routes", "every route of a weight update is there")
     if info.kind == "sglang" and info.stock and not _has_route(engine.http, "/begin_weight_update"):
         found = "no sessions around an update (SGLang 0.5.20 or older)"
-        remedy = "update the engine, above all with a quantised model: it would load into weights derived from old ones"
+        remedy = "update the engine, above all for a quantised model: it would load into weights derived from old ones"
         yield warning("routes", found, "0.5.21 or later", remedy)
 
 
@@ -170,8 +172,10 @@ def _key(engine: Context) -> Iterator[Finding]:
     url, kind = engine.http.url, engine.info.kind
     if engine.trainer.api_key is None:
         if not is_loopback(urlsplit(url).hostname or ""):
-            remedy = "start the engine with one, or keep strangers from its port"
-            yield warning("key", f"whoever reaches {url} can pause it and change its weights", "an API key", remedy)
+            remedy = "start the engine with an API key, or protect its port with a firewall"
+            yield warning(
+                "key", f"anyone who can reach {url} can pause the engine and replace its weights", "an API key", remedy
+            )
         return
     calls: list[tuple[str, str, Any]] = [("POST", "/weights_checker", {}), ("GET", "/server_info", None)]
     if kind != "sglang":  # SGLang has one rule for all of its routes that change something
@@ -184,7 +188,7 @@ def _key(engine: Context) -> Iterator[Finding]:
     tried = {route: stranger.call(method, route, body).status for method, route, body in calls}
     opened = ", ".join(route for route, status in tried.items() if status not in (401, 403, 404))
     if opened:
-        yield warning("key", f"without the key it answers at {opened}", "the key on every route", _FIREWALL)
+        yield warning("key", f"these routes answer without the key: {opened}", "the key on every route", _FIREWALL)
     else:
         yield ok("key", "every route of a weight update asks for the key")
 
@@ -193,7 +197,9 @@ def _plugin(engine: Context) -> Iterator[Finding]:
     info, wanted = engine.info, engine.trainer.transport
     names, remedy = ", ".join(info.transports), _PLUGIN.get(info.kind, "use another transport")
     if engine.facts.is_guest:
-        found = "maps weights that a daemon owns (--load-format ipc_cache): an update would change other engines' too"
+        found = (
+            "maps weights that a daemon owns (--load-format ipc_cache), so an update would also change other engines"
+        )
         remedy = "start it with another --load-format"
         yield failure("plugin", found, "an engine with weights of its own", remedy)
     elif not names:
@@ -216,13 +222,13 @@ def _stock(wanted: str | None) -> Iterator[Finding]:
     """Yield what an engine without our plugin gives up."""
     remedy = "send with verify='outputs', or install the plugin"
     yield warning("proof", "only its outputs show which weights it loaded", "digests of its weights", remedy)
-    found = "whoever resumes it after a failed update lets it serve a part of a version"
-    remedy = "install the plugin, or send again before anybody resumes it"
+    found = "after a failed update, a resume lets it serve a part of a version"
+    remedy = "install the plugin, or send again before you resume it"
     yield warning("a part of a version", found, "workers that refuse to generate", remedy)
     if wanted == "native":
-        found = "the port at which stock engines form a group has no secret: whoever reaches it can take a rank"
+        found = "the port at which stock engines form a group has no secret: anyone who can reach it can take a rank"
         expected = "a network that only trainer and engines can reach"
-        yield warning("group", found, expected, "keep strangers from it by a firewall")
+        yield warning("group", found, expected, "protect it with a firewall")
 
 
 def _paused(engine: Context) -> Iterator[Finding]:
@@ -230,7 +236,7 @@ def _paused(engine: Context) -> Iterator[Finding]:
         return
     with contextlib.suppress(EngineRefusedError, AttributeError):
         if engine.http.get("/is_paused").get("is_paused"):
-            remedy = "an update may be under way; after a failed one, the next good update resumes it"
+            remedy = "an update may be running; after a failed update, the next successful one resumes the engine"
             yield warning("paused", "the engine is paused", "an engine that generates", remedy)
 
 
@@ -241,7 +247,7 @@ def _world_size(engine: Context) -> Iterator[Finding]:
     if info.world_size in (replica * info.dp_size, replica):  # replicas may share their workers
         yield ok("world size", found)
     else:
-        remedy = "look at the engine's parallel settings; a collective counts workers by this number"
+        remedy = "check the engine's parallel settings; a collective counts workers by this number"
         yield warning("world size", found, f"{replica * info.dp_size}", remedy)
 
 
@@ -250,7 +256,7 @@ def _kept_keys(engine: Context) -> Iterator[Finding]:
     connectors = engine.facts.kv_connectors
     keeping = ", ".join(name for name in connectors if name in _KEEPERS)
     if keeping:
-        found = f"{keeping} keeps keys and values of the old weights, and does not drop them with the engine's"
+        found = f"{keeping} keeps keys and values of the old weights when the engine drops its own"
         expected = "no store, or one whose connector has a reset_cache of its own"
         remedy = "empty the store after every update, or requests continue from the old weights"
         yield warning("kept keys", found, expected, remedy)
@@ -287,11 +293,11 @@ def _shared(engine: Context) -> Iterator[Finding]:
         elif isinstance(dialled, dict):
             found = f"the engine cannot reach the trainer{worker}: {dialled.get('why')}"
             expected = "a connection from every worker to the trainer, where a process group meets"
-            remedy = "open the way, name another interface in master_address, or use a shared root"
+            remedy = "allow the connection, name another interface in master_address, or use a shared root"
             yield failure("group", found, expected, remedy)
     if trainer.root is not None and not engine.answers:
-        found, expected = "the engine has no plugin that could look for the probe", f"{trainer.root} in the engine"
-        remedy = "look there yourself, or install torchrl_ext in the engine's environment"
+        found, expected = "the engine has no plugin to look for the probe", f"{trainer.root} in the engine"
+        remedy = "check it by hand, or install torchrl_ext in the engine's environment"
         yield warning("shared root", found, expected, remedy)
 
 
@@ -330,7 +336,7 @@ def rehearse(engine: Context) -> Iterator[Finding]:
     """Rehearse an engine with our plugin, and yield a finding for each of its workers."""
     if engine.info.stock or not engine.info.transports:  # other findings say what it lacks
         return
-    expected = "every layer as a cold start makes it"
+    expected = "every layer equal to a cold start's"
     try:
         engine.client.info()
         engine.client.rehearse("once")
@@ -365,14 +371,14 @@ def compare(known: Sequence[tuple[str, Context | None]]) -> Iterator[Finding]:
             processes.setdefault((answer.get("host"), answer.get("pid")), []).append(address)
     for addresses in processes.values():
         if len(addresses) > 1:
-            found = f"{' and '.join(addresses)} lead to one engine"
-            yield failure("addresses", found, "each engine once", "leave one of them out")
+            found = f"{' and '.join(addresses)} lead to the same engine"
+            yield failure("addresses", found, "each engine once", "leave all but one out")
     models = {address: Path(engine.info.model).name for address, engine in every}
     dtypes = {address: engine.facts.dtype for address, engine in every if engine.facts.dtype != "auto"}
     for check, values in (("model", models), ("dtype", dtypes)):
         if len({*values.values()} - {""}) > 1:
             found = ", ".join(f"{address}: {value}" for address, value in values.items())
-            remedy = "check that all of them are meant to follow one trainer"
+            remedy = "check that all of them should follow this trainer"
             yield warning(check, found, "the same in all engines", remedy)
     if len(every) == len(known):
         workers = sum(engine.info.world_size for _, engine in every)

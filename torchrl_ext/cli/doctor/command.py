@@ -1,4 +1,4 @@
-"""``torchrl-ext doctor URL...``: find what would go wrong in an update before one is tried."""
+"""``torchrl-ext doctor URL...``: find problems that would make an update fail."""
 
 from __future__ import annotations
 
@@ -33,13 +33,16 @@ def doctor(
     engines: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="URL...", help="host:port or URL of an engine; options of slime and vime are taken too."
+            metavar="URL...",
+            help="host:port or URL of an engine. The command also accepts the options of slime and vime.",
         ),
     ] = None,
     transport: Annotated[
-        str | None, typer.Option(help="Transport that will be used; else the one that the job's options name.")
+        str | None, typer.Option(help="Transport that the job uses. Default: the transport in the job's options.")
     ] = None,
-    root: Annotated[str | None, typer.Option(help="Directory or bucket that both sides must see.")] = None,
+    root: Annotated[
+        str | None, typer.Option(help="Directory or bucket that trainer and engines must both see.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="DIR", help="Checkpoint directory that training starts from.")
     ] = None,
@@ -55,11 +58,11 @@ def doctor(
     api_key: APIKey = None,
     timeout_s: Annotated[float, typer.Option(help="Deadline of each engine's discovery, in seconds.")] = 10.0,
 ) -> int:
-    """Find what will go wrong in an update before it does.
+    """Find problems that would make an update fail.
 
-    Looks at engines, at the options of the job (--update-weight-mode and all others of slime and vime, by their names
-    there), and at what trainer and engines share. Engines go on generating, except during --rehearse. The exit status
-    is 1 if an update would fail.
+    Checks the engines, the options of the job (--update-weight-mode and all other options of slime and vime, under
+    their names), and the directory that trainer and engines share. Engines continue to generate, except during
+    --rehearse. The exit status is 1 if an update would fail.
 
     Examples:
     * `torchrl-ext doctor host1:8000 host2:8000 --transport delta --root /shared/updates --model policy`
@@ -83,7 +86,7 @@ def doctor(
             options = [ok("options", f"the options give transport {chosen[0]!r}")]
     trainer = Trainer(transport=transport, root=root, model=model, api_key=api_key, timeout_s=timeout_s)
     if not (addresses or options or trainer.findings):
-        raise ConfigError("there is nothing to look at", expected="addresses of engines", hint="torchrl-ext doctor URL")
+        raise ConfigError("there is nothing to examine", expected="addresses of engines", hint="torchrl-ext doctor URL")
     found: list[tuple[list[Finding], Context | None]] = []
     if addresses:
         with trainer.probing(addresses), ThreadPoolExecutor(min(64, len(addresses))) as pool:
@@ -101,7 +104,7 @@ def doctor(
         "engines": [asdict(engine.info) for _, engine in known if engine is not None],
         "findings": [asdict(finding) for finding in findings],
     }
-    verdict = Text("nothing stands in the way of an update", "green")
+    verdict = Text("no problem found: an update should succeed", "green")
     if failures:
         verdict = Text(f"an update would fail: {failures} failure(s)", "bold red")
     shown = [_shown(finding) for finding in findings if finding.level != "ok" or not problems]

@@ -185,15 +185,14 @@ class Trainer:
         here, there, why = f"{socket.gethostname()}:{self.root}", f"{host}:{self.root}{worker}", seen.get("why")
         if not seen.get("seen"):
             found = f"{there} does not hold what the trainer wrote: {why}"
-            mount = "mount it on both hosts under the same path; one that only the trainer sees is not enough"
-            remedy = str(seen.get("remedy") or mount)
+            remedy = "mount it on both hosts under the same path"
             return failure("shared root", found, f"the same directory as {here}", remedy)
         if seen.get("probe") is None:
-            return ok("shared root", f"the engine reads the root{worker}; it cannot write there and need not ({why})")
+            return ok("shared root", f"the engine reads the root{worker}; it cannot write there, and need not ({why})")
         if self._finds(str(seen["probe"])):
             return ok("shared root", f"seen from both sides{worker}")
-        found = f"what the engine wrote into {there} does not show up in {here}"
-        remedy = "look for an overlay, a read-only snapshot or a caching mount on the engine's side"
+        found = f"a file that the engine wrote into {there} does not appear in {here}"
+        remedy = "check the engine's side for an overlay, a read-only snapshot or a caching mount"
         return warning("shared root", found, "one directory, seen from both sides", remedy)
 
     def _finds(self, probe: str) -> bool:
