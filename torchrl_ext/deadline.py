@@ -67,7 +67,7 @@ class Deadline:
         """
         what = what or f"{self.who} did not answer"
         if self.stop.is_set():
-            return TransportError(f"{what} before the wait was ended by a failure elsewhere, or an abort", **parts)
+            return TransportError(f"{what} before a failure elsewhere, or an abort, ended the wait", **parts)
         return DeadlineError(f"{what} within {self.timeout_s:g} s", **parts)
 
     def check(self, what: str = "", **parts: str | None) -> None:

@@ -42,6 +42,6 @@ def usable_device(device: torch.device | str | int) -> torch.device:
             raise ConfigError(
                 f"device {str(chosen)!r} cannot be used: this process sees {count} CUDA devices",
                 expected=f"an index below {count}" if count else "'cpu'",
-                hint="look at CUDA_VISIBLE_DEVICES, and at torch.version.cuda of this environment",
+                hint="check CUDA_VISIBLE_DEVICES, and torch.version.cuda of this environment",
             )
     return chosen

@@ -96,7 +96,7 @@ def open_regular(path: _Path, *, within: _Path | None = None) -> tuple[int, int]
             f"{os.fspath(path)} is a link to {where}",
             expected=f"a file under {os.fspath(within)}",
             state="it was not read",
-            hint="put the file itself there",
+            hint="replace the link by the file itself",
         )
     if not stat.S_ISREG(os.stat(where).st_mode):  # opening some devices has effects of its own
         raise _special(path)
@@ -129,7 +129,7 @@ def sync(path: _Path) -> None:
 def _special(path: _Path) -> IntegrityError:
     return IntegrityError(
         f"{os.fspath(path)} is no regular file",
-        expected="a file, and no pipe, device, directory or socket",
+        expected="a regular file, not a pipe, device, directory or socket",
         state="it was not read",
-        hint="remove it, and let whoever wrote the rest write again",
+        hint="remove it, and let the trainer publish again",
     )

@@ -36,7 +36,7 @@ __all__ = [
 FORMAT = 3
 """Protocol version; `docs/formats.md` lists the changes."""
 
-REPLACED = "torchrl_ext: this sender has to join again"
+REPLACED = "torchrl_ext: this sender must join again"
 """Prefix of a worker's refusal when the sender of a step is not the one that it joined last."""
 
 NOBODY = "no sender has joined"
@@ -386,16 +386,16 @@ def replaced(since: str) -> EngineRefusedError:
     return EngineRefusedError(
         f"{REPLACED}: {since} this engine since",
         expected="steps of the sender that joined last",
-        state="nothing was touched",
-        hint="one sender at a time: the next update of this one joins again, and replaces the other",
+        state="nothing was changed",
+        hint="use one sender at a time; this sender's next update joins again and replaces the other",
     )
 
 
 def partial_version(engine: str) -> EngineRefusedError:
     """Return the error for resuming an engine that holds only part of a version."""
     return EngineRefusedError(
-        f"{engine} holds a part of a version, which must not be served",
-        expected="a version that arrived whole",
+        f"{engine} holds a part of a version, which it must not serve",
+        expected="a complete version",
         state="paused",
-        hint="send the weights again: the next update that arrives whole resumes the engine",
+        hint="send the weights again: the next complete update resumes the engine",
     )

@@ -135,5 +135,5 @@ def bears_key(authorization: str | None, keys: Collection[str]) -> bool:
 
 def refusal() -> dict[str, Any]:
     """Return the body of a 401 response, in the format of vLLM's errors."""
-    row = {"message": "this route wants the engine's API key", "type": "Unauthorized", "param": None, "code": 401}
+    row = {"message": "this route requires the engine's API key", "type": "Unauthorized", "param": None, "code": 401}
     return {"error": row}

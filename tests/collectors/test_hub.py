@@ -195,5 +195,5 @@ class TestWhatOthersSay:
 
         with socket.create_server(("127.0.0.1", 0)) as server:
             threading.Thread(target=answer, daemon=True).start()
-            with pytest.raises(NotConnectedError, match="it gives no reason"):
+            with pytest.raises(NotConnectedError, match="no reason given"):
                 dial((*server.getsockname(), "token"), "policy", 0, WAIT_S)

@@ -291,7 +291,7 @@ def test_two_models_under_one_id_and_a_worker_without_a_trainer_are_refused():
             join(second, make_policy(2), 0)
         with pytest.raises(NotConnectedError, match="carries model 'policy', not 'critic'"):
             join(second, make_policy(2), 0, "critic")
-    with pytest.raises(NotConnectedError, match="'actor' knows no trainer"):
+    with pytest.raises(NotConnectedError, match="'actor' has no trainer"):
         join(Scheme("disk"), make_policy(), 0, "actor")
 
 

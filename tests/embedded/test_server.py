@@ -117,7 +117,7 @@ def test_a_body_is_json_that_says_so_and_no_web_page_sends_it(http, how, status,
 def test_what_fails_by_a_fault_of_ours_is_in_the_log_alone(http, server, monkeypatch, caplog):
     monkeypatch.setattr(server.engine, "logprobs", lambda prompts: {}["secret"])
     answer = http.post("/prompt_logprobs", json={"prompts": [[1]]})
-    assert answer.status_code == 500 and "its log says why" in answer.text and "secret" not in answer.text
+    assert answer.status_code == 500 and "its log has the reason" in answer.text and "secret" not in answer.text
     assert "secret" in caplog.text
 
 

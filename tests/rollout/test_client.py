@@ -110,7 +110,7 @@ def test_what_may_pass_is_asked_again_until_the_deadline_by_a_persistent_client_
         router.answers[ROUTE] = in_turn(later, later, later, good)
         with closing(InferenceClient(router.url, persistent=True)) as client:
             assert client.generate([[7]])[0].token_ids == (1,)
-        warnings = [record.getMessage() for record in caplog.records if "get no answer" in record.getMessage()]
+        warnings = [record.getMessage() for record in caplog.records if "got no answer" in record.getMessage()]
         assert len(warnings) == 1 and router.url in warnings[0] and "nobody is behind" in warnings[0]
         router.answers[ROUTE] = later
         for settings, error in (({"persistent": True, "timeout_s": 1.0}, DeadlineError), ({}, EngineRefusedError)):

@@ -91,7 +91,7 @@ def test_the_tokens_of_a_prompt_are_read_at_once(monkeypatch, prompt):
 
 @pytest.mark.parametrize("prompt", [[1.0], ["a"], [[1, 2]], [True], [-1], [2**70], torch.tensor([0.5]), "text", [None]])
 def test_what_is_no_list_of_token_ids_is_refused_with_its_place(prompt):
-    with pytest.raises(ConfigError, match="prompt 3 is no list of token ids"):
+    with pytest.raises(ConfigError, match="prompt 3 is not a list of token ids"):
         checked_prompt(prompt, 3)
 
 

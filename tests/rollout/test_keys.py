@@ -58,6 +58,6 @@ def test_the_client_of_a_served_model_has_the_key_of_its_routing(kind):
             model.fleet(api_key="another")
         assert "secret" not in repr(model)
         assert model.client().urls == (router.url,)
-        with pytest.raises(ConfigError, match="no engine behind"):
+        with pytest.raises(ConfigError, match="no engine is registered"):
             Routing([], router=router.url).client()
         model.close()

@@ -119,12 +119,12 @@ def dead(count):
 def test_every_address_that_fails_is_in_the_one_error_without_those_of_other_libraries(ask):
     gone = dead(2)
     with FakeEngine("vllm") as well, scripted({"/server_info": (200, {})}) as strange:
-        with pytest.raises(EngineUnreachableError, match="; 2 of 3 engines do not say what they are") as caught:
+        with pytest.raises(EngineUnreachableError, match="; 2 of 3 engines did not describe themselves") as caught:
             ask(gone[0], well.url, gone[1], timeout_s=5)
         assert all(url in caught.value.what for url in gone) and well.url not in caught.value.what
         told = "".join(traceback.format_exception(caught.value))
         assert "direct cause" not in told and "aiohttp" not in told
-        with pytest.raises(EngineError, match=f"(?s){gone[0]}.*{strange.url} does not say what engine it is"):
+        with pytest.raises(EngineError, match=f"(?s){gone[0]}.*{strange.url} does not describe an engine"):
             ask(gone[0], well.url, strange.url, timeout_s=5)
 
 
@@ -181,14 +181,18 @@ def test_an_sglang_server_is_described_though_its_control_routes_are_not_for_eve
 
 
 def test_a_server_that_wants_a_key_or_lacks_the_routes_is_not_said_to_be_no_engine():
-    for status, words in ((401, "wants a key"), (403, "wants a key"), (501, "does not implement what it is asked")):
+    for status, words in (
+        (401, "requires an API key"),
+        (403, "requires an API key"),
+        (501, "has no route that describes an engine"),
+    ):
         script = {route: (status, {"error": "no"}) for route in ("/server_info", "/get_server_info")}
         with scripted(script) as server:
             with pytest.raises(EngineRefusedError, match=words) as caught:
                 tx.discover(server.url, api_key="secret")
             assert set(server.keys) == {"Bearer secret"}
         text = str(caught.value)
-        assert f"{status}: no" in text and "does not say what engine" not in text and "secret" not in text
+        assert f"{status}: no" in text and "does not describe an engine" not in text and "secret" not in text
         assert ("api_key" in text) == (status != 501)
 
 
@@ -294,4 +298,4 @@ def test_a_make_of_another_package_describes_its_own_engines_and_nothing_is_aske
 
 def test_an_engine_of_a_make_that_nobody_brought_is_refused():
     with scripted({"/server_info": (200, FLAT | {"engine": "dove"})}) as server:
-        assert "of no make that is known here. Expected: one of vllm, sglang, embedded" in refused(server)
+        assert "of an unknown make. Expected: one of vllm, sglang, embedded" in refused(server)

@@ -77,9 +77,9 @@ def test_a_stock_server_proves_nothing_and_takes_no_part_of_a_version(make):
     with running(f"stock-{make}") as fake:
         engine = client(fake)
         engine.connect(FILES)
-        with pytest.raises(EngineRefusedError, match=r"whole versions only.*serves what it served"):
+        with pytest.raises(EngineRefusedError, match=r"whole versions only.*still serves its previous weights"):
             engine.prefetch(8, Part(names=frozenset({"a"}), base=7))
-        with pytest.raises(ConfigError, match="cannot prove what it holds"):
+        with pytest.raises(ConfigError, match="cannot prove which weights it holds"):
             engine.verify({"a": "0"})
         assert not engine.verifies and fake.serving
 

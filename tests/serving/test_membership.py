@@ -237,7 +237,7 @@ def test_what_one_router_cannot_serve_is_refused_before_it_is_made(urls, routers
     vllm, sglang = (EngineInfo(url=url, kind=kind) for url, kind in zip(urls, ("vllm", "sglang"), strict=False))
     for engines, more, words in (
         ([sglang], {"make": "nginx"}, "'nginx'"),
-        ([vllm, sglang], {}, "sglang, vllm are asked in different dialects"),
+        ([vllm, sglang], {}, "sglang, vllm need different request formats"),
         ([vllm], {"router": "http://127.0.0.1:1", "policy": "random"}, "policy is for a router of ours"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -304,7 +304,7 @@ def test_external_engines_are_one_model_and_nobody_elses_life_is_touched(caplog)
         with pytest.raises(ConfigError, match=r"no model called 'critic'.*default"):
             job.model("critic")
         before = len(engine.calls)
-        assert job.recover() == () and "not started again" in caplog.text
+        assert job.recover() == () and "does not restart external engines" in caplog.text
         job.offload()
         job.onload()
         assert len(engine.calls) == before
@@ -333,5 +333,5 @@ def test_complaints_before_a_router_listened_count_and_one_that_takes_no_engine_
     with serving(Gateway()) as router:
         routing = Routing(infos(urls), router=router.url, health=health)
         assert listed(router.url) == set(urls[1:])
-    with routing, pytest.raises(EngineError, match="did not take it back"):
+    with routing, pytest.raises(EngineError, match="did not add it again"):
         health.mend(urls[0], by="somebody")

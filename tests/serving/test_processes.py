@@ -131,7 +131,7 @@ def test_a_start_that_another_thread_gives_up_ends_the_server(tmp_path):
         cancel.set()
 
     threading.Thread(target=give_up, daemon=True).start()
-    with pytest.raises(EngineError, match="was given up"):
+    with pytest.raises(EngineError, match="was abandoned"):
         GuardedProcess(command, name="toy", url="http://127.0.0.1:1", log_path=log, cancel=cancel)
     assert gone(int(log.read_text()))
 

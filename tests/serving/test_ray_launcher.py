@@ -142,5 +142,5 @@ def test_a_start_that_is_given_up_ends_its_actor(cluster, tmp_path):
     cancel = threading.Event()
     cancel.set()
     launcher = RayLauncher(remote={"resources": {"nowhere": 1}})
-    with pytest.raises(EngineError, match="a/regular/0 was given up"):
+    with pytest.raises(EngineError, match="a/regular/0 was abandoned"):
         launcher.launch(plan(tmp_path), cancel=cancel)

@@ -90,7 +90,7 @@ def test_update_weights_is_what_was_said_or_whether_the_path_is_the_trainers():
         ([{"name": "a", "server_groups": [group(num_gpus=3, num_gpus_per_engine=2)]}], "3 GPUs for engines of 2"),
         ([{"name": "a", "server_groups": [group("prefill")]}], "prefill engines alone"),
         ([{"name": "a", "server_groups": [group("prefill"), group("decode"), group()]}], "pools and regular"),
-        ([{"name": "a", "server_groups": [group("encoder")]}], "encoders alone"),
+        ([{"name": "a", "server_groups": [group("encoder")]}], "only encoders"),
         (
             [{"name": "a", "update_weights": "yes", "server_groups": [group()]}],
             "Invalid enum value 'yes' - at .*update_weights",

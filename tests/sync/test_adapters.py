@@ -97,7 +97,7 @@ def test_names_have_versions_and_roots_of_their_own(policy, tmp_path, pair):
     with pytest.raises(EngineError, match="no adapter 'a' is loaded"):
         adapters.unload("a")
     assert adapters.load("a", policy).version == 3, "no number is used twice"
-    with pytest.raises(ConfigError, match="no adapter 'c' was loaded here"):
+    with pytest.raises(ConfigError, match="not loaded an adapter 'c'"):
         adapters.version("c")
     adapters.shutdown()
 

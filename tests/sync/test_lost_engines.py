@@ -100,7 +100,7 @@ def test_without_any_engine_that_answers_nothing_begins(checkpoint, tmp_path):
     fleet = Pool([tx.make_engine("embedded", url=url) for url in urls])
     sender = tx.WeightSender(tx.DiskTransport(tmp_path), fleet)
     for _ in range(2):
-        with pytest.raises(EngineError, match="no engine of the fleet answers") as told:
+        with pytest.raises(EngineError, match="no engine of the fleet answered") as told:
             sender.update_weights({"x": torch.ones(3)})
         assert all(url in str(told.value) for url in urls)
     assert not list(tmp_path.glob("weight_v*"))

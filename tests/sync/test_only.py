@@ -71,7 +71,7 @@ class TestWhichTensors:
             *((only, r"'b\.wieght'(.|\n)*'b\.weight'") for only in ("b.wieght", {"b.wieght": True}, ["a", "b.wieght"])),
             *((only, "none of the 6 tensors") for only in ("*.nothing", lambda name: False, [])),
             *((["a.bias", one], "none of the 6 tensors") for one in (re.compile("nobody"), {"a.bias": False}, [])),
-            (7, "only=7 says nothing about names"),
+            (7, "only=7 does not select tensors by name"),
             ("trainable", "needs a module"),
         ],
     )
@@ -148,7 +148,7 @@ class Packed(TensorsLoader):
 
     def part(self, names):
         if names is not None and "b.bias" not in names:
-            raise ManifestError("the engine builds layers anew, and lacks 'b.bias'")
+            raise ManifestError("the engine rebuilds layers and lacks 'b.bias'")
         super().part(names)
 
 

@@ -110,12 +110,12 @@ def test_another_model_gets_everything_once_the_trainer_joined_for_it():
     receiver.register_model(nn.Linear(3, 2))
     sender = driven(receiver, policy)
     receiver.register_model(other)
-    with pytest.raises(UpdateError, match="joined no transport"):
+    with pytest.raises(UpdateError, match="has not joined a transport"):
         sender.update_weights(only="bias")
     assert not sender.update_weights(only="bias").part
     assert same_bits(policy.weight.detach(), other.weight.detach())
     receiver.register_model(narrow := nn.Linear(2, 2))
-    for what in ("joined no transport", "weight"):
+    for what in ("has not joined a transport", "weight"):
         with pytest.raises(UpdateError, match=what):
             sender.update_weights()
     assert narrow.weight.shape == (2, 2)

@@ -113,7 +113,7 @@ class TestModule:
         good = nn.Linear(3, 2)
         run(engine.update_model_weights_from_state_dict(good.state_dict()))
         failures.append(RuntimeError("out of memory"))
-        with pytest.raises(UpdateError, match=r"out of memory(.|\n)*were put back"):
+        with pytest.raises(UpdateError, match=r"out of memory(.|\n)*were restored"):
             run(engine.update_model_weights_from_state_dict(nn.Linear(3, 2).state_dict()))
         assert same(served, good.state_dict()) and engine.serving.is_set()
 
@@ -174,7 +174,7 @@ class TestEmbedded:
             trainer.update_weights(tiny_model(5))
             if before == "a switch":
                 trainer.shutdown()
-            with pytest.raises(UpdateError, match=r"weights of another sender.*whole checkpoint"):
+            with pytest.raises(UpdateError, match=r"another sender's weights.*whole checkpoint"):
                 run(online.update_model_weights_from_state_dict(layer))
             assert self.says(engine) == greedy(tiny_model(5), PROMPT, 8)
             if before == "nothing":
@@ -182,7 +182,7 @@ class TestEmbedded:
                 assert self.says(engine) == greedy(tiny_model(1), PROMPT, 8)
         with monkeypatch.context() as patch:
             patch.setattr(TensorsLoader, "finish", lambda *_: (_ for _ in ()).throw(TransportError("it fails")))
-            with pytest.raises(WeightSyncError, match="of another sender before it cannot be put back"):
+            with pytest.raises(WeightSyncError, match="came from another sender and cannot be restored"):
                 run(online.update_model_weights(place / "seed1"))
         assert engine.scheduler.paused
         run(online.update_model_weights(place / "seed1"))
@@ -283,7 +283,7 @@ class TestVLLM:
         async def main():
             (llm, engine), freed = self.served(folders), []
             llm.fake.inject("fail", "POST /update_weights", first=lambda: freed.append(set(llm.fake.asleep)))
-            with pytest.raises(UpdateError, match=r"it fails here(.|\n)*were put back"):
+            with pytest.raises(UpdateError, match=r"it fails here(.|\n)*were restored"):
                 await engine.update_model_weights(folders / "1")
             assert freed == [{"kv_cache"}] and llm.fake.serving and same(llm.model, states(net(0)))
             report = await engine.update_model_weights(folders / "1")

@@ -78,7 +78,7 @@ def test_the_sender_that_was_replaced_hears_by_whom_before_any_pause(server, tmp
     first, second = turns.sender("collective"), turns.sender("collective")
     for sender in (first, second, first):
         sender.update()
-    (words,) = [record.getMessage() for record in caplog.records if "join once more" in record.getMessage()]
+    (words,) = [record.getMessage() for record in caplog.records if "join this sender again" in record.getMessage()]
     assert "a collective sender, process " in words and " has joined this engine since" in words
 
 
@@ -90,7 +90,7 @@ def test_a_step_of_a_replaced_sender_changes_nothing_and_pauses_nobody(server, t
         assert sender.update_weights(Policy(seed).model).verified
     before = logprobs(server)(PROMPTS)
     for step in (lambda: first.prefetch(1), lambda: first.load({"version": 1, "params": []})):
-        with pytest.raises(WeightSyncError, match="has to join again"):
+        with pytest.raises(WeightSyncError, match="must join again"):
             step()
     assert not httpx.get(f"{server.url}/is_paused").json()["is_paused"]
     assert logprobs(server)(PROMPTS) == before

@@ -118,7 +118,7 @@ def test_a_failure_of_one_is_heard_by_all_also_one_beside_the_engines_work(engin
 def test_a_world_without_room_is_refused_before_anything_is_joined(engine):
     _, _, handle = engine
     transport = tx.MemoryTransport()
-    assert all("nothing was begun" in str(error) for error in handle(Poll()))
+    assert all("no step has been started" in str(error) for error in handle(Poll()))
     for offset, size in ((1, 2), (2, 3), (0, 3)):
         message = Join(transport="memory", params=(), rank_offset=offset, world_size=size, offer={})
         assert all("do not fit into a world" in str(error) for error in handle(message))
@@ -203,7 +203,7 @@ def test_a_pull_goes_on_beside_staging_and_loading_and_another_one_is_refused_un
     assert handle(Prefetch(version=7)) == [{}, {}] and idle(handle) == [{}, {}] and staged == [7, 7]
     assert handle(Reset(weights="reloaded")) == [{}, {}]
     assert handle(Poll(pull=True)) == [{"working": True}] * 2
-    assert all("another pull goes on" in str(error) for error in handle(other))
+    assert all("another pull is running" in str(error) for error in handle(other))
     going.set()
     assert idle(handle, pull=True) == [{}, {}] == handle(Poll(pull=True)) and begun == [1, 1]
     assert handle(other) == [{}, {}]

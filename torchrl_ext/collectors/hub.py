@@ -68,7 +68,7 @@ class Hub:
                 f"{len(missing)} of {self._workers} workers of model {self._model_id!r} did not connect to "
                 f"{host}:{port} within {timeout_s:g} s: {', '.join(map(str, missing))}",
                 expected="init_on_receiver and connect in each worker",
-                hint="look for what keeps them from starting, or raise start_timeout_s",
+                hint="find out why they do not start, or raise start_timeout_s",
             )
 
         Deadline(timeout_s).poll(lambda: {*self._missing()} <= {*ended()}, late=late, longest_s=_LOOK_S)
@@ -103,7 +103,7 @@ class Hub:
             return "this is another trainer's address"
         idx, pid, model_id = hello.get("worker"), hello.get("pid"), hello.get("model_id")
         if type(idx) is not int or type(pid) is not int or not 0 <= idx < self._workers:
-            return f"worker {idx!r} (pid {pid!r}) is none of the {self._workers} workers of model {self._model_id!r}"
+            return f"worker {idx!r} (pid {pid!r}) is not among the {self._workers} workers of model {self._model_id!r}"
         if model_id != self._model_id:
             return f"this scheme carries model {self._model_id!r}, not {model_id!r}"
         with self._lock:
@@ -146,6 +146,6 @@ def dial(address: tuple[str, int, str], model_id: str, worker: int, timeout_s: f
     if answer is None:
         raise within.error(f"{trainer} did not answer {who}")
     raise NotConnectedError(
-        f"{trainer} refused {who}: {answer.get('refused', 'it gives no reason')}",
+        f"{trainer} refused {who}: {answer.get('refused', 'no reason given')}",
         expected="one scheme per model, one worker per index",
     )

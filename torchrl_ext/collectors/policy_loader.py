@@ -54,7 +54,10 @@ class ModelLoader(WeightLoader, Patchable):
             self._current().check(sent)
         except ManifestError as error:
             raise ManifestError(
-                error.what, expected=error.expected, state=error.state, hint="send the weights of a policy of one class"
+                error.what,
+                expected=error.expected,
+                state=error.state,
+                hint="send the weights of a policy of the same class",
             ) from error
         self._sent = sent
 
@@ -128,8 +131,8 @@ class ModelLoader(WeightLoader, Patchable):
                     name = unwrapped(f"{path}.{own}" if path else own)
                     if own in module._non_persistent_buffers_set and name not in sent:  # `check` reports the others
                         raise ManifestError(
-                            f"{name!r} of the policy has no storage, and does not come with the weights",
-                            hint="use strategy='tensordict', which sends buffers that are not persistent too",
+                            f"{name!r} of the policy has no storage, and the weights do not include it",
+                            hint="use strategy='tensordict', which also sends non-persistent buffers",
                         )
                     empty = torch.empty_like(tensor, device=self._device)
                     is_parameter = isinstance(tensor, nn.Parameter)

@@ -121,14 +121,14 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         if (single is None) == (params_map is None):
             raise ConfigError(
                 f"there is {'nothing' if single is None else 'more than one thing'} to send for model {model_id!r}",
-                expected="params_map alone, or init_on_sender(context=collector, model_id=...), model= or weights=",
+                expected="only params_map, or init_on_sender(context=collector, model_id=...), model= or weights=",
             )
         for counted in (params_map, devices, remote_collectors):
             if num_workers is None and counted is not None:
                 num_workers = len(counted)
         if num_workers is None and context is None:
             raise ConfigError(
-                f"the number of workers of model {model_id!r} is not known", hint="give num_workers or devices"
+                f"the number of workers of model {model_id!r} is not known", hint="pass num_workers or devices"
             )
         if num_workers is None and not isinstance(context, Collector):  # a `Collector` runs in this process
             num_workers = getattr(context, "num_workers", None)
@@ -215,7 +215,7 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
             update(model_id=self.model_id, policy_or_weights=self.strategy.extract_weights(self.model))
 
     def receive(self, timeout: float | None = None) -> TensorDictBase | None:
-        """Wait for weights newer than the last call returned; a background thread lands them.
+        """Wait for weights newer than those of the last call; a background thread loads them.
 
         Args:
             timeout: seconds to wait; None waits as long as the trainer is connected.

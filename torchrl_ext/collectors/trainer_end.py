@@ -152,7 +152,7 @@ class CollectorTransport:
             raise EngineUnreachableError(
                 f"{' and '.join(gone)} ended",
                 state="nothing was sent",
-                hint="start the collector again, or name the workers that are left in worker_ids",
+                hint="start the collector again, or name the remaining workers in worker_ids",
             )
         for link in found.values():
             if link is not None and link not in self._engines:

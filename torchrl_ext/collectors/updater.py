@@ -78,8 +78,8 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
             settings = checked_settings(transport, settings)
         elif settings:
             raise ConfigError(
-                f"settings {sorted(settings)} are for a transport that exists already",
-                hint="give the transport's name",
+                f"settings {sorted(settings)} cannot apply to a transport that already exists",
+                hint="pass the transport's name",
             )
         addresses = [engine] if isinstance(engine, str) else engine
         if isinstance(addresses, Sequence) and all(isinstance(one, str) for one in addresses):
@@ -137,16 +137,16 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
     def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
         if worker_id is not None and (worker_id, len(self.sender.engine.rows())) != (0, 1):
             raise ConfigError(
-                f"worker {worker_id} cannot be updated alone: all engines serve one version",
+                f"worker {worker_id} cannot be updated by itself: all engines serve the same version",
                 state="nothing was sent",
-                hint="leave worker_ids out, or give engines that shall differ an updater each",
+                hint="leave worker_ids out, or use one updater for each group of engines that should differ",
             )
         self.report = self.sender.update_weights(server_weights)
 
     def _get_server_weights(self) -> Any:
         if self._model is None:
             raise NotConnectedError(
-                "there are no weights to push", hint="pass them, or call updater.register_model(policy)"
+                "there are no weights to push", hint="pass weights, or call updater.register_model(policy)"
             )
         return self._model
 

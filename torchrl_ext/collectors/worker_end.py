@@ -124,7 +124,7 @@ class WorkerTransport:
         """
         if self._trainer is None:
             raise NotConnectedError(
-                f"the scheme of model {self._model_id!r} knows no trainer",
+                f"the scheme of model {self._model_id!r} has no trainer",
                 hint="call init_on_sender before the scheme is handed to its workers",
             )
         self._link, welcome = dial(self._trainer, self._model_id, worker_idx or 0, self._timeout_s)

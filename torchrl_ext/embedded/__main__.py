@@ -27,13 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, required=True, help="port to listen on")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--device", default="cpu", help="torch device of the model")
-    parser.add_argument("--max-model-len", type=int, help="most tokens of a sequence, prompt included")
+    parser.add_argument("--max-model-len", type=int, help="longest sequence, prompt included, in tokens")
     parser.add_argument("--threads", type=int, help="threads of one operator")
     parser.add_argument(
-        "--routes", metavar="MODULE:FUNCTION", action="append", default=[], help="serve the routes that it returns, too"
+        "--routes", metavar="MODULE:FUNCTION", action="append", default=[], help="also serve the routes that it returns"
     )
     parser.epilog = (
-        f"{API_KEY_VARIABLE} holds a key that every route but /health then wants as a bearer token; {ROOTS_VARIABLE} "
+        f"{API_KEY_VARIABLE} holds a key that every route except /health then requires as a bearer token; "
+        f"{ROOTS_VARIABLE} "
         "names, with commas between, the directories and URLs that trainers may have this engine read."
     )
     args = parser.parse_args(argv)
@@ -54,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     if api_key is None and not is_loopback(args.host):
-        logging.warning("whoever reaches %s can change what this engine serves: set %s", args.host, API_KEY_VARIABLE)
+        logging.warning(
+            "anyone who can reach %s can replace this engine's weights: set %s", args.host, API_KEY_VARIABLE
+        )
     settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 2, "ws": "none"}
     uvicorn.run(make_app(engine, api_key=api_key, routes=more), host=args.host, port=args.port, **settings)
     return 0

@@ -30,7 +30,7 @@ __all__ = ["Engine"]
 
 _NUMBER = re.compile("[0-9]{1,18}")
 _BUSY_S = 30.0  # how long a control call waits for the previous one
-_SEND_AGAIN = "send the weights again; the next update that arrives whole resumes the engine"
+_SEND_AGAIN = "send the weights again; the next complete update resumes the engine"
 
 TAGS = frozenset({"weights", "kv_cache"})
 """vLLM's names for the memory that sleep releases."""
@@ -145,11 +145,11 @@ class Engine:
     def _refuse_torn(self, *, updating: bool = False) -> None:
         """Raise `EngineRefusedError` unless the engine holds one whole version of the weights."""
         if updating:
-            reason = "a weight update is open, and half of it must not be served"
+            reason = "a weight update is open, and the engine must not serve a part of it"
         elif self._receiver.held.empty:
             reason = "the engine slept at level 2 and holds no weights"
         elif not self._receiver.whole:
-            reason = "the engine holds half an update and cannot serve it"
+            reason = "the engine holds a part of an update, which it must not serve"
         else:
             return
         raise EngineRefusedError(reason, state="paused", hint=_SEND_AGAIN)
@@ -281,9 +281,9 @@ class Engine:
         """Hold the control lock; a call that moves weights may hold it for as long as it takes."""
         if not self._control.acquire(timeout=_BUSY_S):
             raise DeadlineError(
-                f"another control call has been under way for {_BUSY_S:g} s",
+                f"another control call has been running for {_BUSY_S:g} s",
                 state="unchanged",
-                hint="wait for its answer; connecting anew ends a transfer that nobody sends",
+                hint="wait for its answer; a new connection ends a transfer whose sender is gone",
             )
         try:
             yield

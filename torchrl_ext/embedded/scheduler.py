@@ -122,8 +122,8 @@ class Scheduler:
         if late:
             raise DeadlineError(
                 f"requests were still running {timeout_s:g} s after pause?mode=wait",
-                state="the engine is paused and they are frozen",
-                hint="resume to let them go on, or pause with mode=abort",
+                state="the engine is paused and the requests are frozen",
+                hint="resume to continue them, or pause with mode=abort",
             )
 
     def resume(self) -> None:

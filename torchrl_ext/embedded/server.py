@@ -248,7 +248,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
     status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
     known = isinstance(error, WeightSyncError)
     log.error("%s %s: %s", request.method, request.url.path, error, exc_info=None if known else error)
-    words = str(error) if known else "the engine failed on this request; its log says why"
+    words = str(error) if known else "the engine failed on this request; its log has the reason"
     return _error(status, words, type(error).__name__)
 
 

@@ -121,7 +121,7 @@ def checked_prompt(prompt: Sequence[int] | Tensor, index: int) -> tuple[int, ...
     ids = numpy.asarray(prompt.cpu() if isinstance(prompt, Tensor) else prompt)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < 0:
         raise ConfigError(
-            f"prompt {index} is no list of token ids", expected="whole numbers from 0 on, in one dimension"
+            f"prompt {index} is not a list of token ids", expected="whole numbers from 0 on, in one dimension"
         )
     return tuple(ids.tolist())
 

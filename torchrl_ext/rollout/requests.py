@@ -126,7 +126,7 @@ class Requests:
             await asyncio.gather(serving, return_exceptions=True)
         raise DeadlineError(
             f"{', '.join(late or self._targets)} answered too late: {len(found)} of {len(requests)} prompts are done",
-            hint="is the engine paused? Resume it, ask for fewer tokens, or raise timeout_s",
+            hint="check whether the engine is paused and resume it, request fewer tokens, or raise timeout_s",
         )
 
     async def post(self, route: str, body: Any, session_id: Any, until: float) -> Any:
@@ -160,7 +160,7 @@ class Requests:
             raise EngineError(
                 f"{', '.join(self._targets)}: the client was closed before its requests had their answers",
                 state="the requests are cancelled",
-                hint="close a client when nobody waits for it any more; a call after that opens it anew",
+                hint="close a client after its last request; a later call opens it again",
             ) from None
         finally:
             calls.discard(begun)
@@ -192,7 +192,7 @@ class Requests:
                 return partial.so_far
             if unread or not answer.token_ids:
                 names = ", ".join(self._targets)
-                error = EngineError(f"{names}: requests are aborted before they have a token")
+                error = EngineError(f"{names}: requests were aborted before their first token")
                 await back_off(next(attempts), until, error)
             (answer,) = await self._ask(partial.remaining(), until)
 
@@ -239,7 +239,7 @@ class Requests:
                     raise why
                 if time.monotonic() - self._warned >= _SILENCE_S:
                     self._warned = time.monotonic()
-                    log.warning("requests get no answer, and are sent again: %s", why)
+                    log.warning("requests got no answer and are sent again: %s", why)
                 await back_off(next(attempts), until, why)
                 failed.clear()
 
@@ -260,7 +260,7 @@ class Requests:
                     await asyncio.wait_for(self._freed.wait(), until - time.monotonic())
                 except asyncio.TimeoutError:
                     names = ", ".join(well)
-                    raise DeadlineError(f"{names} had {self._limit} requests in work until the deadline") from None
+                    raise DeadlineError(f"{names} had {self._limit} requests running until the deadline") from None
             self._in_work[found] += 1
         try:
             yield found
@@ -276,7 +276,7 @@ class Requests:
             return errors[0]
         lines = "; ".join(f"{url}: {failed[url].what}" for url in self._targets)
         joined = EngineUnreachableError(
-            f"none of {len(errors)} engines answers: {lines}", hint="start them again, or give other addresses"
+            f"none of {len(errors)} engines answers: {lines}", hint="start them again, or pass other addresses"
         )
         joined.__cause__ = errors[-1]
         return joined

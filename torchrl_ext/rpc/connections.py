@@ -79,7 +79,7 @@ def run(call: Coroutine[Any, Any, _T], name: str = HTTP) -> _T:
     """
     if not can_wait(name):
         call.close()
-        raise ConfigError("a call would wait for itself on the loop that runs it", hint="await it in place of run")
+        raise ConfigError("this call would block the event loop that it runs on", hint="await the coroutine instead")
     loop = _current(name).loop
     try:
         return begin(call, name).result()

@@ -58,9 +58,9 @@ def _answers(addresses: Sequence[str], timeout_s: float, api_key: Keys) -> dict[
 
     jobs = {url: in_thread(partial(ask, url), f"discover {url}") for url in normalise_urls(addresses)}
     late = wait(jobs.values(), timeout_s + _GRACE_S).not_done
-    hint = "look at the engine's log, or raise timeout_s"
+    hint = "read the engine's log, or raise timeout_s"
     return {
-        url: DeadlineError(f"no answer within {timeout_s:g} s from {url} to what it is", hint=hint)
+        url: DeadlineError(f"{url} did not describe itself within {timeout_s:g} s", hint=hint)
         if job in late
         else job.result()
         for url, job in jobs.items()
@@ -75,7 +75,7 @@ def _raise(answers: Mapping[str, EngineInfo | WeightSyncError]) -> None:
     if failed:
         causes = "; ".join(map(why, failed))
         kind = type(failed[0]) if len(set(map(type, failed))) == 1 else EngineError
-        what = f"{causes}; {len(failed)} of {len(answers)} engines do not say what they are"
+        what = f"{causes}; {len(failed)} of {len(answers)} engines did not describe themselves"
         raise kind(what, expected=failed[0].expected, hint=failed[0].hint)
 
 
@@ -104,7 +104,7 @@ def connect(
         EngineError, DeadlineError: as for `discover`.
     """
     if missing not in ("raise", "lose"):
-        raise ConfigError(f"there is no missing={missing!r}", expected="'raise' or 'lose'")
+        raise ConfigError(f"missing cannot be {missing!r}", expected="'raise' or 'lose'")
     answers = _answers(addresses, timeout_s, api_key)
     kinds = {answer.kind for answer in answers.values() if isinstance(answer, EngineInfo)}
     if missing == "raise" or len(kinds) != 1 or any(isinstance(one, EngineRefusedError) for one in answers.values()):
@@ -155,9 +155,9 @@ def _describe(http: HTTPSession) -> EngineInfo:
     if refused:
         raise refused[0]
     raise EngineRefusedError(
-        f"{http.url} describes an engine, and of no make that is known here",
+        f"{http.url} describes an engine of an unknown make",
         expected=f"one of {', '.join(engines.having('describe'))}",
-        hint="install the package that brings its make (entry-point group torchrl_ext.engines)",
+        hint="install the package that provides its make (entry-point group torchrl_ext.engines)",
     )
 
 

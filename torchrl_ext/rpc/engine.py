@@ -128,7 +128,7 @@ class Engine(EngineClient):
         answers = [found for found in self.tell(question) if "torchrl_ext" in found and "host" in found]
         if not answers:
             raise EngineRefusedError(
-                f"no worker of {self.url} answers",
+                f"no worker of {self.url} answered",
                 expected="an answer of torchrl_ext's plugin",
                 hint="install this version of torchrl_ext in the engine's environment",
             )
@@ -229,8 +229,9 @@ class Engine(EngineClient):
         if off > _SAME_NATS:
             self.pause()
             raise EngineRefusedError(
-                f"{self.url} answers a probe otherwise than before the rehearsal, by {off:.3g} nats",
-                expected=f"at most {_SAME_NATS:g}: it holds the weights that it was started with",
+                f"{self.url} answers a probe differently after the rehearsal: log-probabilities moved by {off:.3g} "
+                "nats",
+                expected=f"at most {_SAME_NATS:g} nats, since it holds the weights it was started with again",
                 state="the engine is paused; no weight of the trainer was loaded",
                 hint="start it again, and report its version and kernel backends",
             )
@@ -240,7 +241,7 @@ class Engine(EngineClient):
     @final
     def prefetch(self, version: int, part: Part | None = None) -> None:
         self._wake_weights()  # staging checks the changes against the weights
-        with self._step(f"prefetch version {version}", state="the engine serves what it served"):
+        with self._step(f"prefetch version {version}", state="the engine still serves its previous weights"):
             self.tell(Prefetch(version=version, part=part))
             self._settle(f"stage version {version}")
 
@@ -266,7 +267,7 @@ class Engine(EngineClient):
         try:
             self.port.abandon()
         except (EngineError, DeadlineError) as error:
-            return self._paused(f"the weights it had, which could not be confirmed: {error.what}")
+            return self._paused(f"its previous weights, which could not be confirmed: {error.what}")
         return self._undone(before)
 
     @final
@@ -313,7 +314,9 @@ class Engine(EngineClient):
             self._refuse_unfit(state)
             if "weights" in state.asleep:
                 raise EngineRefusedError(
-                    f"{self.url} is asleep", state="asleep", hint="call wake_up, or update_weights: an update wakes it"
+                    f"{self.url} is asleep",
+                    state="asleep",
+                    hint="call wake_up, or update_weights, which wakes the engine",
                 )
             self._wake(_KV, state, serving=False)
             self._serve()
@@ -321,14 +324,14 @@ class Engine(EngineClient):
     @final
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
         wanted = check_sleep(level, tags)
-        with self._step(f"sleep at level {level}", state=f"{self.url} was not told to pause"):
+        with self._step(f"sleep at level {level}", state=f"{self.url} was not asked to pause"):
             self.port.refuse_sleep(level, wanted)
         before = self._halt("pause")
         if not wanted:
             return
         with self._step(f"sleep at level {level}", undo=partial(self._undone, before)):
             self.port.make_idle()
-        with self._step(f"sleep at level {level}", state=self._paused("what it had, or gave that up")):
+        with self._step(f"sleep at level {level}", state=self._paused("its previous weights, or none")):
             if level == 2 and "weights" in wanted:
                 self._tell_gone()
             self.port.sleep(level, None if tags is None else wanted, before)
@@ -365,7 +368,7 @@ class Engine(EngineClient):
         """Pause the engine and return its earlier state."""
         before = EngineState(paused=False)
         if self.port.pauses:
-            with self._step(what, state=f"{self.url} was not told to pause"):
+            with self._step(what, state=f"{self.url} was not asked to pause"):
                 before = self._asked()
             with self._step(what, undo=partial(self._undone, before)):
                 self.port.hold(before)
@@ -395,7 +398,7 @@ class Engine(EngineClient):
         """Resume the engine if it served before the failed step, which changed no weight; return its state as text."""
         if not before.serves:
             self._note("paused")
-            return self._paused("what it held before")
+            return self._paused("its previous weights")
         if not self.port.pauses:
             self._served()
             return self._paused("")
@@ -408,14 +411,14 @@ class Engine(EngineClient):
             state = self.port.state()
         except (EngineError, DeadlineError) as error:
             self._note("unreachable" if isinstance(error, EngineUnreachableError) else "paused")
-            return f"no weight was changed; it is not known whether {self.url} serves again: {error.what}"
+            return f"no weight was changed; {self.url} may still be paused: {error.what}"
         if state.paused:
             self._note("paused")
-            return f"no weight was changed; {self.url} was told to resume, and says that it is paused"
+            return f"no weight was changed; {self.url} was asked to resume but reports that it is paused"
         self._served()
         if state.paused is None:
-            return f"no weight was changed; {self.url} was told to resume, and has no way to say whether it serves"
-        return f"nothing was changed, and it serves again: {self.url} says so"
+            return f"no weight was changed; {self.url} was asked to resume and cannot report whether it serves"
+        return f"no weight was changed; {self.url} reports that it serves again"
 
     def _refuse_unfit(self, state: EngineState, waking: Collection[str] = ()) -> None:
         """Raise an error if the engine has no weights to serve, or a part of a version.
@@ -496,8 +499,8 @@ class Engine(EngineClient):
     def _paused(self, holding: str) -> str:
         if not self.port.pauses:
             version = "no version" if self._row.version is None else f"version {self._row.version}"
-            return f"{self.url} goes on serving, with {version}"
-        return f"{self.url} is paused, serves nobody, and holds {holding}; the next good update resumes it"
+            return f"{self.url} still serves, with {version}"
+        return f"{self.url} is paused and holds {holding}; the next successful update resumes it"
 
     @contextmanager
     def _step(self, what: str, state: str | None = None, undo: Callable[[], str] | None = None) -> Iterator[None]:
@@ -512,7 +515,7 @@ class Engine(EngineClient):
             yield
         except (EngineError, DeadlineError) as error:
             if REPLACED in error.what:  # no undo: the other sender may be in the middle of an update
-                state = "another sender drives the engine, and nothing of what it did was touched"
+                state = "another sender drives the engine; this call changed nothing"
             elif undo is not None:
                 state = undo()
             elif isinstance(error, EngineUnreachableError):

@@ -32,8 +32,8 @@ __all__ = ["Answer", "HTTPSession", "normalise_url", "normalise_urls"]
 log = logging.getLogger("torchrl_ext")
 
 _SHORTEST_S = 0.05  # every call gets at least this long, even at its deadline
-_CHECK = "check that it runs, and the address"
-_CROWDED = "check that it runs; it may have more to accept than it can: try again, or send fewer requests at a time"
+_CHECK = "check that the engine runs and that the address is right"
+_CROWDED = "check that it runs; if it is overloaded, try again or send fewer requests at a time"
 _MESSAGE_CHARS = 2000
 _UNAUTHORIZED = 401
 _NO_ROUTE = (404, 405, 501)
@@ -59,7 +59,9 @@ def normalise_url(address: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{address!r} is no engine address", expected=_ADDRESS)
     if parts.query or parts.fragment or parts.username is not None:
-        raise ConfigError(f"{address!r} has parts that a base address cannot have", expected=_ADDRESS)
+        raise ConfigError(
+            f"{address!r} has a query, a fragment or a user name, which a base address cannot have", expected=_ADDRESS
+        )
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
 
 
@@ -155,7 +157,7 @@ class Answer:
         except ValueError:
             raise EngineRefusedError(
                 f"{self.where} answered with something other than JSON: {self.text[:120]!r}",
-                hint="is this an engine's address?",
+                hint="check that this is an engine's address",
                 status=self.status,
             ) from None
 
@@ -197,7 +199,9 @@ class HTTPSession:
         self._bearers = _bearers(api_key)
         host = urlsplit(self.url).hostname or ""
         if api_key and "://" not in url and not is_loopback(host):
-            log.warning("the API key goes to %s in the clear, as no scheme is given: write https:// or http://", host)
+            log.warning(
+                "the API key goes to %s unencrypted, because the address has no scheme: write https:// or http://", host
+            )
         self._max_body_bytes, self._until, self._check = max_body_bytes, until, check
         self._keep_s, self._limit, self._connect_timeout_s = keep_s, connection_limit, connect_timeout_s
         self._kept: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}  # another one after a fork
@@ -296,7 +300,7 @@ class HTTPSession:
         if 300 <= answer.status < 400:
             raise EngineRefusedError(
                 f"{where} answered with a redirect ({answer.status})",
-                expected="the engine itself at this address",
+                expected="an answer of the engine itself",
                 hint="give the engine's own address; redirects are not followed",
                 status=answer.status,
             )
@@ -333,7 +337,7 @@ class HTTPSession:
             if len(found) > self._max_body_bytes:
                 raise EngineRefusedError(
                     f"{where} answered with more than {self._max_body_bytes} bytes",
-                    hint="is this an engine's address? If so raise max_body_bytes",
+                    hint="check that this is an engine's address; if it is, raise max_body_bytes",
                     status=response.status,
                 )
         named = {name.lower(): value for name, value in response.headers.items()}
@@ -351,21 +355,23 @@ def _bearers(api_key: Keys) -> list[dict[str, str]]:
     """Return one header per key, in order; without keys, one empty header."""
     keys = [key for key in ((api_key,) if isinstance(api_key, str) else api_key or ()) if key]
     if not all(key.isprintable() and key.isascii() for key in keys):
-        raise ConfigError("an API key has signs that no header can carry", expected="printable ASCII, on one line")
+        raise ConfigError(
+            "an API key has characters that an HTTP header cannot carry", expected="printable ASCII, on one line"
+        )
     return [{"authorization": f"Bearer {key}"} for key in keys] or [{}]
 
 
 def _unreachable(where: str, why: str, hint: str = _CHECK) -> EngineUnreachableError:
     if "CERTIFICATE_VERIFY_FAILED" in why:
-        hint = "name the file of the authority that signed its certificate in SSL_CERT_FILE"
+        hint = "set SSL_CERT_FILE to the certificate of the authority that signed the server's"
     elif "SSL" in why:
-        hint = "it may speak plain http: try the address with http://"
+        hint = "if the server speaks plain HTTP, write http:// before the address"
     return EngineUnreachableError(f"{where}: {why}", expected="an engine that listens there", hint=hint)
 
 
 def _late(where: str, limit_s: float) -> DeadlineError:
     return DeadlineError(
         f"{where}: no complete answer within {round(limit_s, 2):g} s",
-        state="the other side may still be at work on it",
-        hint="is the engine paused? Look at its log, or raise timeout_s",
+        state="the server may still be working on the call",
+        hint="check whether the engine is paused, read its log, or raise timeout_s",
     )

@@ -87,7 +87,7 @@ class Pool(EngineClient):
         silent = self._silent(suspects)
         if len(silent) == len(self.engines):
             self._failed = silent
-            raise self._missed("no engine of the fleet answers")
+            raise self._missed("no engine of the fleet answered")
         self._met = True
         for engine in suspects:
             if engine in silent:
@@ -221,8 +221,8 @@ class Pool(EngineClient):
             raise self._error(
                 self._failed,
                 f"{len(unpaused)} of {len(engines)} engines did not pause",
-                "the rows say who serves; those that served before were told to resume, and say that they do"
-                + (f", but for {still}" if still else ""),
+                "engines that had paused were asked to resume and report that they serve"
+                + (f", except {still}" if still else ""),
             )
         return any(served.values())
 
@@ -273,7 +273,7 @@ class Pool(EngineClient):
             raise self._error(
                 self._failed,
                 f"{len(self._failed)} of {len(engines)} engines did not {what}",
-                "the rows say what holds; the others did as they were told",
+                "the other engines succeeded; error.rows lists the state of each engine",
             )
         return [results[engine] for engine in engines]
 
@@ -345,9 +345,9 @@ class Pool(EngineClient):
         return self._error(
             missed,
             what,
-            "the rows say whether these engines serve an older version, are paused, or do not answer"
+            "error.rows says whether these engines serve an older version, are paused, or do not answer"
             + ("; the others serve the new one" if len(missed) < len(self.engines) else ""),
-            "mend the cause and call update_weights again: engines that answer then take part",
+            "fix the cause and call update_weights again; it includes every engine that answers by then",
         )
 
     def _error(

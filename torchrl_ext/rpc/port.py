@@ -156,7 +156,7 @@ def no_logprobs(url: str, kind: str) -> ConfigError:
     """Return the error of an engine that computes no log-probabilities."""
     return ConfigError(
         f"{url}: this kind of engine ({kind}) computes no log-probabilities",
-        hint="leave verify='outputs' away; of a fleet ask the engines one by one: fleet.each()",
+        hint="leave verify='outputs' out; to ask the engines of a fleet one at a time, use fleet.each()",
     )
 
 
@@ -165,7 +165,7 @@ def no_adapters(kind: str) -> ConfigError:
     return ConfigError(
         f"{kind} engines serve no LoRA adapters",
         expected="a vLLM or an SGLang server",
-        hint="send the merged weights: WeightSender does so with a PEFT model",
+        hint="send the merged weights: WeightSender merges the adapter of a PEFT model",
     )
 
 
@@ -196,7 +196,7 @@ def check_wake(tags: Collection[str] | None) -> frozenset[str]:
     """
     wanted = TAGS if tags is None else frozenset(tags)
     if not wanted <= TAGS:
-        raise ConfigError(f"there are no tags {sorted(wanted - TAGS)}", expected=f"of {', '.join(sorted(TAGS))}")
+        raise ConfigError(f"there are no tags {sorted(wanted - TAGS)}", expected=f"tags from {', '.join(sorted(TAGS))}")
     return wanted
 
 

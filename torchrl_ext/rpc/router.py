@@ -35,7 +35,7 @@ WORKER_TYPES = ("regular", "prefill", "decode")
 
 _ROUTES = ("/workers", "/list_workers")
 _LOOK_S = 0.05
-_STATIC = "a router with prefill and decode pools gets its workers when it starts: give them to RouterProcess"
+_STATIC = "a router with prefill and decode pools gets its workers when it starts; name them in its spec"
 _HAS_POOLS = ("PD router", "add_prefill_server")  # in the errors of vllm-router and sglang-router
 _DONE = "already exists"  # in the errors of both
 _NO_ROUTE = "Not Found"  # from FastAPI and Starlette, which engines use; routers, in Rust, send an empty body
@@ -150,7 +150,7 @@ class RouterClient:
             return
         answer = self._http.call("DELETE", f"/workers/{quote(known.key or known.url, safe='')}")
         self._finish(answer, "/remove_worker", known.url)
-        self._until(lambda: self._find(url) is None, f"let go of {url}")
+        self._until(lambda: self._find(url) is None, f"remove {url}")
 
     def _find(self, url: str) -> RouterWorker | None:
         return next((worker for worker in self.workers() if engine_key(worker.url) == engine_key(url)), None)
@@ -215,10 +215,10 @@ def refuse_router(session: HTTPSession) -> None:
                 return
             if _listed(answer) is not None:
                 raise ConfigError(
-                    f"{session.url} is a router: it would hand a control call to one engine of many",
+                    f"{session.url} is a router: it would pass a control call to just one of its engines",
                     expected="the address of an engine itself",
                     state="nothing was sent to any engine",
-                    hint="give each engine's own address; requests for tokens are what a router is for",
+                    hint="give each engine's own address; a router is for generation requests only",
                 )
 
 

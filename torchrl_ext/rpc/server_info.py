@@ -100,12 +100,12 @@ def server_info(session: HTTPSession, kinds: Collection[str] = ()) -> ServerInfo
             return found
     statuses = {error.status for error in refused}
     if statuses & {401, 403}:
-        what, hint = "wants a key before it says what it is", "give a key that it accepts as api_key"
+        what, hint = "requires an API key", "give a key that it accepts as api_key"
     elif 501 in statuses:
-        what = "does not implement what it is asked"
-        hint = "is another kind of server, or a frontend without these routes, in front of the engine?"
+        what = "has no route that describes an engine"
+        hint = "give the engine's own address; another server, or a proxy without these routes, may answer here"
     else:
-        what = "does not say what engine it is"
+        what = "does not describe an engine"
         hint = "give the engine's own address, not a router's; vLLM answers only with VLLM_SERVER_DEV_MODE=1"
     raise EngineRefusedError(
         f"{'; '.join(map(why, refused))}; {session.url} {what}",
@@ -258,8 +258,8 @@ def _count(url: str, name: str, value: Any, default: int = 1) -> int:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
         raise EngineRefusedError(
-            f"{url} says that its {name} is {str(value)[:80]!r}",
+            f"{url} reports that its {name} is {str(value)[:80]!r}",
             expected=f"a number from 1 to {_MOST:,}",
-            hint="is this an engine's address?",
+            hint="check that this is an engine's address",
         )
     return value

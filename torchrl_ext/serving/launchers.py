@@ -73,7 +73,7 @@ class LocalLauncher(EngineLauncher):
         log_folder: directory for one log file per engine; None uses temporary files.
         devices: the devices that plans index, named as in ``CUDA_VISIBLE_DEVICES``; None uses those that this process
             sees. Without any, as on a machine without GPUs, a plan's numbers count workers and nothing is pinned.
-        api_key: the key that engines require; with None they serve whoever reaches 127.0.0.1, or their ``host``.
+        api_key: the key that engines require; with None they serve anyone who can reach 127.0.0.1, or their ``host``.
             Engines get it in the environment; SGLang, which has no variable for it, gets it as an argument.
         settings: fields of every engine's spec, such as ``dtype`` or ``python``; a plan's overrides take precedence.
     """
@@ -130,9 +130,9 @@ class LocalLauncher(EngineLauncher):
         beyond = [number for number in plan.gpus if number >= len(devices)]
         if beyond:
             raise ConfigError(
-                f"it is to have device {beyond[0]} of the job",
+                f"it needs device {beyond[0]} of the job",
                 expected=f"one of the {len(devices)} that the launcher has: CUDA_VISIBLE_DEVICES={','.join(devices)}",
-                hint="let the job see more devices, or plan with fewer; other machines need another launcher",
+                hint="let the job see more devices, or plan with fewer; use another launcher for other machines",
             )
         return {"CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in plan.gpus)}
 
@@ -158,7 +158,7 @@ def _argument(make: type[EngineSpec], name: str, value: Any) -> list[str]:
         raise ConfigError(
             f"an engine of kind {make.name!r} has no argument that makes {name} false",
             expected="true, or another value",
-            hint="leave it out: the engine's own default counts then",
+            hint="leave it out, so that the engine's own default applies",
         )
     if isinstance(value, bool):
         return [f"--{flag}" if value else f"--no-{flag}"]

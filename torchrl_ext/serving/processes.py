@@ -177,7 +177,7 @@ class GuardedProcess:
 
         def late() -> EngineError | DeadlineError:
             if within.stop.is_set():
-                return EngineError(f"the start of {self.name} at {self.url} was given up", state="it was ended")
+                return EngineError(f"the start of {self.name} at {self.url} was abandoned", state="it was ended")
             return DeadlineError(
                 f"{self.name} at {self.url} was not healthy within {within.timeout_s:g} s; "
                 f"its log ends with: {self.log()}",
@@ -203,7 +203,7 @@ class GuardedProcess:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if not self.wait(_GRACE_S):
-                log.error("%s (under process %d) does not end, although it was killed", self.name, guard.pid)
+                log.error("%s (under process %d) did not end although it was killed", self.name, guard.pid)
         if guard.stdout is not None:
             guard.stdout.close()
 
@@ -250,7 +250,9 @@ def usable_port(port: int, host: str = "127.0.0.1") -> int:
     try:
         return _bound(port, host) if port else free_port()
     except OSError as error:
-        raise ConfigError(f"port {port} cannot be used: {error}", hint="pick another one, or 0 for any") from None
+        raise ConfigError(
+            f"port {port} cannot be used: {error}", hint="choose another port, or 0 for any free one"
+        ) from None
 
 
 def _bound(port: int, host: str) -> int:

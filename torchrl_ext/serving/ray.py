@@ -78,14 +78,14 @@ class RayLauncher(EngineLauncher):
                     f"engine {plan.name} came up at {engine.url}",
                     expected=before.url,
                     state="it was ended",
-                    hint="let remote= place it where it was",
+                    hint="let remote= place it on its earlier node",
                 )
         except BaseException:
             engine.kill()  # an actor that has no node or is still launching would not answer `stop`
             raise
         unguarded = engines.part(plan.kind, "server").unguarded
         if unguarded and self._expose:
-            words = "%s listens at %s: its key guards requests and our routes, and not %s; keep strangers out"
+            words = "%s listens at %s: its key guards requests and our routes, but not %s; use a firewall"
             log.warning(words, plan.name, engine.url, unguarded)
         self._first.setdefault(plan.name, engine)
         return engine
@@ -101,7 +101,7 @@ class RayLauncher(EngineLauncher):
                 f"the node {address} of engine {before.name} is not part of the Ray cluster",
                 expected=f"a node where the engine can be started again at {before.url}",
                 state="the engine does not run",
-                hint="bring the node back; it is tried again with the next look",
+                hint="restore the node; the supervisor tries again at its next check",
             )
         return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node if node in there else there[0], soft=False)}
 
@@ -128,7 +128,8 @@ class _Node:
                     f"{plan.name} would listen on 127.0.0.1 of node {address}, and the job runs on node {self._home}",
                     expected="engines on the job's node, or expose=True",
                     state="it was not started",
-                    hint="RayLauncher(expose=True) opens its routes to whoever reaches the node: keep strangers out",
+                    hint="RayLauncher(expose=True) opens its routes to anyone who can reach the node; protect it "
+                    "with a firewall",
                 )
         # the job's device numbers mean nothing on a node: the engine gets the devices that Ray assigned to the actor
         plan = replace(plan, gpus=tuple(range(len(plan.gpus))))
@@ -172,10 +173,10 @@ class _Engine:
 
         def late() -> WeightSyncError:
             if cancel is not None and cancel.is_set():
-                return EngineError(f"the start of engine {self.name} was given up", state="its actor is ended")
+                return EngineError(f"the start of engine {self.name} was abandoned", state="its actor is ended")
             return DeadlineError(
                 f"the actor of engine {self.name} did not {method} within {timeout_s:g} s",
-                hint="a node with the resources that it asks for may be missing: ray status",
+                hint="check with `ray status` whether a node has the resources that it requests",
             )
 
         try:

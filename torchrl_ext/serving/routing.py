@@ -85,7 +85,9 @@ class Routing:
     ) -> None:
         _check(engines)
         if router is not None and settings:
-            raise ConfigError(f"{', '.join(settings)} is for a router of ours, and {router} runs already")
+            raise ConfigError(
+                f"{', '.join(settings)} applies to routers that the job starts, but {router} already runs"
+            )
         self.name, self.update_weights, self.health = name, update_weights, health or Health()
         infos = [replace(info, url=normalise_url(info.url)) for info in engines]
         self._engines = {info.url: info for info in infos}
@@ -129,7 +131,7 @@ class Routing:
             ConfigError: the routing has no engine.
         """
         if not self._engines:
-            raise ConfigError(f"there is no engine behind router {self.url}")
+            raise ConfigError(f"no engine is registered at router {self.url}")
         defaults = {"max_concurrency": 64 * len(self._engines), "api_key": self.api_key, "persistent": True}
         return InferenceClient(self.url, kind=self.engines[0].kind, **{**defaults, **settings})
 
@@ -199,7 +201,7 @@ class Routing:
                     row = rows.get(url)
                     if row is None and strange:
                         unclear[url] = f"it is not in the report, which has {', '.join(strange)}"
-                        log.warning("%s stays as it is behind router %s: %s", url, self.url, unclear[url])
+                        log.warning("%s is unchanged at router %s: %s", url, self.url, unclear[url])
                     elif row is not None and row.state == "serving" and (row.version or 0) >= newest - self._max_lag:
                         self.health.mend(url, by=_PARTY)
                     else:
@@ -263,16 +265,16 @@ class Routing:
         problem = problems.get(url) or problems.get(self.url)
         if problem and why is None:
             raise EngineError(
-                f"{url} is well, and its router did not take it back: {problem}",
+                f"{url} is healthy, but its router did not add it again: {problem}",
                 state="it gets no requests",
-                hint="the router is asked again with the next check of the engine, or the next report",
+                hint="the next check of the engine, or the next report, asks the router again",
             )
 
     def _settle(self) -> MemberChanges:
         """Make the router use the engines without complaints; restart our own router if it has ended."""
         well = [url for url in self._routed(self._engines) if self.health.why(url) is None]
         if self._process is not None and not self._process.alive():
-            log.warning("router %s has ended, and is started again", self.url)
+            log.warning("router %s has ended and is started again", self.url)
             return self._restarted(well, MemberChanges())
         try:
             keys = {engine_key(worker.url) for worker in self.router.workers()}
@@ -284,7 +286,7 @@ class Routing:
         if self._pools and (out or back):
             if self._process is not None and {"prefill", "decode"} <= {self._engines[url].worker_type for url in well}:
                 return self._restarted(well, MemberChanges(added=tuple(back), removed=tuple(out)))
-            why = "the router keeps its pools: it is not ours, or one would be empty"
+            why = "the router keeps its pools, because the job did not start it or a pool would be empty"
             log.warning("%s: %s", self.url, why)
             return MemberChanges(problems=tuple((url, why) for url in (*out, *back)))
         problems: dict[str, str] = {}
@@ -308,9 +310,7 @@ class Routing:
             self._process = self._started(members, port=urlsplit(self.url).port)
         except WeightSyncError as error:
             log.error("router %s is down: %s", self.url, error)
-            return MemberChanges(
-                problems=((self.url, f"it is down, and is tried again with the next report: {error}"),)
-            )
+            return MemberChanges(problems=((self.url, f"it is down; the next report tries it again: {error}"),))
         log.warning("router %s was started again", self.url)
         return changes
 
@@ -336,7 +336,7 @@ class Routing:
         try:
             engine.pause()
         except (EngineError, DeadlineError) as error:
-            log.warning("requests on %s are lost with it: %s", url, error)
+            log.warning("requests that run on %s are lost: %s", url, error)
         finally:
             engine.close()
 
@@ -355,5 +355,5 @@ def _bootstrap_port(info: EngineInfo) -> int | None:
 def _check(infos: Sequence[EngineInfo]) -> None:
     if len({engines.part(info.kind, "dialect") for info in infos}) > 1:
         kinds = ", ".join(sorted({info.kind for info in infos}))
-        raise ConfigError(f"{kinds} are asked in different dialects", expected="engines of one kind behind a router")
+        raise ConfigError(f"{kinds} need different request formats", expected="engines of one kind behind a router")
     check_pools("a router", {info.worker_type for info in infos})

@@ -62,7 +62,7 @@ class Serving:
         """Restart lost owned engines and return their addresses; with external engines, only log a warning."""
         if self._supervisor is not None:
             return tuple(one.url for one in self._supervisor.recover())
-        log.warning("external engines are not started again: whoever deployed them does that")
+        log.warning("this library does not restart external engines; their owner does")
         return ()
 
     def offload(self) -> None:
@@ -98,7 +98,7 @@ class Serving:
                 try:
                     fleet = connect(*urls, api_key=model.api_key, missing="lose")
                 except (EngineUnreachableError, DeadlineError) as error:
-                    log.warning("model %s has no engine that answers: %s", name, error)
+                    log.warning("no engine of model %s answers: %s", name, error)
                 else:
                     call(fleet)
 
@@ -151,7 +151,7 @@ def OwnedEngines(
         settings.setdefault("kind", topology.kind)
     elif len(topology.models) > 1:
         raise ConfigError(
-            f"{', '.join(model.name for model in topology.models)} need a router each, and one is given",
+            f"{', '.join(model.name for model in topology.models)} each need a router, but only one is given",
             state="nothing was started",
             hint="leave it out",
         )

@@ -165,7 +165,7 @@ class Supervisor:
                 self.health.mend(one.url, by=_PARTY)
             except Exception as error:  # this thread keeps watching its engine
                 unforeseen = not isinstance(error, WeightSyncError)
-                log.error("%s is not up again: %s", one.plan.name, error, exc_info=unforeseen)
+                log.error("%s could not be restarted: %s", one.plan.name, error, exc_info=unforeseen)
                 with suppress(Exception):  # a failed subscriber hears of it at the next check
                     self.health.fail(one.url, error, by=_PARTY)
             return one.restarts > before
@@ -185,8 +185,8 @@ class Supervisor:
         words = ""
         with suppress(Exception):  # an unreadable log must not prevent the restart
             words = lost.log()[-_WORDS:]
-        log.warning("%s at %s is lost and is started again; its log ended with: %s", one.plan.name, one.url, words)
-        self.health.fail(one.url, EngineError(f"{one.plan.name} is lost", state="it is started again"), by=_PARTY)
+        log.warning("%s at %s is lost and is being restarted; its log ends with: %s", one.plan.name, one.url, words)
+        self.health.fail(one.url, EngineError(f"{one.plan.name} is lost", state="it is being restarted"), by=_PARTY)
         lost.stop()
         began = time.monotonic()
         self._launch(one)

@@ -163,7 +163,9 @@ def _planned(
     """Return a model's plan; its engines get the next ``devices``."""
     name, default = row.name, row.model_path or str(hf_checkpoint or "")
     if row.server_groups is not None and row.engine_groups is not None:
-        raise ConfigError(f"model {name!r} has server_groups and engine_groups", expected="one: they mean the same")
+        raise ConfigError(
+            f"model {name!r} has both server_groups and engine_groups", expected="one of them, since they mean the same"
+        )
     plans: list[EnginePlan] = []
     for group in row.server_groups or row.engine_groups or []:
         overrides = {key.replace("-", "_"): value for key, value in (group.overrides or {}).items()}
@@ -192,7 +194,7 @@ def _planned(
     types = {plan.worker_type for plan in plans}
     check_pools(f"model {name!r}", types)
     if types == {"encoder"}:
-        raise ConfigError(f"model {name!r} has encoders alone")
+        raise ConfigError(f"model {name!r} has only encoders")
     paths = sorted({plan.model_path for plan in plans}) or [default]
     if len(paths) > 1:
         raise ConfigError(f"groups of {name!r} have different paths: {', '.join(paths)}", expected="one model")
@@ -214,6 +216,6 @@ def check_pools(whose: str, types: Collection[str]) -> None:
     """
     pools = {"prefill", "decode"}.intersection(types)
     if len(pools) == 1:
-        raise ConfigError(f"{whose} has {pools.pop()} engines alone", expected="prefill and decode engines")
+        raise ConfigError(f"{whose} has {pools.pop()} engines only", expected="prefill and decode engines")
     if pools and "regular" in types:
         raise ConfigError(f"{whose} has pools and regular engines", expected="one or the other", hint="two routers")

@@ -107,7 +107,9 @@ class AdapterSender:
         """
         if name not in self._senders:
             loaded = ", ".join(self._senders)
-            raise ConfigError(f"no adapter {name!r} was loaded here", expected=loaded or "a load before")
+            raise ConfigError(
+                f"this sender has not loaded an adapter {name!r}", expected=loaded or "load(...) before version(...)"
+            )
         return self._senders[name].version
 
     def shutdown(self) -> None:

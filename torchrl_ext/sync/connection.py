@@ -78,8 +78,8 @@ class Connection:
             for engine in dict.fromkeys((self.engine, *self.engine.each())):
                 refusal = ConcurrentUpdateError(
                     f"another sender of this process is updating {engine.url}",
-                    state="that update goes on",
-                    hint="let one sender after the other send, or give each engines of its own",
+                    state="the other update continues",
+                    hint="update from one sender at a time, or give each sender its own engines",
                 )
                 held.enter_context(one_at_a_time(_turns.setdefault(engine, threading.Lock()), refusal))
             yield
@@ -100,7 +100,7 @@ class Connection:
         members = self.engine.members()
         replaced = self.engine.replaced(self._id) if self._joined == (params, members) else ""
         if replaced:
-            log.warning("engines join once more: %s", replaced)
+            log.warning("the engines join this sender again: %s", replaced)
             self.drop()
         while self._joined != (params, members):
             try:
@@ -170,7 +170,7 @@ def update_error(
 ) -> UpdateError:
     """Return the UpdateError for an update to ``version`` that failed with ``error``; its state comes from ``rows``."""
     known = error if isinstance(error, WeightSyncError) else WeightSyncError("")
-    state = known.state if len(rows) < 2 else "the rows say which engines serve which version"
+    state = known.state if len(rows) < 2 else "error.rows lists the version that each engine serves"
     if len(rows) == 1 and rows[0].engine not in (state or ""):  # a state that names the engine is more precise
         serves = rows[0].state == "serving" and rows[0].version is not None  # else it may hold part of another version
         state = f"the engine is {rows[0].state}{f', at version {rows[0].version}' if serves else ''}"

@@ -107,7 +107,7 @@ def _dial(address: list[Any], token: str | None) -> Info:
     """Return whether `doctor` can be reached; the answer reveals nothing about other listeners."""
     within = Deadline(_DIAL_S)
     if token is None or not _TOKEN.fullmatch(token):
-        return {"reached": False, "why": "the question has no token"}
+        return {"reached": False, "why": "the request has no token"}
     with suppress(OSError, ValueError, TypeError, OverflowError):
         host, port = address
         with socket.create_connection((str(host), int(port)), timeout=within.left_s) as connection:
@@ -120,4 +120,4 @@ def _dial(address: list[Any], token: str | None) -> Info:
         if hmac.compare_digest(sent, token.encode()):
             return {"reached": True, "why": ""}
     within.stop.wait(within.left_s)
-    return {"reached": False, "why": f"no answer of the trainer within {_DIAL_S:g} s"}
+    return {"reached": False, "why": f"the trainer did not answer within {_DIAL_S:g} s"}

@@ -69,12 +69,14 @@ def _chosen(only: Any, sent: Mapping[str, str], trained: Callable[[], frozenset[
         case _ if callable(only):
             names = filter(only, sent)
         case _:
-            raise ConfigError(f"only={only!r:.200} says nothing about names", state="nothing was sent", hint=_HINT)
+            raise ConfigError(
+                f"only={only!r:.200} does not select tensors by name", state="nothing was sent", hint=_HINT
+            )
     for name in names:
         if name not in sent:
             close = difflib.get_close_matches(str(name), sent, n=1, cutoff=0.0)
             raise ManifestError(
-                f"no tensor that is sent is called {name!r}, and no module",
+                f"no tensor or module of the update is called {name!r}",
                 expected=f"names such as {close[0]!r}" if close else "a model with tensors",
                 state="nothing was sent",
                 hint=_HINT,
@@ -82,7 +84,7 @@ def _chosen(only: Any, sent: Mapping[str, str], trained: Callable[[], frozenset[
         found.add(sent[name])
     if not found:
         raise ManifestError(
-            f"only={only!r:.200} means none of the {len({*sent.values()})} tensors that are sent",
+            f"only={only!r:.200} selects none of the {len({*sent.values()})} tensors that are sent",
             state="nothing was sent",
             hint=_HINT,
         )
@@ -97,7 +99,7 @@ def trainable(module: nn.Module) -> frozenset[str]:
     """
     if is_peft(module):
         raise ConfigError(
-            "only='trainable' does not say which tensors the adapters of this module are merged into",
+            "only='trainable' cannot select the tensors that this module's adapters are merged into",
             state="nothing was sent",
             hint="name the tensors, or send only the adapter",
         )

@@ -160,7 +160,7 @@ class DiskLoads:
                 expected='{"model_path": "...", "load_format": "delta", "auto" or null, "weight_version": "..."}',
             )
         if not self._one_at_a_time.acquire(timeout=_BUSY_S):
-            raise DeadlineError(f"another load has been under way for {_BUSY_S:g} s", hint="wait for its answer")
+            raise DeadlineError(f"another load has been running for {_BUSY_S:g} s", hint="wait for its answer")
         try:
             serves = not self._engine.paused()
             if self._labels and (serves or self._engine.label() not in self._labels):
@@ -226,14 +226,14 @@ class DiskLoads:
             if self._labels:
                 with suppress(Exception):  # the engine may not answer
                     self._labels = {self._engine.label()}
-            state, hint = "the engine is paused, and holds what it held before", None
+            state, hint = "the engine is paused and holds its previous weights", None
             if not self._engine.undo(landing):
-                state = "the engine is paused, and holds part of an update, or what was cached of older weights"
-                hint = "send it again, as a full version: a good one resumes an engine that served"
+                state = "the engine is paused and holds part of an update, or a cache of older weights"
+                hint = "send it again as a full version; a successful one resumes an engine that was serving"
             elif serves:
                 with suppress(Exception):  # then it stays paused
                     self._engine.resume()
-                    self._labels, state = set(), "the engine serves what it served"
+                    self._labels, state = set(), "the engine still serves its previous weights"
             raise StoreError(
                 f"{why(error)}; {what} {'did not land' if landing else 'was not begun'}",
                 expected=error.expected if isinstance(error, WeightSyncError) else None,

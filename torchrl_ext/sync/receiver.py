@@ -144,7 +144,7 @@ class WeightReceiver:
             case messages.Poll():  # every message is handled before it is answered
                 pass
             case _:
-                raise ConfigError(f"a message of kind {message.kind!r} means nothing here", state="unchanged")
+                raise ConfigError(f"a receiver does not handle messages of kind {message.kind!r}", state="unchanged")
         return {}
 
     def refuse_replaced(self, message: Message) -> None:
@@ -238,10 +238,10 @@ class WeightReceiver:
         end, loader, self._staged = self._require_end(), self._require_loader(), None
         if part is not None and before.base != part.base:
             raise StaleBaseError(
-                f"some tensors of a model were sent to stay beside those of version {part.base}, and this one holds "
-                f"{before}",
+                f"the update sends some of a model's tensors and takes the others from version {part.base}, but this "
+                f"worker holds {before}",
                 expected=f"version {part.base}, whole, from this trainer",
-                state="nothing was changed; the engine serves what it served",
+                state="nothing was changed; the engine still serves its previous weights",
                 hint=_AGAIN,
             )
         self._expect(part)
@@ -255,8 +255,8 @@ class WeightReceiver:
             self._expect(None)
             raise StaleBaseError(
                 f"the engine loaded other weights while version {version} was staged",
-                expected="the weights that its changes begin with",
-                state=f"version {version} did not land, and the engine goes on with what it loaded",
+                expected="the weights on which its changes build",
+                state=f"version {version} was not loaded; the engine serves the other weights",
                 hint=_AGAIN,
             )
         self._staged = changes
@@ -306,9 +306,9 @@ class WeightReceiver:
             return
         if message.handoff.get("onto") != (None if self._part is None else self._part.base):
             raise IntegrityError(
-                f"version {message.version} comes as {'all' if self._part else 'some'} tensors of a model, which was "
-                "not announced",
-                expected="what the prefetch before it said",
+                f"version {message.version} comes as {'all' if self._part else 'some'} tensors of a model, unlike "
+                "its announcement",
+                expected="the tensors that the prefetch announced",
                 hint=_AGAIN,
             )
         if self.held.intact:  # `start` left this out because of staged changes, which are for another version
@@ -457,12 +457,12 @@ class WeightReceiver:
     def _require_patchable(self) -> Patchable:
         loader = self._require_loader()
         if not isinstance(loader, Patchable):
-            raise ConfigError(f"a {type(loader).__name__} takes no changes, only whole tensors")
+            raise ConfigError(f"a {type(loader).__name__} takes whole tensors only, not changes")
         return loader
 
     def _require_end(self) -> WorkerEnd:
         if self._end is None:
-            raise NotConnectedError("this receiver joined no transport", hint="connect first")
+            raise NotConnectedError("this receiver has not joined a transport", hint="connect first")
         return self._end
 
     def _require_alone(self) -> StandaloneTransport:

@@ -83,7 +83,7 @@ class UpdateSource(WeightSource):
             raise ManifestError(
                 f"{len(empty)} tensor(s) are on the meta device, which holds no data: {', '.join(empty[:3])}",
                 state="nothing was sent",
-                hint="load the weights, or bring offloaded ones back, before sending them",
+                hint="load the weights, or reload offloaded ones, before sending them",
             )
         if copied:
             self.whole, self._gathers = Snapshot(self.whole), False
@@ -188,4 +188,4 @@ def bump(collectors: Iterable[Callable[[], Any]]) -> None:
         try:
             collector.increment_version()
         except Exception:
-            log.error("a collector did not take note of new weights, which are in service", exc_info=True)
+            log.error("a collector did not register the new weights, which are in service", exc_info=True)

@@ -128,9 +128,9 @@ class WorkerEnd:
         first, size = message.rank_offset, message.world_size
         if size is not None and not 1 <= first <= size - self._workers:
             raise ConfigError(
-                f"this engine's {self._workers} workers from rank {first} on do not fit into a world of {size}",
+                f"this engine's {self._workers} workers from rank {first} on do not fit into a world size of {size}",
                 expected="a world size of 1 (the trainer) + the workers of all engines, as each engine counts its own",
-                state="nothing was joined",
+                state="the engine joined nothing",
             )
         self.receiver.check(message)
 
@@ -150,10 +150,10 @@ class WorkerEnd:
             self._pulled = message
         elif self._pulled != message:
             raise EngineError(
-                f"another pull goes on: {self._pulled}",
-                expected="one at a time, or the same one once more",
-                state="that one goes on",
-                hint="ask again when it is over",
+                f"another pull is running: {self._pulled}",
+                expected="one pull at a time, or the same pull again",
+                state="the running pull continues",
+                hint="try again when it has ended",
             )
 
     def _begin(self, work: Callable[[], None]) -> Future[None]:
@@ -175,7 +175,7 @@ class WorkerEnd:
             return False  # polled again only because another replica of a data-parallel server is still working
         words, error = _WORKING, None
         if job is None:
-            words = words_of(NotConnectedError("nothing was begun", hint="connect or prefetch first"))
+            words = words_of(NotConnectedError("no step has been started", hint="connect or prefetch first"))
         elif job.done():
             error = job.exception()
             words = "" if error is None else words_of(error)
@@ -185,7 +185,7 @@ class WorkerEnd:
             if not pull:
                 self.receiver.abort()  # this worker may wait for the failed ones
             if error is not None:
-                log.error("what was begun failed on worker %d", self._rank, exc_info=error)
+                log.error("a background step failed on worker %d", self._rank, exc_info=error)
             raise EngineError(joined(failures))
         if any(told):
             return True

@@ -157,10 +157,10 @@ class Pacer:
 
         def late() -> DeadlineError:
             return DeadlineError(
-                f"the trainer did not go beyond version {self._version()} for {self._timeout_s:g} s, and "
+                f"the trainer did not advance beyond version {self._version()} for {self._timeout_s:g} s, and "
                 f"rollouts are {self._started} sequences ahead of version {self._first}",
                 expected=f"{self._started + count} sequences within {self.allowed()}",
-                hint="does the trainer still run? Raise max_lag or timeout_s if it is only slow",
+                hint="check that the trainer runs; if it is just slow, raise max_lag or timeout_s",
             )
 
         Deadline(self._timeout_s).poll(lambda: self._started_now(count), late=late, longest_s=_LOOK_S)

@@ -144,7 +144,7 @@ class RemoteLLMPolicy(LLMWrapperBase):  # type: ignore[misc]  # torchrl has no t
             DeadlineError: the engines did not answer in time, or the pacer made the call wait too long.
         """
         if logits_only:
-            raise ConfigError("engines give tokens and their log-probabilities, no logits")
+            raise ConfigError("engines return tokens and their log-probabilities, not logits")
         if tensordict.ndim == 0:
             return self.forward(lazy_stack([tensordict]), **kwargs)[0]
         if tensordict.ndim > 1:

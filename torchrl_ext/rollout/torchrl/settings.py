@@ -153,12 +153,12 @@ def sampling_settings(given: Mapping[str, Any], num_samples: int | None) -> tupl
         settings["temperature"] = 0.0
     for name, value in _ONLY.items():
         if settings.pop(name, value) != value:
-            raise ConfigError(f"{name} is not for engines that sample", expected=f"{name}={value}")
+            raise ConfigError(f"{name} does not apply to engines that sample", expected=f"{name}={value}")
     unknown = sorted(set(settings) - _PASSED - _WITHOUT_EFFECT)
     if unknown:
         raise ConfigError(
             f"generate_kwargs has {', '.join(unknown)}, which engines cannot honour over token ids",
             expected=f"some of {', '.join(sorted(_PASSED))}",
-            hint="end on tokens with stop_token_ids in place of stop strings" if "stop_sequences" in unknown else None,
+            hint="use stop_token_ids instead of stop strings" if "stop_sequences" in unknown else None,
         )
     return {name: value for name, value in settings.items() if name in _PASSED and value is not None}, samples

@@ -64,7 +64,7 @@ class AdapterPort(Port):
     ) -> None:
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"an adapter cannot be called {name!r}", expected="letters, digits, '.', '_' and '-', at most 128"
+                f"{name!r} is no valid name of an adapter", expected="letters, digits, '.', '_' and '-', at most 128"
             )
         self._engine, self.name, self._say = engine, name, say
         self._plugin, self._lora = plugin, lora
@@ -106,7 +106,7 @@ class AdapterPort(Port):
             raise EngineRefusedError(
                 f"{self.url} serves version {found} of {self.name!r}",
                 expected=adapter_label(self.name, version),
-                hint="does another trainer load adapters under this name?",
+                hint="check whether another trainer loads adapters under this name",
             )
         self._versions = [*self._versions[-1:], version]
 

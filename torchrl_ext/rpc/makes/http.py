@@ -186,7 +186,7 @@ class StockPort(HTTPPort):
                 words = "engines without our plugin take whole versions only"
                 raise EngineRefusedError(words, state="nothing was changed")
             case Verify():
-                words = f"{self.url} runs without our plugin, and cannot prove what it holds"
+                words = f"{self.url} runs without our plugin, and cannot prove which weights it holds"
                 raise ConfigError(words, hint=self.plugin)
         return []
 
@@ -197,7 +197,7 @@ class StockPort(HTTPPort):
         elif by != "disk":
             words = f"{self.url} runs {self.lacking}, and cannot follow by {by!r}"
             raise EngineRefusedError(words, expected=self.wanted, hint=self.plugin)
-        words = "%s runs without our plugin, and follows by %s: only its outputs show what it loaded (verify='outputs')"
+        words = "%s runs without our plugin and follows by %s: only outputs show what it loaded (verify='outputs')"
         log.warning(words, self.url, by)
         if by == "native":
             self.group = offer["group"]

@@ -141,7 +141,7 @@ class SGLangPort(HTTPPort):
         has_plugin, facts = self._has_plugin(), self._server_info()
         if facts.stores_keys and self._keep_cache:
             raise ConfigError(
-                f"{self.url} keeps keys and values in a store, which would hand those of old weights on for ever",
+                f"{self.url} keeps keys and values in a store, which would go on serving those of the old weights",
                 expected="keep_cache=False, or a server without a store",
                 state="the engine's weights and its pause are what they were",
             )
@@ -168,7 +168,7 @@ class SGLangPort(HTTPPort):
             case Join(transport=transport) if transport not in ("disk", "delta") and self._facts.info.dp_size > 1:
                 raise EngineRefusedError(
                     f"{self.url} has {self._facts.info.dp_size} data-parallel replicas, whose workers do not know "
-                    "their ranks in a group",
+                    "their ranks in a process group",
                     expected="--dp-size 1, or a transport through files",
                 )
             case Start():
@@ -245,7 +245,7 @@ class SGLangPort(HTTPPort):
             return
         if not self._has_plugin():
             raise EngineRefusedError(
-                f"{self.url} runs SGLang without our plugin, and does not say what of it sleeps", hint=_PLUGIN
+                f"{self.url} runs SGLang without our plugin, and cannot report which of its parts sleep", hint=_PLUGIN
             )
         if level == 1 and "weights" in tags and not self._server_info().has_backup:
             raise EngineRefusedError(
@@ -287,7 +287,7 @@ class SGLangPort(HTTPPort):
         if not answer.ok:
             raise EngineRefusedError(
                 f"{self.url} could not clear the store of keys and values of the old weights: {answer.message()}",
-                hint="look at the store's log, or start the server without --hicache-storage-backend",
+                hint="read the store's log, or start the server without --hicache-storage-backend",
                 status=answer.status,
             )
 
@@ -305,7 +305,7 @@ class SGLangPort(HTTPPort):
                 )
         raise DeadlineError(
             f"the cache was not dropped within {self._flush_timeout_s:g} s ({self._busy()}): {why}",
-            hint="look for requests that never end, or raise flush_timeout_s",
+            hint="find requests that never end, or raise flush_timeout_s",
         )
 
     def _flushed(self) -> str:
@@ -325,7 +325,7 @@ class SGLangPort(HTTPPort):
         answer = merged(self._say(message, self.timeout_s))
         if isinstance(answer.get("adapters"), dict):
             return answer
-        expected = "what the name of every adapter stands for"
+        expected = "the path of every loaded adapter"
         raise EngineRefusedError(f"{self.url} answered {answer!r}", expected=expected, hint=_ADAPTERS)
 
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
@@ -382,7 +382,7 @@ class StockSGLangPort(StockPort, SGLangPort):
         elif "native" not in info.transports:
             what = f"has pp {info.pp_size} x dp {info.dp_size}, and gives workers of each the same ranks"
         elif self._facts.is_quantised and self.http.call("OPTIONS", "/begin_weight_update").status in (404, 501):
-            what = "runs a quantised model, and this release loads new weights into what it made of the old ones"
+            what = "runs a quantised model, and this release loads new weights into weights derived from the old ones"
             expected = "SGLang 0.5.21 or later"
         if what:
             raise EngineRefusedError(f"{self.url} {what}", expected=expected, hint=_PLUGIN)

@@ -80,7 +80,7 @@ _KINDS = ("vllm", "embedded")  # the kinds of engine that have these routes
 _PROBE = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True, "max_tokens": 1, "temperature": 1.0}
 """Settings that score a prompt: ``prompt_logprobs`` 0 returns only its own tokens; the sampled token is not used."""
 
-_DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment: vLLM has these routes only then"
+_DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment; vLLM has these routes only in that mode"
 _ADAPTERS = (
     "install torchrl_ext in the engine's environment and name it in VLLM_PLUGINS, or let "
     "`torchrl-ext serve vllm --lora-rank N` start the server"
@@ -127,7 +127,9 @@ class VLLMPort(HTTPPort):
     def count_workers(self) -> int:
         size = self._ask("/get_world_size", "world_size")
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise EngineRefusedError(f"{self.url} says that its world size is {str(size)[:80]!r}", expected="a count")
+            raise EngineRefusedError(
+                f"{self.url} reports that its world size is {str(size)[:80]!r}", expected="a count"
+            )
         return size
 
     def suited(self, info: Info) -> Port:
@@ -140,7 +142,7 @@ class VLLMPort(HTTPPort):
         if self._keep_cache and facts.kv_connectors:
             names = ", ".join(facts.kv_connectors)
             raise ConfigError(
-                f"{self.url} has KV connector {names}, which would hand on keys and values of old weights",
+                f"{self.url} has KV connector {names}, which would go on serving keys and values of the old weights",
                 expected="keep_cache=False, or a server without a connector",
                 state="the engine's weights and its pause are what they were",
             )
@@ -152,7 +154,8 @@ class VLLMPort(HTTPPort):
         """Return the port for a server with these ``facts``."""
         if facts.is_guest:
             raise ConfigError(
-                f"{self.url} maps weights that a daemon owns: an update would change them for every engine that does",
+                f"{self.url} maps weights that a daemon owns: an update would change them for every engine that maps "
+                "them",
                 expected="a server with weights of its own: another --load-format than ipc_cache",
                 state="nothing was sent",
             )

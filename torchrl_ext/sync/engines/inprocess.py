@@ -65,7 +65,7 @@ class InProcessEngine(Engine):
     ) -> None:
         if keep_cache and (free_cache or pause_mode != "keep"):
             raise ConfigError(
-                "free_cache gives up what keep_cache keeps"
+                "free_cache drops the cache that keep_cache keeps"
                 if free_cache
                 else f"keep_cache means nothing with pause mode {pause_mode!r}",
                 expected="pause_mode='keep', and no free_cache",
@@ -172,10 +172,11 @@ class InProcessEngine(Engine):
         given, good = UpdateSource(as_source(tensors), mapper=mapper), self._held()
         if good is None:
             raise UpdateError(
-                f"{self.url} holds weights of another sender, which cannot be read to keep the parameters left out",
+                f"{self.url} holds another sender's weights, so the parameters that this update leaves out cannot be "
+                "kept",
                 expected="an engine that only this client updates",
-                state="it serves what it served",
-                hint="switch to a whole checkpoint first",
+                state="it still serves its previous weights",
+                hint="first switch to a whole checkpoint",
             )
         dtypes = {meta.name: meta.dtype for meta in good.params()}
         copies = {name: tensor.to("cpu", dtypes.get(name), copy=True) for name, tensor in given}
@@ -193,19 +194,19 @@ class InProcessEngine(Engine):
                 raise
             if good is None:
                 raise restated(
-                    error, f"{why(error)}; the weights of another sender before it cannot be put back"
+                    error, f"{why(error)}; the previous weights came from another sender and cannot be restored"
                 ) from error
             try:
                 self._sender.update_weights(good)
             except WeightSyncError as second:
                 raise UpdateError(
-                    f"{why(error)}; and the weights before it could not be put back: {why(second)}",
+                    f"{why(error)}; the previous weights could not be restored either: {why(second)}",
                     state=second.state,
                     hint=second.hint,
                     rows=self.rows(),
                 ) from error
             raise UpdateError(
-                f"{why(error)}; the weights that were served before were put back, and serve",
+                f"{why(error)}; the previous weights were restored and serve again",
                 expected=error.expected,
                 rows=self.rows(),
             ) from error
@@ -237,14 +238,14 @@ class Layered(WeightSource):
                 raise ManifestError(
                     f"the engine's model has no parameter {name!r}",
                     expected="names of the checkpoint that the engine was started with",
-                    state="nothing was changed; the engine serves what it served",
+                    state="nothing was changed; the engine still serves its previous weights",
                     hint="map the names with mapper=",
                 )
             if tuple(tensor.shape) != known[name].shape:
                 raise ManifestError(
                     f"parameter {name!r} arrives with shape {list(tensor.shape)}",
                     expected=str(list(known[name].shape)),
-                    state="nothing was changed; the engine serves what it served",
+                    state="nothing was changed; the engine still serves its previous weights",
                 )
 
     def params(self) -> tuple[ParamMeta, ...]:

@@ -125,7 +125,7 @@ class ModulePort(LocalPort):
 
     def tell(self, message: Message) -> list[Info]:
         if isinstance(message, (Start, Load)) and self.serving.is_set():
-            raise EngineRefusedError(f"{self.url} serves", expected="a paused engine", state="nothing was touched")
+            raise EngineRefusedError(f"{self.url} serves", expected="a paused engine", state="nothing was changed")
         return super().tell(message)
 
     def paused(self) -> bool:
@@ -213,7 +213,7 @@ class VLLMObjectPort(LocalPort):
         self._config = self._inner.vllm_config
         if keep_cache and self._config.kv_transfer_config is not None:
             raise ConfigError(
-                "this vLLM has a KV connector, which would hand keys and values of old weights on for ever",
+                "this vLLM has a KV connector, which would go on serving keys and values of the old weights",
                 expected="keep_cache=False, or an engine without a connector",
             )
         self._ours = False  # whether the workers have our backend
@@ -378,7 +378,7 @@ class VLLMObjectPort(LocalPort):
             if handler is None:
                 raise ConfigError(
                     "the event loop of this AsyncLLM is not known: it has served no request yet",
-                    hint='give it: tx.make_engine("inprocess", engine=llm, loop=asyncio.get_running_loop())',
+                    hint='pass it: tx.make_engine("inprocess", engine=llm, loop=asyncio.get_running_loop())',
                 )
             self._loop = handler.get_loop()
         if self._loop is _running_here():
@@ -407,7 +407,7 @@ def _running_here() -> asyncio.AbstractEventLoop | None:
 def _ended() -> EngineUnreachableError:
     return EngineUnreachableError(
         "the event loop of this AsyncLLM has ended",
-        expected="a loop that runs as long as its engine is updated",
-        state="the engine serves nobody",
-        hint="make a new engine on a loop that goes on",
+        expected="a loop that runs for as long as the engine is updated",
+        state="the engine cannot serve requests",
+        hint="make a new engine on a loop that keeps running",
     )

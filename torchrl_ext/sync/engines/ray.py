@@ -260,13 +260,13 @@ class RayPort(Port):
             raise DeadlineError(
                 f"no answer to {name!r} within {limit_s:g} s from {self.url}",
                 state="the call may still run in the actor",
-                hint="look at the actor's log, or allow more time (load_timeout_s)",
+                hint="read the actor's log, or raise load_timeout_s",
             ) from error
         except errors.RayActorError as error:
             raise EngineUnreachableError(
                 f"{str(error).strip().rstrip('.')}; {self.url} is dead",
                 state="its weights are lost with it",
-                hint="start another actor, and connect a client to that",
+                hint="start another actor and connect to it",
             ) from error
         self._first_timeout_s = 0.0
         return found
@@ -339,7 +339,7 @@ def connect_actors(engine: Any, **settings: Any) -> EngineClient:
     if unknown:
         raise ConfigError(
             f"{'TorchRL' if torchrls else 'Ray'}'s engines take no {', '.join(unknown)}",
-            expected=f"of {', '.join(sorted(known))}",
+            expected=f"settings from {', '.join(sorted(known))}",
         )
     if not torchrls:
         return ray_engine(engine, **settings)
@@ -352,13 +352,15 @@ def connect_actors(engine: Any, **settings: Any) -> EngineClient:
         return ray_engine(engine.ray_actor, pick=partial(InProcessEngine, **vllm), **settings)
     if not is_torchrl(engine, "AsyncVLLM"):
         raise ConfigError(
-            f"{type(engine).__name__} implements RLvLLMEngine, whose update_weights cannot tell an update that ends "
-            "early from a whole one",
+            f"{type(engine).__name__} implements RLvLLMEngine, whose update_weights cannot tell an incomplete update "
+            "from a complete one",
             expected="TorchRL's AsyncVLLM, RayLLMWorker or LocalLLMWrapper",
             hint="give make_engine('inprocess', engine=...) the vLLM, the module or the tensors inside",
         )
     if not engine.actors:
-        raise ConfigError("this AsyncVLLM has no replicas", hint="make it by AsyncVLLM.launch or from_pretrained")
+        raise ConfigError(
+            "this AsyncVLLM has no replicas", hint="create it with AsyncVLLM.launch or AsyncVLLM.from_pretrained"
+        )
     return Pool([ray_engine(actor, pick=partial(_async_llm, **vllm), **settings) for actor in engine.actors])
 
 
