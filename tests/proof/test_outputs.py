@@ -138,7 +138,7 @@ class TestProbe:
     def test_the_registered_model_is_the_trainers_side_of_an_update_from_tensors(self):
         policy = tiny_model(4)
         with sending(InProcessEngine(tiny_model(0))) as sender:
-            with pytest.raises(UpdateError, match=r"does not say how many tokens.*Probe\("):
+            with pytest.raises(UpdateError, match=r"does not report the size of its vocabulary.*Probe\("):
                 sender.update_weights(dict(policy.state_dict()))
             sender.register_model(policy)
             assert sender.update_weights(dict(policy.state_dict())).engines[0].max_gap < 1e-5

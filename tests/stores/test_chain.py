@@ -206,7 +206,7 @@ def test_no_lease_that_is_nonsense_stops_a_trainer_or_keeps_what_it_published(tm
         trainer.send_weights(weights)
     assert sorted(path.name for path in tmp_path.glob("weight_v*")) == ["weight_v000005"]
     for path in readers.iterdir():
-        assert caplog.text.count(f"readers/{path.name} is no lease") == 1, path.name
+        assert caplog.text.count(f"readers/{path.name} is not a valid lease") == 1, path.name
     trainer.shutdown()
 
 

@@ -321,7 +321,7 @@ def test_a_store_that_cannot_create_exclusively_is_told_apart(url, tmp_path, cap
     url, options = url.format(tmp_path), {"auto_mkdir": True} if url.startswith("local") else {}
     first, second = ObjectStore(url, **options), ObjectStore(url, **options)
     first.own()
-    assert "cannot create a key only where there is none" in caplog.text
+    assert "cannot create a key only if it is absent" in caplog.text
     with pytest.raises(StoreError, match="another trainer"):  # who looks before the other begins still sees it
         second.own()
     with first.draft("folder") as draft:

@@ -67,7 +67,7 @@ def test_wherever_a_loader_fails_its_process_lives_and_the_trainer_names_it_and_
             sent, stop_at = packed(choice), number % (COUNT + 1) - 1
             assert sum(not bucket.direct for bucket in buckets_of(as_source(sent).params(), BUCKET)) > 2
             ask(stop_at)
-            with pytest.raises(TransportError, match=rf"was not taken by rank 1 \(pid {child.pid}"):
+            with pytest.raises(TransportError, match=rf"was refused by rank 1 \(pid {child.pid}"):
                 trainer.send_weights("policy", sent)
             words = "loads nothing" if stop_at < 0 else f"does not like p{stop_at:02d}"
             assert child.stdout.readline() == f"failed: the loader {words}\n", number

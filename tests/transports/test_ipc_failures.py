@@ -47,7 +47,7 @@ def receiving(worker):
 
 
 def no_memory(device, nbytes):
-    raise TransportError(f"no {nbytes} bytes of shared memory can be had")
+    raise TransportError(f"{nbytes} bytes of shared memory cannot be allocated")
 
 
 class TestFailures:
@@ -87,7 +87,7 @@ class TestFailures:
     def test_two_trainers_on_one_channel_are_refused(self, make):
         first, second, worker = make(), make(), make()
         exchange(first, worker)
-        with pytest.raises(TransportError, match="another trainer of this user sends on this channel"):
+        with pytest.raises(TransportError, match="another trainer of this user already sends on this channel"):
             second.send_weights(weights())
 
     @pytest.mark.parametrize("how", ["stop", "close"])

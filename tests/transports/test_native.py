@@ -197,7 +197,7 @@ def test_a_worker_that_dies_ends_the_update_at_once():
 def test_a_port_that_is_taken_is_named():
     first, within = NativeTransport(), Deadline(WAIT_S)
     port = first.open(1, (), within).info["group"]["master_port"]
-    with pytest.raises(TransportError, match=f"nobody can listen at 127.0.0.1:{port}"):
+    with pytest.raises(TransportError, match=f"this process cannot listen at 127.0.0.1:{port}"):
         NativeTransport(master_port=port).open(1, (), within)
     first.shutdown()
 

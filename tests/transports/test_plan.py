@@ -102,7 +102,7 @@ def test_what_is_no_part_of_a_parameter_is_refused_by_name():
     with pytest.raises(ManifestError, match=r"worker 1 names the block from \[0, 0\] to \[513, 1\] of layers\.1\.q"):
         plan_of(FSDP_4, needed)
     needed[1][6] = [Block((1, 1), (3, 3)), Block((0, 0), (2, 2))]
-    with pytest.raises(ManifestError, match=r"worker 1 names elements of layers\.1\.q bfloat16\[512, 256\] twice"):
+    with pytest.raises(ManifestError, match=r"worker 1 asks for elements of layers\.1\.q bfloat16\[512, 256\] twice"):
         plan_of(FSDP_4, needed)
     with pytest.raises(ManifestError, match="trainer rank 3 has a share of 34 parameters"):
         plan_of([*FSDP_4[:3], FSDP_4[3][:-1]], TP_2)

@@ -1,7 +1,7 @@
-"""How other libraries' deltas are coded, tensor by tensor; and encodings of all kinds by name.
+"""Encodings of other libraries' deltas, tensor by tensor; and encodings of all kinds by name.
 
-Our own encodings code blocks of streams (`torchrl_ext.codecs.choice.BlockEncoding`). Those of others are codecs: frozen
-dataclasses that turn the change of one tensor into the bytes of a file that another library reads, and back.
+Our own encodings code blocks of streams (`torchrl_ext.codecs.choice.BlockEncoding`). A `Codec` is a frozen dataclass
+that encodes the change of one tensor as another library does, and decodes it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Encoded:
 
     Attributes:
         meta: the parameter.
-        codec: it decodes ``payload``.
-        payload: empty where nothing changed.
-        changed: units that changed.
+        codec: the codec that decodes ``payload``.
+        payload: the coded bytes; empty if nothing changed.
+        changed: number of changed units.
     """
 
     meta: ParamMeta
@@ -43,13 +43,13 @@ class Encoded:
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(ABC):
-    """One way of another library to code what changed in a tensor. Bit-exact for every dtype of `unit_of`."""
+    """Another library's encoding of the change of a tensor. Bit-exact for every dtype of `unit_of`."""
 
     name: ClassVar[str]
     whole_base: ClassVar[bool] = False
     """Whether `decode` needs the old tensor."""
     container: ClassVar[str]
-    """How payloads are laid out in files; one of `torchrl_ext.registry.containers`."""
+    """Layout of payloads in files; one of `torchrl_ext.registry.containers`."""
 
     @abstractmethod
     def encode(self, meta: ParamMeta, old: Tensor, new: Tensor) -> Encoded:
@@ -62,15 +62,15 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, payload: Buffer, meta: ParamMeta, base: Tensor | None = None) -> Patch:
-        """Return the change that a payload codes; the inverse of `encode`.
+        """Return the change in a payload; the inverse of `encode`.
 
         Args:
             payload: untrusted bytes.
-            meta: the parameter, from a trusted manifest: bounds what a payload can make this allocate.
+            meta: the parameter, from a trusted manifest, which bounds the memory that a payload can allocate.
             base: the old tensor, where ``whole_base``.
 
         Raises:
-            IntegrityError: the payload is not one of this parameter; names it.
+            IntegrityError: the payload does not fit this parameter; the message names it.
             ConfigError: ``base`` is needed.
         """
 
@@ -90,7 +90,7 @@ def make_codec(name: str, **settings: Any) -> Any:
     """Return the encoding called ``name``: a `torchrl_ext.codecs.choice.BlockEncoding`, or another library's `Codec`.
 
     Raises:
-        ConfigError: no such encoding, or settings that it does not take.
+        ConfigError: the name is unknown, or the encoding does not take these settings.
     """
     return encodings.make(name, **settings)
 
@@ -102,11 +102,11 @@ def codec_from_json(info: Info) -> Any:
         info: ``{"name": ..., settings}``.
 
     Raises:
-        ManifestError: no such encoding here, or settings that it does not take.
+        ManifestError: this process does not know the encoding, or it does not take these settings.
     """
     if not isinstance(info, dict) or not isinstance(info.get("name"), str):
         raise ManifestError(f"{info!r} does not describe a codec", expected='{"name": ..., settings}')
     try:
         return encodings.make(**info)
     except ConfigError as error:
-        raise ManifestError(f"a delta is coded in a way unknown here: {error.what}", hint=error.hint) from error
+        raise ManifestError(f"a delta has an unknown encoding: {error.what}", hint=error.hint) from error

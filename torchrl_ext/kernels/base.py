@@ -147,10 +147,11 @@ class Piece:
         for size, stride, to in rows:
             if size > 1 and not stride:
                 raise ConfigError(
-                    f"a view of sizes {list(destination.shape)} and strides {list(strides)} has elements several times",
+                    f"a view of sizes {list(destination.shape)} and strides {list(strides)} has some elements "
+                    "several times",
                     expected="a view that has each element of the checkpoint tensor once",
                     state="nothing was changed",
-                    hint="let such tensors be loaded whole",
+                    hint="load such tensors whole",
                 )
             self.end, reach = self.end + (size - 1) * stride, reach + (size - 1) * to
             if dims and dims[-1][1:] == (size * stride, size * to):
@@ -324,5 +325,5 @@ def _known(device: torch.device) -> Kernels:
         except torch.OutOfMemoryError:
             raise
         except Exception:  # whatever is amiss with a compiler, torch's operators do the same
-            log.warning("Triton does not work here; torch's own operators take its place, slower", exc_info=True)
+            log.warning("Triton does not work here; torch's own operators replace it and are slower", exc_info=True)
     return kernels.make("torch")

@@ -1,4 +1,4 @@
-"""Loaders, which apply `(name, tensor)` pairs to something live, in place and all or nothing where possible."""
+"""Loaders apply `(name, tensor)` pairs to a live model, in place, and completely or not at all where possible."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ __all__ = ["Changes", "Patchable", "Rehearsable", "Sliceable", "TensorsLoader", 
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """The changes that bring a model from one version to another one, folded so that no element occurs twice.
+    """The changes that lead a model from one version to another, merged so that no element occurs twice.
 
     Attributes:
-        patches: makes one pass over what changes. It asks of each changed tensor first whether it is wanted; blocks in
-            which none is are not decoded, others have changes of unwanted tensors, too.
-        digests: digest of every tensor at the end, 32 hex digits, by name.
+        patches: iterates once over the changes. It takes a function that says whether a changed tensor is wanted, and
+            skips blocks without a wanted tensor; other blocks may include changes of unwanted tensors.
+        digests: digest of every tensor after the changes, 32 hex digits, by name.
         digest: the name of that digest (`torchrl_ext.weights.digests`).
-        whole: makes the tensors of some names as they are at the end, for those that are not patchable.
-        held, reached: run id and number of the versions between which it leads.
+        whole: returns the named tensors as they are after the changes, for tensors that are not patchable.
+        held, reached: run id and number of the first and the last version.
         params: every parameter of the model, in order.
     """
 
@@ -62,99 +62,101 @@ class Changes:
 class WeightLoader(ABC):
     """Applies `(name, tensor)` pairs in checkpoint coordinates to a live model.
 
-    It may also be `Patchable`, `Sliceable` or `Rehearsable`; else it takes whole tensors, and proves what it reads.
+    It may also be `Patchable`, `Sliceable` or `Rehearsable`; otherwise it loads whole tensors and proves what it reads
+    back.
     """
 
     @property
     def idle(self) -> bool:
-        """Whether the model's layers are in the form that is computed with; false while an update has them open."""
+        """Whether all layers are in the form that the model computes with; false while an update is loading."""
         return True
 
     @abstractmethod
     def check(self, params: Iterable[ParamMeta]) -> None:
-        """Refuse parameters that cannot land, before anything is touched.
+        """Refuse parameters that do not fit the model, before any weight changes.
 
         Raises:
-            ManifestError: names a parameter that is unknown, missing, or of another shape or dtype.
+            ManifestError: a parameter is unknown, missing, or has another shape or dtype; the message names it.
         """
 
     def start(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
         """Begin an update; the model is idle from here to `finish`."""
 
     def part(self, names: frozenset[str] | None) -> None:
-        """Note which of the checked parameters the next update brings, while the model is in use; None for all.
+        """Announce which of the checked parameters the next update sends, while the model is in use; None for all.
 
         Raises:
-            ManifestError: some of them land only together with others, which have to be named too.
+            ManifestError: some of them can be loaded only together with others, which ``names`` lacks.
             ConfigError: this loader takes whole updates only.
         """
         if names is not None:
             raise ConfigError(
                 f"a {type(self).__name__} takes whole updates only",
-                state="nothing was changed; the engine serves what it served",
+                state="nothing was changed; the engine still serves its previous weights",
                 hint="leave only= out",
             )
 
     @abstractmethod
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        """Apply every pair. A tensor may be kept until `finish`: transports give memory that nobody else writes."""
+        """Apply every pair. A loader may keep a tensor until `finish`, because transports do not write to it again."""
 
     def finish(self) -> None:  # noqa: B027
-        """End an update, of which every pair was applied."""
+        """End an update after all its pairs were applied."""
 
     def targets(self) -> Mapping[str, Tensor]:
         """Return tensors that a transport may fill directly, by checkpoint name; may be empty."""
         return {}
 
     def invalidate(self) -> None:  # noqa: B027 - most loaders know nothing of a model that it does not show
-        """Forget what is known of the model, which something else loads or whose memory goes; it is not touched."""
+        """Forget the model's state, because something else loads it or releases its memory; change no weight."""
 
     def reloaded(self) -> None:  # noqa: B027 - most engines leave nothing out
-        """Do what the engine left out when it loaded the whole model by itself, past this loader."""
+        """Complete a load of the whole model that the engine did itself, without this loader."""
 
     def proof(self) -> str:
-        """Return what it proves of an update when `digests` agree.
+        """Return the level of proof of an update whose `digests` agree.
 
-        ``"sent"``: the model's loader was handed the trainer's bytes; ``"in place"``: they were read from what the
-        model computes with; ``"rehearsed"``: `torchrl_ext.proof.rehearsal`.
+        ``"sent"``: the model's loader received the trainer's bytes; ``"in place"``: they were read back from the
+        tensors that the model computes with; ``"rehearsed"``: `torchrl_ext.proof.rehearsal`.
         """
         return "sent"
 
     def digests(self) -> dict[str, str]:
-        """Return the `tensor_digest` of every parameter that the update brings (see `part`), in checkpoint coordinates.
+        """Return the `tensor_digest` of every parameter that the update sends (see `part`), in checkpoint coordinates.
 
-        Taken from what the model holds, as far as it can be read back: by default nothing. A loader whose runtime form
-        cannot be read back answers with the digests of what it handed to the model, and its docstring says so.
+        They are computed from the model's own tensors if these can be read back; by default there are none. A loader
+        whose runtime form cannot be read back returns the digests of the tensors that it handed to the model, and its
+        docstring says so.
         """
         return {}
 
 
 class Sliceable(ABC):
-    """What a `WeightLoader` also is if it takes only the slices of tensors that land in its part of a model."""
+    """A `WeightLoader` that needs only the slices of tensors that its part of a model holds."""
 
     @abstractmethod
     def by_slices(self, wanted: bool) -> None:
-        """Note whether the transport brings slices (`Transport.slices`), from the next `start` on."""
+        """Set whether the transport sends slices (`Transport.slices`), from the next `start` on."""
 
     @abstractmethod
     def slices(self) -> Mapping[str, tuple[Block, ...]]:
-        """Return the blocks of each checked parameter that land here, by name; none where nothing of it does.
+        """Return the blocks of each checked parameter that this model holds, by name; an empty list if it holds none.
 
-        A name that is left out is needed whole. `load` then takes a `torchrl_ext.landing.sliced.Sliced` for each that
-        is listed with blocks, and `targets` may give some.
+        A parameter that is not listed is needed whole. `load` receives a `torchrl_ext.landing.sliced.Sliced` for each
+        parameter that is listed with blocks, and `targets` may return some.
         """
 
     @abstractmethod
     def whole(self) -> Mapping[str, str]:
-        """Return the tensors that are needed whole although this model holds a part of them -> the reason."""
+        """Return the tensors that are needed whole although this model holds only a part -> the reason."""
 
 
 class Patchable(ABC):
-    """What a `WeightLoader` also is if changes can be written into its model element by element."""
+    """A `WeightLoader` that can write changes into its model element by element."""
 
     @abstractmethod
     def patchable(self, name: str) -> bool:
-        """Return whether changes of this checkpoint tensor can be written; else the tensor comes whole."""
+        """Return whether changes of this checkpoint tensor can be written; otherwise the tensor is sent whole."""
 
     @abstractmethod
     def position_digests(self, digest: str) -> dict[str, str]:
@@ -169,68 +171,69 @@ class Patchable(ABC):
         """Translate changes while the model is in use, and compare the result with ``changes.digests``.
 
         Raises:
-            IntegrityError: what would come out is not what the trainer has (a wrong base, mostly); names the tensor.
+            IntegrityError: the result would differ from the trainer's tensor, usually because of a wrong base; the
+                message names it.
         """
 
     def confirm(self) -> None:  # noqa: B027 - most loaders compare while they stage
-        """Confirm what was staged, before `commit`; the workers of one engine may talk to each other here.
+        """Confirm the staged changes before `commit`; the workers of one engine may communicate here.
 
         Raises:
-            IntegrityError: what would come out is not what the trainer has.
+            IntegrityError: the result would differ from the trainer's tensors.
         """
 
     @abstractmethod
     def commit(self) -> None:
-        """Write what was staged, while the model is idle.
+        """Write the staged changes while the model is idle.
 
         Raises:
             NotConnectedError: nothing is staged.
-            IntegrityError: the model holds something else than was written into it; names the tensor.
+            IntegrityError: a tensor of the model differs from what was written; the message names it.
         """
 
 
 class Rehearsable(ABC):
-    """What a `WeightLoader` also is if its model processes weights, so that a rehearsal shows what an update does."""
+    """A `WeightLoader` whose model processes weights after loading, so that a rehearsal can check an update."""
 
     @abstractmethod
     def unrehearsed(self, *, again: bool = False) -> bool:
-        """Return whether a rehearsal can show something: the model is as it was started, and there was none yet.
+        """Return whether to rehearse: the model holds the weights that it was started with, and no rehearsal ran yet.
 
         Args:
-            again: also where there was one.
+            again: also if a rehearsal ran before.
         """
 
     @abstractmethod
     def rehearsal(self) -> Info:
-        """Return what the rehearsal showed, JSON-safe; ``why`` says why there was none."""
+        """Return the findings of the rehearsal, JSON-safe; ``why`` is the reason if there was none."""
 
     @abstractmethod
     def rehearse(self) -> Info:
         """Try the route of an update with known weights, while the model is idle, and return `rehearsal`.
 
         Raises:
-            EngineRefusedError, IntegrityError: the route does not lead where a cold start does.
+            EngineRefusedError, IntegrityError: an update by this route leads to another state than a cold start.
         """
 
     @abstractmethod
     def refuse_unsound(self, *, unproved: bool = False) -> None:
-        """Raise EngineRefusedError where a rehearsal showed that an update would go wrong."""
+        """Raise EngineRefusedError if a rehearsal showed that an update would go wrong."""
 
     @abstractmethod
     def vouch(self, wanted: bool) -> None:
-        """Note whether `digests` will be asked for of what is loaded from now on.
+        """Set whether `digests` will be called for the weights that are loaded from now on.
 
-        A form that cannot be read back has to be digested as it comes, while the engine is paused; that is left out
-        where nobody asks.
+        A form that cannot be read back must be digested as it arrives, while the engine is paused; the loader skips
+        that if nobody needs the digests.
         """
 
 
 class TensorsLoader(WeightLoader, Patchable):
     """Loads into named tensors: a module's parameters and persistent buffers, or the leaves of a TensorDict.
 
-    A `transformers` module takes the names of its checkpoint as well as its own (`torchrl_ext.weights.hf_names`), in
-    place: a part of a stacked tensor is filled where it lies. What is read back has the names of the update that was
-    checked last, and before one those of the checkpoint.
+    A `transformers` module accepts the names of its checkpoint as well as its own (`torchrl_ext.weights.hf_names`); a
+    part of a stacked tensor is written in place. Digests have the names of the last checked update, and before the
+    first update the names of the checkpoint.
 
     Args:
         target: module, TensorDict or mapping of tensors.
@@ -311,10 +314,10 @@ class TensorsLoader(WeightLoader, Patchable):
         dropped = sorted(changes.digests.keys() - found.keys())
         if dropped:
             raise ManifestError(
-                f"{len(dropped)} tensor(s) of the update would not land, first {dropped[0]!r}",
+                f"{len(dropped)} tensor(s) of the update would not be loaded, first {dropped[0]!r}",
                 expected="the parameters that were checked when this worker connected",
                 state="nothing was changed",
-                hint="connect again, so that the names of the update are known",
+                hint="connect again, so that the engine learns the names of the update",
             )
         compare(found, changes.digests)
 
@@ -376,10 +379,10 @@ def _addresses(tensors: Iterable[tuple[str, Tensor]]) -> list[int]:
 
 
 def as_loader(target: Any) -> WeightLoader:
-    """Return the loader for what a caller passes: a WeightLoader, module (as `inner_model`), TensorDict or mapping.
+    """Return the loader of a WeightLoader, a module (as `inner_model`), a TensorDict or a mapping.
 
     Raises:
-        ConfigError: nothing can land in it.
+        ConfigError: weights cannot be loaded into an object of this type.
     """
     if isinstance(target, WeightLoader):
         return target

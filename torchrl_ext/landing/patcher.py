@@ -393,10 +393,10 @@ class Patcher:
 
 def _damaged(name: str, expected: str) -> IntegrityError:
     return IntegrityError(
-        f"tensor {name!r} of the engine is not what was written into it",
+        f"tensor {name!r} of the engine differs from what was written into it",
         expected=expected,
         state="the engine holds a damaged update and stays paused",
-        hint="send the weights again: the next version comes whole",
+        hint="send the weights again: the next version is a full one",
     )
 
 
@@ -431,10 +431,10 @@ def compare(found: Mapping[str, PositionDigest], expected: Mapping[str, str]) ->
     for name, digest in found.items():
         if name in expected and digest.hex() != expected[name]:
             raise IntegrityError(
-                f"tensor {name!r} would not become what the trainer has",
+                f"tensor {name!r} would differ from the trainer's after the change",
                 expected=f"digest {expected[name]}, found {digest.hex()}",
-                state="nothing was changed; the engine serves what it served",
-                hint="the change was taken against other weights than the engine holds; send again for a full version",
+                state="nothing was changed; the engine still serves its previous weights",
+                hint="the change builds on weights that the engine does not hold; send again for a full version",
             )
 
 

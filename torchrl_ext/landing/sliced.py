@@ -102,7 +102,7 @@ class Sliced(Tensor):
         for block in blocks:
             target = part_of(into, block)
             if target is None:
-                raise ConfigError(f"{block} of {name!r} lies in none of the blocks that may be filled")
+                raise ConfigError(f"{block} of {name!r} lies outside the blocks that may be filled")
             target.copy_(tensor[block.within(Block.whole(tensor.shape))])
         return into
 

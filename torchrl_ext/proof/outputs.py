@@ -120,7 +120,7 @@ def gaps(trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]]) 
     """
     if [len(row) for row in trainer] != [len(row) for row in engine]:
         raise ConfigError(
-            f"the engine says {[len(row) for row in engine]} log-probabilities",
+            f"the engine returned {[len(row) for row in engine]} log-probabilities",
             expected=f"{[len(row) for row in trainer]}, as the trainer",
         )
     found = [abs(a - b) for row, other in zip(trainer, engine, strict=True) for a, b in zip(row, other, strict=True)]
@@ -153,13 +153,13 @@ class Outputs:
 
     @classmethod
     def wanted(cls, verify: bool | str, max_gap: float | str | None, probe: Probe | Compute | None) -> Outputs | None:
-        """Return the `Outputs` that `WeightSender`'s settings ask for; None where no outputs are compared.
+        """Return the `Outputs` that `WeightSender`'s settings ask for; None if no outputs are compared.
 
         Raises:
             ConfigError: settings that cannot work, or that would have no effect.
         """
         if verify not in (True, False, "outputs"):
-            raise ConfigError(f"there is nothing to verify called {verify!r}", expected="True, False or 'outputs'")
+            raise ConfigError(f"verify cannot be {verify!r}", expected="True, False or 'outputs'")
         if verify != "outputs" and (probe is not None or max_gap != "dtype"):
             raise ConfigError("max_gap and probe are about outputs, which are not compared", hint="verify='outputs'")
         return cls(max_gap, probe) if verify == "outputs" else None
@@ -216,9 +216,9 @@ class Outputs:
             raise EngineError(
                 "; ".join(failed.values()),
                 expected=f"log-probabilities within {bound:g} of the trainer's",
-                state=f"{', '.join(failed)}: paused with the new weights, or not to be reached",
-                hint="look for what the engine computes otherwise (quantisation, configuration, kernels), or allow a "
-                "larger max_gap; the next good update resumes it",
+                state=f"{', '.join(failed)}: paused with the new weights, or unreachable",
+                hint="compare what may differ in the engine (quantisation, configuration, kernels), or raise "
+                "max_gap; the next successful update resumes it",
             )
 
     def noted(self, rows: Iterable[EngineRow]) -> list[EngineRow]:
@@ -273,7 +273,7 @@ def _vocabulary(model: Any) -> int:
         return int(model.config.get_text_config().vocab_size)
     except AttributeError as error:
         raise ConfigError(
-            f"a {type(model).__name__} does not say how many tokens it knows",
+            f"a {type(model).__name__} does not report the size of its vocabulary",
             expected="a registered model of transformers",
             hint="give WeightSender(probe=Probe(prompts=..., compute=...)), of torchrl_ext.proof.outputs",
         ) from error

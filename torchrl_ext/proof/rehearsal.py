@@ -109,20 +109,20 @@ class Rehearsal:
         """
         named = "; ".join(f"{layer.name} ({layer.kernel}): {layer.why}" for layer in self.refused[:_NAMED])
         what = f"an update would leave {len(self.refused)} layer(s) of this engine wrong: {named}"
-        expected = "every tensor that the engine computes with as a cold start from the same weights makes it"
+        expected = "every tensor that the engine computes with equal to a cold start's from the same weights"
         if not self.restored:
             return IntegrityError(
                 what,
                 expected=expected,
-                state="the engine stays paused: it holds something else than it was started with",
+                state="the engine stays paused, because it no longer holds the weights that it was started with",
                 hint="start the engine again, with another kernel backend if it has one for this layer",
             )
         return EngineRefusedError(
             what,
             expected=expected,
-            state="no weight of the trainer was loaded; the engine serves what it served",
+            state="no weight of the trainer was loaded; the engine still serves its previous weights",
             hint="start it with another kernel backend for this layer, or report the layer and the engine's version; "
-            "rehearse='never' sends all the same, and then no update is called verified",
+            "rehearse='never' sends the weights anyway, but no update then counts as verified",
         )
 
     def to_json(self, most: int = 10) -> Info:

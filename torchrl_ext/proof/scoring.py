@@ -43,7 +43,7 @@ def _score_one(model: Any, prompt: Sequence[int]) -> list[float]:
             raise ConfigError(
                 f"a {type(model).__name__} computes no log-probabilities of tokens: {error}",
                 expected="a causal LM of transformers",
-                hint="of a trainer's own kind of model, give WeightSender(probe=...) a function that computes them",
+                hint="for your own kind of model, give WeightSender(probe=...) a function that computes them",
             ) from error
     following = torch.tensor(list(prompt[1:]), device=logits.device)
     found = logits[0, :-1].float().log_softmax(-1).gather(1, following[:, None])

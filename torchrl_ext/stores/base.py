@@ -1,4 +1,4 @@
-"""The contract of a store, whose values are there completely or not at all, and the simplest one, in memory."""
+"""The contract of a store, whose values appear completely or not at all; and the simplest store, in memory."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LEADS_OUT = re.compile(r"(^|/)\.{0,2}(/|$)|[\0\\]")
 
 
 class Draft(ABC):
-    """A folder that is being written, which nobody reads before the `Store.draft` block that made it ends.
+    """A folder that is being written; readers see it only when its `Store.draft` block ends.
 
     Attributes:
-        appends: files are written by `append`, from the first byte to the last. Where they are not, there is a `path`.
+        appends: files are written by `append`, from the first byte to the last; if false, there is a `path`.
         path: a local directory: files written into it directly, and synced, belong to the folder too.
     """
 
@@ -36,20 +36,20 @@ class Draft(ABC):
 
     @property
     def place(self) -> str:
-        """Names this draft to other processes, whose `Store.add` writes files into it while the block runs; or "".
+        """The draft's name for other processes, whose `Store.add` writes files into it while the block runs; or "".
 
-        Where it is, they all belong to the draft, and go with it when it fails.
+        Their files belong to the draft, and are removed with it if it fails.
         """
         return ""
 
     @abstractmethod
     def write(self, name: str, data: bytes) -> None:
-        """Write one file durably, after all that were written before; a ``/`` in its name makes a folder."""
+        """Write one file durably, after all earlier files; a ``/`` in its name creates a folder."""
 
     def append(self, name: str) -> AbstractContextManager[Callable[[bytes | memoryview], object]]:
-        """Open a file for writing, and return what appends bytes to it; the file is complete when the block ends.
+        """Open a file and return a function that appends bytes to it; the file is complete when the block ends.
 
-        Several files may be open at once, each in a thread of its own.
+        Several files may be open at the same time, each in its own thread.
 
         Raises:
             StoreError: as `Store.put`.
@@ -58,26 +58,26 @@ class Draft(ABC):
 
 
 class Store(ABC):
-    """A place for named bytes, into which one trainer publishes folders and from which readers take files.
+    """Named bytes: one trainer publishes folders, and readers read files.
 
     Keys are ``/``-joined relative names (``weight_v000007/manifest.json``). A reader never sees a half-written value.
-    What makes a *set* of keys appear as a whole is the writer's order: the last key put is the one that readers look
-    for first (see `torchrl_ext.stores.chain`).
+    A *set* of keys appears as a whole because the writer puts the key last that readers look for first (see
+    `torchrl_ext.stores.chain`).
 
     Attributes:
-        url: where it is, in words that a person recognises: a path or an address.
-        owned: whether this object is the one writer of the store.
+        url: the location for people: a path or an address.
+        owned: whether this object is the store's only writer.
     """
 
     locked: ClassVar[bool] = True
-    """Whether a second writer is kept out for as long as the first one lives. Where it is not, a writer that has
-    lost the root may still replace a value late; what is only ever created stays as it is."""
+    """Whether the store keeps a second writer out while the first one lives. If not, a writer that has lost the root
+    may still replace a value late; values that are only created stay unchanged."""
 
     gap_bytes: ClassVar[int] = 4096
-    """To read so many bytes that nobody wants, between two wanted ranges, takes less time than another request."""
+    """Largest gap, in bytes, between two ranges that is faster to read than to skip with another request."""
 
     reads_removed: ClassVar[bool] = True
-    """Whether a value that is open can still be read when it was removed."""
+    """Whether an open value can still be read after its removal."""
 
     url: str
     owned: bool = False
@@ -96,20 +96,21 @@ class Store(ABC):
 
         Args:
             key: its name.
-            at_most: bound on the bytes of the value; a longer one is refused, and not read.
+            at_most: largest accepted size of the value, in bytes; a longer value is not read.
 
         Raises:
-            FileNotFoundError: there is no such key (any more).
-            IntegrityError: what is there is no value (a pipe, a device, a link out of the store), or too long.
+            FileNotFoundError: the key does not exist, or no longer exists.
+            IntegrityError: the key is not a value (a pipe, a device, a link out of the store), or the value is too
+                long.
             StoreError: it cannot be read.
         """
 
     def ranges(self, key: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return parts of a value, where possible without reading the rest.
+        """Return parts of a value, if possible without reading the rest.
 
         Args:
             key: its name.
-            spans: first byte and number of bytes of each; what lies beyond the end of the value is left out.
+            spans: first byte and number of bytes of each; a span that exceeds the value is cut.
 
         Raises:
             FileNotFoundError, IntegrityError, StoreError: as `get`.
@@ -127,26 +128,26 @@ class Store(ABC):
 
     @abstractmethod
     def stamp(self, key: str) -> str | None:
-        """Return a text that differs whenever the value was put anew, without reading the value where possible.
+        """Return a text that changes whenever the value is put again, if possible without reading the value.
 
         Returns:
-            None where there is no such key.
+            None if the key does not exist.
 
         Raises:
-            StoreError: it cannot be found out.
+            StoreError: the store cannot tell.
         """
 
     @abstractmethod
     def list(self, folder: str = "") -> list[str]:
-        """Return the names directly under ``folder``, sorted, without writers' temporaries; [] where nothing is."""
+        """Return the sorted names directly under ``folder``, without temporary files; [] if there are none."""
 
     @abstractmethod
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the bytes of each value directly under ``folder``, by name; {} where nothing is."""
+        """Return the size in bytes of each value directly under ``folder``, by name; {} if there are none."""
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Remove a value, or everything under a folder; readers see all of it or nothing. Missing is fine.
+        """Remove a value, or everything under a folder, atomically for readers; a missing key is no error.
 
         Raises:
             StoreError: it cannot be removed.
@@ -154,38 +155,39 @@ class Store(ABC):
 
     @abstractmethod
     def own(self) -> None:
-        """Become the one writer of the store. May be called again.
+        """Become the store's only writer. Calling it twice is allowed.
 
         Raises:
-            StoreError: another writer has the store, or it cannot be made.
+            StoreError: another writer owns the store, or it cannot be created.
         """
 
     @abstractmethod
     def disown(self) -> None:
-        """Give the store up, so that another writer may own it. May be called without owning it."""
+        """Release the store for another writer; allowed without owning it."""
 
     @abstractmethod
     def draft(self, folder: str, needed_bytes: int = 0) -> AbstractContextManager[Draft]:
-        """Open a folder for writing, which is complete when the block ends, and leaves nothing when the block fails.
+        """Open a folder for writing; it is complete when the block ends, and is removed if the block fails.
 
         Args:
             folder: its name in the store.
-            needed_bytes: refuse at once when less than this is free, where that can be known.
+            needed_bytes: raise at once if less space than this is known to be free.
 
         Raises:
             StoreError: no space, no permission, or the name is taken.
         """
 
     def add(self, place: str, name: str, data: bytes) -> None:
-        """Write one file durably into a draft that another process has open, which need not own the store.
+        """Write one file durably into a draft that another process has open; this one need not own the store.
 
         Args:
             place: `Draft.place`.
             name: of the file; a ``/`` in it makes a folder.
-            data: what it holds.
+            data: the file's content.
 
         Raises:
-            StoreError: the draft is gone, or nobody else can write into it; no space, no permission, no connection.
+            StoreError: the draft is gone or does not accept files of other processes; or no space, permission or
+                connection.
         """
         raise StoreError(f"{self.url} takes files from one process only", state="nothing was written")
 
@@ -195,7 +197,7 @@ class Store(ABC):
 
 
 def checked_key(key: str) -> str:
-    """Return ``key``, which has to be a name inside a store.
+    """Return ``key`` if it is a valid name inside a store.
 
     Raises:
         StoreError: the key could lead out of the store (``..``, an absolute path) or is empty.
@@ -206,7 +208,7 @@ def checked_key(key: str) -> str:
 
 
 def seconds_left(until: Any) -> float | None:
-    """Return the seconds left until an untrusted time in seconds since 1970; None where it is no such time."""
+    """Return the seconds left until an untrusted time in seconds since 1970; None if it is not a time."""
     if isinstance(until, bool) or not isinstance(until, (int, float)) or abs(until) > 1e15 or math.isnan(until):
         return None
     return until - time.time()
@@ -235,7 +237,7 @@ class _MemoryDraft(Draft):
 
 
 class MemoryStore(Store):
-    """A store in a dictionary, which is gone with the object and which no other process sees."""
+    """A store in a dictionary; it ends with the object, and other processes cannot see it."""
 
     def __init__(self) -> None:
         self.url = f"the memory of process {os.getpid()}"
@@ -266,7 +268,7 @@ class MemoryStore(Store):
         return {name: len(data) for name, data in self.files(folder).items() if "/" not in name}
 
     def files(self, folder: str) -> dict[str, bytes]:
-        """Return every value under a folder by its name there, folders of its own included."""
+        """Return every value under a folder by its name there, including subfolders."""
         prefix = f"{checked_key(folder)}/"
         return {key[len(prefix) :]: data for key, data in list(self._values.items()) if key.startswith(prefix)}
 

@@ -119,7 +119,7 @@ class Chain:
         if version < now:
             raise StoreError(
                 f"the pointer in {self.store.url} would go back from version {now} to {version}",
-                expected="versions that only grow",
+                expected="increasing versions",
             )
         if version > pointed:
             self.store.put(_LATEST, b"%d\n" % version)
@@ -135,7 +135,7 @@ class Chain:
             raise IntegrityError(
                 f"the pointer {_LATEST!r} in {self.store.url} holds {text[:40]!r}",
                 expected="a version number",
-                hint="write the number of the newest version into it",
+                hint="write the newest version's number into it",
             )
         return int(text)
 
@@ -315,7 +315,7 @@ class Chain:
             except (WeightSyncError, ValueError, TypeError, KeyError, RecursionError) as error:
                 if name not in self._told:
                     self._told.add(name)
-                    log.warning("%s/%s is no lease, and holds nothing: %s", self.store.url, key, error)
+                    log.warning("%s/%s is not a valid lease and is ignored: %s", self.store.url, key, error)
                 continue
             if left_s > 0:
                 needed = min(needed, first)

@@ -157,7 +157,7 @@ class LocalStore(Store):
             _LocalDraft(folder).write(name, data)
         except FileNotFoundError as error:
             raise StoreError(
-                f"{folder} is gone: whoever wrote this version gave it up",
+                f"{folder} is gone: its writer abandoned this version",
                 expected="the same root on every trainer rank",
                 state="nothing was written",
             ) from error
@@ -265,12 +265,14 @@ class LocalStore(Store):
                 f"another trainer publishes into {self.root}",
                 expected="one trainer per root",
                 state="nothing was changed",
-                hint="give this trainer a root of its own, or end the other one",
+                hint="give this trainer its own root, or end the other trainer",
             ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            log.warning("%s takes no locks (%s): a second trainer on it would not be noticed", self.root, error)
+            log.warning(
+                "%s does not support locks (%s), so a second trainer on it would go unnoticed", self.root, error
+            )
             return False
         return True
 
@@ -300,9 +302,7 @@ class LocalStore(Store):
                 expected += f", found {free:,}"
             else:  # the size of a version is not always known beforehand
                 room = f"room for {needed:,} bytes" if needed else "room for one more version"
-                limit = (
-                    ", so that a quota or a limit on the size of files may be what stands in the way" if free else ""
-                )
+                limit = ", so a quota or a limit on file sizes may be the cause" if free else ""
                 expected = f"{room} under {self.root}, where {free:,} bytes are free{limit}"
         return StoreError(
             what,

@@ -175,7 +175,7 @@ def read_manifest(data: bytes, where: str) -> Manifest | DeltaManifest:
             if "/" in checked_key(file):
                 raise ValueError(f"{file!r} is not a file name")
         if (head.format_number > 1 or head.content is not None) and not _is_whole(text):
-            raise ValueError("its content is not that of its checksum")
+            raise ValueError("its content does not match its checksum")
         return read(text)
     except _DAMAGE as error:
         raise IntegrityError(

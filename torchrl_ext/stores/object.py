@@ -76,8 +76,8 @@ class ObjectStore(Store):
             self._creates = not self._overwrites()
         if not self._creates:
             log.warning(
-                "%s cannot create a key only where there is none: of two trainers that begin at the same moment, or "
-                "publish the same version at the same moment, neither would be noticed",
+                "%s cannot create a key only if it is absent, so two trainers that start at the same moment, or "
+                "publish the same version at the same moment, would not notice each other",
                 self.url,
             )
 
@@ -135,7 +135,7 @@ class ObjectStore(Store):
                 if self.get(f"{folder}/{_CLAIM}", at_most=_TOKEN) == token.encode():
                     return
             raise StoreError(
-                f"{self.url}/{folder} is not being written any more, or by another trainer",
+                f"{self.url}/{folder} is no longer being written, or another trainer writes it",
                 state="nothing was written",
                 hint="send again, on every trainer rank",
             )
@@ -346,7 +346,7 @@ class _ObjectDraft(Draft):
                 f"another writer put {self._store.url}/{key}",
                 expected="one trainer per root",
                 state="it was left as it is",
-                hint="give each trainer a root of its own",
+                hint="give each trainer its own root",
             )
         self._written.append(key)
 

@@ -1,4 +1,4 @@
-"""Opening a store by its path or URL, and the check of which of them a trainer may name to an engine."""
+"""Open a store by its path or URL, and check which roots a trainer may name to an engine."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from torchrl_ext.stores.local import LocalStore
 __all__ = ["ROOTS_VARIABLE", "admit", "open_store"]
 
 ROOTS_VARIABLE = "TORCHRL_EXT_ROOTS"
-"""Environment variable of an engine: directories and URLs, with commas between, below which trainers' roots must lie.
+"""Environment variable of an engine: a comma-separated list of directories and URLs that contain trainers' roots.
 
-Where it is not set, any absolute directory will do, and any URL of a file system or an object store.
+If it is not set, an engine opens any absolute directory, and any URL of a file system or an object store.
 """
 
 _STORES = ("file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss")
 
 
 def admit(root: Any, *, made: bool = False) -> None:
-    """Refuse a root that a message names and that this engine may not open.
+    """Refuse a root in a message if this engine may not open it.
 
-    Whoever can send a message to an engine is not trusted with every place that the engine can reach.
+    A client that can send messages to an engine may not read every location that the engine can reach.
 
     Args:
         root: a directory or a URL.
-        made: the root is a directory that is made here where it is missing.
+        made: the root is a directory, which is created if it is missing.
 
     Raises:
-        ConfigError: ``root`` is no directory or URL, or lies outside of what the engine was started for.
+        ConfigError: ``root`` is not a directory or URL, or the engine's settings exclude it.
     """
     if not isinstance(root, str) or not root or "\0" in root:
-        raise ConfigError(f"{root!r:.80} is no root", expected="a directory or a URL", state="unchanged")
+        raise ConfigError(f"{root!r:.80} is not a root", expected="a directory or a URL", state="unchanged")
     named = [name.strip() for name in os.environ.get(ROOTS_VARIABLE, "").split(",") if name.strip()]
     scheme, separator, _ = root.partition("://")
     if named:
@@ -51,7 +51,7 @@ def admit(root: Any, *, made: bool = False) -> None:
             f"this engine does not open {_without_password(root)}",
             expected=expected,
             state="unchanged",
-            hint=f"name it in {ROOTS_VARIABLE} where the engine is started",
+            hint=f"add it to {ROOTS_VARIABLE} in the engine's environment, and start the engine again",
         )
 
 
@@ -77,13 +77,13 @@ def open_store(root: str | os.PathLike[str], options: Mapping[str, Any] | None =
         options: settings of the fsspec filesystem (``endpoint_url``, ``key``, ...); only for URLs.
 
     Raises:
-        ConfigError: options for a directory, a URL with a password (engines are told the URL), or one whose filesystem
-            is not installed.
+        ConfigError: there are options for a directory, the URL has a password (engines receive the URL), or its
+            filesystem is not installed.
     """
     name = os.fspath(root)
     if _without_password(name) != name:
         raise ConfigError(
-            f"the URL {_without_password(name)} was given with a user or a password, and engines are told the URL",
+            f"the URL {_without_password(name)} contains a user or a password, and engines receive the URL",
             expected="a URL without them",
             hint="give them as storage_options, or in the environment of each side",
         )

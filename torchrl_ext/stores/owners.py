@@ -68,10 +68,10 @@ class Owners:
                 self._store.delete(_key(mine))  # a newer owner came while this one looked
         else:
             raise StoreError(
-                f"{_ATTEMPTS} other trainers became the owner of {self._store.url} while this one tried to",
+                f"{_ATTEMPTS} other trainers became the owner of {self._store.url} while this one tried",
                 expected="one trainer per root",
                 state="nothing was changed",
-                hint="give this trainer a root of its own",
+                hint="give this trainer its own root",
             )
         self.number = mine
         for number in self._numbers():
@@ -91,9 +91,9 @@ class Owners:
                 f"{self._store.url} has another owner now: trainer {found.get('pid')} on {found.get('host')}"
                 if newest
                 else f"{self._store.url} was emptied: this trainer's {_key(self.number)} is gone",
-                expected="one trainer per root, and that it stays",
-                state="nothing was written, and this trainer publishes no more into this root",
-                hint="end one of the two, or give this one a root of its own",
+                expected="one trainer per root, and a root that stays",
+                state="nothing was written; this trainer no longer publishes into this root",
+                hint="end one of the two, or give this trainer its own root",
             )
         self._store.put(_key(self.number), self._words(OWNED_S))
 
@@ -117,7 +117,8 @@ class Owners:
             f"another trainer publishes into {self._store.url}: process {found.get('pid')} on {found.get('host')}",
             expected="one trainer per root",
             state="nothing was changed",
-            hint=f"give this trainer a root of its own, or end the other one; if it is dead, wait {left_s:.0f} s or "
+            hint=f"give this trainer its own root, or end the other trainer; if it has already ended, wait "
+            f"{left_s:.0f} s or "
             f"remove {self._store.url}/{_FOLDER}/",
         )
 

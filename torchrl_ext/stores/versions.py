@@ -78,7 +78,7 @@ def read_version(store: Store, number: int) -> Version:
             delta, folder = found, inside
             break
         if full is not None:
-            raise IntegrityError(f"{store.url}/{inside} holds a full version, and no delta")
+            raise IntegrityError(f"{store.url}/{inside} holds a full version, not a delta")
         full = found
     params = found.params if isinstance(found, DeltaManifest) else tuple(map(attrgetter("meta"), found.params))
     return Version(run_id=found.run_id, params=params, full=full, delta=delta, folder=folder if delta else "")

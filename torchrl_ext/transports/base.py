@@ -1,10 +1,11 @@
-"""The contract of the data layer. A transport moves bytes; it knows no engine, no HTTP, no pause and no cache.
+"""The contract of the data layer. A transport moves bytes; it knows nothing of engines, HTTP, pauses or caches.
 
-Its two ends are two classes: `Transport` is the trainer's, `WorkerEnd` a worker's. A control layer carries what the one
-says to the other (`Handoff.info`), or else a `torchrl_ext.transports.standalone.Mailbox` does.
+Its two ends are two classes: `Transport` is the trainer's, `WorkerEnd` a worker's. A control layer, or a
+`torchrl_ext.transports.standalone.Mailbox`, carries the trainer's messages (`Handoff.info`) to the workers.
 
-To add a transport, write the abstract methods of both (or of `StandaloneTransport`, which works without a control
-layer, too), name the class in the entry-point group ``torchrl_ext.transports``, and run `torchrl_ext.testing` over it.
+To add a transport, implement the abstract methods of both (or of `StandaloneTransport`, which also works without a
+control layer), name the class in the entry-point group ``torchrl_ext.transports``, and run `torchrl_ext.testing` over
+it.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ class Update:
     """One version as a trainer sends it.
 
     Attributes:
-        source: the weights. Its ``part`` (`torchrl_ext.types.Part`) says which version has all other tensors, where it
-            yields some; of a transport whose `Transport.parts` is false, which of all may differ from that version.
+        source: the weights. If it yields only some tensors, its ``part`` (`torchrl_ext.types.Part`) names the version
+            that has the others; for a transport whose `Transport.parts` is false, it yields all, and ``part`` names
+            those that may differ.
         version: its number.
-        anew: workers may hold another sender's weights, so this version must build on nothing of theirs.
+        anew: workers may hold another sender's weights, so this version must not build on them.
     """
 
     source: WeightSource
@@ -58,7 +60,7 @@ class Update:
 
     @cached_property
     def params(self) -> tuple[ParamMeta, ...]:
-        """The parameters that the source yields, in order; asked for once."""
+        """The parameters that the source yields, in order; read once."""
         return self.source.params()
 
 
@@ -67,14 +69,14 @@ class TransferStats:
     """The cost of one update on a transport, in bytes and seconds.
 
     Attributes:
-        bytes: bytes that were moved or published, once, whatever the fan-out; None where they equal the source's.
+        bytes: bytes that were moved or published, counted once for all workers; None if they equal the source's.
         density: changed elements / all elements.
         spans: seconds by phase (``encode``, ``publish``, ``transfer``).
-        rank_bytes: bytes that each trainer rank sent, in order of rank; empty where they were not counted.
-        worker_bytes: bytes that each worker received, in order of rank; empty where they were not counted.
+        rank_bytes: bytes that each trainer rank sent, in order of rank; empty if not counted.
+        worker_bytes: bytes that each worker received, in order of rank; empty if not counted.
         encoding: kinds of blocks in which changes were coded, and why; empty for a full update.
-        whole: tensors that a sharded transport did not move as slices -> why a worker needs all of the tensor, or why
-            the trainer gathers it.
+        whole: tensors that a sharded transport did not move as slices -> the reason why a worker needs the whole
+            tensor, or why the trainer gathers it.
     """
 
     bytes: int | None = None
@@ -88,14 +90,14 @@ class TransferStats:
 
 @dataclass(frozen=True, kw_only=True)
 class Handoff:
-    """One version that is ready to be sent, or an invitation to workers to join.
+    """One version that is ready to be sent, or an invitation that workers join.
 
     Attributes:
-        info: JSON-safe; what the trainer's end says to a worker's, beside the version and its parameters.
-        ahead: moves what can be moved while engines still generate, beside their prefetch.
-        transfer: moves the bytes, beside the engines' load. Files leave it nothing to do.
-        served: takes the oldest version that an engine may still read, now that this one is in service; None where no
-            control layer knows what workers read. Older ones may go.
+        info: JSON-safe; the trainer end's message to a worker's end, besides the version and its parameters.
+        ahead: moves the bytes that can be moved while engines still generate, during their prefetch.
+        transfer: moves the bytes during the engines' load; does nothing for files.
+        served: called when the version is in service, with the oldest version that an engine may still read (None if no
+            control layer knows it). Older versions may be removed.
         stats: filled in by `Transport.prepare` and by the steps.
     """
 
@@ -112,11 +114,12 @@ class Worker:
 
     Attributes:
         rank: 1, 2, ... among the workers of all engines; the trainer is rank 0.
-        params: of the model, in the trainer's order.
-        slices: blocks of tensors that this worker needs, by name, none where nothing lands here; a tensor that is left
-            out is needed whole. Only for a transport that `Transport.slices`.
+        params: the model's parameters, in the trainer's order.
+        slices: blocks of tensors that this worker needs, by name; an empty list if it needs none; a tensor that is not
+            listed is needed whole. Used only if `Transport.slices` is true.
         whole: tensors that are needed whole although the engine is sharded -> the reason.
-        copies: names the tensors of which the worker end keeps host copies, for a loader that cannot patch them.
+        copies: returns the names of tensors of which the worker end keeps host copies, because the loader cannot patch
+            them.
     """
 
     rank: int
@@ -128,7 +131,7 @@ class Worker:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """One version as a worker is to receive it: its number, its parameters in order, and the handoff's info."""
+    """One version for a worker to receive: its number, its parameters in order, and the handoff's info."""
 
     version: int
     params: tuple[ParamMeta, ...]
@@ -139,19 +142,19 @@ class Transport(ABC):
     """The trainer's end of a route for weights.
 
     Args:
-        timeout_s: deadline of every wait, in seconds. A constructor that leaves ``super().__init__()`` out keeps 60.
+        timeout_s: deadline of every wait, in seconds. If a constructor does not call ``super().__init__()``, it is 60.
     """
 
     name: ClassVar[str]
     proves: ClassVar[bool] = False
-    """Workers check every tensor by digests that travel with the weights; a sender needs no proof of its own."""
+    """Workers check every tensor by digests that travel with the weights, so the sender sends none."""
     slices: ClassVar[bool] = False
     """Workers receive only the blocks that they need (`Worker.slices`), as `torchrl_ext.landing.sliced.Sliced`."""
     parts: ClassVar[bool] = True
-    """An update of some tensors carries only these; where this is false, the transport finds itself what changed, and
-    `prepare` calls `WeightSource.look` for what is not known to be finite, so that no pass has to."""
+    """An update of some tensors carries only these. If false, the transport itself finds the changes, and `prepare`
+    calls `WeightSource.look` for tensors not known to be finite, which saves a pass."""
     gathers: ClassVar[bool] = True
-    """`prepare` or ``transfer`` passes over the source, in which the other trainer ranks take part."""
+    """`prepare` or ``transfer`` iterates over the source, together with the other trainer ranks."""
     background: ClassVar[bool] = False
     """An update may run in another thread, from a copy of the weights, while the trainer computes."""
     timeout_s: float = 60.0
@@ -161,7 +164,7 @@ class Transport(ABC):
 
     @cached_property
     def ranks(self) -> TrainerRanks:
-        """The ranks of this trainer; a sender that drives updates sets those of its own."""
+        """The ranks of this trainer; a sender that drives updates sets its own."""
         return TrainerRanks(numbered("transport"), self.timeout_s)
 
     @abstractmethod
@@ -170,14 +173,14 @@ class Transport(ABC):
 
     @abstractmethod
     def prepare(self, update: Update, within: Deadline) -> Handoff:
-        """Do everything for a version that can be done before engines pause; the handoff has the rest.
+        """Do all work for a version that is possible before engines pause; the handoff has the rest.
 
         Raises:
-            StaleBaseError: the version on which a part builds is not there any more; the sender sends everything.
+            StaleBaseError: the version on which a part builds is gone; the sender then sends all tensors.
         """
 
     def rank_steps(self, source: WeightSource) -> Steps:
-        """Return what another trainer rank does when rank 0 orders it through `ranks`, by the name of the order."""
+        """Return the steps that another trainer rank runs when rank 0 orders them through `ranks`, by name."""
         return {}
 
     def latest_version(self) -> int:
@@ -187,7 +190,7 @@ class Transport(ABC):
     @classmethod
     @abstractmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> WorkerEnd:
-        """Return the end of worker ``here``, connected to the trainer whose `open` made ``info``."""
+        """Return the end of worker ``here``, connected to the trainer whose `open` returned ``info``."""
 
     @abstractmethod
     def check_connection(self) -> bool:
@@ -220,17 +223,17 @@ class WorkerEnd(ABC):
 
         Args:
             version: the version to reach.
-            held: takes the name of a digest (`torchrl_ext.weights.digests`) and returns the digests of what the model
-                holds; None where the model may hold parts of several versions, and nothing can be built upon.
+            held: takes the name of a digest (`torchrl_ext.weights.digests`) and returns the digests of the model's
+                tensors; None if the model may hold parts of several versions, so that no change can build on it.
             within: deadline of each wait.
-            files: names of its files, where it comes in parts, of which these are one; None for all of it.
-            label: what the weights in service are called.
+            files: names of the files of one part, if the version arrives in parts; None for the whole version.
+            label: the label of the weights in service.
 
         Returns:
-            The changes that lead there from what the model holds; None where `receive` brings it in full.
+            The changes from the model's weights to the version; None if `receive` yields it in full.
 
         Raises:
-            StaleBaseError: it builds on a version that this worker does not hold.
+            StaleBaseError: the version builds on one that this worker does not hold.
         """
         return None
 
@@ -238,18 +241,18 @@ class WorkerEnd(ABC):
     def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
         """Yield the pairs of one version, full tensors in checkpoint coordinates, in the order of its parameters.
 
-        Where `Transport.slices` is true, `Sliced` tensors of the blocks that the worker needs, and nothing for a name
+        If `Transport.slices` is true, it yields `Sliced` tensors of the blocks that the worker needs, and skips names
         without blocks.
 
         Args:
             arrival: the version.
-            into: tensors that may be filled directly; that very tensor is yielded then. Whatever else is yielded is
-                memory that nobody writes again.
+            into: tensors that may be filled directly, and are then yielded themselves. All other yielded memory is
+                never written again.
             within: deadline of each wait.
         """
 
     def landed(self, staged: Changes) -> None:  # noqa: B027 - without changes there is nothing to follow
-        """Take note that the model now holds the version that ``staged`` leads to."""
+        """Record that the model now holds the version that ``staged`` leads to."""
 
     @abstractmethod
     def close(self) -> None:
@@ -257,7 +260,7 @@ class WorkerEnd(ABC):
 
 
 def exclusive(transport: Transport, what: str) -> AbstractContextManager[None]:
-    """Hold a transport for one send; a second one meanwhile is refused with a ConcurrentUpdateError."""
+    """Hold a transport for one send; a second send meanwhile raises ConcurrentUpdateError."""
     refusal = ConcurrentUpdateError(
         f"{what} was called while another send runs on this {transport.name} transport",
         state="the running send goes on",
@@ -268,7 +271,7 @@ def exclusive(transport: Transport, what: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def passing(transport: Transport, source: WeightSource) -> Iterator[None]:
-    """Have the other trainer ranks take part in the block's pass over ``source``, which is finished if it fails."""
+    """Include the other trainer ranks in the block's pass over ``source``; if the block fails, finish the pass."""
     if transport.gathers:
         transport.ranks.session.order("gather", always=True)
     try:
@@ -280,5 +283,5 @@ def passing(transport: Transport, source: WeightSource) -> Iterator[None]:
 
 
 def steps_of(transport: Transport, source: WeightSource) -> Steps:
-    """Return what a trainer rank other than 0 does for each order of an update of ``source``."""
+    """Return the steps of a trainer rank other than 0 in an update of ``source``."""
     return {"gather": lambda order: source.replay(), **transport.rank_steps(source)}

@@ -32,7 +32,7 @@ _SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
 
 
 class Offer(Invitation, frozen=True, kw_only=True):
-    """Where versions lie; ``local_dir`` is the directory on a worker's host into which they are copied first."""
+    """The location of the versions; workers first copy them to ``local_dir`` on their host, if it is set."""
 
     local_dir: str | None = None
 
@@ -41,26 +41,26 @@ class DiskTransport(StandaloneTransport):
     """Publishes ``root/weight_v000001/``, ``root/weight_v000002/``, ...; each loads with ``from_pretrained``.
 
     A version appears as a whole (temporary sibling, fsync, rename), then the pointer ``root/latest`` moves to it.
-    Versions older than the one that every engine serves are removed; where no control layer acknowledges, the newest
-    two stay. Numbers go on where an earlier trainer on the same root stopped.
+    Versions older than the one that every engine serves are removed; without a control layer that acknowledges
+    versions, the newest two stay. Numbers continue from an earlier trainer on the same root.
 
     Args:
-        root: directory that the trainer and every worker reach, under the same path if ``seen_at`` names no other.
+        root: directory that the trainer and every worker can access, under the same path unless ``seen_at`` is set.
         keep_files: never remove old versions.
-        shard_bytes: bound on the tensors of one file, in bytes; a larger tensor gets a file of its own.
+        shard_bytes: largest total size of the tensors in one file, in bytes; a larger tensor gets its own file.
         files: files that complete the checkpoint: a model directory whose config and tokenizer files are copied, or
-            name -> content. They win over those of the source.
-        seen_at: path under which workers reach ``root``, where theirs is another one.
-        adapter: versions are PEFT adapters (``adapter_model.safetensors`` beside ``adapter_config.json``) in place of
-            whole checkpoints.
+            name -> content. They replace the source's files of the same names.
+        seen_at: path under which workers access ``root``, if it differs.
+        adapter: publish PEFT adapters (``adapter_model.safetensors`` and ``adapter_config.json``) instead of whole
+            checkpoints.
         post_write_hook: as in `DeltaTransport`.
-        local_dir: directory on each engine's host, into which a version is copied while the engine serves, to be loaded
-            from there (`torchrl_ext.versions.others`); one for all engines of a host. None loads from
+        local_dir: directory on each engine's host, to which a version is copied while the engine serves, and from which
+            it is then loaded (`torchrl_ext.versions.others`); shared by all engines of a host. None loads from
             ``root``, as engines without our plugin always do.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
-        ConfigError: no such ``files`` directory, a name in it that cannot be a file, or no room in a shard.
+        ConfigError: the ``files`` directory does not exist, has an invalid name, or ``shard_bytes`` is not positive.
 
     Example:
         >>> trainer, worker = tx.DiskTransport(root), tx.DiskTransport(root)
@@ -142,7 +142,9 @@ class DiskTransport(StandaloneTransport):
                 opened.close()
                 raise
         except (FileNotFoundError, IntegrityError) as error:
-            raise StaleBaseError(f"version {version} cannot be built on: {error}", state="nothing was sent") from error
+            raise StaleBaseError(
+                f"no change can be built on version {version}: {error}", state="nothing was sent"
+            ) from error
         return opened
 
     def latest_version(self) -> int:
@@ -185,7 +187,7 @@ class DiskTransport(StandaloneTransport):
 
 @final
 class DiskReader(WorkerEnd, Mailbox):
-    """Reads versions of a root; one that was staged, or that `get` returned, stays open, so that none can prune it.
+    """Reads versions of a root; a version that was staged, or that `get` returned, stays open and readable.
 
     Args:
         store: the root.

@@ -99,9 +99,9 @@ class Link:
                 self.close()
                 raise within.error(
                     f"{self.peer} did not read a message of {len(data):,} bytes",
-                    expected="a process that runs; a message is read as soon as it comes",
-                    state="it may have got a part of the message, so the connection was closed",
-                    hint="look for what keeps it from running, or start it again",
+                    expected="a running process, which reads each message as it arrives",
+                    state="the connection was closed, because a part of the message may have arrived",
+                    hint="find out why that process hangs, or restart it",
                 ) from None
             except OSError as error:
                 raise self._gone(error) from error
@@ -137,7 +137,7 @@ class Link:
             except OSError as error:
                 raise self._gone(error) from error
             if not data:
-                raise self._gone("it closed the connection, or died")
+                raise self._gone("it closed the connection, or ended")
             self._received += data
 
     def close(self) -> None:
@@ -220,9 +220,9 @@ class LocalListener:
         except OSError as error:
             self._socket.close()
             raise TransportError(
-                f"another trainer of this user sends on this channel ({address}): {error}",
+                f"another trainer of this user already sends on this channel ({address}): {error}",
                 state="nothing was sent",
-                hint="shut that one down, or give both ends of this one a channel name of their own",
+                hint="shut that trainer down, or give both ends of this transport another channel name",
             ) from error
         self._socket.listen(1024)
         close_in_children(self)

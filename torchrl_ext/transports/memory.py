@@ -51,10 +51,10 @@ class Offer(Wire, frozen=True, kw_only=True):
 
 
 class MemoryTransport(StandaloneTransport):
-    """Hands copies of tensors over through a dictionary of this process.
+    """Passes copies of tensors through a dictionary of this process.
 
     Args:
-        channel: ends with the same channel name meet; by default each instance is both ends of its own.
+        channel: ends with the same channel name connect; by default an instance has a channel of its own.
         timeout_s: deadline of every wait, in seconds.
 
     Example:

@@ -147,7 +147,7 @@ class PublishedRoot:
         if left and MANIFEST not in here and not (parts and parted):
             raise ConfigError(
                 f"the call names only a part of version {version}: not {left[0]}",
-                expected="all of its files in one call, or a pause of the caller's own before the first of several",
+                expected="all of its files in one call, or a pause before the first of several calls",
                 state=_UNCHANGED,
             )
         return [meta.to_json() for meta in params], own
@@ -176,7 +176,7 @@ class PublishedRoot:
                 go_on(before.connection)
                 return before
             except lost:
-                log.debug("the workers join %s anew", self.root, exc_info=True)
+                log.debug("the workers join %s again", self.root, exc_info=True)
         with closing(self):
             info = self.invite(params, sender)
             join(info)
@@ -214,7 +214,7 @@ class PublishedRoot:
         return StoreError(
             f"{self.root} holds no version {version}{more}",
             state=_UNCHANGED,
-            hint="publish every file of a version before an engine is asked to load it",
+            hint="publish every file of a version before you ask an engine to load it",
         )
 
     def _needs_base(self) -> bool:

@@ -1,9 +1,9 @@
-"""`TrainerRanks`: how ranks 1, 2, ... of a trainer follow rank 0 through an update, over the store of torch's group.
+"""`TrainerRanks`: trainer ranks 1, 2, ... follow rank 0 through an update, over the store of torch's group.
 
 Every update is a session with a random id. Rank 0 posts it before anything can fail, gives orders in it, and posts how
-it ended; another rank takes the newest session that it has not followed. After one that failed, perhaps before it met
-anybody, rank 0 waits until the others have left it, for a timeout at most. So a rank that failed, came late or left out
-an update is in step with the next one. A store is no collective: errors name each rank that does not answer.
+it ended; another rank takes the newest session that it has not followed. After a failed session, rank 0 waits until the
+others have left it, for at most one timeout. So a rank that failed, was late or missed an update joins the next one.
+Because a store is not a collective, errors can name each rank that does not answer.
 
 Keys, below ``torchrl_ext/ranks/NAME/``: ``newest`` (an id), ``after/ID`` (there is a newer session than ID),
 ``ID/left/RANK``, and as JSON ``ID/order/N``, ``ID/answer/N/RANK``, ``ID/over``. Those of a session go with the next but
@@ -37,26 +37,26 @@ __all__ = ["Ended", "Group", "RankStep", "Session", "Steps", "TrainerRanks", "dr
 log = logging.getLogger("torchrl_ext")
 
 RankStep: TypeAlias = Callable[[Info], Info | None]
-"""What a rank does for an order: takes its arguments, and returns the rank's answer; both are JSON-safe."""
+"""A rank's step for an order: takes its arguments and returns the rank's answer; both are JSON-safe."""
 
 Steps: TypeAlias = Mapping[str, RankStep]
 """The steps of a rank by the name of their order."""
 
 _PHASES = 30
-"""For how many timeouts a rank waits for rank 0: an update has phases, each with its own deadline."""
+"""Number of timeouts for which a rank waits for rank 0: an update has phases, each with its own deadline."""
 _STOP_S = 0.05  # in which a stop flag is seen
 _LEAST_S = 0.002  # of a wait; less than a millisecond is none, and lasts for ever
 _MOST_BYTES = 4 << 20  # of one value; a TCPStore takes 8 MiB
 _WHERE = {
     "expected": "update_weights on every trainer rank, by senders that every rank makes in the same order",
-    "hint": "look at trainer rank 0",
+    "hint": "check trainer rank 0",
 }
 
 _made: Counter[str] = Counter()  # by kind, in this process
 
 
 class Group(NamedTuple):
-    """A trainer's ranks: the rank of this process, how many there are, and the store that they share."""
+    """A trainer's ranks: this process's rank, the number of ranks, and the store that they share."""
 
     rank: int
     size: int
@@ -64,7 +64,7 @@ class Group(NamedTuple):
 
 
 def torch_group() -> Group:
-    """Return torch's process group; one of a single rank where there is none."""
+    """Return torch's process group, or a group of one rank if there is none."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return Group(0, 1, None)
     store = torch.distributed.distributed_c10d._get_default_store()
@@ -72,7 +72,7 @@ def torch_group() -> Group:
 
 
 def numbered(kind: str) -> str:
-    """Return a name that is the same on every rank that called this as often for ``kind`` before."""
+    """Return a name that is equal on all ranks that make the same number of calls for ``kind``."""
     _made[kind] += 1
     return f"{kind}/{_made[kind]}"
 
@@ -83,12 +83,12 @@ def drives(rank: int | None) -> bool:
 
 
 class Ended(NamedTuple):
-    """How rank 0 ended an update, as another rank hears it.
+    """How rank 0 ended an update, as reported to another rank.
 
     Attributes:
-        version: the version in service; None where no group is shared.
-        accepted: how many updates were accepted since `TrainerRanks.following` returned last.
-        error: what the update failed with on rank 0.
+        version: the version in service; None without a shared group.
+        accepted: number of updates that were accepted since `TrainerRanks.following` last returned.
+        error: the error of the update on rank 0, or None.
     """
 
     version: int | None
@@ -205,7 +205,7 @@ class _Notes:
             raise NotConnectedError(
                 f"the store of the trainer's process group is gone: {error}",
                 state="this rank does not know how the update ended",
-                hint="look at trainer rank 0, which keeps it as a rule",
+                hint="check trainer rank 0, which usually hosts the store",
             ) from error
 
 
@@ -213,7 +213,7 @@ class _Notes:
 class Session:
     """One update, through which rank 0 leads the other ranks (`TrainerRanks.leading`).
 
-    In a group of one rank it posts nothing, and has no answers.
+    In a group of one rank it posts nothing and gets no answers.
     """
 
     def __init__(self, notes: _Notes | None, size: int, timeout_s: float) -> None:
@@ -237,14 +237,15 @@ class Session:
             self._keys += self._notes.put(f"{self.id}/order/{self._orders}", _Order(step, args, always))
 
     def answers(self, within: Deadline | None = None) -> list[Info]:
-        """Return what ranks 1, 2, ... answer to the last order, in order of rank.
+        """Return the answers of ranks 1, 2, ... to the last order, in order of rank.
 
         Args:
             within: for all of them; by default the timeout of these ranks.
 
         Raises:
-            WeightSyncError: a rank failed in a step or before; of the class of its error, in its words.
-            DeadlineError: names each rank that does not answer by the deadline.
+            WeightSyncError: a rank failed in a step or before; the error has the class and message of that rank's
+                error.
+            DeadlineError: ranks, which the message names, did not answer by the deadline.
             TransportError: the stop flag of ``within`` was set.
         """
         if self._notes is None or not self._orders:
@@ -270,7 +271,7 @@ class Session:
         return self.answers()
 
     def end(self, version: int, accepted: bool) -> None:
-        """Set which version the other ranks hear is in service, and whether this update put it there."""
+        """Set the version in service that the other ranks receive, and whether this update put it in service."""
         self._ended = version, accepted
 
     def _over(self, version: int, accepted: int, error: BaseException | None) -> None:
@@ -303,14 +304,14 @@ class Session:
 class TrainerRanks:
     """The ranks of one trainer: rank 0 leads an update, and the other ranks follow it.
 
-    What must be the same on every rank: the names (`numbered`: every rank makes as many objects of a kind, in the same
-    order), and a call per update, from one thread at a time: `leading` on rank 0, `following` on another. Timeouts,
-    transports, mappers and engines may differ, or be left out.
+    Every rank needs the same names (`numbered`: create the same objects in the same order) and one call per update,
+    from one thread at a time: `leading` on rank 0, `following` on the others. Timeouts, transports, mappers and engines
+    may differ or be left out.
 
     Args:
-        name: of this object, and of no other one in this process.
-        timeout_s: how long a rank may take for an answer, in seconds; a rank waits 30 times as long for rank 0.
-        rank: of this process; None takes that of the group.
+        name: name of this object, unique in this process.
+        timeout_s: seconds that a rank may take to answer; a rank waits 30 times as long for rank 0.
+        rank: rank of this process; None takes the group's.
         group: returns the group at the time of a call.
     """
 
@@ -328,7 +329,7 @@ class TrainerRanks:
 
     @property
     def rank(self) -> int:
-        """This process's rank in the trainer; 0 where it is the only one."""
+        """This process's rank in the trainer; 0 if it is the only process."""
         return self._group().rank if self._rank is None else self._rank
 
     @property
@@ -343,26 +344,28 @@ class TrainerRanks:
 
     @property
     def session(self) -> Session:
-        """The session that rank 0 leads now; in a group of one rank there always is one.
+        """The session that rank 0 leads now; a group of one rank always has a session.
 
         Raises:
-            TransportError: this one of several ranks leads none.
+            TransportError: this rank, one of several, leads no session.
         """
         if self._session is None and self.size > 1:
-            raise TransportError("this trainer rank leads no update now", expected="update_weights or send_weights")
+            raise TransportError(
+                "this trainer rank leads no update at the moment", expected="update_weights or send_weights"
+            )
         return self._session or Session(None, 1, self._timeout_s)
 
     @contextmanager
     def leading(self) -> Iterator[Session]:
-        """Lead the other ranks through an update, on rank 0; however the block ends, they hear of it once.
+        """Lead the other ranks through an update, on rank 0; they learn once how the block ended.
 
-        They hear the version of the last `Session.end`, and the error that the block raises.
+        They receive the version of the last `Session.end`, and the error that the block raised.
 
         Raises:
-            ConcurrentUpdateError: another thread leads one, which goes on.
+            ConcurrentUpdateError: another thread leads an update, which continues.
             NotConnectedError: the store is gone; the block did not run.
 
-        Where the last update failed, it waits for the ranks that have not heard of it, for a timeout at most.
+        If the last update failed, wait for the ranks that have not received its end, for at most one timeout.
         """
         with self._one_at_a_time():
             notes, failure = self._shared(), None
@@ -381,7 +384,7 @@ class TrainerRanks:
                 try:
                     session._over(self._version, self._accepted, failure)
                 except NotConnectedError:
-                    log.warning("the other trainer ranks do not hear how an update ended", exc_info=True)
+                    log.warning("the other trainer ranks were not notified of how an update ended", exc_info=True)
 
     def _post(self, notes: _Notes, session: Session) -> None:
         if self._before is not None:
@@ -404,17 +407,17 @@ class TrainerRanks:
         """Follow rank 0 through the newest session that this rank has not followed, on a rank other than 0.
 
         Args:
-            steps: returns what this rank does for each order, by its name. It reads the weights: an error that it or a
-                step raises is the answer to rank 0, and raised here once the session is over.
-            within: ends every wait for rank 0; by default, and at most, each of them lasts 30 timeouts.
-            apart: names of the steps that run without a shared group, where no order can come.
+            steps: returns this rank's steps by the name of their order. It reads the weights; an error that it or a
+                step raises is sent to rank 0, and raised here after the session.
+            within: ends every wait for rank 0; by default, and at most, each wait lasts 30 timeouts.
+            apart: names of the steps that run without a shared group, which has no orders.
 
         Returns:
-            How rank 0 ended the session, even if with an error. Without a shared group the update counts as accepted.
+            How rank 0 ended the session, even with an error. Without a shared group the update counts as accepted.
 
         Raises:
             ConcurrentUpdateError: another thread of this process follows.
-            DeadlineError: rank 0 began no session, or was silent in it, until the deadline.
+            DeadlineError: rank 0 began no session, or sent nothing in it, by the deadline.
             NotConnectedError: the store is gone.
         """
         with self._one_at_a_time():
@@ -496,7 +499,7 @@ class TrainerRanks:
     def _one_at_a_time(self) -> AbstractContextManager[None]:
         refusal = ConcurrentUpdateError(
             "another thread of this trainer rank is in an update of the same sender",
-            state="that update goes on",
+            state="the other update continues",
             hint="update from one thread, or make a sender for each",
         )
         return one_at_a_time(self._busy, refusal)

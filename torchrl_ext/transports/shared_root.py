@@ -18,7 +18,7 @@ __all__ = ["VISIBLE_S", "Invitation", "SharedRoot"]
 VISIBLE_S = 2.0  # seconds that a shared filesystem may take to show a new name
 _LOOK_S = 0.1
 _PROBE = re.compile(re.escape(f".probe{TEMPORARY}") + "[0-9a-f]{32}")
-_NOT_SENT = "no weights were sent; this engine serves what it has"
+_NOT_SENT = "no weights were sent; this engine still serves its previous weights"
 
 
 class Invitation(Wire, frozen=True, kw_only=True):

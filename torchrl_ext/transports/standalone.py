@@ -1,4 +1,4 @@
-"""Transports without a control layer, as TorchRL's `TransportBackend`: their ends find each other by themselves."""
+"""Transports that work without a control layer, as TorchRL's `TransportBackend` does: their ends find each other."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ __all__ = ["Mailbox", "StandaloneTransport"]
 
 
 class Mailbox(ABC):
-    """Brings word of a version from a trainer to its workers, where no control layer does."""
+    """Announces versions from a trainer to its workers when there is no control layer."""
 
     def put(self, arrival: Arrival, within: Deadline) -> None:  # noqa: B027 - workers may see a version by themselves
         """Announce a version to the workers (trainer end), before ``transfer`` of its handoff."""
 
     @abstractmethod
     def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
-        """Return the newest version other than the one ``received`` last, or None at the deadline (worker end)."""
+        """Return the newest version other than ``received``, or None at the deadline (worker end)."""
 
     def refuse(self, arrival: Arrival, error: BaseException) -> None:  # noqa: B027 - nobody may wait for this worker
-        """Tell the trainer not to wait: a version of `get` cannot land here, because of ``error`` (worker end)."""
+        """Tell the trainer not to wait, because a version from `get` failed to load with ``error`` (worker end)."""
 
 
 class StandaloneTransport(Transport):
-    """A transport that works alone: `send_weights` on the trainer, `receive_weights` on a worker.
+    """A transport that needs no control layer: `send_weights` on the trainer, `receive_weights` on a worker.
 
-    An instance is the one or the other; a worker's makes its `WorkerEnd` by `attend` when it first receives.
+    An instance is either a trainer's or a worker's; a worker's creates its `WorkerEnd` with `attend` on the first
+    receive.
 
     Args:
         timeout_s: deadline of every wait, in seconds.
@@ -59,7 +60,7 @@ class StandaloneTransport(Transport):
         """Return the worker end of this instance, which needs no invitation."""
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:
-        """Connect standalone ends, under TorchRL's name for it; only a collective has a group to form.
+        """Connect standalone ends, under TorchRL's name for it; only a collective transport forms a group.
 
         Args:
             model_metadata: ``{name: (dtype, shape)}``.
@@ -72,7 +73,7 @@ class StandaloneTransport(Transport):
         On a trainer of several ranks, every rank calls it; rank 0 sends.
 
         Args:
-            model_id: name of the model, a label only.
+            model_id: name of the model, used only as a label.
             weights: module, (nested) TensorDict, mapping of tensors, checkpoint directory or WeightSource.
 
         Raises:
@@ -106,10 +107,10 @@ class StandaloneTransport(Transport):
         handoff.served(None)
 
     def announce(self, info: Info) -> None:
-        """Announce a version to the workers, for a control layer that has no other way to reach them.
+        """Announce a version to the workers, for a control layer that cannot reach them.
 
         Args:
-            info: with ``version`` and ``params`` beside what `prepare` gave.
+            info: the info of `prepare`, plus ``version`` and ``params``.
         """
         params = tuple(map(ParamMeta.from_json, info["params"]))
         within = Deadline(self.timeout_s, f"the workers of this {self.name} transport")
@@ -124,18 +125,18 @@ class StandaloneTransport(Transport):
         """Receive the newest version (worker end).
 
         Args:
-            timeout: seconds to wait for one; None waits as long as this transport waits for anything, `timeout_s`.
+            timeout: seconds to wait for a version; None waits for `timeout_s`.
             weights: TensorDict, mapping of tensors or module to fill in place, as the bytes arrive.
             model: module (or TensorDict) to apply the weights to, once all of them have arrived.
-            strategy: TorchRL `WeightStrategy` through which they are applied to ``model``.
+            strategy: TorchRL `WeightStrategy` that applies them to ``model``.
 
         Returns:
-            TensorDict with flat keys (``weights`` itself is only filled), or None when nothing new came.
+            A TensorDict with flat keys, also if ``weights`` was filled; None if nothing new arrived.
 
         Raises:
-            ConfigError: ``weights`` or ``model`` is of another kind; nothing was received.
-            ManifestError: it has other parameters; nothing was changed.
-            IntegrityError, TransportError: what arrived is damaged or incomplete.
+            ConfigError: ``weights`` or ``model`` has the wrong type; nothing was received.
+            ManifestError: the parameters differ; nothing was changed.
+            IntegrityError, TransportError: the data are damaged or incomplete.
         """
         loaders = [as_loader(into) for into in (weights, model if strategy is None else None) if into is not None]
         targets = dict if weights is None else loaders[0].targets

@@ -202,5 +202,5 @@ class PublishedVersion:
                 f"tensor {placed.meta.name!r} in {self.path}/{placed.file} is damaged",
                 expected=f"xxh3-128 {placed.checksum}, found {checksum}",
                 state=f"nothing of version {self.number} was used beyond the tensors before it",
-                hint="let the trainer send again, and check the disk",
+                hint="send the weights again, and check the disk",
             )

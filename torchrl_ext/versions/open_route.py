@@ -331,7 +331,7 @@ class OpenRoute:
             f"{', '.join(made) or 'the keyframe'}",
             expected=f"digest {expected}, found {found}",
             state="nothing of it was used",
-            hint="a delta was applied to another base; let the trainer publish a keyframe",
+            hint="the delta builds on another base; let the trainer publish a keyframe",
         )
 
     def keep(self, lease: ExitStack) -> None:

@@ -100,7 +100,7 @@ class Reader:
         try:
             if self.base is None and self.chain.route(version, based=True).start is not None:
                 raise ConfigError(
-                    f"version {version} in {self.store.url} leads back to a checkpoint that is not among its versions",
+                    f"version {version} in {self.store.url} builds on a checkpoint that is not among its versions",
                     hint="name its directory with --base",
                 )
             return follower.open(version)

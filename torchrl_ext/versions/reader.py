@@ -199,7 +199,9 @@ class ChainReader:
             ManifestError: a delta on it belongs to another model.
         """
         if self._again == target:
-            raise IntegrityError(f"a part of version {target} has nothing to land on", hint="publish a full version")
+            raise IntegrityError(
+                f"a part of version {target} has no version to build on", hint="publish a full version"
+            )
         self._catch_up()
         if self.held is not None and self._params and self._params.keys() <= self.mirror.keys():
             return self._open(target, self.held)
@@ -272,7 +274,7 @@ class ChainReader:
                         hint="the delta belongs to another model",
                     )
             lost = min(own.keys() - delta.table.number.keys(), default="")
-            raise ManifestError(f"{delta.where} does not know tensor {lost!r}", state="nothing was read")
+            raise ManifestError(f"{delta.where} does not contain tensor {lost!r}", state="nothing was read")
         return opened
 
     def tensors(self, route: OpenRoute, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -333,7 +335,9 @@ class ChainReader:
                         apply_patch(own, self.mirror[own.meta.name])
         except IntegrityError as error:
             log.warning(
-                "host copies could not follow to version %d, the next is read whole: %s", changes.reached[1], error
+                "host copies could not be updated to version %d, so the next version is read whole: %s",
+                changes.reached[1],
+                error,
             )
             return
         finally:
@@ -398,8 +402,8 @@ def host_copy(tensor: Tensor, folder: str | os.PathLike[str] | None = None) -> T
     except OSError as error:
         raise StoreError(
             f"{folder} cannot take a copy of {tensor.nbytes} bytes: {error}",
-            state="the engine serves what it served",
-            hint="give local_dir a directory on a local disk with room for the model, or leave it out",
+            state="the engine still serves its previous weights",
+            hint="set local_dir to a directory on a local disk with room for the model, or leave it out",
         ) from error
     copied = raw.view(tensor.dtype).view(tensor.shape)
     copied.copy_(tensor)

@@ -87,7 +87,7 @@ class Warming:
                 _compile_beside(self._codec, self._mine)
             rehearse(self._codec, self._mine)
         except Exception:  # the update itself meets the same error, and can say more about it
-            log.warning("compiled loops could not be made ready", exc_info=True)
+            log.warning("compiled loops could not be prepared", exc_info=True)
         finally:
             for width in self._mine:
                 self._wanted[width].set()
@@ -183,15 +183,15 @@ def _stamp(codec: Codec | BlockEncoding, widths: Iterable[int]) -> Path:
 def _compile_beside(codec: Codec | BlockEncoding, widths: list[int]) -> None:
     if cache_folder() is None:
         log.warning(
-            "compiled loops cannot be kept: no directory is writable. They are compiled in this process, once each "
-            "time it starts. Next: set NUMBA_CACHE_DIR to a directory that it may write to"
+            "compiled loops cannot be kept: no directory is writable. They are compiled each time this process "
+            "starts. Next: set NUMBA_CACHE_DIR to a directory that it may write to"
         )
         return
     command = [sys.executable, "-m", "torchrl_ext.versions.warm", json.dumps([codec.to_json(), widths])]
     try:
         subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, timeout=_COMPILER_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        log.warning("the process that compiles loops failed, they are compiled in this one: %s", error)
+        log.warning("the process that compiles loops failed, so this process compiles them: %s", error)
 
 
 if __name__ == "__main__":  # the process beside an engine, which waits for it

@@ -52,8 +52,8 @@ def local_checkpoint(place: str | os.PathLike[str]) -> Path:
         raise ConfigError(
             f"there is no checkpoint directory {place}, and no model of that name in the local cache "
             f"{constants.HF_HUB_CACHE}",
-            expected="a directory, or a name of the Hugging Face Hub whose files were fetched before",
-            state="nothing was read, and nothing fetched",
+            expected="a directory, or a name of the Hugging Face Hub whose files are in the local cache",
+            state="nothing was read or downloaded",
             hint=f"hf download {name}" + (f" --revision {revision}" if revision else ""),
         ) from error
 
@@ -118,7 +118,7 @@ def with_dtype(files: Mapping[str, bytes], dtype: torch.dtype) -> dict[str, byte
             f"the config.json beside the weights cannot be read: {error}",
             expected="a JSON object",
             state="nothing was written",
-            hint="copy the checkpoint again, or pass the file by files=",
+            hint="copy the checkpoint again, or pass the file with files=",
         ) from error
     named = [key for key in ("dtype", "torch_dtype") if key in config]  # the latter before transformers 5
     config |= dict.fromkeys(named, dtype_name(dtype))
@@ -202,7 +202,7 @@ class CheckpointSource(WeightSource):
         except OSError as error:
             raise IntegrityError(
                 f"{self.directory / name} cannot be opened: {error.strerror}",
-                expected=f"every file that {self.directory} is made of",
+                expected=f"every file of {self.directory}",
                 hint="copy the checkpoint again",
             ) from error
 

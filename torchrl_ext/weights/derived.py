@@ -56,7 +56,7 @@ class MappedSource(WeightSource):
             first = found.setdefault(mapped.name, meta)
             if first is not meta:
                 raise ManifestError(
-                    f"{first.name!r} and {meta.name!r} both map to {mapped.name!r}", hint="mend the mapper"
+                    f"{first.name!r} and {meta.name!r} both map to {mapped.name!r}", hint="correct the mapper"
                 )
         return tuple(map(self._mapped, found.values()))
 
@@ -151,7 +151,9 @@ class ConvertedSource(WeightSource):
             metas = [ParamMeta.of(*pair) for pair in tensors.items()] if group is None else group.params(tensors)
             for meta in metas:
                 if meta.name in found:
-                    raise ManifestError(f"{meta.name!r} is given twice: stacked or renamed, and by itself")
+                    raise ManifestError(
+                        f"{meta.name!r} is given twice: once stacked or renamed, and once under its own name"
+                    )
                 found[meta.name] = meta
         return tuple(found.values())
 
@@ -216,7 +218,7 @@ class ConvertedSource(WeightSource):
                 yield group, [rows[one] for one in group.sources]
 
 
-_COPIED = "its checkpoint tensor is a copy of more than one box of the module's"
+_COPIED = "its checkpoint tensor combines several blocks of the module's tensor"
 
 
 def _made(group: Group | None, rows: Iterable[Row]) -> Iterator[tuple[str, Tensor]]:

@@ -36,7 +36,7 @@ class FiniteCheck:
 
     def __init__(self, policy: str = "send", *, left: bool = False) -> None:
         if policy not in ("warn", "refuse", "send"):
-            raise ConfigError(f"there is no finite={policy!r}", expected="'warn', 'refuse' or 'send'")
+            raise ConfigError(f"finite cannot be {policy!r}", expected="'warn', 'refuse' or 'send'")
         self._policy, self.left = policy, left and policy != "send"
         self._noughts: dict[tuple[str, Hashable], Tensor] = {}  # by name and block: see `nought_of`
 
@@ -58,7 +58,7 @@ class FiniteCheck:
             raise ManifestError(
                 f"there is a NaN or an infinity in {name!r}",
                 expected="finite weights, since finite='refuse'",
-                hint="look for what spoils the weights in training, or send them all the same with finite='warn'",
+                hint="find what makes the weights non-finite in training, or send them anyway with finite='warn'",
             )
         return nought
 

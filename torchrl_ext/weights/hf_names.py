@@ -217,7 +217,9 @@ class _Known:
                 made = _revert(self._model(), empty)
             found = list(trace.groups(made))
         except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:  # a quantized model, say
-            log.warning("weights go under the names of the module: transformers cannot undo its conversion: %s", error)
+            log.warning(
+                "weights are sent under the module's names, because transformers cannot undo its conversion: %s", error
+            )
             return ()
         return tuple(
             Group(
@@ -426,7 +428,8 @@ class Spelling:
             parts = given & self._results & group.results.keys()
             if direct and parts:
                 raise ManifestError(
-                    f"{min(direct)!r} is given twice: by itself, and as {min(parts)!r}", state="nothing was changed"
+                    f"{min(direct)!r} is given twice: under its own name, and as {min(parts)!r}",
+                    state="nothing was changed",
                 )
             left = [name for name in group.results if name not in parts]
             if direct or left:
@@ -446,8 +449,8 @@ class Spelling:
             left = self.copied[name].results.keys() - names if name in self.copied else ()
             if left:
                 raise ManifestError(
-                    f"{name!r} lands together with {min(left)!r}, which did not come with it",
-                    state="nothing was changed; the engine serves what it served",
+                    f"{name!r} must be loaded together with {min(left)!r}, which the update lacks",
+                    state="nothing was changed; the engine still serves its previous weights",
                     hint="name both in only=",
                 )
 

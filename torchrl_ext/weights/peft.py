@@ -1,4 +1,4 @@
-"""PEFT modules, whose LoRA weights are sent merged, or as an adapter by themselves; the live module stays as it is."""
+"""PEFT modules: their LoRA weights are sent merged, or as a separate adapter; the live module is unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PREFIX = "base_model.model."
 ADAPTER_CONFIG = "adapter_config.json"
 _TENSORS = "adapter_model.safetensors"
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
-"""Initialisations that leave the base as it is; PiSSA, OLoRA, CorDA and LoftQ move part of it into the adapter."""
+"""Initialisations that do not change the base; PiSSA, OLoRA, CorDA and LoftQ move part of it into the adapter."""
 
 
 def is_peft(module: nn.Module) -> bool:
@@ -48,14 +48,14 @@ class PeftSource(RowSource):
 
     A weight with active adapters is sent as ``W + sum_i scaling_i B_i A_i`` (Hu et al. 2021, equation 3; each term by
     PEFT's own ``get_delta_weight``), computed out of place for one tensor at a time. Layers in ``modules_to_save``
-    are sent as trained. Adapters that are disabled, inactive or merged into the base already are not added.
+    are sent as trained. Adapters that are disabled, inactive or already merged into the base are not added.
 
     Args:
         module: a ``PeftModel``, or a module that contains one.
 
     Raises:
-        ConfigError: names the first layer whose adapter is no plain LoRA of a linear, embedding, 2-d or 3-d convolution
-            (DoRA, prompt tuning, ...).
+        ConfigError: a layer, which the message names, has an adapter other than plain LoRA of a linear, embedding, 2-d
+            or 3-d convolution layer (DoRA, prompt tuning, ...).
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -166,7 +166,7 @@ class AdapterSource(RowSource):
         adapter: its adapter; None for the active one.
 
     Raises:
-        ConfigError: there is no such adapter, it is no LoRA, or its initialisation changed the base weights.
+        ConfigError: the adapter does not exist, is not LoRA, or its initialisation changed the base weights.
     """
 
     def __init__(self, module: nn.Module, adapter: str | None = None) -> None:
@@ -216,7 +216,7 @@ class AdapterFolder(WeightSource):
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ConfigError(
                 f"{error.filename} is not there",
-                expected=f"an adapter as PEFT saves it: {ADAPTER_CONFIG} and {_TENSORS}",
+                expected=f"the files of an adapter that PEFT saved: {ADAPTER_CONFIG} and {_TENSORS}",
             ) from None
         except ConfigError:
             raise
@@ -243,7 +243,7 @@ def as_adapter(model: Any, adapter: str | None = None) -> WeightSource:
         adapter: which adapter of the module; None for the active one.
 
     Raises:
-        ConfigError: it holds no adapter that can be sent.
+        ConfigError: it has no adapter that can be sent.
     """
     if isinstance(model, WeightSource):
         return model
@@ -278,7 +278,7 @@ def _active_adapter(model: Any) -> str:
         raise ConfigError(
             f"{len(names)} adapters are active ({', '.join(names)})",
             expected="one",
-            hint="say which one to send: adapter=...",
+            hint="name the adapter to send: adapter=...",
         )
     return names[0]
 
@@ -289,14 +289,14 @@ def _require_plain_lora(config: Mapping[str, Any]) -> None:
     begun = config.get("init_lora_weights", True)
     if isinstance(begun, str) and begun.lower() not in _PLAIN_INITS:
         raise ConfigError(
-            f"an adapter begun with init_lora_weights={begun!r} goes with base weights that it has changed",
+            f"an adapter begun with init_lora_weights={begun!r} fits only base weights that its initialisation changed",
             expected="an adapter for the base weights that the engines serve",
-            hint="send the merged weights with WeightSender, or begin with another init_lora_weights",
+            hint="send the merged weights with WeightSender, or use another init_lora_weights",
         )
 
 
 def adapter_label(name: str, version: int) -> str:
-    """Return what an engine calls one version of a LoRA adapter: ``"policy-lora@7"``."""
+    """Return an engine's label for one version of a LoRA adapter: ``"policy-lora@7"``."""
     return f"{name}@{version}"
 
 
@@ -307,7 +307,7 @@ def adapter_version(label: str) -> int | None:
 
 
 def adapter_rank(params: Iterable[ParamMeta]) -> int:
-    """Return the greatest rank among an adapter's layers; 0 where it has none."""
+    """Return the largest rank among an adapter's layers; 0 if it has none."""
     return max(
         (meta.shape[0] for meta in params if ".lora_A." in meta.name or "lora_embedding_A" in meta.name), default=0
     )

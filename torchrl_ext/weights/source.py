@@ -1,8 +1,8 @@
-"""Where weights come from: everything a trainer holds, as one re-iterable stream of `(name, tensor)`.
+"""Sources of weights: all tensors of a trainer, as one re-iterable stream of `(name, tensor)`.
 
-The contract is small: `params` says what iteration will yield, in the same order, without moving a byte;
-each iteration is a fresh pass over the current values and yields full (gathered) tensors one at a time.
-`checked` holds the two against each other, so that a disagreement is an error with a name instead of a hang.
+The contract is small: `params` lists the tensors that iteration yields, in the same order, without moving a byte; each
+iteration is a fresh pass over the current values and yields full (gathered) tensors one at a time. `checked` compares
+the two, so that a disagreement raises an error with a name instead of a hang.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class WeightSource(ABC):
         ['weight', 'bias']
 
     Attributes:
-        part: says of a source of some tensors what the others are; of a source of all, which of them may have changed
-            since that version; None where any may.
-        look: looks for NaN and infinity in a tensor or a block of it (`torchrl_ext.weights.finite.FiniteCheck.look`),
-            for a transport that reads tensors only where they changed (its `Transport.parts` is false); None where
-            nobody wants to know.
+        part: for a source of some tensors, the version that has the others; for a source of all tensors, those that may
+            have changed since that version; None if any may have changed.
+        look: checks a tensor or a block of it for NaN and infinity (`torchrl_ext.weights.finite.FiniteCheck.look`), for
+            a transport that reads only the changed parts of tensors (its `Transport.parts` is false); None for no
+            check.
     """
 
     part: Part | None = None
@@ -53,54 +53,54 @@ class WeightSource(ABC):
 
     @abstractmethod
     def params(self) -> tuple[ParamMeta, ...]:
-        """Return what iteration yields, in order; never gathers."""
+        """Describe the tensors that iteration yields, in order; never gathers."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Begin a fresh pass: each tensor is full (not sharded), detached, and as it is now."""
 
     def pairs(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Begin a pass over the tensors of these names, the same on every rank; by default all are made for it."""
+        """Begin a pass over the tensors of these names, the same on every rank; by default over all tensors."""
         for name, tensor in self:
             if name in names:
                 yield name, tensor
 
     def held(self) -> Mapping[str, Tensor]:
-        """Return tensors, if any, that every pass yields as they lie in memory, without a gather, a cast or a copy."""
+        """Return the tensors, if any, that every pass yields without a gather, a cast or a copy."""
         return {}
 
     def shards(self) -> Iterator[Shard]:
         """Yield the blocks that this rank holds, in the order of `params`, without a gather.
 
-        A parameter has any number of them on a rank, also none; ranks together hold every element, some of them more
-        than once. Those that gather are taken in order, each of them once. By default each is a whole tensor, which a
-        pass over the source gives.
+        A rank may hold no block of a parameter, or several; all ranks together hold every element, some more than once.
+        Shards that gather must be taken in order, each once. By default each shard is a whole tensor from a pass over
+        the source.
         """
         stream = (tensor for _, tensor in self)
         yield from gathered_in_order(self.params(), stream, "its source makes it as a whole")
 
     def replay(self) -> None:
-        """Take part in every gather of one pass and drop what comes: the role of ranks that do not drive."""
+        """Take part in every gather of one pass and drop the tensors: the role of ranks that do not drive."""
         for _ in self:
             pass
 
     def drain(self) -> None:  # noqa: B027 - only a pass that is kept can be finished
-        """Finish a pass that stopped half-way, where other ranks wait in its gathers."""
+        """Finish a pass that stopped early, so that other ranks do not wait in its gathers."""
 
     def tied(self) -> Mapping[str, str]:
-        """Return names of tied tensors that are not sent -> the name under which they are."""
+        """Return the names of tied tensors that are not sent -> the name of the tensor that is sent for them."""
         return {}
 
     def files(self) -> Mapping[str, bytes]:
-        """Return files that complete a checkpoint (``config.json``, tokenizer files): name -> content."""
+        """Return the files that complete a checkpoint (``config.json``, tokenizer files): name -> content."""
         return {}
 
 
 def gathered_in_order(params: Sequence[ParamMeta], stream: Iterator[Tensor], why: str) -> Iterator[Shard]:
-    """Yield a shard for each of ``params``, as a whole, whose `take` reads the next tensor of a stream.
+    """Yield a whole-tensor shard for each of ``params``, whose `take` reads the next tensor of a stream.
 
     Args:
-        params: what the stream yields, in order.
+        params: the tensors that the stream yields, in order.
         stream: the tensors; it starts with the first `take`, which raises ManifestError when it is called out of order.
         why: why the tensors are gathered.
     """
@@ -132,7 +132,8 @@ def checked(
         `(meta, tensor)` pairs.
 
     Raises:
-        ManifestError: names the first parameter whose name, dtype or shape differs, or that is missing or extra.
+        ManifestError: a parameter is missing or extra, or its name, dtype or shape differs; the message names the first
+            one.
     """
     stream = iter(source)
     for index, meta in enumerate(source.params() if params is None else params):  # type: ignore[union-attr]
@@ -170,7 +171,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def same_memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that tied tensors share: the same bytes seen the same way; valid while the tensors live.
+    """Return a key that tied tensors share: same bytes, shape and strides; valid while the tensors live.
 
     A DTensor is only itself: its local part may be empty on one rank and not on another, and all ranks must agree.
     """
@@ -183,10 +184,10 @@ class Row(NamedTuple):
     """A tensor of a source.
 
     Attributes:
-        name: under which it is sent.
-        tensor: one with the shape and dtype of what is sent.
-        take: returns what is sent, full and detached.
-        made: how `take` makes it; empty where it only gathers ``tensor``.
+        name: the name under which it is sent.
+        tensor: a tensor with the shape and dtype of the sent tensor.
+        take: returns the sent tensor, full and detached.
+        made: how `take` computes it; empty if it only gathers ``tensor``.
     """
 
     name: str
@@ -195,7 +196,7 @@ class Row(NamedTuple):
     made: str = ""
 
     def shards(self) -> Iterator[Shard]:
-        """Yield what this rank holds: the local blocks of a DTensor, or all of a plain tensor, as a replica."""
+        """Yield this rank's blocks: the local blocks of a DTensor, or all of a plain tensor, as a replica."""
         meta = ParamMeta.of(self.name, self.tensor)
         if self.made:
             yield Shard(meta, Block.whole(meta.shape), self.take, gathers=True, why=self.made)
@@ -206,11 +207,11 @@ class Row(NamedTuple):
 
 
 class RowSource(WeightSource):
-    """A source whose tensors can be taken one by one in any order, as long as all ranks take the same one."""
+    """A source whose tensors can be taken in any order, as long as all ranks take the same tensor."""
 
     @abstractmethod
     def rows(self) -> Iterable[Row]:
-        """Return what is sent, in order; tied tensors once."""
+        """Return the tensors to send, in order; tied tensors once."""
 
     def params(self) -> tuple[ParamMeta, ...]:
         return tuple([ParamMeta.of(row.name, row.tensor) for row in self.rows()])
@@ -278,14 +279,14 @@ class MappingSource(_TensorsSource):
         weights: TensorDict, or mapping of str or tuple-of-str keys to tensors or further mappings.
 
     Raises:
-        ManifestError: a leaf is no tensor, or two keys join to one name.
+        ManifestError: a leaf is not a tensor, or two keys join to the same name.
     """
 
     def __init__(self, weights: Mapping[Any, Any]) -> None:
         self.tensors = partial(flatten, weights)
 
     def sent(self) -> dict[str, Tensor]:
-        """Return tensors sorted by name, once ties are resolved: a TensorDict of a module sends the module's names."""
+        """Return tensors sorted by name, with ties resolved: a TensorDict of a module uses the module's names."""
         sent = super().sent()
         return {name: sent[name] for name in sorted(sent)}
 
@@ -294,16 +295,16 @@ def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
     """Yield the tensors of nested mappings; keys join with ``.``.
 
     Raises:
-        ManifestError: a leaf is no tensor, or a flat piece of FSDP1's.
+        ManifestError: a leaf is not a tensor, or is a flat piece of FSDP1's.
     """
     for key, value in weights.items():
         name = prefix + (key if type(key) is str else ".".join(key) if isinstance(key, tuple) else str(key))
         if isinstance(value, Tensor):
             if "_fsdp_wrapped_module" in name or name == "_flat_param" or name.endswith("._flat_param"):
                 raise ManifestError(
-                    f"{name!r} is a flat piece of this rank, as FullyShardedDataParallel (FSDP1) holds parameters",
+                    f"{name!r} is a flat piece of a parameter, as FullyShardedDataParallel (FSDP1) stores it",
                     expected="whole tensors, or DTensors",
-                    hint="shard by FSDP2 (fully_shard), or gather FSDP1's full state dict on every rank",
+                    hint="shard with FSDP2 (fully_shard), or gather FSDP1's full state dict on every rank",
                 )
             yield name, value
         elif is_mapping(value):
@@ -345,7 +346,7 @@ def named_tensors(module: nn.Module, *, scratch: bool = False) -> Iterator[tuple
 
     Args:
         module: the live module.
-        scratch: non-persistent buffers too.
+        scratch: also yield non-persistent buffers.
     """
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield unwrapped(name), parameter
@@ -356,7 +357,7 @@ def named_tensors(module: nn.Module, *, scratch: bool = False) -> Iterator[tuple
 
 
 def unwrapped(name: str) -> str:
-    """Return a name without what `torch.compile` and activation checkpointing wrap into it."""
+    """Return a name without the parts that `torch.compile` and activation checkpointing add."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -365,11 +366,11 @@ def unwrapped(name: str) -> str:
 def as_source(weights: Any) -> WeightSource:
     """Return the source for any weights: a WeightSource, module, TensorDict, mapping or checkpoint directory.
 
-    A `transformers` module is sent under the names of its checkpoint (`torchrl_ext.weights.hf_names`); what
-    `inner_model` finds in a wrapper stands for it.
+    A `transformers` module is sent under the names of its checkpoint (`torchrl_ext.weights.hf_names`); a wrapper is
+    replaced by its `inner_model`.
 
     Raises:
-        ConfigError: nothing knows how to read it, or FSDP1 holds it in pieces.
+        ConfigError: the type is not supported, or FSDP1 holds the module in pieces.
     """
     if isinstance(weights, WeightSource):
         return weights
@@ -393,7 +394,7 @@ def as_source(weights: Any) -> WeightSource:
 
 
 def inner_model(model: Any) -> Any:
-    """Return the model that an engine serves, without what is wrapped around it.
+    """Return the model that an engine serves, without its wrappers.
 
     Wrappers are `DistributedDataParallel`, `torch.compile` and TorchRL's LLM wrappers (which put ``model.`` before its
     names), however they are stacked; anything else is returned as it is.

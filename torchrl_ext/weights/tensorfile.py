@@ -209,7 +209,7 @@ class TensorFile:
                 f"{self.path} holds what changed in {name!r}",
                 expected="whole tensors, as a checkpoint has",
                 state="nothing was read",
-                hint="name a full version; where the index says that this is one, it is damaged",
+                hint="name a full version; if the index lists this file as one, the index is damaged",
             )
 
     def ahead(self, names: Iterable[str]) -> None:

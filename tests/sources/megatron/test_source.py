@@ -286,7 +286,7 @@ def test_modules_say_which_layers_they_are():
         shards = list(MegatronSource(modules, settings, **place).shards())
         assert [(shard.meta, shard.block) for shard in shards] == wanted
         assert not any(shard.take().requires_grad for shard in shards)
-    with pytest.raises(ConfigError, match=r"are the layers \[1\] of the model.*\[1, 2\].*look at `layers`"):
+    with pytest.raises(ConfigError, match=r"are the layers \[1\] of the model.*\[1, 2\].*check `layers`"):
         MegatronSource(modules, settings, **place, layers=[[1, 0], [2, 1]])
 
 

@@ -19,7 +19,7 @@ Chunk = nn.Module | Mapping[str, Any]
 _LAYER = re.compile(r"decoder\.layers\.(\d+)")
 _NO_WEIGHTS = ("optimizer", "opt_param_scheduler", "rng_state", "rerun_state_machine")
 _OTHER_VALUES = {
-    "layernorm_zero_centered_gamma": "norms that are stored less 1",
+    "layernorm_zero_centered_gamma": "norms that are stored minus 1",
     "moe_mlp_glu_interleave_size": "experts whose gate and up alternate",
     "moe_shared_expert_glu_interleave_size": "shared experts whose gate and up alternate",
 }
@@ -44,7 +44,7 @@ def tensors_of(chunk: Chunk, ignore: Sequence[str] = ()) -> Iterator[tuple[str, 
             raise ManifestError(
                 f"{name!r} is a {type(tensor).__name__}",
                 expected="a plain tensor of this rank, neither quantised nor sharded by FSDP",
-                hint="give the model's own parameters, or its state dict alone",
+                hint="pass the model's own parameters, or just its state dict",
             )
         yield name, tensor
 

@@ -98,7 +98,8 @@ def _exchange(
         raise failure
     if min(counts) < 0:
         raise ManifestError(
-            f"trainer rank {counts.index(-1)} cannot list its weights", hint="its own error says which, and why"
+            f"trainer rank {counts.index(-1)} cannot list its weights",
+            hint="a list of its weights; that rank's own error has the reason",
         )
     if len(set(lists)) > 1:
         other = next(rank for rank, one in enumerate(lists) if one != lists[0])

@@ -108,7 +108,7 @@ def layers_of(count: int, pp: tuple[int, int], chunks: int, stages: Sequence[Any
     Raises:
         ConfigError: the layers cannot be shared out so.
     """
-    hint = "say with `layers` how many each stage has, or a list of how many each of its chunks has"
+    hint = "set `layers` to the number of layers of each stage, or of each of its chunks"
     size, rank = pp
     if stages is None:
         if count % (size * chunks):
@@ -289,6 +289,6 @@ def _part(what: str, size: int, parts: int) -> int:
     if size % parts:
         raise ConfigError(
             f"{what}: {size} cannot be split in {parts} equal parts",
-            hint="give the model's own config, and the parallel sizes that the trainer was started with",
+            hint="pass the model's own config, and the parallel sizes that the trainer was started with",
         )
     return size // parts

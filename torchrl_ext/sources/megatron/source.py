@@ -26,11 +26,11 @@ __all__ = ["MegatronSource"]
 
 
 class MegatronSource(WeightSource):
-    """What this rank of a Megatron-Core trainer holds of the checkpoint that engines read.
+    """The part of a Megatron-Core trainer's checkpoint that this rank holds.
 
-    `shards` gives views of the local tensors: no gather, no copy. Iteration gathers, one full tensor at a time, over
-    torch's default process group, for the transports that move whole tensors. Ranks with the same place in all groups
-    (data and context parallel ones) hold the same blocks, and any of them may serve them.
+    `shards` yields views of the local tensors, without a gather or a copy. Iteration gathers, one full tensor at a
+    time, over torch's default process group, for the transports that move whole tensors. Ranks with the same place in
+    all groups (data and context parallel ones) hold the same blocks, and any of them may serve them.
 
     Args:
         model: this rank's part: a module or a mapping of Megatron's names to local tensors; or a list of these, one for
@@ -40,21 +40,21 @@ class MegatronSource(WeightSource):
         tp_size, tp_rank: tensor parallelism.
         pp_size, pp_rank: pipeline parallelism.
         ep_size, ep_rank: expert parallelism.
-        etp_size, etp_rank: tensor parallelism of experts; default: that of the rest, as in Megatron.
-        layers: of each pipeline stage the number of its layers, or a list of those of its chunks. Default: what
-            Megatron's modules say of themselves, and else as many on each.
-        tied: whether the output layer is the embedding; default: what the config says.
-        dtype: in which tensors are sent; default: that of the local tensors, which have to agree.
+        etp_size, etp_rank: tensor parallelism of experts; default: as for the other layers, as in Megatron.
+        layers: number of layers of each pipeline stage, or of each of its chunks as a list. Default: the layer numbers
+            of Megatron's modules, or else an equal number on each stage.
+        tied: whether the output layer is the embedding; default: as in the config.
+        dtype: dtype in which tensors are sent; default: the dtype of the local tensors, which must agree.
         names: further tensors of the model: Megatron's name -> checkpoint name, full shape, and the dimension that
-            tensor parallelism splits, or None where each rank has all of it. ``{layer}`` in both names makes it one per
+            tensor parallelism splits, or None where each rank has all of it. ``{layer}`` in both names stands for every
             layer.
-        ignore: beginnings of names, without ``module.``, of tensors that are not sent.
+        ignore: prefixes of the names, without ``module.``, of tensors that are not sent.
 
     Raises:
         ConfigError: transformers is missing or cannot build the config's model, the checkpoint has a tensor whose
-            layout in Megatron is not known (the message names it), the sizes do not fit, or modules store values
-            otherwise (``--apply-layernorm-1p``, interleaved gates).
-        ManifestError: a local tensor that is not known, missing, or of another shape; it is named.
+            layout in Megatron is unknown (the message names it), the sizes do not fit, or modules store other values
+            (``--apply-layernorm-1p``, interleaved gates).
+        ManifestError: a local tensor is unknown, missing, or has another shape; the message names it.
 
     Example:
         >>> config = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8, "vocab_size": 10,
@@ -89,7 +89,7 @@ class MegatronSource(WeightSource):
         etp_size = tp_size if etp_size is None else etp_size
         if etp_rank is None:
             if etp_size not in (1, tp_size):
-                raise ConfigError(f"etp_size is {etp_size}, and nothing says which rank this is", hint="give etp_rank")
+                raise ConfigError(f"etp_size is {etp_size}, but this rank's number is missing", hint="pass etp_rank")
             etp_rank = tp_rank if etp_size == tp_size else 0
         self._ranks = Ranks(
             tp=(tp_size, tp_rank), pp=(pp_size, pp_rank), ep=(ep_size, ep_rank), etp=(etp_size, etp_rank)
@@ -109,16 +109,16 @@ class MegatronSource(WeightSource):
 
     @classmethod
     def from_parallel_state(cls, model: Any, config: Any, parallel_state: Any, **more: Any) -> MegatronSource:
-        """Return the source with the sizes and ranks that Megatron knows.
+        """Return the source with the sizes and ranks of Megatron's parallel state.
 
         Args:
             model: this rank's part, as above.
             config: the Hugging Face config, as above.
             parallel_state: ``megatron.core.parallel_state``, or anything with its functions.
-            more: what else the constructor takes.
+            more: further arguments of the constructor.
 
         Raises:
-            ConfigError: another number of chunks than of virtual pipeline stages; and as above.
+            ConfigError: the numbers of chunks and of virtual pipeline stages differ; or as above.
             ManifestError: as above.
         """
 
@@ -136,7 +136,7 @@ class MegatronSource(WeightSource):
         if chunks != stages:
             raise ConfigError(
                 f"there are {chunks} model chunk(s), and {stages} virtual pipeline stage(s)",
-                hint="give the list of all chunks that this rank trains",
+                hint="pass the list of all chunks that this rank trains",
             )
         return cls(model, config, **more)
 
@@ -204,7 +204,7 @@ class MegatronSource(WeightSource):
                 raise ConfigError(
                     f"a chunk's modules are the layers {numbers} of the model, counted from 0",
                     expected=f"{list(own)}, of {self._architecture.layers} layers",
-                    hint="look at `layers`, which may be left out where modules are given, and at the config",
+                    hint="check `layers`, which you can leave out if you pass modules, and the config",
                 )
         return found
 
@@ -214,7 +214,7 @@ class MegatronSource(WeightSource):
             several = ", ".join(f"{dtype_name(dtype)} ({name})" for dtype, name in of.items())
             raise ConfigError(
                 f"the tensors of this rank are of several dtypes: {several}" if of else "this rank has no tensors",
-                hint="say with `dtype` in which one the checkpoint is, the same on every rank",
+                hint="set `dtype` to the checkpoint's dtype, the same on every rank",
             )
         return next(iter(of))
 
@@ -259,15 +259,15 @@ class MegatronSource(WeightSource):
             raise ManifestError(
                 f"{name!r} in {where} is no tensor of a {self._architecture.family} model with this config",
                 expected=f"names such as {near[0]!r}" if near else None,
-                hint="look at the config and at the parallel sizes; give `names` for what the checkpoint has besides, "
-                "and `ignore` for what is not sent",
+                hint="check the config and the parallel sizes; use `names` for additional tensors of the checkpoint, "
+                "and `ignore` for tensors that are not sent",
             )
         if known[name] and tuple(tensor.shape) != known[name][0].held:
             raise ManifestError(
                 f"{name!r} in {where} has the shape {list(tensor.shape)}",
                 expected=f"{list(known[name][0].held)} on rank "
                 + ", ".join(f"{rank} of {size} ({kind})" for kind, (size, rank) in vars(self._ranks).items()),
-                hint="look at the config and at the parallel sizes",
+                hint="check the config and the parallel sizes",
             )
         return known[name]
 
@@ -295,5 +295,5 @@ class MegatronSource(WeightSource):
                 ]
                 raise ManifestError(
                     f"{where} has no {' nor '.join(could)}, of which {lacking!r} would be made",
-                    hint="look at the config (`tied` for an output layer) and at how layers are shared out (`layers`)",
+                    hint="check the config (`tied` for an output layer) and how layers are distributed (`layers`)",
                 )

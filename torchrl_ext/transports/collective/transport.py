@@ -42,24 +42,25 @@ class Load(GroupLoad, frozen=True, kw_only=True):
 class VLLMCollectiveTransport(StandaloneTransport):
     """Broadcasts weights from the trainer (rank 0) to the workers (ranks 1 and up).
 
-    Data layer only: who pauses an engine, and when, is the caller's business.
+    This is only the data layer; the caller pauses and resumes engines.
 
     Args:
-        master_address: where workers reach the trainer.
-        master_port: of the trainer's store; 0 picks a free port (with a control layer, which passes it on).
-        rank: of this process; 0 (or None) is the trainer.
+        master_address: the trainer's address, as workers reach it.
+        master_port: port of the trainer's store; 0 picks a free one, which a control layer passes on.
+        rank: rank of this process; 0 (or None) is the trainer.
         world_size: 1 + number of workers; None takes it from `open`.
-        device: where tensors travel from and to; by default the current CUDA device, or the CPU without one.
-        vllm_engine: the engines at the other end. The transport carries bytes and calls none of them; a
-            `TransportWeightUpdater` over it drives them, and a `WeightSender` is given them.
+        device: device of the tensors that are sent and received; by default the current CUDA device, or the CPU without
+            one.
+        vllm_engine: the engines that receive. The transport itself never calls them; a `TransportWeightUpdater` over it
+            drives them, and a `WeightSender` takes them as an argument.
         backend: ``"nccl"`` or ``"gloo"``; by default nccl on CUDA and gloo on CPU.
         bucket_bytes: size of a bucket for small tensors; 0 sends one tensor at a time.
-        secret: without a control layer, what every rank is given and nobody else knows; "" lets whoever finds the
-            port take part. A control layer passes on one that the trainer makes.
+        secret: without a control layer, a secret that only the ranks know; with "", anyone who finds the port can join.
+            A control layer passes on a secret that the trainer creates.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
-        ConfigError: settings that cannot work.
+        ConfigError: the settings are invalid.
 
     Example:
         >>> from threading import Thread
@@ -118,9 +119,9 @@ class VLLMCollectiveTransport(StandaloneTransport):
             model_metadata: ``{name: (dtype, shape)}``, the same on every rank; empty to agree on nothing.
 
         Raises:
-            DeadlineError: names the ranks that did not arrive within `timeout_s`.
-            ConfigError: ranks were given different world sizes.
-            ManifestError: names the parameter on which ranks disagree.
+            DeadlineError: ranks, which the message names, did not arrive within `timeout_s`.
+            ConfigError: ranks have different world sizes.
+            ManifestError: ranks disagree on a parameter, which the message names.
         """
         params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
         within = self._within = Deadline(self.timeout_s, "the other ranks")
@@ -135,7 +136,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
             self.member.enter(STANDALONE_GROUP, self.rank, self.world_size, params)
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
-        """As `Transport.open`; 0 workers (no control layer) stands for those that call `init_all_workers_group`.
+        """See `Transport.open`; 0 workers (no control layer) means those that call `init_all_workers_group`.
 
         Raises:
             ConfigError: the world size given at construction is another one.
@@ -158,7 +159,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         self._agreed = {meta.name: meta for meta in params}
 
     def size_with(self, workers: int) -> int:
-        """Return the size of a group with the ``workers`` of engines.
+        """Return the size of a group with ``workers`` engine workers.
 
         Raises:
             ConfigError: the world size given at construction is another one.
@@ -183,7 +184,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         """As `Transport.join`.
 
         Raises:
-            DeadlineError: names the ranks that did not arrive.
+            DeadlineError: ranks, which the message names, did not arrive.
             ConfigError: the rank does not exist in this world size.
         """
         offer = Offer.from_json(info, f"the offer of a {cls.name} transport")
@@ -245,7 +246,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
 
 @final
 class CollectiveWorker(GroupWorker):
-    """Receives what the trainer broadcasts in a group."""
+    """Receives the trainer's broadcasts in a group."""
 
     load: ClassVar[type[Load]] = Load
 

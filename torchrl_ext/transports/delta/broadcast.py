@@ -59,7 +59,7 @@ class KeptTensors:
         params, placed, tensors = source.params(), [], {}
         if any(meta.name == FILES for meta in params):
             raise ManifestError(
-                f"a parameter is called {FILES!r}, as the files of a version are over a broadcast",
+                f"a parameter is called {FILES!r}, a name that the broadcast reserves for the files of a version",
                 state="nothing was sent",
                 hint="rename it with WeightSender(mapper=...), or take carrier='disk'",
             )
@@ -185,8 +185,8 @@ class Broadcast:
         if base and base not in self._versions.numbers():
             lacking = StaleBaseError(
                 f"weights version {version} is a delta on version {base}, which this worker does not hold",
-                expected="every version since it joined",
-                state="nothing was read; the trainer was told",
+                expected="every version since the worker joined",
+                state="nothing was read; the trainer knows",
                 hint="send again: after an update that failed, the next version is sent in full",
             )
             self._worker.refuse(arrival, lacking)
@@ -195,7 +195,7 @@ class Broadcast:
         packed, count = tensors.pop(FILES, None), sum(coming.files.values())
         if packed is None or ParamMeta.of(FILES, packed) != ParamMeta(FILES, torch.uint8, (count,)):
             raise IntegrityError(
-                f"weights version {version} came with other files than the trainer announced",
+                f"weights version {version} came with files that the trainer did not announce",
                 expected=f"a tensor of {count} bytes",
                 state="nothing was read",
                 hint="use one release of torchrl_ext on both ends",

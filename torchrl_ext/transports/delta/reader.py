@@ -115,7 +115,7 @@ class DeltaReader(WorkerEnd, Mailbox):
                 raise ConfigError(
                     f"the trainer broadcasts versions in format {offer.format}",
                     expected=f"format {FORMAT}",
-                    state="this worker joined nothing",
+                    state="this worker joined no group",
                     hint="use one release of torchrl_ext on both ends",
                 )
             store = MemoryStore()
@@ -203,7 +203,7 @@ class DeltaReader(WorkerEnd, Mailbox):
                 missing = error
         if self._broadcast is not None:
             what = f"weights version {version} did not come from the trainer"
-            hint = "check that the trainer lives, and send again"
+            hint = "check that the trainer runs, and send again"
             raise within.error(what, state="nothing was changed", hint=hint) from missing
         raise StoreError(
             f"{self._store.url} holds no version {version}, and none came within {within.timeout_s:g} s",

@@ -1,4 +1,4 @@
-"""`DeltaTransport` publishes what changed, as a chain of versions that a reader can join and follow at any point."""
+"""`DeltaTransport` publishes changes as a chain of versions, which a reader can join at any point."""
 
 from __future__ import annotations
 
@@ -46,40 +46,44 @@ __all__ = ["DeltaTransport"]
 
 
 class DeltaTransport(StandaloneTransport):
-    """Publishes a full keyframe first, then what changed. Readers catch up from whatever version they hold.
+    """Publishes a full keyframe first, then only changes. Readers catch up from any version.
 
     Args:
-        root: directory that the trainer and every worker reach under the same path; or the URL of an object store.
+        root: directory that the trainer and every worker can access under the same path; or the URL of an object store.
             None with carrier ``"collective"``.
-        carrier: ``"disk"``, where workers read what the trainer publishes under ``root``; or ``"collective"``, where
-            the same versions are broadcast to them, and each end keeps in its memory what it needs.
+        carrier: with ``"disk"``, workers read the versions that the trainer publishes under ``root``; with
+            ``"collective"``, the trainer broadcasts the same versions, and each end keeps the data that it needs in
+            memory.
         encoding: one of `encodings`.
-        keyframe_every: every so many versions a full one is published beside the delta; 0 for the first one only.
-        base: checkpoint directory that the readers hold already, or a name of the Hub in the local cache; the first
-            version of a root is a delta on it then.
-        keep_files: never remove old versions. Else those go that neither the newest keyframe nor a reader needs.
-        shard_bytes: bound on the tensors of one file of a keyframe, in bytes.
+        keyframe_every: number of versions after which a keyframe is published beside the delta; 0 for only the first
+            version.
+        base: checkpoint directory that the readers already hold, or a name of the Hub in the local cache; the first
+            version of a root is then a delta on it.
+        keep_files: never remove old versions. By default, versions that neither the newest keyframe nor a reader needs
+            are removed.
+        shard_bytes: largest total size of the tensors in one file of a keyframe, in bytes.
         files: as in `DiskTransport`, for keyframes.
-        settings: of the encoding.
-        storage_options: of the fsspec filesystem behind a URL; they are not told to workers.
-        checksum: of tensors, in files of encodings ``"xor"`` and ``"overwrite"``: ``"xxh3-128"``, ``"blake3"``,
-            ``"adler32"`` or ``"sha256"``.
+        settings: settings of the encoding.
+        storage_options: settings of the fsspec filesystem behind a URL; workers do not receive them.
+        checksum: checksum of tensors in files of the encodings ``"xor"`` and ``"overwrite"``: ``"xxh3-128"``,
+            ``"blake3"``, ``"adler32"`` or ``"sha256"``.
         post_write_hook: function, or ``"module:function"``, to call with the root and the name of a complete version.
-        pre_read_hook: to call with the root, and a version if it takes two, before a reader looks for one. A worker in
-            an engine takes it from its own environment variable ``TORCHRL_EXT_PRE_READ_HOOK``, never from the trainer.
-        baseline_device: where the trainer keeps the tensors of the newest version, which deltas are taken against: None
-            for host memory, pinned where the weights are on a GPU; or ``"cuda"``, which takes the model's size on the
-            GPU once more, and spares a copy of the whole model to the GPU for every version.
-        local_dir: directory on each engine's host, for the copies that it keeps of parameters which cannot be patched
-            in place (quantised, packed), and readers without a control layer of all; None keeps them in memory.
-        tiles: large matrices are cut into so many rows, and so many columns, of tiles in deltas, so that a worker reads
-            about its part of what changed where it has a part of their columns, or of the rows of a small model: the
-            number of an engine's workers is best. Finding and coding takes up to twice the processor time. For carrier
-            ``"disk"``, one trainer rank that writes, and all encodings but those of other libraries' files.
-        by_shard: every rank of the trainer makes this transport, keeps only what deltas of its own blocks are taken
-            against (`WeightSource.shards`), and writes its own files of a version; workers read what they need. For
-            carrier ``"disk"``, and all encodings but those of other libraries' files.
-        master_address, master_port, rank, world_size, device: of the group of carrier ``"collective"``, as in
+        pre_read_hook: function to call with the root, and a version if it takes two arguments, before a reader looks
+            for a version. A worker in an engine uses its environment variable ``TORCHRL_EXT_PRE_READ_HOOK``, never the
+            trainer's setting.
+        baseline_device: where the trainer keeps the newest version's tensors, on which deltas build: None for host
+            memory (pinned if the weights are on a GPU); or ``"cuda"``, which needs the model's size on the GPU a second
+            time, and saves a copy of the whole model to the GPU for every version.
+        local_dir: directory on each engine's host, for copies of the parameters that cannot be patched in place
+            (quantised, packed); readers without a control layer keep copies of all. None keeps them in memory.
+        tiles: number of rows and of columns of tiles into which deltas cut large matrices, so that a tensor-parallel
+            worker reads little more than its part of the changes; the number of an engine's workers is best. Encoding
+            takes up to twice the processor time. Requires carrier ``"disk"``, a single trainer rank that writes, and
+            one of this library's own encodings.
+        by_shard: every rank of the trainer creates this transport, keeps a baseline of only its own blocks
+            (`WeightSource.shards`), and writes its own files of a version; workers read the files that they need.
+            Requires carrier ``"disk"`` and one of this library's own encodings.
+        master_address, master_port, rank, world_size, device: settings of the group of carrier ``"collective"``, as in
             `VLLMCollectiveTransport`.
         timeout_s: deadline of every wait, in seconds.
 
@@ -87,9 +91,9 @@ class DeltaTransport(StandaloneTransport):
         root: the directory, as an absolute path; or the URL.
 
     Raises:
-        ConfigError: no such encoding (the message lists them), or one that does not take ``settings``; no such
-            carrier; a root or hooks with carrier ``"collective"``, or no root with ``"disk"``; ``by_shard`` with a
-            carrier or an encoding that has no parts, or ``tiles`` with one of these.
+        ConfigError: the encoding is unknown (the message lists all) or does not take ``settings``; the carrier is
+            unknown; there is a root or a hook with carrier ``"collective"``, or no root with ``"disk"``; or
+            ``by_shard`` or ``tiles`` does not support the carrier or the encoding.
 
     Example:
         >>> trainer, worker = tx.DeltaTransport(root), tx.DeltaTransport(root)
@@ -143,7 +147,9 @@ class DeltaTransport(StandaloneTransport):
         if carrier == "collective" and (post_write_hook or pre_read_hook):
             raise ConfigError("hooks are for files that both sides see", hint="leave them out, or take carrier='disk'")
         if keyframe_every < 0:
-            raise ConfigError(f"keyframe_every is {keyframe_every}", expected="a number of versions, 0 for no more")
+            raise ConfigError(
+                f"keyframe_every is {keyframe_every}", expected="a number of versions, or 0 for no further keyframes"
+            )
         settings = dict(settings or {})
         if encoding == "auto":
             settings = {"threads": worker_threads(), **settings}
@@ -151,7 +157,7 @@ class DeltaTransport(StandaloneTransport):
         if by_shard and (carrier != "disk" or self._codec.container != BLOCKS):
             raise ConfigError(
                 f"by_shard with carrier {carrier!r} and encoding {encoding!r}",
-                expected="carrier 'disk', where every trainer rank writes files, and no encoding of another library",
+                expected="carrier 'disk', where every trainer rank writes files, and one of this library's encodings",
                 hint="transport 'sharded' moves blocks without files",
             )
         if isinstance(tiles, bool) or tiles not in range(1, TILES + 1):
@@ -159,7 +165,7 @@ class DeltaTransport(StandaloneTransport):
         if tiles > 1 and (carrier != "disk" or by_shard or self._codec.container != BLOCKS):
             raise ConfigError(
                 f"tiles={tiles} with carrier {carrier!r}, encoding {encoding!r} and by_shard={by_shard}",
-                expected="carrier 'disk', no encoding of another library, and one rank that writes",
+                expected="carrier 'disk', one of this library's encodings, and a single rank that writes",
                 hint="leave tiles out",
             )
         run_id = uuid.uuid4().hex
@@ -212,7 +218,7 @@ class DeltaTransport(StandaloneTransport):
 
     @property
     def baseline_bytes(self) -> int:
-        """Bytes of what this trainer process keeps of the newest version, to take deltas against."""
+        """Bytes of the newest version that this trainer process keeps as the baseline of deltas."""
         return self._writer.baseline_bytes if self._own is None else self._own.nbytes
 
     def init_all_workers_group(self, model_metadata: Mapping[str, tuple[Any, Any]]) -> None:

@@ -47,7 +47,7 @@ def await_workers(group: PeerGroup, handoff: int) -> dict[int, Any]:
         if silent := [rank for rank in silent if rank not in answers]:
             if lost:
                 raise TransportError(f"the group was severed before every worker had answered: {lost}")
-            within.check(f"no word came from {group.call(silent)} that it arrived")
+            within.check(f"{group.call(silent)} did not confirm that it arrived")
     for done in (key, f"{group.generation}/over/"):
         group.notes.drop(done)
     group.notes.put(f"{group.generation}/over/{handoff}", True)
@@ -58,7 +58,7 @@ def refused(group: PeerGroup, version: int, answers: Mapping[int, Any]) -> Trans
     """Return the error that names the workers that have every byte but could not load them, and why (trainer end)."""
     refusals = "; ".join(f"{group.call([rank])}: {words}" for rank, words in answers.items() if words)
     return TransportError(
-        f"weights version {version} was not taken by {refusals}",
+        f"weights version {version} was refused by {refusals}",
         state="the other workers have it, and the group is intact",
     )
 
@@ -90,7 +90,7 @@ def receiving_failed(group: PeerGroup, handoff: int, version: int, error: Weight
         acknowledge(group, handoff, why(error))
         trainer = group.reason(LAST_WORDS_S) or "it reports no failure, so the network or another worker failed"
     except NotConnectedError:
-        trainer = "its notes are gone, so it died or was shut down"
+        trainer = "its notes are gone, so it ended or was shut down"
     group.sever(f"{group.call([group.rank])} failed: {why(error)}")
     return type(error)(
         f"rank {group.rank} lost weights version {version} on its way from the trainer, "

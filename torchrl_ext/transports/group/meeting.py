@@ -297,7 +297,7 @@ def host(notes: NoteStore, key: str, generation: str, own: Note, within: Deadlin
         ready = notes.collect(f"{generation}/ready/", workers, within)
         if absent := [rank for rank in workers if rank not in ready]:
             raise within.error(
-                f"{ranks_text(absent)} ({', '.join(peers[rank] for rank in absent)}) arrived and then did not answer",
+                f"{ranks_text(absent)} ({', '.join(peers[rank] for rank in absent)}) arrived but then did not answer",
                 state="no group was formed",
             )
         return peers
@@ -338,7 +338,7 @@ def _absent(who: str, notes: NoteStore, within: Deadline) -> errors.WeightSyncEr
         f"{who} did not arrive at {notes.address}",
         expected="every rank enters at the same time",
         state="no group was formed",
-        hint="start the ranks that are missing, or mend world_size",
+        hint="start the missing ranks, or correct world_size",
     )
 
 

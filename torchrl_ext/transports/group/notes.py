@@ -288,7 +288,7 @@ class RemoteNotes(NoteStore):
     def _refused(self) -> TransportError:
         self._link.close()
         return TransportError(
-            f"{self._link.peer} does not let this worker in",
+            f"{self._link.peer} refused this worker",
             expected="a trainer of the same version of torchrl_ext, with the same secret",
             state="no group was joined",
             hint="check the address and the port, and give every rank the same secret; a trainer that sends through "
@@ -299,9 +299,9 @@ class RemoteNotes(NoteStore):
         self._link.close()
         return within.error(
             f"{self._link.peer} did not answer",
-            expected="the trainer (rank 0), alive",
+            expected="a trainer (rank 0) that runs",
             state="no group was joined",
-            hint="check master_address and master_port, and that the trainer is not frozen",
+            hint="check master_address and master_port, and that the trainer does not hang",
         )
 
     def close(self) -> None:
@@ -332,9 +332,9 @@ class RemoteNotes(NoteStore):
             except WeightSyncError as error:
                 self._link.close()
                 raise NotConnectedError(
-                    f"{self._link.peer} is dead, frozen or shut down: {error.what}",
+                    f"{self._link.peer} has ended, hangs or was shut down: {error.what}",
                     state="every version that was received completely is intact",
-                    hint="connect again when a trainer is back",
+                    hint="connect again when the trainer is back",
                 ) from error
 
 

@@ -130,7 +130,7 @@ class HostHandle(Handle, frozen=True, kw_only=True, tag="host"):
                 f"the trainer's shared memory, {path}, cannot be mapped here: {reason}",
                 expected=_SAME,
                 state="nothing was received",
-                hint="run both so, or use transport 'collective' or 'disk'",
+                hint="run both that way, or use transport 'collective' or 'disk'",
             ) from error
         close_in_children(segment)
         return segment
@@ -161,7 +161,7 @@ def create(device: str, nbytes: int) -> Segment:
     except OSError as error:
         os.close(descriptor)
         raise TransportError(
-            f"no {nbytes} bytes of shared memory can be had: {error}",
+            f"{nbytes} bytes of shared memory cannot be allocated: {error}",
             state="nothing was sent",
             hint="give a smaller bucket_bytes",
         ) from error

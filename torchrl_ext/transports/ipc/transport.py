@@ -1,4 +1,4 @@
-"""`IPCTransport` carries weights through memory that a trainer shares with engines of its own machine."""
+"""`IPCTransport` carries weights through memory that a trainer shares with engines on its machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger("torchrl_ext")
 _SMALLEST_BYTES = 2048
 _HOST_BYTES, _CUDA_BYTES = 16 << 20, 512 << 20
 _LEAST_BYTES = 1 << 20
-"""Where memory is short a default buffer is halved, down to this or the next larger half."""
+"""If memory is short, a default buffer is halved, down to about this size in bytes."""
 
 
 class IPCTransport(StandaloneTransport):
@@ -39,19 +39,20 @@ class IPCTransport(StandaloneTransport):
     While workers copy one half into their parameters, the trainer fills the other. On a CPU the buffer is anonymous
     shared memory, on a GPU an allocation shared by CUDA IPC; every worker, of however many engines, maps the same one.
     Neither has a name that could outlive its processes. The trainer owns the buffer until `shutdown`; workers map it
-    while they receive, and never longer.
+    only while they receive.
 
     Args:
-        channel: without a control layer, one user's ends with the same name meet; engines learn the address by `open`.
-        workers: without a control layer, how many workers a send waits for; more may come.
-        bucket_bytes: size of the staging buffer, both halves, in bytes; by default 16 MiB on the host, where it
-            stays in the processor's caches, and 512 MiB on a GPU; less where there is not as much memory.
-        device: ``"cpu"`` stages on the host even where there are GPUs; by default the trainer stages on the first GPU
-            of a worker that both see, else on the host.
+        channel: without a control layer, ends of one user with the same channel name connect; engines get the address
+            from `open`.
+        workers: without a control layer, the number of workers that a send waits for; more may join.
+        bucket_bytes: size of the staging buffer, both halves, in bytes; by default 16 MiB on the host, where it fits in
+            the processor's caches, and 512 MiB on a GPU; less if memory is short.
+        device: ``"cpu"`` stages on the host even if there are GPUs; by default the trainer stages on the first GPU of a
+            worker that both see, or else on the host.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
-        ConfigError: settings that cannot work.
+        ConfigError: the settings are invalid.
 
     Example:
         >>> sender = tx.WeightSender(tx.IPCTransport(), tx.connect(address))  # an engine of this machine
@@ -96,7 +97,7 @@ class IPCTransport(StandaloneTransport):
     # trainer end
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
-        """As `Transport.open`; 0 workers (no control layer) stands for those that call `receive_weights`."""
+        """See `Transport.open`; 0 workers (no control layer) means those that call `receive_weights`."""
         self._leave()
         self._alone = workers == 0
         if self._alone:
@@ -112,7 +113,7 @@ class IPCTransport(StandaloneTransport):
         """As `Transport.prepare`.
 
         Raises:
-            ConfigError: the staging buffer is too small for so many bytes.
+            ConfigError: the staging buffer is too small for the model.
         """
         if not self._alone:
             self._joined()
@@ -165,7 +166,8 @@ class IPCTransport(StandaloneTransport):
         troubles = connected.troubles()
         if troubles and self._alone:  # with a control layer, the engines report it themselves
             raise TransportError(
-                f"weights version {update.version} was not taken by {troubles}", state="the other workers have it"
+                f"weights version {update.version} did not reach every worker: {troubles}",
+                state="the other workers have it",
             )
 
     def _listen_at(self, address: str) -> ConnectedWorkers:
@@ -208,8 +210,8 @@ class IPCTransport(StandaloneTransport):
         """As `Transport.join`.
 
         Raises:
-            DeadlineError: the trainer does not let this worker in.
-            TransportError: another machine, user or pid namespace.
+            DeadlineError: the trainer did not accept this worker in time.
+            TransportError: the trainer is on another machine, or has another user or pid namespace.
         """
         offer = Offer.from_json(info, "the offer of an ipc transport")
         worker = IPCWorker(offer.address, local_devices, here.rank)

@@ -79,13 +79,13 @@ class IPCWorker(WorkerEnd, Mailbox):
 
         welcome = within.poll(
             let_in,
-            f"the trainer at {self._address} did not let rank {self._rank} in",
+            f"the trainer at {self._address} refused rank {self._rank}",
             **_PAUSES,
             expected="a trainer on this machine, of this user and network namespace",
             hint="use transport 'collective' or 'disk' between machines or containers",
         )
         if welcome is not None and welcome.session != session:
-            raise IntegrityError("another trainer answers at the address of this one", state="nothing was received")
+            raise IntegrityError("another trainer answers at this trainer's address", state="nothing was received")
 
     def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
         """As `Mailbox.get`; each version is announced once, and a trainer that is gone may come back."""
@@ -111,7 +111,9 @@ class IPCWorker(WorkerEnd, Mailbox):
         if link is None or welcome is None:
             raise NotConnectedError("this worker is not connected to a trainer", hint="connect first")
         if load.session != welcome.session:
-            raise NotConnectedError("the handoff is of another trainer than this worker's", hint="connect again")
+            raise NotConnectedError(
+                "the handoff comes from a trainer that this worker has not joined", hint="connect again"
+            )
         name, complete = None, False
         try:
             segment = welcome.segment.attach()
@@ -161,7 +163,7 @@ class IPCWorker(WorkerEnd, Mailbox):
             raise TransportError(
                 f"{link.peer} refused this worker: {message.why}",
                 state="nothing was received",
-                hint="mend that in the trainer, and connect again",
+                hint="fix the cause in the trainer, and connect again",
             )
         if isinstance(message, Welcome):
             try:

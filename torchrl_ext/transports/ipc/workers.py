@@ -209,10 +209,10 @@ def _hello(link: Link) -> Hello:
     """Return the message of a worker that connected.
 
     Raises:
-        TransportError: it does not say who it is.
+        TransportError: it does not identify itself.
         WeightSyncError: it is gone, or does not follow the protocol.
     """
     hello = read(link, Deadline(_HELLO_S))
     if not isinstance(hello, Hello):
-        raise TransportError(f"{link.peer} does not say who it is", expected="a worker of torchrl_ext")
+        raise TransportError(f"{link.peer} does not identify itself", expected="a worker of torchrl_ext")
     return hello

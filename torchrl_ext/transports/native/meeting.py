@@ -143,7 +143,7 @@ class Meeting(Member):
                 f"the {size} ranks of a group did not meet at {address}:{port}: {error.what}",
                 expected="every worker of every engine joins at the same time",
                 state="no group was formed",
-                hint="look at the engines' logs; they must reach this address (master_address) and port",
+                hint="read the engines' logs; they must reach this address (master_address) and port",
             ) from error
 
     def _maker(self, within: Deadline) -> Callable[[], Any]:
@@ -182,7 +182,9 @@ def _keep_store(host: str, port: int, within: Deadline) -> Any:
     try:
         listener = listen(host, port)
     except OSError as error:
-        raise TransportError(f"nobody can listen at {host}:{port}: {error}", hint="pick another port") from None
+        raise TransportError(
+            f"this process cannot listen at {host}:{port}: {error}", hint="pick another port"
+        ) from None
     host, port = listener.getsockname()[:2]
     host = "127.0.0.1" if host in ("::", "0.0.0.0") else host
     return made_in_time(partial(_store_at, host, port, within.timeout_s, listener.detach()), within)

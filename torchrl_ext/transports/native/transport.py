@@ -1,19 +1,18 @@
-"""`NativeTransport` sends full weights to engines that run nothing of ours, on the wires that they have themselves.
+"""`NativeTransport` sends full weights to engines without our plugin, by their own broadcasts.
 
-The control layer says `Offer` and `Load` to engines in their own words. A worker end of ours receives in an engine
-that has our plugin, in a fleet of which some have not. Without any control layer both ends are ours, and the collective
-transport connects them.
+The control layer translates `Offer` and `Load` to the engines' own routes. In a mixed fleet, an engine with our plugin
+receives with our worker end. Without a control layer both ends are ours, and the collective transport connects them.
 
-Both wires carry the bytes of tensors one after the other, without padding, and take a tensor out by a view of its
-dtype. So none may begin where its element size does not divide its place.
+Both protocols concatenate the bytes of tensors without padding, and the engine reads each tensor as a view of its
+dtype. So a tensor must begin at a multiple of its element size.
 
 * SGLang (``load_format="flattened_bucket"`` of ``/update_weights_from_distributed``, `sglang.srt.weight_sync`): one
   call, one broadcast. We end a bucket before the tensor that does not fit, or would not be aligned.
 * vLLM (backend ``nccl`` with ``packed``, `vllm.distributed.weight_transfer.packed_tensor`): a call has any number of
-  broadcasts, each of which ends with the tensor that makes it larger than the size agreed on. We end a call, too,
-  before a tensor that would not be aligned, since every call begins a new broadcast.
+  broadcasts, each of which ends with the tensor that makes it larger than the size agreed on. We also end a call before
+  a tensor that would not be aligned, since every call begins a new broadcast.
 
-The port has no secret, since stock engines send none: whoever reaches it while a group is formed can take a rank.
+The port has no secret, because stock engines send none: anyone who reaches it while a group forms can take a rank.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ __all__ = ["NativeTransport"]
 
 Make = Literal["sglang", "vllm"]
 MAKES: tuple[Make, ...] = get_args(Make)
-"""Engines whose wires are known."""
+"""Makes of engines whose broadcasts this transport knows."""
 
 
 class Offer(Wire, frozen=True):
-    """Where workers of one make meet the trainer, and how large a broadcast may become, in bytes."""
+    """Where workers of one make meet the trainer, and the largest size of a broadcast in bytes."""
 
     make: Make
     group: Invitation
@@ -65,15 +64,16 @@ class Load(GroupLoad, frozen=True, kw_only=True):
 def layout_of(
     params: Sequence[ParamMeta], make: str, bucket_bytes: int
 ) -> tuple[tuple[Bucket, ...], list[tuple[int, int]]]:
-    """Return how ``params`` travel; a function of its arguments only, so that two processes agree.
+    """Return the layout of ``params`` in broadcasts, from the arguments only, so that two processes agree.
 
     Args:
-        params: what travels, in this order. One without elements has no bytes, and belongs in no call's body.
+        params: the parameters, in the order of sending. A parameter without elements has no bytes and appears in no
+            call.
         make: ``"sglang"`` or ``"vllm"``.
         bucket_bytes: size of a broadcast; a larger tensor travels alone to SGLang, and ends a broadcast to vLLM.
 
     Returns:
-        The buckets, one broadcast each, but for those without bytes; and the parameters that each call names, as
+        The buckets, one broadcast each, except buckets without bytes; and the parameters that each call names, as
         ``(first, stop)``: ``first <= index < stop``.
     """
     buckets: list[Bucket] = []
@@ -111,18 +111,19 @@ class NativeTransport(StandaloneTransport):
     """Broadcasts full versions from the trainer (rank 0) to workers of stock engines (ranks 1 and up), all of one make.
 
     Args:
-        make: whose wire it is: ``"sglang"`` or ``"vllm"``.
-        master_address: where workers reach the trainer.
-        master_port: of the trainer's store; 0 picks a free port (with a control layer, which passes it on).
-        rank: of this process; 0 is the trainer. others are workers without a control layer.
+        make: make of the engines: ``"sglang"`` or ``"vllm"``.
+        master_address: the trainer's address, as workers reach it.
+        master_port: port of the trainer's store; 0 picks a free one, which a control layer passes on.
+        rank: rank of this process; 0 is the trainer, other ranks are workers without a control layer.
         world_size: 1 + number of workers; None takes it from `open`.
-        device: where tensors travel from and to; by default the current CUDA device, or the CPU without one.
-        backend: ``"nccl"`` or ``"gloo"``; by default nccl on CUDA and gloo on CPU. Stock vLLM speaks only NCCL.
+        device: device of the tensors that are sent and received; by default the current CUDA device, or the CPU without
+            one.
+        backend: ``"nccl"`` or ``"gloo"``; by default nccl on CUDA and gloo on CPU. Stock vLLM supports only NCCL.
         bucket_bytes: size of a broadcast; an engine holds one or two at a time.
-        timeout_s: deadline of every wait, in seconds. Engines have deadlines of their own, up to half an hour.
+        timeout_s: deadline of every wait, in seconds. Engines have their own deadlines, up to half an hour.
 
     Raises:
-        ConfigError: settings that cannot work.
+        ConfigError: the settings are invalid.
     """
 
     name: ClassVar[str] = "native"
@@ -142,7 +143,10 @@ class NativeTransport(StandaloneTransport):
     ) -> None:
         super().__init__(timeout_s=timeout_s)
         if make not in MAKES:
-            raise ConfigError(f"no wire of {make!r} is known", expected=" or ".join(map(repr, MAKES)))
+            raise ConfigError(
+                f"engines of make {make!r} have no broadcast of their own that this library knows",
+                expected=" or ".join(map(repr, MAKES)),
+            )
         self.make: Make = make
         where = (master_address, master_port, rank, world_size, device)
         how: dict[str, Any] = {"backend": backend, "bucket_bytes": bucket_bytes, "timeout_s": timeout_s}
@@ -161,7 +165,7 @@ class NativeTransport(StandaloneTransport):
     # the trainer's end
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
-        """As `Transport.open`; a new group at a new store, and the last one ends.
+        """See `Transport.open`; opens a new group at a new store, and ends the last group.
 
         Raises:
             ConfigError: the world size given at construction is another one.
@@ -249,7 +253,7 @@ class NativeTransport(StandaloneTransport):
         """As `Transport.join`.
 
         Raises:
-            DeadlineError: the trainer, or another rank, was not there in time.
+            DeadlineError: the trainer or another rank did not arrive in time.
         """
         offer = Offer.from_json(info, "the offer of a native transport")
         group = offer.group

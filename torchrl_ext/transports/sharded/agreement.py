@@ -63,7 +63,7 @@ class Needs(msgspec.Struct, frozen=True):
                 f"a worker joined without {absent[0]}, of which it needs slices",
                 expected="an update of parameters for which engines were connected",
                 state="nothing was sent",
-                hint="connect engines again for the new model",
+                hint="connect the engines again for the new model",
             )
         return Share.of_blocks(map(blocks.__getitem__, params))
 

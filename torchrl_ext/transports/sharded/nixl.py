@@ -132,7 +132,7 @@ class NixlGroup(PeerGroup):
             found = notes.collect(key, peers, within)
             absent = [one for one in peers if one not in found]
             if absent:
-                raise within.error(f"nothing was heard from {self.call(absent)}")
+                raise within.error(f"{self.call(absent)} did not answer")
             self._addresses = {one: msgspec.convert(note, _Address) for one, note in found.items()}
             self._ranks = {address.name: one for one, address in self._addresses.items()}
             self._meet()

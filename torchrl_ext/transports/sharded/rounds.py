@@ -170,9 +170,9 @@ class RoundSender:
         found = memory_of(block, self._read(param))
         if found is None:
             raise ManifestError(
-                f"this rank does not hold a block of {self._plan.params[param].name!r} that it has to send",
+                f"this rank does not hold a block of {self._plan.params[param].name!r} that it must send",
                 expected=f"elements {block.start} to {block.stop}",
-                hint="shards() must yield the same blocks in every update, or the plan is made again",
+                hint="make shards() yield the same blocks in every update, or connect again for a new plan",
             )
         return found
 
@@ -228,7 +228,7 @@ class RoundReceiver:
 
         Raises:
             TransportError, DeadlineError: as `PeerGroup.wait`.
-            IntegrityError: a tensor has landed otherwise than it was sent; names it.
+            IntegrityError: a tensor differs from what was sent; names it.
         """
         yielded, count = 0, len(self._plan.params)
         while yielded < count:
@@ -342,7 +342,7 @@ class RoundReceiver:
             if (found != expected[number]).any():
                 wanted, landed = (PositionDigest(*words.tolist()).hex() for words in (expected[number], found))
                 raise IntegrityError(
-                    f"parameter {self._plan.params[number].name!r} has landed otherwise than it was sent",
+                    f"parameter {self._plan.params[number].name!r} differs from what was sent",
                     expected=f"digest {wanted} of this worker's blocks, found {landed}",
                     state="the engine holds a damaged update and stays paused",
                     hint="send the version again",

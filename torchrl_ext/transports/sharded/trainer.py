@@ -209,6 +209,6 @@ def _first_difference(rank: int, own: Sequence[ParamMeta], rows: Sequence[Any]) 
     return ManifestError(
         f"trainer rank {rank} has {other or 'nothing'} as parameter {place}, and rank 0 has {mine or 'nothing'}",
         expected="the same parameters, in the same order, on every trainer rank",
-        state="nothing was sent; engines serve what they served",
+        state="nothing was sent; engines still serve their previous weights",
         hint="give every rank the same model, and WeightSender the same mapper and dtype",
     )

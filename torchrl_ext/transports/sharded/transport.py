@@ -25,31 +25,33 @@ from torchrl_ext.weights.source import WeightSource
 __all__ = ["ShardedTransport"]
 
 BUCKET_BYTES = 8 << 20
-"""Default bound on what a trainer rank sends, and a worker receives, in one round, in bytes; two are in flight."""
+"""Default limit on the bytes that a trainer rank sends, and a worker receives, in one round; two rounds overlap."""
 
 
 class ShardedTransport(StandaloneTransport):
     """Sends each worker its slices, straight from the trainer ranks that hold them: no gather, no full tensor.
 
-    Every rank of the trainer (of torch's process group; or one process without any) makes one, and calls
-    `update_weights` or `send_weights`. Ranks tell rank 0 which blocks they hold (`WeightSource.shards`), workers which
-    ones they need, and rank 0 makes a transfer plan and hands each member its part.
+    Every rank of the trainer (of torch's process group, or a single process without a group) creates a transport, and
+    calls `update_weights` or `send_weights`. Ranks report to rank 0 the blocks that they hold (`WeightSource.shards`),
+    workers the blocks that they need, and rank 0 computes a transfer plan and sends each member its part.
 
     Args:
-        master_address: where workers and other trainer ranks reach trainer rank 0.
-        master_port: of its store; 0 picks a free one (with a control layer, which passes it on).
+        master_address: address of trainer rank 0, as workers and other trainer ranks reach it.
+        master_port: port of its store; 0 picks a free one, which a control layer passes on.
         worker: without a control layer, the number of this worker, 0 to ``workers - 1``; None for a trainer rank.
-        workers: without a control layer, how many workers there are.
-        device: where tensors travel from and to; by default the current CUDA device, or the CPU without one.
+        workers: without a control layer, the number of workers.
+        device: device of the tensors that are sent and received; by default the current CUDA device, or the CPU without
+            one.
         carrier: ``"group"`` sends point to point over NCCL or gloo; ``"nixl"`` lets workers read from registered memory
             of the trainer (``pip install torchrl_ext[nixl]``).
-        backend: of carrier ``"group"``: ``"nccl"`` or ``"gloo"``; by default nccl on CUDA and gloo on the CPU.
-        bucket_bytes: what a trainer rank sends, and a worker receives, in one round, at most; two are in flight.
+        backend: ``"nccl"`` or ``"gloo"``, for carrier ``"group"``; by default nccl on CUDA and gloo on the CPU.
+        bucket_bytes: largest number of bytes that a trainer rank sends, and a worker receives, in one round; two rounds
+            overlap.
         secret: as in `VLLMCollectiveTransport`.
         timeout_s: deadline of every wait, in seconds.
 
     Raises:
-        ConfigError: settings that cannot work.
+        ConfigError: the settings are invalid.
 
     Example:
         >>> from threading import Thread
@@ -114,8 +116,8 @@ class ShardedTransport(StandaloneTransport):
             model_metadata: ``{name: (dtype, shape)}``, the same everywhere; empty to agree on nothing.
 
         Raises:
-            DeadlineError: names the ranks that did not arrive within `timeout_s`.
-            ManifestError: names the parameter on which ranks disagree.
+            DeadlineError: ranks, which the message names, did not arrive within `timeout_s`.
+            ManifestError: ranks disagree on a parameter, which the message names.
         """
         params = tuple(ParamMeta(name, dtype, tuple(shape)) for name, (dtype, shape) in model_metadata.items())
         within = self._within = Deadline(self.timeout_s, "the other ranks")
@@ -132,7 +134,7 @@ class ShardedTransport(StandaloneTransport):
                 raise ended.error
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
-        """As `Transport.open`; 0 workers (no control layer) stands for those that call `init_all_workers_group`.
+        """See `Transport.open`; 0 workers (no control layer) means those that call `init_all_workers_group`.
 
         Raises:
             TransportError: this is not trainer rank 0, or the port is taken.
@@ -159,7 +161,7 @@ class ShardedTransport(StandaloneTransport):
         """As `Transport.join`.
 
         Raises:
-            DeadlineError: names the ranks that did not arrive.
+            DeadlineError: ranks, which the message names, did not arrive.
         """
         offer = Offer.from_json(info, "the offer of a sharded transport")
         member = offer.member(_made(offer.backend))

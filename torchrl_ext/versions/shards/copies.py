@@ -184,7 +184,7 @@ class RankCopies(Baseline):
                     f"tensor {meta.name!r} of the source is not what `shards()` gave of it on all ranks",
                     expected=f"digest {expected.hex()}, found {found.hex()}",
                     state="nothing was published",
-                    hint="change no weights while they are sent, and send the same ones on every rank",
+                    hint="do not change weights during an update, and send the same weights on every rank",
                 )
             yield meta.name, tensor
         self._stream = None

@@ -77,12 +77,12 @@ def _require_apart(meta: ParamMeta, shards: Sequence[Shard]) -> None:
         if len(block.start) != len(whole.start) or len(block.stop) != len(whole.stop) or not whole.contains(block):
             raise ManifestError(f"a shard of {meta} is {block}", expected=f"a block within {whole}")
         if not shard.gathers and not all(map(int.__lt__, block.start, block.stop)):
-            raise ManifestError(f"a shard of {meta} is {block}, which is empty", hint="yield none in its place")
+            raise ManifestError(f"a shard of {meta} is {block}, which is empty", hint="do not yield it")
     pair = overlap(shard.block for shard in shards)
     if pair is not None:
         raise ManifestError(
             f"two shards of {meta} on this rank share elements: {pair[0]} and {pair[1]}",
             expected="blocks that are apart",
             state="nothing was sent",
-            hint="yield each element once; replicas are those of other ranks",
+            hint="yield each element once; other ranks hold the replicas",
         )

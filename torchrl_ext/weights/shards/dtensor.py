@@ -47,7 +47,7 @@ def shards_of_dtensor(meta: ParamMeta, tensor: Any) -> Iterator[Shard]:
             f"this rank holds {list(local)} of {meta}, placed as {tensor.placements}",
             expected=f"{list(expected)}, as torch.chunk splits it",
             state="nothing was sent",
-            hint="distribute it by distribute_tensor, parallelize_module or fully_shard",
+            hint="distribute it with distribute_tensor, parallelize_module or fully_shard",
         )
     for runs in itertools.product(*held):
         block = Block(tuple(start for start, _, _ in runs), tuple(stop for _, stop, _ in runs))
@@ -153,6 +153,6 @@ def require_whole(module: nn.Module) -> None:
                 "this rank holds a flat piece of its parameters",
                 expected="a module whose parameters are whole, or sharded as DTensors",
                 state="nothing was sent",
-                hint="shard it by FSDP2 (torch.distributed.fsdp.fully_shard); or gather FSDP1's full state dict on "
+                hint="shard it with FSDP2 (torch.distributed.fsdp.fully_shard); or gather FSDP1's full state dict on "
                 "every rank, and send that",
             )

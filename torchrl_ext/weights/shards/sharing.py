@@ -74,9 +74,9 @@ def disjoint(meta: ParamMeta, own: Mapping[Block, list[_Owner]]) -> dict[Block, 
         (hole,) = tiles(found, meta.shape)
         raise ManifestError(
             f"no trainer rank holds elements {hole} of {meta}",
-            expected="every element of every parameter at a trainer rank at least",
+            expected="every element of every parameter on at least one trainer rank",
             state="nothing was sent",
-            hint="look at what the source's shards() yields on each trainer rank",
+            hint="check the blocks that the source's shards() yields on each trainer rank",
         )
     return {
         piece: [holder for block, holders in own.items() if block.contains(piece) for holder in holders]

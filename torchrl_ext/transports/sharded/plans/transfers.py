@@ -130,7 +130,7 @@ def pieces_of(
     members, wants, turns = list(needs.values()), _as_array(list(needs), dimensions), 1
     for one, other in zip(*_meets(wants, wants)[:2], strict=True):
         if one < other and (both := set(members[one]).intersection(members[other])):
-            raise ManifestError(f"worker {min(both)} names elements of {meta} twice", expected="disjoint blocks")
+            raise ManifestError(f"worker {min(both)} asks for elements of {meta} twice", expected="disjoint blocks")
     pieces, holders = list[Block](), list[list[int]]()
     for cell, ranks in owned.items():
         parts = [cell]
