@@ -36,7 +36,7 @@ def test_full_broadcasts_take_the_wire_of_engines_without_our_plugin():
 
 def test_engines_that_share_no_broadcast_are_named_with_both_remedies():
     for engines, named in (
-        ([PLUGGED, FILES_ALONE], "http://f:1 has none of its own"),
+        ([PLUGGED, FILES_ALONE], "http://f:1 has no broadcast of its own"),
         ([STOCK_SGLANG, STOCK_VLLM], "engines of sglang and vllm share none"),
     ):
         with pytest.raises(ConfigError, match=rf"(?s){named}.*install the plugin.*'disk'"):
@@ -51,7 +51,7 @@ def test_engines_that_share_no_broadcast_are_named_with_both_remedies():
         ({"update_weight_mode": "half"}, "'full' or 'delta'"),
         ({"update_weight_transport": "pigeon"}, "'nccl' or 'disk' or 'sharded'"),
         ({"update_weight_transport": "sharded", "update_weight_mode": "delta"}, "full updates"),
-        ({"update_weight_transport": "sharded", "colocate": True}, "devices of their own"),
+        ({"update_weight_transport": "sharded", "colocate": True}, "to engines on other devices"),
         ({"update_weight_transport": "sharded", "update_weight_disk_dir": "/s"}, "'sharded' writes no files"),
         ({"update_weight_disk_keep_files": True}, "writes no files"),
         ({"custom_update_weight_post_write_path": "a.b"}, "writes no files"),

@@ -229,7 +229,7 @@ def test_several_pull_at_once_and_one_that_cannot_get_in_says_so(chain, root, lo
     assert same(read(local), history[number(local)])
     with open(local / ".weight_sync" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(DeadlineError, match="others did not stop changing"):
+        with pytest.raises(DeadlineError, match="other processes kept changing"):
             LocalCheckpoint(local, base).pull(str(root), 1, timeout_s=0.05)
 
 

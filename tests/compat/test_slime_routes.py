@@ -206,7 +206,7 @@ class TestStandIns:
 
     def test_an_update_that_was_not_begun_leaves_the_engine_serving(self, engine, history, tmp_path):
         engine.fails = "start"
-        assert "serves what it served" in ask(engine, LOAD, delta(tmp_path, 1), expected=400)
+        assert "still serves its previous weights" in ask(engine, LOAD, delta(tmp_path, 1), expected=400)
         assert not engine.paused and serves(engine, history[0])
 
     def test_a_pull_waits_for_no_load_and_every_call_has_a_deadline(self, engine, history, tmp_path, monkeypatch):

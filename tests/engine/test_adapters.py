@@ -125,7 +125,7 @@ def test_what_the_engine_could_not_serve_whole_is_refused_and_the_older_version_
         "layers.2": lora_policy(0, changes={"num_hidden_layers": 3}),  # the engine's model has two
     }
     for words, model in bad.items():
-        serves = f"(goes on serving, with|is serving, at) version {version}"
+        serves = f"(still serves, with|is serving, at) version {version}"
         with pytest.raises(UpdateError, match=f"(?s){words}.*{serves}") as error:
             adapters.load(NAME, model)
         (row,) = error.value.rows

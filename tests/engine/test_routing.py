@@ -218,7 +218,7 @@ def assert_least_lengths(client, now, expected):
 @only(*SGLANG)
 def test_engines_of_both_makes_are_not_put_behind_one_router(fleet):
     others = [tx.EngineInfo(url="http://127.0.0.1:1", kind="vllm")]
-    with pytest.raises(ConfigError, match="different dialects"):
+    with pytest.raises(ConfigError, match="different request formats"):
         Routing([*tx.discover(*(served.url for served in fleet)), *others])
 
 

@@ -59,7 +59,7 @@ def registered(tmp_path, plugin, files):
 def test_a_vllm_that_takes_no_backend_starts_and_says_so_once(tmp_path, files, words):
     said = registered(tmp_path, "vllm", files)
     assert said.count("found vLLM 0.9.0, tested with 0.32.0") == 1 and said.count("WARNING") == 1
-    assert words in said and "follows no trainer" in said
+    assert words in said and "cannot follow a trainer" in said
 
 
 CORE = "vllm/v1/engine/core.py"
@@ -78,7 +78,9 @@ def test_a_vllm_that_has_everything_is_found_without_a_warning(tmp_path):
 
 def test_a_vllm_with_other_workers_says_that_only_an_engine_made_with_our_backend_follows(tmp_path):
     said = registered(tmp_path, "vllm", WHOLE | {WORKERS: "class Worker: pass"})
-    assert said.count("WARNING") == 1 and "made without our backend" in said and "follows no trainer" not in said
+    assert (
+        said.count("WARNING") == 1 and "started without our backend" in said and "cannot follow a trainer" not in said
+    )
 
 
 BASE = """
@@ -160,14 +162,14 @@ def test_a_vllm_that_lands_no_weights_serves_and_refuses_every_trainer_before_an
     done = started(tmp_path, *absent)
     joined = done.stdout.splitlines()[0]
     assert joined.startswith("EngineError ConfigError: this vLLM lacks ") and any(name in joined for name in absent)
-    assert "the engine serves what it served" in joined and "by which weights land" in done.stderr
+    assert "the engine still serves its previous weights" in joined and "needs to load weights" in done.stderr
 
 
 def test_a_vllm_that_maps_the_weights_of_a_daemon_refuses_every_trainer(tmp_path):
     done = started(tmp_path, worker=WORKER.replace('load_format="auto"', 'load_format="ipc_cache"'))
     joined = done.stdout.splitlines()[0]
     assert joined.startswith("EngineError ConfigError: this engine maps weights that a daemon owns")
-    assert "the engine serves what it served" in joined
+    assert "the engine still serves its previous weights" in joined
 
 
 def test_a_vllm_whose_adapters_are_others_still_lands_weights(tmp_path):
@@ -252,7 +254,7 @@ HALF = {**BARE, HOOKS: REGISTRY, MANAGER: "class SchedulerWeightUpdaterManager:\
 def test_a_sglang_that_is_another_starts_and_says_so_once(tmp_path, files):
     said = registered(tmp_path, "sglang", files)
     assert said.count("found SGLang 0.6.0, tested with 0.5.23") == 1 and said.count("WARNING") == 1
-    assert "follows no trainer" in said
+    assert "cannot follow a trainer" in said
 
 
 def test_ways_to_load_that_other_releases_have_are_seen_by_whatever_name(tmp_path):
@@ -281,4 +283,4 @@ def test_a_sglang_that_takes_no_routes_of_ours_starts_all_the_same(monkeypatch, 
     routes.init(
         lambda manager, port: made.append((manager, port)), "manager", 1
     )  # without SGLang, none has `utils.auth`
-    assert made == [("manager", 1)] and "gets no routes of ours" in caplog.text
+    assert made == [("manager", 1)] and "our routes cannot be added" in caplog.text

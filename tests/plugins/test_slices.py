@@ -250,7 +250,7 @@ def test_each_worker_names_the_blocks_that_land_on_it(loader, rank):
     assert found["heads"] == (Block((12 * rank, 0), (12 * rank + 12, HIDDEN)),)
     whole = loader.whole()
     assert whole.keys() == {"decay", "corner"} and found.keys() == SHAPES.keys() - whole.keys()
-    assert "computes mixer.decay" in whole["decay"] and "far apart" in whole["corner"]
+    assert "computes mixer.decay" in whole["decay"] and "not adjacent" in whole["corner"]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -140,8 +140,8 @@ def convert(versions: Iterable[Rebuilt], folder: str | os.PathLike[str], layout:
         raise ConfigError(f"{path} exists already", expected="a new or empty directory", state="nothing was written")
     if layout != "ours" and _FOREIGN[layout].deltas_only and base is None:
         raise ConfigError(
-            f"layout {layout!r} has no full versions: all of them lead back to a checkpoint",
-            expected="the checkpoint with which its engines start",
+            f"layout {layout!r} has no full versions: every version builds on a checkpoint",
+            expected="the checkpoint that its engines start with",
             state="nothing was written",
             hint="name its directory with --base",
         )
@@ -223,8 +223,9 @@ class _Writer:
             if must:
                 raise ConfigError(
                     f"version {version.number} follows on version {self._number} here",
-                    expected=f"version {version.number - 1}: this layout counts from the base on, and leaves none out",
-                    hint="convert a root that was kept from its first version on (keep_files=True)",
+                    expected=f"version {version.number - 1}: this layout numbers versions from the base on, without "
+                    "gaps",
+                    hint="convert a root that has all versions since the first (keep_files=True)",
                 )
             return False
         if version.whole and not must:
@@ -238,7 +239,7 @@ class _Writer:
             raise ConfigError(
                 f"version {self._number} holds {held.get(other.name, f'no {other.name}')}",
                 expected=str(other),
-                hint="pass as --base the checkpoint with which the trainer began",
+                hint="pass as --base the checkpoint that the trainer started from",
             )
         return other is None
 

@@ -51,7 +51,7 @@ class AdapterTable(ABC):
             case ListAdapters():
                 pass
             case _:
-                raise ConfigError(f"a message of kind {message.kind!r} means nothing to adapters")
+                raise ConfigError(f"a message of kind {message.kind!r} is not one that adapters handle")
         return {"adapters": {name: self.row(name, label) for name, label in self.served.items()}, **more}
 
     def row(self, name: str, label: str) -> Info:
@@ -114,5 +114,6 @@ def refuse_layers(
             raise ConfigError(
                 f"the engine has no LoRA for layer {layer!r}",
                 expected=f"some of {', '.join(sorted(set(known)))}",
-                hint=hint or "leave it out of target_modules, or start the server so that --lora-target-modules has it",
+                hint=hint
+                or "leave it out of target_modules, or name it in --lora-target-modules when you start the server",
             )

@@ -28,7 +28,7 @@ def enable(engine: str, module: str, tested: str, needed: Mapping[str, Callable[
         try:
             use()
         except Exception as error:
-            log.debug("a plugin cannot make use of this release", exc_info=True)
+            log.debug("a plugin cannot use this release", exc_info=True)
             missing[follows] = f"{type(error).__name__}: {error}"
     try:
         found = str(getattr(importlib.import_module(module), "__version__", "of an unknown release"))

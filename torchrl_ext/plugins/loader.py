@@ -31,7 +31,7 @@ from torchrl_ext.weights.shards.blocks import Block
 
 __all__ = ["UNCHANGED", "EngineLoader", "EngineModel", "StandIns", "rebalanced", "swapped"]
 
-UNCHANGED = "nothing was changed; the engine serves what it served"
+UNCHANGED = "nothing was changed; the engine still serves its previous weights"
 _EVERY = "every parameter of the checkpoint that the engine was started with"
 
 
@@ -348,7 +348,9 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         sliced = self._sliced()
         if sliced is not None:
             return sliced.whole
-        why = "layers of this model rebuild their weights after loading, so that it is not known which parts they take"
+        why = (
+            "layers of this model rebuild their weights after loading, so the plugin cannot know which parts they need"
+        )
         return dict.fromkeys((meta.name for meta in self._params), why)
 
     def targets(self) -> Mapping[str, Sliced]:
@@ -380,7 +382,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         if lacking:
             more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
             raise ManifestError(
-                f"of a part with {', '.join(map(repr, opening[:3]))} the engine builds layers anew, and lacks "
+                f"of a part with {', '.join(map(repr, opening[:3]))} the engine rebuilds layers and lacks "
                 f"{', '.join(map(repr, lacking[:3]))}{more} for them",
                 state=UNCHANGED,
                 hint="name them too: only= with the path of the whole layer; or leave only= out",
@@ -427,7 +429,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         names = self.missing()
         if names:
             raise IntegrityError(
-                f"{len(names)} of the parameters that were announced did not come, first {names[0]!r}",
+                f"{len(names)} of the parameters that were announced did not arrive, first {names[0]!r}",
                 state="the model holds part of an update",
                 hint="send the version again",
             )
@@ -501,7 +503,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         if start is None:
             raise ConfigError(
                 "this engine cannot read its weights back, and they are not those that it was started with",
-                hint="let the trainer send a full version first: leave base= out",
+                hint="leave base= out, so that the trainer first sends a full version",
             )
         return {name: position_digest(tensor, digest).hex() for name, tensor in start}
 
@@ -554,7 +556,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
     def _why_not(self) -> str:
         """Return why no rehearsal is possible; "" if one is."""
         if self.modified:
-            return "the engine no longer holds the weights that it was started with: start it again"
+            return "the engine no longer holds the weights that it was started with; start it again"
         return "the engine was started without a checkpoint" if self.start_weights() is None else ""
 
     def rehearsal(self) -> Info:
@@ -593,7 +595,7 @@ def rebalanced() -> ConfigError:
         "this engine moves experts between its workers while it serves (EPLB)",
         expected="an engine started without --enable-eplb",
         state=UNCHANGED,
-        hint="where an expert's weights lie changes from step to step, so that no update could be proved",
+        hint="the location of an expert's weights changes from step to step, so no update could be proved",
     )
 
 

@@ -48,7 +48,7 @@ class Slices:
                 blocks = merged(walk.block for walk, _ in found)
                 used = {landing.source[1:]: landing.numel for _, landing in found}
                 if sum(block.numel for block in blocks) > _WASTE * sum(used.values()):
-                    self.whole[meta.name] = "the engine's loader takes elements of it that lie far apart"
+                    self.whole[meta.name] = "the engine's loader reads elements of it that are not adjacent"
                     continue
                 self._walks[meta.name], self.blocks[meta.name] = found, blocks
         plain = {name for name, own in pieces.items() if own and self.blocks.get(name)}
@@ -126,7 +126,7 @@ def _walks(meta: ParamMeta, landings: Collection[Landing]) -> list[tuple[Walk, L
             continue
         walk = landing.source.walk(meta.shape)
         if walk is None:
-            return f"what the engine's loader copies of it into {landing.param} lies in no block"
+            return f"the elements that the engine's loader copies into {landing.param} are not one block"
         found.append((walk, landing))
     return found
 

@@ -166,13 +166,13 @@ class WeightUpdateConfig:
         )
         yield (
             delta and self.colocate,
-            "delta mode does not go with colocated engines: they take weights by memory handles, and a delta would not "
-            "make those smaller",
+            "delta mode does not go with colocated engines: they receive weights by memory handles, which a delta "
+            "would not make smaller",
             "use update_weight_mode='full' with colocate",
         )
         yield (
             route == "sharded" and (delta or self.colocate),
-            "transport 'sharded' carries full updates, to engines on devices of their own",
+            "transport 'sharded' carries full updates to engines on other devices",
             "use update_weight_transport='nccl' or 'disk' for deltas, and 'nccl' with colocate",
         )
         yield (
@@ -194,7 +194,7 @@ class WeightUpdateConfig:
         )
         yield (
             self.release_train and (delta or not disk),
-            "release_train is set: the next trainer process knows nothing that a delta could be taken against",
+            "release_train is set: the next trainer process has no earlier weights to build a delta on",
             "set update_weight_mode='full' and update_weight_transport='disk', or leave it out",
         )
         owned, addresses = bool(self.vllm_config or self.sglang_config), self.rollout_external_engine_addrs
@@ -209,19 +209,19 @@ class WeightUpdateConfig:
             yield urls.count(url) > 1, f"rollout_external_engine_addrs has {url} twice", "list each engine once"
         yield (
             owned and bool(urls),
-            "rollout_external_engine_addrs and vllm_config or sglang_config exclude each other: engines belong to "
-            "somebody else, or to this job",
+            "rollout_external_engine_addrs and vllm_config or sglang_config exclude each other: engines are "
+            "external, or belong to this job",
             "keep one of the two",
         )
         yield (
             prefill is not None and (owned or bool(urls)),
-            "prefill_num_servers is set, and a YAML or addresses say which engines prefill",
+            "prefill_num_servers is set, but a YAML or addresses already determine which engines prefill",
             "leave it out",
         )
         yield (
             prefill is not None and (gpus is None or gpus <= prefill * each),
-            f"{prefill} prefill engines of {each} GPUs leave none of {gpus} to decode with",
-            "set rollout_num_gpus to more than they take",
+            f"{prefill} prefill engines of {each} GPUs leave none of the {gpus} GPUs for decoding",
+            "raise rollout_num_gpus",
         )
         yield (
             (self.vllm_router_ip is None) != (self.vllm_router_port is None),
@@ -323,10 +323,10 @@ def _broadcast_to(engines: Sequence[EngineInfo], ours: TransportConfig) -> Trans
     kinds = sorted({info.kind for info in engines})
     silent = ", ".join(info.url for info in engines if "native" not in info.transports)
     if silent or len(kinds) > 1:
-        why = f"{silent} has none of its own" if silent else f"engines of {' and '.join(kinds)} share none"
+        why = f"{silent} has no broadcast of its own" if silent else f"engines of {' and '.join(kinds)} share none"
         raise ConfigError(
             f"{without} cannot follow by broadcasts of ours, and {why}",
-            expected="our plugin in every engine, or engines of one make that follow by 'native'",
+            expected="our plugin in every engine, or engines of one make that can follow by 'native'",
             hint="install the plugin there, or set update_weight_transport='disk'; `torchrl-ext doctor` says more",
         )
     log.info("%s run without our plugin: full updates go by transport 'native'", without)

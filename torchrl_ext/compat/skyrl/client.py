@@ -87,7 +87,7 @@ class RemoteInferenceClient(EngineControl):
         ((self.proxy_url, self._dialect),) = proxy.items()
         if len(servers) > 1 and self.proxy_url in servers:
             raise ConfigError(
-                f"proxy_url {self.proxy_url} is one of {len(servers)} servers: the others would get no request",
+                f"proxy_url {self.proxy_url} is one of {len(servers)} servers: the others would get no requests",
                 hint="put a router in front of them (torchrl_ext.serving.routing.Routing)",
             )
         how: dict[str, Any] = {"limit": limit * len(servers) // dp_size, "api_key": self.api_key, "persistent": True}
@@ -105,7 +105,7 @@ class RemoteInferenceClient(EngineControl):
             ConfigError: there is no engine.
         """
         if not routing.engines:
-            raise ConfigError(f"there is no engine behind router {routing.url}")
+            raise ConfigError(f"no engine is registered at router {routing.url}")
         urls, kind = tuple(info.url for info in routing.engines), routing.engines[0].kind
         return cls(proxy_url=routing.url, server_urls=urls, kind=kind, **{"api_key": routing.api_key, **settings})
 
@@ -181,7 +181,7 @@ class RemoteInferenceClient(EngineControl):
             raise ConfigError("input_batch has no prompt_token_ids", hint="render or tokenize prompts first")
         sampling = dict(input_batch.get("sampling_params") or {})
         if sampling.pop("n", 1) != 1:
-            raise ConfigError("generate makes one continuation per prompt", hint="repeat the prompt, or call sample")
+            raise ConfigError("generate returns one continuation per prompt", hint="repeat the prompt, or call sample")
         sessions = input_batch.get("session_ids") or [None] * len(prompts)
         if len(sessions) != len(prompts):
             raise ConfigError(f"{len(sessions)} session_ids for {len(prompts)} prompts", expected="one per prompt")
@@ -260,7 +260,9 @@ class RemoteInferenceClient(EngineControl):
             ConfigError: the engines are SGLang's, which have no such route.
         """
         if self.kind == "sglang":
-            raise ConfigError("SGLang does not render chats", hint="give the client a tokenizer, and use its template")
+            raise ConfigError(
+                "SGLang does not render chats", hint="give the client a tokenizer, and use its chat template"
+            )
         body, session_id = self._body(request_payload)
         kind = "chat/completions" if "messages" in body else "completions"
         return await self.post(f"/v1/{kind}/render", body, session_id=session_id)
@@ -292,7 +294,7 @@ class RemoteInferenceClient(EngineControl):
         except RouteAbsent:
             return  # not every router has this route
         except (EngineError, DeadlineError) as error:
-            log.warning("session %s is not forgotten: %s", session_id, error)
+            log.warning("session %s was not ended: %s", session_id, error)
 
     async def post(self, route: str, body: Any = None, *, session_id: Any = None) -> Any:
         """Call any other request route through the router, and return the JSON answer."""
@@ -367,8 +369,8 @@ class RemoteInferenceClient(EngineControl):
             return model or None
         if self.uses_lora_weight_sync:
             raise ConfigError(
-                "LoRA is enabled, and the request names no model: it would get the base weights",
-                hint="give the adapter's name as model, or make the client with adapter=",
+                "LoRA is enabled, but the request names no model, so it would use the base weights",
+                hint="pass the adapter's name as model, or create the client with adapter=",
             )
         return self.model_name
 

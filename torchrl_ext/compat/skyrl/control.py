@@ -313,7 +313,7 @@ class EngineControl:
             return await self._worker_method("load", "update_weights_ipc", update_info=info)
         if "ipc_handles_pickled" in info:
             raise ConfigError(
-                "these CUDA IPC handles are in a form that only SkyRL's own servers read",
+                "only SkyRL's own servers can read these CUDA IPC handles",
                 hint='use WeightSender(make_transport("ipc"), client.fleet())',
             )
         return await self.update_named_weights(info)
@@ -421,7 +421,7 @@ class EngineControl:
     def _refuse_sglang(self) -> None:
         if self.kind == "sglang":
             hint = "use WeightSender(transport, client.fleet())"
-            raise ConfigError("SGLang's weight routes need facts that a transport knows", hint=hint)
+            raise ConfigError("SGLang's weight routes need arguments that only a transport knows", hint=hint)
 
     async def _step(self, what: str, route: str, body: Any = None, method: str = "", **kwargs: Any) -> dict[str, Info]:
         """Run a step of an update by a route, as `_posted`, or by a worker method of SkyRL's own servers."""

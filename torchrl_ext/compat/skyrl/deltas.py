@@ -61,8 +61,8 @@ def read_versions(store: Store, base: str | None) -> Iterator[tuple[int, Mapping
     """
     if base is None:
         raise ConfigError(
-            f"the versions in {store.url} lead back to a checkpoint that is not among them",
-            expected="the checkpoint with which SkyRL's trainer began",
+            f"the versions in {store.url} build on a checkpoint that is not among them",
+            expected="the checkpoint that SkyRL's trainer started from",
             hint="name its directory with --base",
         )
     numbers = sorted(int(match[1]) for match in map(_FOLDER.fullmatch, store.list()) if match)
@@ -113,7 +113,7 @@ def _damaged(where: str, why: str) -> IntegrityError:
     return IntegrityError(
         f"{where} is damaged: {why}",
         expected="a delta on the version before it, as SkyRL publishes",
-        state="nothing of this version was passed on",
+        state="no part of this version was loaded",
         hint="let the trainer publish again, or check --base",
     )
 

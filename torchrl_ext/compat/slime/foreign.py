@@ -148,8 +148,8 @@ class ForeignVersions:
             return Version(run_id=full.run_id, params=tuple(row.meta for row in full.params), full=full)
         if params is None and self._base is None:
             raise ConfigError(
-                f"the versions in {self._store.url} lead back to a checkpoint that is not among them",
-                hint="name the directory of the checkpoint with which their trainer started (base=, or --base on the "
+                f"the versions in {self._store.url} build on a checkpoint that is not among them",
+                hint="name the directory of the checkpoint that their trainer started from (base=, or --base on the "
                 "command line)",
             )
         params = CheckpointSource(str(self._base)).params() if params is None else params

@@ -110,7 +110,7 @@ class LocalCheckpoint:
             except FileNotFoundError as error:
                 raise StoreError(
                     f"{source} holds no complete version {version}, or not all that leads to it: {error}",
-                    expected="every file of a version before it is asked for",
+                    expected="every file of a version before you request it",
                     state=f"{self.directory} is as it was, or is copied anew by the next call",
                 ) from error
             except OSError as error:
@@ -230,7 +230,7 @@ class LocalCheckpoint:
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:  # slime's own has no run
-            log.warning("%s says nothing of use: %r", self._sync / _STATE, error)
+            log.warning("%s cannot be used: %r", self._sync / _STATE, error)
             return None
         return run, number
 
@@ -265,15 +265,15 @@ class LocalCheckpoint:
             if os.path.commonpath((own, other)) in (own, other):
                 raise ConfigError(
                     f"the local checkpoint {self.directory} lies in {other}, or has it inside",
-                    expected="a directory of its own, as files are replaced and removed there",
+                    expected="a separate directory, because files in it are replaced and removed",
                     state="nothing was changed",
                 )
         if (
             self.directory.is_dir() and any(self.directory.iterdir()) and not self._sync.is_dir()
         ):  # others make it first
             raise ConfigError(
-                f"{self.directory} holds files, and never was a local checkpoint",
-                expected="an empty directory, or a new one: what a version does not have is removed",
+                f"{self.directory} holds files but has never been a local checkpoint",
+                expected="an empty or new directory, because files that a version does not have are removed",
                 state="nothing was changed",
             )
 
@@ -294,7 +294,7 @@ class LocalCheckpoint:
         except OSError as error:
             raise StoreError(f"{self.directory} cannot be used: {error}", state="nothing was changed") from error
         try:
-            Deadline(timeout_s).poll(partial(_taken, descriptor), f"others did not stop changing {self.directory}")
+            Deadline(timeout_s).poll(partial(_taken, descriptor), f"other processes kept changing {self.directory}")
             yield
         finally:
             os.close(descriptor)

@@ -11,7 +11,7 @@
 =================================  ====================================================================================
 
 Answer: ``{"success": bool, "message": str, "num_paused_requests": 0}``, with status 400 where ``success`` is false. The
-message says whether the engine serves what it served, or is paused.
+message says whether the engine still serves its previous weights, or is paused.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ class SGLangWeightSyncScheme(VLLMWeightSyncScheme):
     ) -> None:
         if flush_cache_on_update and pause_mode not in (None, "abort"):
             raise ConfigError(
-                f"flush_cache_on_update=True requires pause_mode='abort', and it is {pause_mode!r}",
-                hint="leave flush_cache_on_update out: the cache is dropped with every update",
+                f"flush_cache_on_update=True requires pause_mode='abort', not {pause_mode!r}",
+                hint="leave flush_cache_on_update out: every update drops the cache",
             )
         super().__init__(master_address, master_port, num_gpus, 1, strategy, device)
         self.server_url, self.num_gpus = server_url.rstrip("/"), num_gpus
@@ -363,5 +363,5 @@ class VLLMDoubleBufferWeightReceiver(VLLMWeightReceiver):
 
 
 def _uninitialized() -> NotConnectedError:
-    hint = "call init_all_workers_group first; after shutdown, make another sender"
+    hint = "call init_all_workers_group first; after shutdown, create another sender"
     return NotConnectedError("the transport is not initialized", hint=hint)

@@ -37,8 +37,8 @@ _NOT_HERE = {"use_rslora": False, "use_dora": False, "rank_pattern": {}, "alpha_
 """Settings of PEFT that change what an adapter computes and that SGLang ignores, with their neutral values."""
 
 _HINT = (
-    "adapt gate_proj with up_proj, and q_proj with v_proj; or start the server so that --lora-target-modules "
-    "has the layer"
+    "adapt gate_proj with up_proj, and q_proj with v_proj; or name the layer in --lora-target-modules when you start "
+    "the server"
 )
 
 
@@ -84,9 +84,9 @@ class Adapters(AdapterTable):
         wrong = {name: config[name] for name, plain in _NOT_HERE.items() if config.get(name) not in (None, plain)}
         if wrong:
             raise ConfigError(
-                f"SGLang does not know {', '.join(f'{name}={value!r}' for name, value in wrong.items())}",
+                f"SGLang does not support {', '.join(f'{name}={value!r}' for name, value in wrong.items())}",
                 expected="plain LoRA, scaled by lora_alpha / r",
-                hint="train the adapter without, or send merged weights",
+                hint="train the adapter without these settings, or send merged weights",
             )
         kept = {self._served.get(name), self._before.get(name)}
         await self._drop(name, keep=kept)

@@ -53,9 +53,9 @@ _loaded: weakref.WeakSet[Any] = weakref.WeakSet()
 def register() -> None:
     """Register the hooks. May be called any number of times; what a release does not have is logged."""
     needed = {
-        "it follows no trainer by our transports": lambda: _wrap(_worker_hooks()),
-        "it takes no LoRA adapters": lambda: _wrap(sglang_adapters.HOOKS),
-        "slime's trainers cannot have it load versions": lambda: _wrap(sglang_routes.HOOKS),
+        "it cannot follow a trainer by our transports": lambda: _wrap(_worker_hooks()),
+        "it cannot load LoRA adapters from a trainer": lambda: _wrap(sglang_adapters.HOOKS),
+        "slime's trainers cannot make it load versions": lambda: _wrap(sglang_routes.HOOKS),
     }
     enable("SGLang", "sglang", _TESTED, needed)
 
@@ -116,7 +116,7 @@ def continue_generation(original: Callable[..., Any], scheduler: Any, *args: Any
     """Wrap the scheduler's part of ``/continue_generation``: one that holds a part of an update stays paused."""
     words = _refuses(scheduler)
     if words:
-        log.error("the server was told to continue, and stays paused: %s", words)
+        log.error("the server was asked to continue but stays paused: %s", words)
         scheduler._engine_paused = True  # not so before, where requests were aborted
         return None
     return original(scheduler, *args, **kwargs)
@@ -159,7 +159,7 @@ def _refuses(scheduler: Any) -> str | None:
     except EngineError as error:
         return str(error)
     except Exception:  # it would end the server
-        log.exception("it is not known whether this server holds a part of a weight update")
+        log.exception("this server may hold a part of a weight update")
         return None
     return ""
 

@@ -148,7 +148,7 @@ def init(original: Callable[..., Any], manager: Any, *args: Any, **settings: Any
         try:
             _add(server.app, manager)
         except Exception as error:  # noqa: BLE001 - it would end the server at its start
-            log.warning("this SGLang gets no routes of ours, so that no trainer can have it pull: %r", error)
+            log.warning("our routes cannot be added to this SGLang, so no trainer can make it pull: %r", error)
 
 
 def _add(app: Any, manager: Any) -> None:

@@ -81,7 +81,7 @@ class AdapterRoutes(AdapterTable):
         from vllm.lora.request import LoRARequest
 
         if self._models.is_base_model(name):
-            raise ConfigError(f"{name!r} is what the base model is called here", hint="call the adapter something else")
+            raise ConfigError(f"{name!r} is the name of the base model here", hint="give the adapter another name")
         lora_config = self._engine.vllm_config.lora_config
         if lora_config is None:
             raise ConfigError("LoRA is not enabled", hint="start the server with --enable-lora")

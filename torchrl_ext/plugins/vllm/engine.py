@@ -113,7 +113,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         sound, self._sound, self._open = self._sound, False, False
         missing = self._loader.missing()
         if missing:
-            log.error("a weight update was ended with %d parameters missing, and is dropped", len(missing))
+            log.error("a weight update ended with %d parameters missing and was dropped", len(missing))
         if missing or not sound:
             self._layers.roll_back()
             self._end.receiver.invalidate()

@@ -49,7 +49,7 @@ try:
     from torchrl_ext.plugins.vllm.runtime import REPAIRS, also_packed, readings
 except ImportError as error:
     _lacks = ConfigError(
-        f"this vLLM lacks names by which weights land: {error}",
+        f"this vLLM lacks internals that the plugin needs to load weights: {error}",
         expected="a release that docs/compatibility.md names",
         state=UNCHANGED,
         hint="or use transport 'disk' without our backend",

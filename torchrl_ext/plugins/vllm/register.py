@@ -33,9 +33,9 @@ def register() -> None:
     release does not have is logged, and nothing is raised.
     """
     needed = {
-        "it follows no trainer by our transports": _register_backend,
-        "an engine that was made without our backend cannot get it, vime's trainers cannot have it pull versions, and "
-        "whoever resumes it may let it serve a part of an update": _extend_workers,
+        "it cannot follow a trainer by our transports": _register_backend,
+        "an engine that was started without our backend cannot get it later, vime's trainers cannot make it pull "
+        "versions, and a resume may let it serve a part of an update": _extend_workers,
     }
     enable("vLLM", "vllm", _TESTED, needed)
 
@@ -121,7 +121,7 @@ def _take_over(worker: Any) -> None:
     if _engine_of(worker) is not None:
         return
     if worker._weight_update_active:
-        raise RuntimeError("an update of another trainer is open: end it before this engine follows a new one")
+        raise RuntimeError("an update of another trainer is open; end it before this engine follows a new trainer")
     other, model = worker.weight_transfer_engine, worker.model_runner.get_model()
     config, base = WeightTransferConfig(backend=BACKEND), started_with(worker, worker.model_config)
     worker.weight_transfer_engine = TorchRLExtEngine(config, worker.vllm_config, worker.device, model, base=base)

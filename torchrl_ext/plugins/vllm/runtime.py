@@ -49,7 +49,7 @@ def _answer(layer: Any, dtype: torch.dtype) -> Tensor | None:
     try:
         return layer.quant_method.apply(layer, fixed.to(device), None)
     except Exception as error:  # a third-party kernel may raise anything
-        log.warning("a %s gives no answer of its own", type(layer).__name__, exc_info=error)
+        log.warning("a %s cannot be probed by itself", type(layer).__name__, exc_info=error)
         return None
 
 
