@@ -1,5 +1,6 @@
 """Every Python block of the documentation runs as it is printed; `tests.pages` says what for."""
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -18,6 +19,7 @@ from tests.models import tiny_checkpoint
 from tests.pages import PAGES, ROOT, blocks, on_servers
 from tests.processes import WAIT_S, python, running_python
 from tests.rpc.ray_cluster import two_nodes
+from torchrl_ext import errors
 from torchrl_ext.cli.frame import COMMANDS
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.registry import transports
@@ -158,6 +160,34 @@ def test_the_page_of_the_command_line_has_each_command_and_examples_that_parse()
         if hasattr(command, "commands"):
             command, *words = command.commands[words[0]], *words[1:]
         command.make_context(name, words)
+
+
+def test_the_page_of_troubleshooting_has_every_error_class():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.WeightSyncError)
+    ]
+
+
+def test_every_message_of_the_page_of_troubleshooting_is_in_the_source():
+    """An f-string counts as its text with three dots for each value, so that dots of the page match them, too."""
+    messages = set()
+    for path in (ROOT / "torchrl_ext").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+                messages.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                messages.add(node.value)
+    page = (ROOT / "docs" / "troubleshooting.md").read_text().partition("\n## Messages\n")[2]
+    quoted = re.findall(r"^\| `(?:\.\.\.[:;] (?:\.\.\. )?)?([^`]+)` \|", page, re.MULTILINE)  # without where and why
+    assert len(quoted) > 20
+    gone = [
+        text for text in quoted if not any(map(re.compile(re.escape(text).replace(r"\.\.\.", ".*")).search, messages))
+    ]
+    assert not gone
 
 
 def test_every_link_of_readme_leads_to_a_heading_or_a_file():
