@@ -14,7 +14,7 @@ ABSENT = f"cuda:{torch.cuda.device_count()}"
 SEES = rf"{ABSENT}.*this process sees \d+ CUDA devices"
 
 
-@pytest.mark.parametrize(("device", "words"), [(ABSENT, SEES), ("abacus", "'abacus' is no device")])
+@pytest.mark.parametrize(("device", "words"), [(ABSENT, SEES), ("abacus", "'abacus' is not a device")])
 def test_a_device_that_this_process_does_not_have_is_refused_before_anything_is_opened(tmp_path, device, words):
     model = tiny_checkpoint(tmp_path / "model")
     for ask in (

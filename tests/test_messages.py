@@ -116,7 +116,7 @@ def test_what_a_transport_tells_its_worker_ends_travels_as_it_is():
         (LOAD, {"more": 1}, "a 'load' message is malformed: Object contains unknown field `more`"),
         (LOAD, {"kind": "pigeon"}, "no message of kind 'pigeon'.*one of .*join.*load"),
         (LOAD, {"kind": "connected"}, "no message of kind"),
-        (JOIN, {"params": [["w", "float9", [1]]]}, r"'float9' is no dtype.* at `\$.params\[0\]\[1\]`"),
+        (JOIN, {"params": [["w", "float9", [1]]]}, r"'float9' is not a dtype.* at `\$.params\[0\]\[1\]`"),
         (JOIN, {"params": [["w", "float32", [-1]]]}, r"Expected `int` >= 0 - at `\$.params\[0\]\[2\]\[0\]`"),
         (JOIN, {"compares": 1}, r"Expected `bool`, got `int` - at `\$.compares`"),
         (REHEARSE, {"how": "once\n"}, r"once\|never\|always.* at `\$.how`"),

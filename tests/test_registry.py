@@ -94,7 +94,7 @@ def test_a_transport_whose_class_cannot_be_had_is_named_and_the_others_are_follo
     ours.register("disk", "torchrl_ext.transports.disk:DiskTransport", "files")
     with pytest.raises(ConfigError, match="transport 'lost' cannot be imported: ") as raised:
         ours.load("lost")
-    assert "nowhere" in module or f"{module} is what its package names" in str(raised.value)
+    assert "nowhere" in module or f"package that has {module}" in str(raised.value)
     monkeypatch.setattr(inspection.registry, "transports", ours)
     assert inspection.followed() == ["disk"]
 

@@ -26,7 +26,7 @@ def known_device(device: torch.device | str | int) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         why = str(error).splitlines()[0]
-        raise ConfigError(f"{device!r} is no device: {why}", expected="'cpu', 'cuda:0', ...") from None
+        raise ConfigError(f"{device!r} is not a device: {why}", expected="'cpu', 'cuda:0', ...") from None
 
 
 def usable_device(device: torch.device | str | int) -> torch.device:

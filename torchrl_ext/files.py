@@ -128,7 +128,7 @@ def sync(path: _Path) -> None:
 
 def _special(path: _Path) -> IntegrityError:
     return IntegrityError(
-        f"{os.fspath(path)} is no regular file",
+        f"{os.fspath(path)} is not a regular file",
         expected="a regular file, not a pipe, device, directory or socket",
         state="it was not read",
         hint="remove it, and let the trainer publish again",

@@ -111,7 +111,7 @@ class Registry:
         try:
             return getattr(importlib.import_module(module), attribute)
         except Exception as error:  # another package's module may raise anything
-            hint = f"{path} is what its package names: install a release of it that has this class"
+            hint = f"install a release of the package that has {path}"
             if isinstance(error, ImportError):
                 hint = "install the package that the message names"
             raise ConfigError(f"{self._kind} {name!r} cannot be imported: {error}", hint=hint) from error

@@ -52,7 +52,7 @@ def dtype_from_name(name: str) -> torch.dtype:
     """
     dtype = _dtypes().get(name) if isinstance(name, str) else None
     if dtype is None:
-        raise ManifestError(f"{name!r} is no dtype of torch {torch.__version__}")
+        raise ManifestError(f"{name!r} is not a dtype of torch {torch.__version__}")
     return dtype
 
 

@@ -203,7 +203,7 @@ def test_a_directory_of_somebody_elses_is_refused_and_untouched(chain, root, tmp
 
 def test_without_a_base_only_full_versions_can_be_pulled(chain, root, local):
     for version in (0, 1):
-        with pytest.raises(ConfigError, match="started with is no directory"):
+        with pytest.raises(ConfigError, match="started with is not a directory"):
             LocalCheckpoint(local, "org/model").pull(str(root), version)
     own = weights(7)
     checkpoint(folder(root, 4), own)

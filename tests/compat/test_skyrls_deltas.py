@@ -90,7 +90,7 @@ def test_what_is_missing_before_the_newest_version_is_named(root, base, lost):
         (lambda document: document["tensors"][0].update(checksum_algorithm="xxh3-128"), "a.weight"),
         (lambda document: document["tensors"][0].update(payload_key="other"), "under another name"),
         (lambda document: document["tensors"][0].update(name="other", payload_key="other"), "unknown"),
-        (lambda document: document["tensors"][0].update(payload_file="../x.safetensors"), "no plain file name"),
+        (lambda document: document["tensors"][0].update(payload_file="../x.safetensors"), "not a plain file name"),
         (lambda document: document["tensors"].append(document["tensors"][0]), "twice"),
         (lambda document: document["tensors"].pop(), r"differ in \['b.weight'\]"),
     ],

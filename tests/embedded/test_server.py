@@ -100,7 +100,7 @@ def test_a_response_has_vllms_shape(http):
         ({"data": {"prompts": "x"}}, 415, "'application/x-www-form-urlencoded'"),
         ({"json": {"prompts": [[1]]}, "headers": {"origin": "https://page.example"}}, 403, "web pages"),
         ({"headers": {"origin": "null"}}, 403, "web pages"),
-        ({"content": b"{", "headers": {"content-type": "application/json; charset=utf-8"}}, 400, "no JSON"),
+        ({"content": b"{", "headers": {"content-type": "application/json; charset=utf-8"}}, 400, "not JSON"),
         ({"json": [1]}, 400, "got `array`"),
         ({"json": {"prompts": [["1"]]}}, 400, "prompts is malformed"),
         ({}, 400, "prompts is malformed"),

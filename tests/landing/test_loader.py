@@ -37,7 +37,7 @@ def test_what_cannot_land_is_named_before_anything_is_touched(params, said):
 def test_a_loader_stays_as_it_is_and_other_things_are_refused():
     loader = TensorsLoader({})
     assert as_loader(loader) is loader
-    with pytest.raises(ConfigError, match="cannot land in a list"):
+    with pytest.raises(ConfigError, match="cannot be loaded into a list"):
         as_loader([])
 
 

@@ -238,7 +238,7 @@ def test_what_one_router_cannot_serve_is_refused_before_it_is_made(urls, routers
     for engines, more, words in (
         ([sglang], {"make": "nginx"}, "'nginx'"),
         ([vllm, sglang], {}, "sglang, vllm need different request formats"),
-        ([vllm], {"router": "http://127.0.0.1:1", "policy": "random"}, "policy is for a router of ours"),
+        ([vllm], {"router": "http://127.0.0.1:1", "policy": "random"}, "policy applies to routers that the job starts"),
     ):
         with pytest.raises(ConfigError, match=words):
             Routing(engines, **more)

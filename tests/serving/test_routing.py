@@ -139,7 +139,7 @@ def test_a_router_with_pools_has_them_from_its_start_and_takes_no_more(urls):
         router = RouterClient(process.url)
         types = {worker.url: worker.worker_type for worker in router.workers()}
         assert types == {urls[0]: "prefill", urls[1]: "decode"}
-    with pytest.raises(ConfigError, match="prefill engines alone"):
+    with pytest.raises(ConfigError, match="prefill engines only"):
         RouterProcess(prefill=[urls[0]])
     with pytest.raises(ConfigError, match="pools and regular engines"):
         RouterProcess(urls, prefill=[urls[0]], decode=[urls[1]])

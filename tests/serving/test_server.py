@@ -30,7 +30,7 @@ def taken():
 def test_a_directory_that_does_not_exist_and_a_port_in_use_are_refused(tmp_path, taken):
     settings = {"port": taken, "python": sys.executable}
     for server in (EmbeddedServer, VLLMServer, SGLangServer):
-        with pytest.raises(ConfigError, match="nothing is no directory"):
+        with pytest.raises(ConfigError, match="nothing is not a directory"):
             server(tmp_path / "nothing", **settings)
         with pytest.raises(ConfigError, match=rf"port {taken} cannot be used.*in use"):
             server(tmp_path, **settings)

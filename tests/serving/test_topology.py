@@ -88,7 +88,7 @@ def test_update_weights_is_what_was_said_or_whether_the_path_is_the_trainers():
         ([{"name": "a", "server_groups": [group("router")]}], "Invalid enum value 'router'"),
         ([{"name": "a", "server_groups": [group(num_gpus=0)]}], r">= 1 - at .*num_gpus"),
         ([{"name": "a", "server_groups": [group(num_gpus=3, num_gpus_per_engine=2)]}], "3 GPUs for engines of 2"),
-        ([{"name": "a", "server_groups": [group("prefill")]}], "prefill engines alone"),
+        ([{"name": "a", "server_groups": [group("prefill")]}], "prefill engines only"),
         ([{"name": "a", "server_groups": [group("prefill"), group("decode"), group()]}], "pools and regular"),
         ([{"name": "a", "server_groups": [group("encoder")]}], "only encoders"),
         (

@@ -152,7 +152,7 @@ class TestFailures:
                 self.finish()
 
         engine = InProcessEngine(tx.WeightReceiver(Forgetful(nn.Linear(3, 2))))
-        with pytest.raises(UpdateError, match="'bias' of the model is not what the trainer sent"):
+        with pytest.raises(UpdateError, match="'bias' of the model differs from what the trainer sent"):
             tx.WeightSender(transport, engine).update_weights(nn.Linear(3, 2))
         assert not engine.serving.is_set()
 

@@ -71,5 +71,5 @@ def test_a_torchrl_strategy_applies_them_to_a_nested_model(ends, extract_as):
 
 @pytest.mark.parametrize("into", ["weights", "model"])
 def test_an_object_without_tensors_is_refused_at_once(ends, into):
-    with pytest.raises(ConfigError, match="cannot land in a list"):
+    with pytest.raises(ConfigError, match="cannot be loaded into a list"):
         ends.worker.receive_weights(None, **{into: [torch.zeros(3)]})

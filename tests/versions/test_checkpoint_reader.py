@@ -32,7 +32,7 @@ class TestVisibility:
         for other in (tmp_path / "nowhere", tmp_path / "empty"):
             (tmp_path / "empty").mkdir(exist_ok=True)
             elsewhere = tx.DiskTransport(root, seen_at=other)
-            with pytest.raises(StoreError, match="only visible to the trainer") as told:
+            with pytest.raises(StoreError, match="only the trainer sees") as told:
                 joined(elsewhere)
             assert str(other) in str(told.value)
 
@@ -148,7 +148,7 @@ class TestDamage:
         else:
             path.symlink_to("/dev/zero" if kind == "a device" else "../../elsewhere")
         with pytest.raises(
-            IntegrityError, match=rf"{file} .*(no regular file|a link to|1,099,511,627,776 bytes|cannot be read)"
+            IntegrityError, match=rf"{file} .*(not a regular file|a link to|1,099,511,627,776 bytes|cannot be read)"
         ):
             tx.make_transport(transport, root=root).receive_weights(0.0)
 

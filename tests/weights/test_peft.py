@@ -175,7 +175,7 @@ def test_models_and_folders_without_a_lora_adapter_are_refused(tmp_path):
         (lora_policy(0, init_lora_weights="pissa"), r"pissa.*base weights"),
         (peft.inject_adapter_in_model(lora, tiny_model(0)), "no PEFT config"),
         (tmp_path, r"adapter_config\.json is not there"),
-        (tmp_path / "damaged", "is no JSON"),
+        (tmp_path / "damaged", "is not JSON"),
     ):
         with pytest.raises(ConfigError, match=words):
             as_adapter(weights)

@@ -70,7 +70,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path):
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(os.path.relpath(tmp_path / "socket"))
     for path in tmp_path.iterdir():
-        with pytest.raises(IntegrityError, match=rf"{path.name} (is no regular file|cannot be opened)"):
+        with pytest.raises(IntegrityError, match=rf"{path.name} (is not a regular file|cannot be opened)"):
             TensorFile(path)
 
 

@@ -88,5 +88,5 @@ def _start(engine: str, model: str, release: str | None, settings: dict[str, Any
     if unknown:
         raise ConfigError(f"{engine} cannot be started with {', '.join(unknown)}", hint="leave it out")
     if not Path(model).is_dir():  # before anything is installed
-        raise ConfigError(f"{model} is no directory", expected="a Hugging Face checkpoint directory")
+        raise ConfigError(f"{model} is not a directory", expected="a Hugging Face checkpoint directory")
     return start(spec(model, **settings_for(engine, release), **settings))

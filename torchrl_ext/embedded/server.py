@@ -156,7 +156,7 @@ async def read_json(request: Request) -> Any:
     try:
         return json.loads(body) if body else {}
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the body is no JSON: {error}") from None
+        raise ConfigError(f"the body is not JSON: {error}") from None
 
 
 def _run(step: Callable[[QueryParams, Info], Info | None], **fields: Any) -> Callable[[Request], Any]:

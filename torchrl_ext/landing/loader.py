@@ -390,6 +390,6 @@ def as_loader(target: Any) -> WeightLoader:
     if isinstance(target, nn.Module) or is_mapping(target):
         return TensorsLoader(target)
     raise ConfigError(
-        f"weights cannot land in a {type(target).__name__}",
+        f"weights cannot be loaded into a {type(target).__name__}",
         expected="an nn.Module, a TensorDict, a mapping of tensors or a WeightLoader",
     )

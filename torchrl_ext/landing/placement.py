@@ -197,7 +197,11 @@ class _Observer(TorchDispatchMode):
                     state="nothing was changed",
                 )
             if exact and not _each_once(source):
-                log.info("elements of %s land in several places of %s: its changes cannot land one by one", name, param)
+                log.info(
+                    "elements of %s are copied to several places of %s, so its changes cannot be written one by one",
+                    name,
+                    param,
+                )
                 exact = False
             self.landings[name].append(
                 Landing(

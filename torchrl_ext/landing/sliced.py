@@ -45,7 +45,7 @@ def part_of(tensor: Tensor, block: Block) -> Tensor | None:
         return tensor[block.within(Block.whole(tensor.shape))]
     region = tensor._region
     if region.shape != tensor.meta.shape or not region.is_contiguous():
-        raise ConfigError(f"a view of {tensor.meta.name!r} stands where the full tensor was expected")
+        raise ConfigError(f"a view of {tensor.meta.name!r} was used in place of the full tensor")
     return memory_of(block, tensor.parts)
 
 

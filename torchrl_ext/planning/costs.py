@@ -183,7 +183,7 @@ def _delta(facts: Facts, encoding: str, carrier: str) -> Route:
     else:
         carried, obstacle = {"send": _broadcast(facts, size)}, _no_group(facts)
     if facts.colocated:
-        obstacle = "colocated engines take weights by memory handles, and a delta would not make those smaller"
+        obstacle = "colocated engines receive weights by memory handles, which a delta would not make smaller"
     line = _LINE_BYTES / facts.bytes_per_parameter  # elements per line of memory
     share = full * (1 - (1 - facts.density) ** line) / facts.workers_per_engine  # bytes of lines with a change in them
     commit_s = share / (_speed("commit") if facts.on_host else facts.device_bytes_s)
@@ -254,7 +254,7 @@ def _no_group(facts: Facts) -> str | None:
 
 def _no_files(facts: Facts, *, full: bool) -> str | None:
     if facts.shared_path is None:
-        return "there is no path that trainer and engines both see"
+        return "trainer and engines share no path"
     if full and "://" in facts.shared_path.removeprefix("file://"):
         return "full versions are checkpoint directories, and an object store has none"
     return None

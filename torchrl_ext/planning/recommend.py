@@ -46,7 +46,7 @@ DECISIONS: Mapping[str, Decision] = MappingProxyType(
         "path": Decision("trainer and engines cannot form a process group, but see the same path", _FULL + "disk"),
         "heavy": Decision("full checkpoints are too heavy, across clusters or datacenters", _DELTA + "disk"),
         "stack": Decision(
-            "engines have an environment of their own, or devices of another model or vendor",
+            "engines have another environment, or devices of another model or vendor",
             "rollout_external_engine_addrs update_weight_transport=disk",
         ),
         "validate": Decision("you want to test the delta's coding and loading inside one datacenter", _DELTA + "nccl"),

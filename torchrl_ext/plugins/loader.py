@@ -502,7 +502,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         start = None if self.modified else self.start_weights()
         if start is None:
             raise ConfigError(
-                "this engine cannot read its weights back, and they are not those that it was started with",
+                "this engine cannot read its weights back, and no longer holds the weights that it was started with",
                 hint="leave base= out, so that the trainer first sends a full version",
             )
         return {name: position_digest(tensor, digest).hex() for name, tensor in start}

@@ -196,7 +196,7 @@ def _attempt(loader: EngineLoader, start: _Start, cold: _Snapshot, repairs: tupl
             loader.land_whole()
             _load(loader, start.changed())
             if not _take_back(loader, start, cold):
-                found.wrong[""] = "changes do not land, neither in place nor by loading the whole model"
+                found.wrong[""] = "changes reach it neither in place nor by loading the whole model"
         start.loads += 1
     except Exception as error:  # a loader may raise anything
         log.warning("a rehearsal failed", exc_info=error)

@@ -46,7 +46,7 @@ from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, least
 
 __all__ = ["Engine"]
 
-_UNTOUCHED = "the engine's weights and its pause are what they were"
+_UNTOUCHED = "the engine's weights and its pause are unchanged"
 _PART = "part of an update"
 _KV = frozenset({"kv_cache"})
 _WEIGHTS = frozenset({"weights"})

@@ -55,9 +55,9 @@ def normalise_url(address: str) -> str:
         parts = urlsplit(url)
         parts.port  # noqa: B018 - raises if it is not a number, or out of range
     except ValueError as error:
-        raise ConfigError(f"{address!r} is no engine address: {error}", expected=_ADDRESS) from None
+        raise ConfigError(f"{address!r} is not an engine address: {error}", expected=_ADDRESS) from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{address!r} is no engine address", expected=_ADDRESS)
+        raise ConfigError(f"{address!r} is not an engine address", expected=_ADDRESS)
     if parts.query or parts.fragment or parts.username is not None:
         raise ConfigError(
             f"{address!r} has a query, a fragment or a user name, which a base address cannot have", expected=_ADDRESS
@@ -74,9 +74,7 @@ def normalise_urls(addresses: Iterable[str]) -> list[str]:
     urls = [normalise_url(address) for address in addresses]
     twice = sorted({url for url in urls if urls.count(url) > 1})
     if not urls or twice:
-        raise ConfigError(
-            f"address {twice[0]} is given twice" if twice else "there is no engine to ask: no address was given"
-        )
+        raise ConfigError(f"address {twice[0]} is given twice" if twice else "no engine address was given")
     return urls
 
 

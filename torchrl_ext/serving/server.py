@@ -132,7 +132,7 @@ class EngineSpec(ServerSpec):
 
     def check(self) -> None:
         if not self.model.is_dir():
-            raise ConfigError(f"{self.model_dir} is no directory", expected="a Hugging Face checkpoint directory")
+            raise ConfigError(f"{self.model_dir} is not a directory", expected="a Hugging Face checkpoint directory")
         super().check()
 
     @property

@@ -152,7 +152,7 @@ class LocalStore(Store):
     def add(self, place: str, name: str, data: bytes) -> None:
         folder = self.root / checked_key(place)
         if folder.parent != self.root or TEMPORARY not in place:
-            raise StoreError(f"{place!r} is no version that is being written", state="nothing was written")
+            raise StoreError(f"{place!r} is not a version that is being written", state="nothing was written")
         try:
             _LocalDraft(folder).write(name, data)
         except FileNotFoundError as error:

@@ -205,4 +205,4 @@ def _unpacked(data: bytes) -> bytes:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

@@ -170,7 +170,7 @@ class DiskLoads:
             admit(path)
             folder = Path(path).absolute()
             if not folder.is_dir() or not any(folder.glob("*.safetensors")):
-                raise StoreError(f"{path} is no checkpoint directory", state="nothing was loaded")
+                raise StoreError(f"{path} is not a checkpoint directory", state="nothing was loaded")
             self._joined = None
             self._replace(path, serves, flush, lambda: self._engine.reload(str(folder), label))
             return f"{path} is in service"
@@ -235,7 +235,7 @@ class DiskLoads:
                     self._engine.resume()
                     self._labels, state = set(), "the engine still serves its previous weights"
             raise StoreError(
-                f"{why(error)}; {what} {'did not land' if landing else 'was not begun'}",
+                f"{why(error)}; {what} {'was not loaded' if landing else 'was not started'}",
                 expected=error.expected if isinstance(error, WeightSyncError) else None,
                 state=state,
                 hint=hint,

@@ -339,7 +339,7 @@ class WeightReceiver:
         for name, digest in expected.items():
             if found.get(name) != digest:
                 raise IntegrityError(
-                    f"parameter {name!r} of the model is not what the trainer sent",
+                    f"parameter {name!r} of the model differs from what the trainer sent",
                     expected=f"digest {digest}, found {found.get(name)}",
                     state="the engine holds a damaged update and stays paused",
                     hint="send the version again",
@@ -467,7 +467,7 @@ class WeightReceiver:
 
     def _require_alone(self) -> StandaloneTransport:
         if self._alone is None:
-            raise NotConnectedError("this receiver has no transport of its own", hint="give WeightReceiver one")
+            raise NotConnectedError("this receiver has no transport", hint="pass a transport to WeightReceiver")
         return self._alone
 
 

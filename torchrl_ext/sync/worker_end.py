@@ -129,7 +129,7 @@ class WorkerEnd:
         if size is not None and not 1 <= first <= size - self._workers:
             raise ConfigError(
                 f"this engine's {self._workers} workers from rank {first} on do not fit into a world size of {size}",
-                expected="a world size of 1 (the trainer) + the workers of all engines, as each engine counts its own",
+                expected="a world size of 1 (the trainer) + the workers of all engines",
                 state="the engine joined nothing",
             )
         self.receiver.check(message)

@@ -263,8 +263,8 @@ def exclusive(transport: Transport, what: str) -> AbstractContextManager[None]:
     """Hold a transport for one send; a second send meanwhile raises ConcurrentUpdateError."""
     refusal = ConcurrentUpdateError(
         f"{what} was called while another send runs on this {transport.name} transport",
-        state="the running send goes on",
-        hint="send from one thread, or give each trainer a transport of its own",
+        state="the running send continues",
+        hint="send from one thread, or give each trainer its own transport",
     )
     return one_at_a_time(vars(transport).setdefault("_busy", threading.Lock()), refusal)
 

@@ -250,7 +250,7 @@ def connect_locally(address: Any) -> Link | None:
     """
     if not isinstance(address, str) or not _LOCAL_ADDRESS.fullmatch(address):
         raise ConfigError(
-            f"{address!r:.200} is no address of a trainer that speaks {_PROTOCOL}",
+            f"{address!r:.200} is not the address of a trainer that speaks {_PROTOCOL}",
             expected="the info of Transport.open",
             state="nothing was received",
             hint="use one release of torchrl_ext in trainer and engine",

@@ -68,7 +68,7 @@ class PublishedRoot:
 
         Args:
             path: of the call.
-            base: the checkpoint with which this engine was started; a name that is no directory counts as None.
+            base: the checkpoint with which this engine was started; a name that is not a directory counts as None.
 
         Raises:
             ConfigError: this engine may not open the path.
@@ -78,7 +78,7 @@ class PublishedRoot:
         given = Path(path).absolute()
         version = version_number(given.name)
         if version is None and not given.is_dir():
-            raise StoreError(f"{path} is no directory", state=_UNCHANGED)
+            raise StoreError(f"{path} is not a directory", state=_UNCHANGED)
         root = cls(given if version is None else given.parent, base if base and os.path.isdir(base) else None)
         version = root._chain().latest() if version is None else version
         if not version:
@@ -197,7 +197,7 @@ class PublishedRoot:
             "needs_base": self._needs_base(),
             "params": params,
             "connection": uuid.uuid4().hex,
-            "sender": sender or f"whoever named a version of {self.root} to the engine itself",
+            "sender": sender or f"the client that named a version of {self.root} to the engine itself",
         }
 
     def close(self) -> None:

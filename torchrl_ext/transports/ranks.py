@@ -262,7 +262,7 @@ class Session:
         if silent := [str(rank) for rank in keys if rank not in found]:
             self._late = not within.stop.is_set()
             who = f"trainer rank{'s' * (len(silent) > 1)} {', '.join(silent)}"
-            raise within.error(f"{who} did not answer", expected=_WHERE["expected"], hint=f"look at {who}")
+            raise within.error(f"{who} did not answer", expected=_WHERE["expected"], hint=f"check {who}")
         return [answer.given for answer in found.values()]
 
     def ask(self, step: str, /, **args: Any) -> list[Info]:

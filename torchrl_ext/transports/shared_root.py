@@ -65,12 +65,13 @@ class Invitation(Wire, frozen=True, kw_only=True):
             raise within.error("the trainer's root was not found", state=_NOT_SENT)
         if found != self.run_id.encode(errors="replace"):
             raise StoreError(
-                f"{here} does not hold what the trainer wrote into {trainer}: this root is only visible to the trainer"
+                f"{here} does not contain the file that the trainer wrote into {trainer}: only the trainer sees this "
+                "root"
                 if found is None
                 else f"{here} and {trainer} are different directories",
                 expected=f"the file {self.probe} in one directory that both ends see",
                 state=_NOT_SENT,
-                hint="pick a root on a filesystem that is mounted on both hosts under the same path",
+                hint="choose a root on a filesystem that is mounted on both hosts under the same path",
             )
 
 

@@ -103,7 +103,7 @@ class PublishedVersion:
             raise IntegrityError(
                 f"{self.path} was published by run {self.manifest.run_id}",
                 expected=f"run {run_id}, the trainer that announced it",
-                hint="give each trainer a root of its own",
+                hint="give each trainer its own root",
             )
         held, part = self.params(), self.manifest.part
         if part is not None and {meta.name for meta in params} == part[1].names:

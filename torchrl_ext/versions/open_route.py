@@ -133,7 +133,7 @@ class OpenRoute:
             return OpenDelta.of_blocks(self._payloads, folder, manifest, wanted)
         if manifest.container not in containers.names():
             raise ManifestError(
-                f"{where} is laid out in a form unknown here: there is no container {manifest.container!r}",
+                f"{where} has an unknown layout: there is no container {manifest.container!r}",
                 expected=f"one of {', '.join((BLOCKS, *containers.names()))}",
             )
         container: Container = containers.make(manifest.container)

@@ -33,7 +33,7 @@ class MappedSource(WeightSource):
             integer and bool tensors stay as they are. None casts nothing.
 
     Raises:
-        ConfigError: ``dtype`` is no floating-point dtype, or a pattern is no regular expression.
+        ConfigError: ``dtype`` is no floating-point dtype, or a pattern is not a regular expression.
         ManifestError: in `params`, where two names map to one.
     """
 
@@ -106,7 +106,7 @@ def as_mapper(mapper: Callable[[str], str] | Mapping[str, str]) -> Callable[[str
         mapper: a callable, or pattern -> replacement (`re.Match.expand` syntax), tried in order; other names stay.
 
     Raises:
-        ConfigError: a pattern is no regular expression.
+        ConfigError: a pattern is not a regular expression.
     """
     if not isinstance(mapper, Mapping):
         return mapper
@@ -115,7 +115,7 @@ def as_mapper(mapper: Callable[[str], str] | Mapping[str, str]) -> Callable[[str
         try:
             rules.append((re.compile(pattern), replacement))
         except re.error as error:
-            raise ConfigError(f"name pattern {pattern!r} is no regular expression: {error}") from None
+            raise ConfigError(f"name pattern {pattern!r} is not a regular expression: {error}") from None
 
     def mapped(name: str) -> str:
         for pattern, replacement in rules:

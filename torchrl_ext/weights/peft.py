@@ -153,7 +153,7 @@ def _refused(path: str, kind: str) -> ConfigError:
     return ConfigError(
         f"the adapter {kind} at {path or 'the root'!r} cannot be merged on the way out",
         expected="plain LoRA of linear, embedding and (2-d, 3-d) convolution layers, and modules_to_save",
-        hint="call merge_and_unload() on a copy and send that, or give a WeightSource of your own",
+        hint="call merge_and_unload() on a copy and send the copy, or pass your own WeightSource",
     )
 
 
@@ -221,7 +221,7 @@ class AdapterFolder(WeightSource):
         except ConfigError:
             raise
         except ValueError as error:
-            raise ConfigError(f"{config} is no JSON: {error}") from error
+            raise ConfigError(f"{config} is not JSON: {error}") from error
 
     def params(self) -> tuple[ParamMeta, ...]:
         return self._params

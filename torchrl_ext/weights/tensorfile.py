@@ -299,7 +299,7 @@ def parse_header(text: bytes | bytearray, nbytes: int) -> tuple[dict[str, tuple[
     metadata, entries, at = rows.pop("__metadata__", {}), dict[str, tuple[ParamMeta, int]](), 0
     places: list[tuple[int, int, str]] = []
     if not isinstance(metadata, dict):
-        raise ValueError("its metadata is no mapping")
+        raise ValueError("its metadata is not a mapping")
     for name, row in rows.items():
         try:
             word, shape, (begin, end) = row["dtype"], row["shape"], row["data_offsets"]
@@ -328,5 +328,5 @@ def parse_header(text: bytes | bytearray, nbytes: int) -> tuple[dict[str, tuple[
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name occurs twice")
     return found

@@ -354,7 +354,9 @@ def test_extra_states_and_optimizers_are_no_weights():
         "mtp.layers.0.enorm.weight": torch.zeros(16),
     }
     assert len(list(source_of(held, settings, place | {"ignore": ["mtp."]}).shards())) > 0
-    with pytest.raises(ManifestError, match=r"'mtp.layers.0.enorm.weight' in chunk 0 of pipeline stage 0 is no tensor"):
+    with pytest.raises(
+        ManifestError, match=r"'mtp.layers.0.enorm.weight' in chunk 0 of pipeline stage 0 is not a tensor"
+    ):
         source_of(held, settings, place)
 
 

@@ -97,7 +97,7 @@ def _check(transport: str, engine: str, running: Sequence[str] | None, tp: int) 
     transports.load(transport)
     if transport == "memory":
         raise ConfigError(
-            "transport 'memory' works within one process, and the demo's engine is a process of its own",
+            "transport 'memory' works within one process, but the demo's engine runs in another",
             expected=f"one of {', '.join(sorted(set(transports.names()) - {'memory'}))}",
         )
     if transport == "native" and not running:
@@ -130,7 +130,7 @@ def _running(addresses: Sequence[str], transport: str, model: str | None) -> tup
     needed = ("config.json", "tokenizer_config.json")  # SGLang names what it loaded last, which may have no tokenizer
     if model is None and not all((Path(served) / name).is_file() for name in needed):
         raise ConfigError(
-            f"{infos[0].url} serves {served!r}, which is no checkpoint directory with a tokenizer on this machine",
+            f"{infos[0].url} serves {served!r}, which is not a checkpoint directory with a tokenizer on this machine",
             hint="name the directory that training starts from with --model",
         )
     return infos, transport, model or served

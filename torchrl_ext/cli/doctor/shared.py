@@ -184,7 +184,7 @@ class Trainer:
         """Return whether a worker on ``host`` sees the root as this machine does; ``seen`` is its answer."""
         here, there, why = f"{socket.gethostname()}:{self.root}", f"{host}:{self.root}{worker}", seen.get("why")
         if not seen.get("seen"):
-            found = f"{there} does not hold what the trainer wrote: {why}"
+            found = f"{there} does not contain the trainer's file: {why}"
             remedy = "mount it on both hosts under the same path"
             return failure("shared root", found, f"the same directory as {here}", remedy)
         if seen.get("probe") is None:

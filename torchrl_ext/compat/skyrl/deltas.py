@@ -87,7 +87,7 @@ def _apply(store: Store, number: int, tensors: Mapping[str, Tensor]) -> None:
             if name not in tensors or name in seen or row.get("payload_key", name) != name:
                 raise ValueError(f"tensor {name!r} is unknown, twice there, or under another name")
             if not re.fullmatch(r"[\w.\-]+\.safetensors", file, re.ASCII):
-                raise ValueError(f"{file!r} is no plain file name")
+                raise ValueError(f"{file!r} is not a plain file name")
             seen.add(name)
             kind = row.get("checksum_algorithm", _CHECKSUM) if "checksum" in row else "sha256"
             rows.setdefault(file, {})[name] = kind, row["checksum"] if "checksum" in row else row["sha256"]

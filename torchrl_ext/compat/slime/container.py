@@ -54,7 +54,7 @@ def parse_safetensors(
         body = view[8 + length :]
         found, metadata = parse_header(bytes(view[8 : 8 + length]), len(body))
         if not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError("its metadata is no mapping of strings")
+            raise ValueError("its metadata is not a mapping of strings")
     except HEADER_DAMAGE as error:
         raise IntegrityError(
             f"{where} is damaged: {error}",

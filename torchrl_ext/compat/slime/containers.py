@@ -156,7 +156,7 @@ def _checked(decode: Decode, placed: Placing, expected: str, base: Tensor | None
     found = current.checksum(placed.checksum, byte_view(new).numpy())
     if found != expected:
         raise IntegrityError(
-            "it does not become what the trainer had",
+            "the result differs from the trainer's tensor",
             expected=f"{placed.checksum} {expected}, found {found}",
             state="nothing of it was used",
             hint="the delta was taken against another base, or is damaged",

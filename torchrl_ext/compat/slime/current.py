@@ -140,10 +140,10 @@ def parse_index(data: Buffer, where: str) -> tuple[DeltaIndex | None, Mapping[st
         document = json.loads(bytes(data))
         metadata, weight_map = document.get("metadata", {}), document["weight_map"]
         if not isinstance(metadata, dict) or not isinstance(weight_map, dict):
-            raise TypeError("metadata and weight_map are no objects")
+            raise TypeError("metadata or weight_map is not an object")
         for name, file in weight_map.items():
             if not isinstance(file, str) or not _FILE.fullmatch(file):
-                raise ValueError(f"tensor {name!r} is kept in {file!r}, which is no plain file name")
+                raise ValueError(f"tensor {name!r} is kept in {file!r}, which is not a plain file name")
         if not any(key in metadata for key in _KEYS[1:]):  # a full one may well say its version
             return None, weight_map
         words = [str(word) if type(word) is int else word for word in (metadata[key] for key in _KEYS)]

@@ -189,7 +189,7 @@ def parse_flush(data: Buffer, where: str, params: Mapping[str, ParamMeta]) -> Fl
         rows = json.loads(metadata.get("params", ""))
         stated = int(metadata.get("checksum", ""))
         if not isinstance(rows, list):
-            raise ValueError("params is no list")
+            raise ValueError("params is not a list")
     except (ValueError, RecursionError) as error:
         raise _bad(where, f"its metadata cannot be read: {error}") from None
     dtype = entries["__values__"][0].dtype

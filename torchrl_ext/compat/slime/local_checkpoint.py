@@ -105,18 +105,18 @@ class LocalCheckpoint:
                 except (IntegrityError, ManifestError) as error:
                     if held is None:
                         raise
-                    log.warning("%s is copied anew: %s", self.directory, error)
+                    log.warning("%s is copied again: %s", self.directory, error)
                     self._bring(store, version, None)
             except FileNotFoundError as error:
                 raise StoreError(
                     f"{source} holds no complete version {version}, or not all that leads to it: {error}",
                     expected="every file of a version before you request it",
-                    state=f"{self.directory} is as it was, or is copied anew by the next call",
+                    state=f"{self.directory} is unchanged, or the next call copies it again",
                 ) from error
             except OSError as error:
                 raise StoreError(
                     f"{self.directory} cannot be written: {error}",
-                    state="the next call copies it anew",
+                    state="the next call copies it again",
                     hint="name a directory on a local disk with room for the model",
                 ) from error
 
@@ -280,7 +280,7 @@ class LocalCheckpoint:
     def _known_base(self, why: str = "") -> str:
         if self._base is None:
             raise ConfigError(
-                f"{why}the checkpoint that the engine was started with is no directory here",
+                f"{why}the checkpoint that the engine was started with is not a directory here",
                 state="nothing was changed",
                 hint="start the server with a directory as its model, or let the trainer publish a full version",
             )

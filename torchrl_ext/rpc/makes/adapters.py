@@ -64,7 +64,7 @@ class AdapterPort(Port):
     ) -> None:
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"{name!r} is no valid name of an adapter", expected="letters, digits, '.', '_' and '-', at most 128"
+                f"{name!r} is not a valid name of an adapter", expected="letters, digits, '.', '_' and '-', at most 128"
             )
         self._engine, self.name, self._say = engine, name, say
         self._plugin, self._lora = plugin, lora

@@ -93,7 +93,7 @@ class HTTPPort(Port):
             try:
                 known = [answer.get("transports") for answer in Engine(self).inspect(Inspect())]
             except (EngineError, DeadlineError) as error:
-                log.warning("%s does not say which transports it can follow: %s", self.url, error)
+                log.warning("%s does not report which transports it can follow: %s", self.url, error)
                 return ()
             names = [set(map(str, one)) if isinstance(one, list) else set() for one in known]
             self._followed = tuple(sorted(set.intersection(*names)))

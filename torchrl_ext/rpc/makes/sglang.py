@@ -103,12 +103,12 @@ class SGLangPort(HTTPPort):
             model = self._model()
         except EngineRefusedError as error:
             if not isinstance(error, RouteAbsent):
-                log.warning("%s does not say what it serves now: %s", self.url, error)
+                log.warning("%s does not report the version that it serves: %s", self.url, error)
         transports: tuple[str, ...] = ()  # stays empty if control routes want a key that this client lacks
         try:
             transports = self.followed() if self._has_plugin() else facts.info.transports
         except EngineRefusedError as error:
-            log.warning("%s does not say whether it has our plugin: %s", self.url, error)
+            log.warning("%s does not report whether it has our plugin: %s", self.url, error)
         info = facts.serving(weight_version=model.get("weight_version"), model=model.get("model_path"))
         return replace(info, transports=transports)
 
@@ -143,7 +143,7 @@ class SGLangPort(HTTPPort):
             raise ConfigError(
                 f"{self.url} keeps keys and values in a store, which would go on serving those of the old weights",
                 expected="keep_cache=False, or a server without a store",
-                state="the engine's weights and its pause are what they were",
+                state="the engine's weights and its pause are unchanged",
             )
         found = self._as(type(self) if has_plugin else StockSGLangPort)
         found._ours, found._facts = has_plugin, facts

@@ -144,7 +144,7 @@ class VLLMPort(HTTPPort):
             raise ConfigError(
                 f"{self.url} has KV connector {names}, which would go on serving keys and values of the old weights",
                 expected="keep_cache=False, or a server without a connector",
-                state="the engine's weights and its pause are what they were",
+                state="the engine's weights and its pause are unchanged",
             )
         found = self._choose(facts)
         found._facts, found._ours = facts, found.proves

@@ -257,7 +257,7 @@ class MegatronSource(WeightSource):
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             raise ManifestError(
-                f"{name!r} in {where} is no tensor of a {self._architecture.family} model with this config",
+                f"{name!r} in {where} is not a tensor of a {self._architecture.family} model with this config",
                 expected=f"names such as {near[0]!r}" if near else None,
                 hint="check the config and the parallel sizes; use `names` for additional tensors of the checkpoint, "
                 "and `ignore` for tensors that are not sent",

@@ -34,7 +34,7 @@ from torchrl_ext.weights.source import WeightSource, as_source
 
 __all__ = ["EmbeddedObjectPort", "LocalPort", "ModulePort", "VLLMObjectPort"]
 
-_PLUGIN: Final = "install this package beside vLLM, and let VLLM_PLUGINS, where it is set, name torchrl_ext"
+_PLUGIN: Final = "install this package beside vLLM; if VLLM_PLUGINS is set, add torchrl_ext to it"
 _COPYING_S: Final = 10.0
 _LOOK_S: Final = 1.0  # how often a wait checks that the engine's loop still runs
 

@@ -207,9 +207,9 @@ class VLLMCollectiveTransport(StandaloneTransport):
             if self._agreed.get(meta.name) != meta:
                 raise ManifestError(
                     f"parameter {meta.name!r} is {meta}",
-                    expected=f"what the group agreed on: {self._agreed.get(meta.name, 'no such parameter')}",
+                    expected=f"the group's agreement: {self._agreed.get(meta.name, 'no such parameter')}",
                     state="nothing was sent",
-                    hint="call init_all_workers_group with the metadata of what is sent",
+                    hint="call init_all_workers_group with the metadata of the tensors that you send",
                 )
         self._handoffs += 1
         load = Load(group=group.generation, handoff=self._handoffs, bucket_bytes=self.bucket_bytes)

@@ -89,7 +89,9 @@ class ShardedTrainer:
         needs = group.notes.collect(f"{group.generation}/needs/", group.workers, within.again())
         silent = [rank for rank in group.workers if rank not in needs]
         if silent:
-            raise TransportError(f"{group.call(silent)} did not say what it needs", state="nothing was sent")
+            raise TransportError(
+                f"{group.call(silent)} did not report the slices that it needs", state="nothing was sent"
+            )
         self._needs = [unpacked(needs[rank], Needs, f"{group.call([rank])} sent needs") for rank in group.workers]
         self._params, self._plan = params, None
 

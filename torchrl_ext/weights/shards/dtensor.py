@@ -77,7 +77,7 @@ def _unknown(tensor: Any) -> str:
             return f"its blocks under a {type(placement).__name__} placement are not known"
     order = getattr(tensor._spec, "shard_order", None) or ()  # since torch 2.10; None where strided ones tell it
     if any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order):
-        return "dimensions of a mesh split it in an order of their own"
+        return "dimensions of a mesh split it in an unusual order"
     for size, (split, _) in zip(tensor.shape, _splits(tensor), strict=True):
         if len(split) > 1 and _order(split) is None and size % math.prod(count * factor for count, factor in split):
             return "dimensions of a mesh split it unevenly, in an order that its placements do not tell"
