@@ -1,8 +1,9 @@
-"""Load weights into one worker's model of vLLM or SGLang, and refuse what cannot land in it.
+"""Load weights into one worker's model of vLLM or SGLang, and refuse weights that do not fit it.
 
-Whole versions go through the model's own loader. Changes are written element by element where the live bytes are those
-of the checkpoint. Parameters that an engine keeps in another form (packed, shuffled, quantised) cannot be written to:
-their checkpoint tensors are kept on the host by the transport, patched there, and loaded again.
+Whole versions go through the model's own loader. Changes are written element by element if the live bytes equal the
+checkpoint's. The elements of parameters that an engine keeps in another form (packed, shuffled, quantised) cannot be
+written: the transport keeps their checkpoint tensors on the host, and the loader patches them there and loads them
+again.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _EVERY = "every parameter of the checkpoint that the engine was started with"
 
 
 class StandIns(NamedTuple):
-    """Tensors without data in the place of a model's own.
+    """Tensors without data that replace a model's own.
 
     Attributes:
-        tensors: in the form that the model's loader writes to, by runtime name.
-        needed: how many elements an update has to write to each runtime parameter.
-        copied: addresses of live tensors of which a layer computes with a packed copy, which a write would not reach.
+        tensors: the stand-ins, in the form that the model's loader writes to, by runtime name.
+        needed: number of elements that an update must write to each runtime parameter.
+        copied: addresses of live tensors of which a layer uses a packed copy, which a write would not reach.
     """
 
     tensors: Mapping[str, Tensor]
@@ -54,17 +55,17 @@ class EngineModel(Protocol):
 
     Attributes:
         module: the model; its ``load_weights`` takes (name, tensor) pairs of a checkpoint.
-        checkpoint: the directory, or the name, of what the engine was started with.
+        checkpoint: directory or name of the checkpoint that the engine was started with.
         group: the tensor-parallel workers, on the CPU.
-        alone: no other worker holds a part of the model.
-        shared: workers hold different tensors, so that a name of the checkpoint may land on another worker only.
-        dtype: in which the engine computes.
-        tied: the output embedding is the input embedding.
-        rejection: why an engine of these settings takes no update; None where it does.
-        dummy: fills a tensor, with the form and the marks of a runtime parameter, with the numbers that the engine
-            made up for it instead of loading a checkpoint; None where it loaded one.
-        by_layer: `open` builds single layers anew, so that each of them has to be loaded as a whole.
-        kept: last parts of names of runtime tensors that keep their memory and bytes while their layer is built anew.
+        alone: whether no other worker holds a part of the model.
+        shared: whether workers hold different tensors, so that a tensor of the checkpoint may belong to another worker.
+        dtype: the dtype in which the engine computes.
+        tied: whether the output embedding is the input embedding.
+        rejection: error of an engine whose settings exclude updates; None if it accepts them.
+        dummy: fills a tensor, with the shape and attributes of a runtime parameter, with the numbers that the engine
+            generated instead of loading a checkpoint; None if it loaded one.
+        by_layer: whether `open` rebuilds single layers, so that each must be loaded as a whole.
+        kept: last parts of the names of runtime tensors that keep their memory and bytes while their layer is rebuilt.
         repairs: steps that the engine's own processing leaves out after a load, by name: each takes the module and the
             layers that were loaded, and returns the layers that it finished.
     """
@@ -87,7 +88,7 @@ class EngineModel(Protocol):
     def repairs(self) -> Mapping[str, Callable[[nn.Module, Collection[nn.Module]], Iterable[nn.Module]]]: ...
 
     def stand_ins(self) -> AbstractContextManager[StandIns | None]:
-        """Swap the model's tensors for stand-ins, and back; None where its loader writes to none that can be known."""
+        """Swap the model's tensors for stand-ins, and back; None if its loader writes to unknown tensors."""
 
     def open(self, layers: Collection[str] | None) -> Collection[nn.Module]:
         """Bring layers into the form that the model's loader writes to, and return those that `close` has to finish.
@@ -97,7 +98,7 @@ class EngineModel(Protocol):
         """
 
     def close(self, layers: Collection[nn.Module]) -> None:
-        """Bring layers into the form that is computed with."""
+        """Convert layers to the form that the model computes with."""
 
     def readings(self) -> Iterator[Reading]:
         """Yield every tensor that this worker computes with (`torchrl_ext.proof.runtime.reachable`)."""
@@ -109,11 +110,11 @@ def swapped(
 ) -> Iterator[dict[str, Tensor]]:
     """Swap every parameter and buffer for a stand-in, and back; yields the stand-ins by name.
 
-    What a loader derives from them meanwhile goes as well: parameters, buffers, modules and other attributes are those
-    that were there, and no others.
+    It also removes what a loader derives from them meanwhile: all parameters, buffers, modules and other attributes are
+    restored.
 
     Args:
-        model: whose modules are changed.
+        model: the model whose modules are changed.
         stand_ins: makes the parameters and the buffers of one module.
     """
     before: list[tuple[Any, Any]] = []
@@ -136,20 +137,20 @@ def swapped(
 
 @final
 class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
-    """Loads weights into one worker's model, and knows which tensors lie there with the bytes that came.
+    """Loads weights into one worker's model, and knows which tensors the model holds unchanged.
 
-    `digests` reads a tensor back from the live model where this worker alone holds it whole and as it came. For others
-    it gives the digest of what was handed to the model's loader: a packed or quantised form cannot be read in
-    checkpoint coordinates, so the rehearsal has to show what becomes of them.
+    `digests` reads a tensor back from the live model if this worker holds all of it, unchanged. For other tensors it
+    returns the digest of the tensor that the model's loader received: a packed or quantised form cannot be read in
+    checkpoint coordinates, so the rehearsal must show that it is right.
 
     Args:
         model: the worker's model.
 
     Attributes:
-        modified: something was loaded after the weights that the engine was started with.
-        repairs: names of the model's repairs that are made after each load.
-        repaired: path of each layer that the last load needed a repair of -> the repair.
-        takes_slices: the transport brings slices of tensors (`torchrl_ext.landing.sliced`).
+        modified: whether weights were loaded since the engine's start.
+        repairs: names of the model's repairs that run after each load.
+        repaired: path of each layer that the last load had to repair -> the repair.
+        takes_slices: whether the transport sends slices of tensors (`torchrl_ext.landing.sliced`).
     """
 
     def __init__(self, model: EngineModel) -> None:
@@ -184,7 +185,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         return not self._loading
 
     def check(self, params: Iterable[ParamMeta]) -> None:
-        """Refuse what cannot land, by running the model's loader over tensors without data; see `WeightLoader`."""
+        """Run the model's loader on tensors without data, and refuse parameters that do not fit."""
         params = tuple(params)
         if self.model.rejection is not None:
             raise self.model.rejection
@@ -212,13 +213,13 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         return name in self._patcher.pieces
 
     def land_whole(self) -> None:
-        """Land changes by loading the whole model from now on."""
+        """From now on, apply changes by loading the whole model."""
         self._pieces, self._patcher, self._slices, self._whole_model = {}, Patcher({}), None, True
 
     def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
-        """Return a new pass over what the engine was started with, named as in an update; None where it is not known.
+        """Return a new pass over the engine's start weights, under an update's names; None if unknown.
 
-        Of numbers that the engine made up, what other workers hold is zero here.
+        If the engine generated its weights, the parts of other workers are zero here.
         """
         if self.model.dummy is None:
             source = CheckpointSource(self.model.checkpoint) if self._shapes else None
@@ -354,7 +355,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         return dict.fromkeys((meta.name for meta in self._params), why)
 
     def targets(self) -> Mapping[str, Sliced]:
-        """Return live memory of tensors that land without the model's loader, from a `start` on that takes slices."""
+        """Return the live memory of tensors that need no model loader, after a `start` that accepts slices."""
         return self._targets
 
     def _sliced(self) -> Slices | None:
@@ -369,7 +370,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
     # whole versions, and parts of them
 
     def part(self, names: frozenset[str] | None) -> None:
-        """Note what comes; the layers that are opened for it have to come whole, as the engine builds them anew."""
+        """Announce the update's tensors; opened layers must be complete, because the engine rebuilds them."""
         self._part, self._direct = None, frozenset()
         if names is None:
             return
@@ -402,7 +403,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         self._loading = True
 
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        """Apply every pair, by the model's own loader; where slices come, some past it (`Slices.direct`)."""
+        """Apply every pair with the model's own loader; some slices bypass it (`Slices.direct`)."""
         with torch.no_grad():
             self.model.module.load_weights(self._passing(pairs))
 
@@ -419,10 +420,10 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
                 write_pieces(tensor, self._pieces.get(name, ()))
 
     def finish(self) -> None:
-        """End the load: bring the layers into the form that is computed with.
+        """End the load: convert the layers to the form that the model computes with.
 
         Raises:
-            IntegrityError: parameters that were announced did not come.
+            IntegrityError: parameters that were announced did not arrive.
         """
         if not self._loading:
             return
@@ -438,7 +439,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         self._loading, self._targets, self._opened = False, {}, None
 
     def missing(self) -> list[str]:
-        """Return the parameters of an unfinished load that did not come yet."""
+        """Return the parameters of an unfinished load that have not arrived yet."""
         if not self._loading or self._rehearsing:
             return []
         sliced = self._coming()
@@ -479,7 +480,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         return self.model.alone and bool(self._pieces.get(name))
 
     def forget(self) -> None:
-        """Drop what is known of the model's bytes, and what was staged."""
+        """Forget the model's bytes and the staged changes."""
         self._handed, self._whole = {}, []
         self._patcher.forget()
 
@@ -490,12 +491,12 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
     # changes
 
     def position_digests(self, digest: str) -> dict[str, str]:
-        """Return position digests of what this worker reads back of its model, else of the start checkpoint.
+        """Return position digests of the model's tensors that can be read back, or else of the start checkpoint's.
 
-        The checkpoint that the engine was started with counts while nothing else was loaded.
+        The start checkpoint is used only while no other weights were loaded.
 
         Raises:
-            ConfigError: neither can be had.
+            ConfigError: neither is available.
         """
         if self.model.alone and self._params and all(self.patchable(meta.name) for meta in self._params):
             return {name: held.hex() for name, held in self._together(self._patcher.held(digest)).items()}
@@ -508,7 +509,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         return {name: position_digest(tensor, digest).hex() for name, tensor in start}
 
     def stage(self, changes: Changes) -> None:
-        """Translate changes of tensors that can be patched; bring the others to their new value on the host."""
+        """Translate changes of tensors that can be patched; update the others on the host."""
         self._whole = []
         self._staged, self._expected = self._patcher.stage(changes), changes.digests
         names = self._load_together(self._patcher.others)
@@ -521,7 +522,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         return self._patcher.staged_bytes + sum(tensor.nbytes for _, tensor in self._whole)
 
     def confirm(self) -> None:
-        """Compare what all workers of the engine staged with the trainer's digests."""
+        """Compare the staged changes of all workers of the engine with the trainer's digests."""
         compare(self._together(self._staged), self._expected)
 
     @torch.no_grad()
@@ -564,7 +565,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
 
     @torch.no_grad()
     def rehearse(self) -> Info:
-        """Rehearse the route of an update on the idle model, which holds what it was started with; return the result.
+        """Rehearse the route of an update on the idle model, which holds its start weights; return the result.
 
         Raises:
             EngineRefusedError, IntegrityError: see `Rehearsal.refusal`.
@@ -583,7 +584,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         return found.to_json()
 
     def refuse_unsound(self, *, unproved: bool = False) -> None:
-        """Raise `Rehearsal.refusal`; with ``unproved`` only where the engine was not brought back."""
+        """Raise `Rehearsal.refusal`; with ``unproved`` only if the engine was not restored."""
         found = self._rehearsed
         if found is not None and found.refused and not (unproved and found.restored):
             raise found.refusal()
