@@ -133,7 +133,7 @@ class TestIndexes:
         return base
 
     def test_a_delta_is_no_checkpoint_to_begin_with(self, chain, root):
-        with pytest.raises(IntegrityError, match="what changed in"):
+        with pytest.raises(IntegrityError, match="holds changes of"):
             trainer_at(root, base=folder(root, 1)).receive_weights(WAIT_S)
 
     @pytest.mark.parametrize("number", [2, 3, 7])

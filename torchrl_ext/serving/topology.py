@@ -218,4 +218,6 @@ def check_pools(whose: str, types: Collection[str]) -> None:
     if len(pools) == 1:
         raise ConfigError(f"{whose} has {pools.pop()} engines only", expected="prefill and decode engines")
     if pools and "regular" in types:
-        raise ConfigError(f"{whose} has pools and regular engines", expected="one or the other", hint="two routers")
+        raise ConfigError(
+            f"{whose} has both pools and regular engines", expected="one or the other", hint="two routers"
+        )

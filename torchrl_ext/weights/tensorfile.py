@@ -206,7 +206,7 @@ class TensorFile:
         name = next(payloads, None)
         if name is not None:
             raise IntegrityError(
-                f"{self.path} holds what changed in {name!r}",
+                f"{self.path} holds changes of {name!r}, not the tensor",
                 expected="whole tensors, as a checkpoint has",
                 state="nothing was read",
                 hint="name a full version; if the index lists this file as one, the index is damaged",

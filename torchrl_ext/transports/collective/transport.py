@@ -207,7 +207,8 @@ class VLLMCollectiveTransport(StandaloneTransport):
             if self._agreed.get(meta.name) != meta:
                 raise ManifestError(
                     f"parameter {meta.name!r} is {meta}",
-                    expected=f"the group's agreement: {self._agreed.get(meta.name, 'no such parameter')}",
+                    expected=f"the metadata that the group agreed on: "
+                    f"{self._agreed.get(meta.name, 'no such parameter')}",
                     state="nothing was sent",
                     hint="call init_all_workers_group with the metadata of the tensors that you send",
                 )

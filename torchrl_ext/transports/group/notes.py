@@ -179,7 +179,7 @@ class HostedNotes(NoteStore):
         if nbytes > min(NOTE_BYTES, room):
             raise TransportError(
                 f"the note {key!r} has {nbytes} bytes",
-                expected=f"at most {NOTE_BYTES}, and room for it among the others: {room} bytes",
+                expected=f"at most {NOTE_BYTES} bytes, and at most the {room} bytes that are left for notes",
             )
         self._texts[key] = request.text
         event = self._awaited.pop(key, None)

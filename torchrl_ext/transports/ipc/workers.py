@@ -158,7 +158,7 @@ class ConnectedWorkers:
                 break
             _await_word(late, left.within(_LOOK_S))
         if not self._active():
-            raise TransportError(f"no worker is left: {self.troubles() or 'none was connected'}")
+            raise TransportError(f"no worker remains: {self.troubles() or 'none was connected'}")
 
     def troubles(self) -> str:
         """Return which workers did not take the handoff, and why; empty when all did."""
