@@ -215,7 +215,7 @@ def refuse_router(session: HTTPSession) -> None:
                 return
             if _listed(answer) is not None:
                 raise ConfigError(
-                    f"{session.url} is a router: it would pass a control call to just one of its engines",
+                    f"{session.url} is a router: it would hand a control call to one engine of many",
                     expected="the address of an engine itself",
                     state="nothing was sent to any engine",
                     hint="give each engine's own address; a router is for generation requests only",
