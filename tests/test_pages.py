@@ -14,6 +14,7 @@ from contextlib import ExitStack
 import pytest
 import typer
 
+import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import tiny_checkpoint
 from tests.pages import PAGES, ROOT, blocks, on_servers
@@ -188,6 +189,11 @@ def test_every_message_of_the_page_of_troubleshooting_is_in_the_source():
         text for text in quoted if not any(map(re.compile(re.escape(text).replace(r"\.\.\.", ".*")).search, messages))
     ]
     assert not gone
+
+
+def test_the_page_of_the_api_has_every_name_of_the_package():
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert set(re.findall(r"`tx\.(\w+)`", page)) == {*tx.__all__} - {"__version__"}
 
 
 def test_every_link_of_readme_leads_to_a_heading_or_a_file():
