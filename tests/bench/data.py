@@ -6,6 +6,7 @@ import re
 import sysconfig
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +36,20 @@ def _text_tokens(vocabulary: int, limit: int) -> Tensor:
     return torch.tensor([known.get(word, 0) for word in words[:limit]])
 
 
+def chain_shape(hidden: int, layers: int, vocabulary: int) -> dict[str, Any]:
+    """Return what the configuration of a model of `real_chain` has of its own."""
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": max(1, hidden // 64),
+        "head_dim": 32,
+        "tie_word_embeddings": False,
+    }
+
+
 def real_chain(
     *,
     hidden: int = 256,
@@ -45,6 +60,7 @@ def real_chain(
     syncs: int = 1,
     steps_per_sync: int = 1,
     lr: float = 1e-6,
+    batch: int = 8,
     seed: int = 0,
 ) -> list[dict[str, Tensor]]:
     """Train a causal language model as with fp32 master weights, and return consecutive bfloat16 checkpoints of it.
@@ -56,19 +72,9 @@ def real_chain(
         ``syncs + 1`` checkpoints, name -> bfloat16 tensor.
     """
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=max(1, hidden // 64),
-        head_dim=32,
-        tie_word_embeddings=False,
-    )
-    model = Qwen3ForCausalLM(config).float()
+    model = Qwen3ForCausalLM(Qwen3Config(**chain_shape(hidden, layers, vocabulary))).float()
     tokens = _text_tokens(vocabulary, 400_000)
-    length, batch = 64, 8
+    length = 64
 
     def run(optimizer: torch.optim.Optimizer, steps: int) -> None:
         for _ in range(steps):

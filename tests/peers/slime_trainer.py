@@ -1,15 +1,18 @@
 """slime's own trainer code in a process of its own: its writer of deltas, and its client of an engine.
 
 Run as ``python slime_trainer.py SETTINGS``, the JSON of ``{"slime", "url", "args"}``: a checkout of THUDM/slime, an
-engine, and what slime's ``args`` hold. Each line of standard input is a file of tensors under their checkpoint names,
-to which the weights are set before an update; each answer is a line of JSON. Ray, Megatron and SGLang are stood in for:
-the first by calls in a thread, the second by tensors that have checkpoint names already; of the last nothing is used.
+engine, and what slime's ``args`` hold; with ``"reader"``, see `Measures`. Each line of standard input is a file of
+tensors under their checkpoint names, to which the weights are set before an update; each answer is a line of JSON. Ray,
+Megatron and SGLang are stood in for: the first by calls in a thread, the second by tensors that have checkpoint names
+already; of the last nothing is used.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
+import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -82,6 +85,43 @@ def stand_in(slime, weights):
     torch.empty = lambda *sizes, pin_memory=False, **settings: empty(*sizes, **settings)
 
 
+class Measures:
+    """What updates take with slime's own reader, whose file ``path`` is: it runs here, and not behind the engine."""
+
+    def __init__(self, engine, updater, path):
+        spec = importlib.util.spec_from_file_location("local_checkpoint", path)
+        reader = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(reader)
+        args = updater.args
+        held = (args.update_weight_local_checkpoint_dir, args.hf_checkpoint, args.update_weight_disk_dir)
+        engine.pull_weights = lambda target_version: reader.pull(*held, target_version)
+        self._updater, self._publish = updater, updater._publish
+        updater._publish = self._published
+        self._encode_s, self._began, self._held = 0.0, 0.0, None
+
+    def _published(self):
+        began = time.perf_counter()
+        self._publish()
+        self._encode_s = time.perf_counter() - began
+
+    def begin(self):
+        if self._held is None:
+            with open("/proc/self/clear_refs", "w") as file:  # the peak begins anew
+                file.write("5")
+            self._held = self._resident("VmRSS")
+        self._began = time.perf_counter()
+
+    def end(self):
+        total_s, peak = time.perf_counter() - self._began, self._resident("VmHWM") - self._held
+        sent = getattr(self._updater, "wire_bytes", 0)  # its first update only takes its baseline
+        return {"bytes": sent, "encode_s": self._encode_s, "total_s": total_s, "peak_bytes": peak}
+
+    @staticmethod
+    def _resident(field):
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith(field + ":"))
+
+
 def main(told):
     import torch.distributed as dist
     from safetensors.torch import load_file
@@ -101,11 +141,16 @@ def main(told):
         args, [], weights_getter=lambda: None, model_name="qwen3", quantization_config=None
     )
     updater.connect_rollout_engines([Handle(engine)], None)
+    measures = Measures(engine, updater, told["reader"]) if "reader" in told else None
     for line in sys.stdin:
         weights.clear()
         weights.update(load_file(line.strip()))
+        if measures:
+            measures.begin()
         updater.update_weights()
         answer = {"published": updater.weight_version, "serves": engine.get_weight_version()}
+        if measures:
+            answer |= measures.end()
         print(json.dumps(answer), flush=True)
 
 

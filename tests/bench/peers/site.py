@@ -1,0 +1,202 @@
+"""One engine of a make and its server, the checkpoints that it follows, and what it answers meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from torch import Tensor
+
+from tests.bench.data import chain_shape, real_chain
+from tests.bench.models import plain_linears
+from torchrl_ext.cli.environments import settings_for
+from torchrl_ext.registry import engines
+from torchrl_ext.serving.server import start
+from torchrl_ext.testing.tiny import make_tiny_lm
+from torchrl_ext.weights.checkpoint import CheckpointSource
+
+PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
+ANSWER_S = 60.0
+SIZES: dict[str, dict[str, Any]] = {
+    "full": {"shape": (768, 12, 16_000), "pretrain_steps": 30, "warm_steps": 8, "batch": 2},
+    "small": {"shape": (256, 2, 2000), "pretrain_steps": 10, "warm_steps": 4, "batch": 2},
+}
+"""Hidden size, layers and vocabulary of the model; how it is trained. 110 M parameters, and 2.8 M."""
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What an engine starts with, and consecutive steps of AdamW that it follows."""
+
+    folder: Path
+    start: Weights
+    steps: Sequence[Weights]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the model."""
+        return sum(tensor.nbytes for tensor in self.start.values())
+
+
+def make_checkpoints(folder: Path, size: str, updates: int) -> Checkpoints:
+    """Train a model, and write another one of its shape as a checkpoint, with which engines start."""
+    hidden, layers, vocabulary = SIZES[size]["shape"]
+    settings = {name: value for name, value in SIZES[size].items() if name != "shape"}
+    steps = real_chain(hidden=hidden, layers=layers, vocabulary=vocabulary, syncs=updates, **settings)
+    model = make_tiny_lm(folder, seed=1, dtype=torch.bfloat16, **chain_shape(hidden, layers, vocabulary))
+    return Checkpoints(model, {name: tensor.clone() for name, tensor in CheckpointSource(model)}, steps)
+
+
+class Site:
+    """A running server, and one client that asks it for one token after the other.
+
+    Attributes:
+        kind: ``"vllm"`` or ``"sglang"``.
+        url: of the server.
+        checkpoints: that it follows.
+        slime: a git repository of slime; None where there is none.
+    """
+
+    def __init__(self, kind: str, url: str, checkpoints: Checkpoints, folder: Path, slime: str | None) -> None:
+        self.kind, self.url, self.checkpoints, self.slime = kind, url, checkpoints, slime
+        self._folder, self._count = folder, 0
+        self._http = httpx.Client(base_url=url, timeout=ANSWER_S)
+        self._answers: list[float] = []
+        self._asking, self._done = threading.Event(), threading.Event()
+        self._asking.set()
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread.start()
+
+    def folder(self) -> Path:
+        """Return a new folder."""
+        self._count += 1
+        folder = self._folder / str(self._count)
+        folder.mkdir(parents=True)
+        return folder
+
+    def call(self, route: str, body: Any = None, **params: Any) -> httpx.Response:
+        """Post to a route of the server.
+
+        Raises:
+            httpx.HTTPStatusError: it refused.
+        """
+        response = self._http.post(route, json=body, params=params)
+        if response.is_error:
+            raise httpx.HTTPStatusError(f"{route}: {response.text[:400]}", request=response.request, response=response)
+        return response
+
+    def generate(self, count: int) -> list[Any]:
+        """Return the greedy continuation of a prompt: token ids, or vLLM's words for them."""
+        sampling = {"temperature": 0, "ignore_eos": True}
+        if self.kind == "sglang":
+            body = {"input_ids": PROMPT, "sampling_params": sampling | {"max_new_tokens": count}}
+            found = self.call("/generate", body).json()
+            complete = found["meta_info"]["finish_reason"]["type"] == "length"
+            return found["output_ids"] if complete else []
+        asked = {"model": "policy", "prompt": PROMPT, "max_tokens": count, "logprobs": 0, **sampling}
+        (choice,) = self.call("/v1/completions", asked | {"return_tokens_as_token_ids": True}).json()["choices"]
+        return choice["logprobs"]["tokens"] if choice["finish_reason"] == "length" else []
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """The client asks nothing in the block: rows of a batch would change roundings."""
+        self._asking.clear()
+        time.sleep(0.2)  # its last request ends; none of ours waits for it
+        try:
+            yield
+        finally:
+            self._asking.set()
+
+    def usual_gap(self) -> float:
+        """Return the usual seconds between two answers, from a moment without updates."""
+        time.sleep(0.4)
+        recent = self._answers[-20:]
+        return statistics.median(b - a for a, b in itertools.pairwise(recent))
+
+    def longest_gap(self, began: float, ended: float) -> float:
+        """Return the most seconds between two answers of which one at least lies in, or after, an update."""
+        until = time.perf_counter() + ANSWER_S
+        while not self._answers or self._answers[-1] <= ended:
+            if time.perf_counter() > until:
+                raise TimeoutError("the engine answers no more")
+            time.sleep(0.01)
+        times = list(self._answers)
+        pairs = itertools.pairwise(times)
+        return max((b - a for a, b in pairs if b >= began and a <= ended), default=0.0)
+
+    def answers(self, within_s: float) -> bool:
+        """Return whether it answers, after what failed: a paused engine is resumed first."""
+        route = "/resume" if self.kind == "vllm" else "/continue_generation"
+        asked, until = time.perf_counter(), time.monotonic() + within_s
+        try:
+            httpx.post(self.url + route, json={}, timeout=within_s)
+        except httpx.HTTPError:
+            return False
+        while time.monotonic() < until:
+            if self._answers and self._answers[-1] > asked:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def close(self) -> None:
+        """End the client."""
+        self._done.set()
+        self._asking.set()
+        self._thread.join(2)
+
+    def _ask(self) -> None:
+        while not self._done.is_set():
+            self._asking.wait()
+            try:
+                if self.generate(1):
+                    self._answers.append(time.perf_counter())
+                    continue
+            except (httpx.HTTPError, KeyError, ValueError):
+                pass
+            time.sleep(0.005)  # it aborted the request, or is gone
+
+
+WIRE = Path(__file__).with_name("wire")
+BACKENDS = {"vllm nccl": "nccl", "vllm sparse": "sparse_nccl"}
+"""Stock servers of vLLM, with nothing of ours but gloo in the place of NCCL."""
+
+
+@contextmanager
+def serving(name: str, checkpoints: Checkpoints, folder: Path, slime: str | None, timeout_s: float) -> Iterator[Site]:
+    """A server: ``vllm`` or ``sglang`` with our plugin, or one of `BACKENDS`. vLLM keeps linear weights unpacked."""
+    kind = name.partition(" ")[0]
+    settings: dict[str, Any] = settings_for(kind) | {"max_model_len": 256, "dtype": "bfloat16"}
+    settings |= {"start_timeout_s": timeout_s, "log_path": folder / f"{name}.log"}
+    with plain_linears(), pytest.MonkeyPatch.context() as patch:
+        if kind == "sglang":
+            patch.delenv("VLLM_PLUGINS")
+        if name in BACKENDS:
+            patch.setenv("PYTHONPATH", str(WIRE), prepend=os.pathsep)
+            plugins = f"{os.environ['VLLM_PLUGINS']},gloo_wire"
+            backend = json.dumps({"backend": BACKENDS[name]})
+            settings |= {"plugin": False, "environ": {"VLLM_PLUGINS": plugins}}
+            settings["extra_args"] = ["--weight-transfer-config", backend]
+        server = start(engines.part(kind, "server")(checkpoints.folder, **settings))
+    scratch = folder / name
+    with server:
+        site = Site(kind, server.url, checkpoints, scratch, slime)
+        try:
+            yield site
+        finally:
+            site.close()
+            shutil.rmtree(scratch, ignore_errors=True)

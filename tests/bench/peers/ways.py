@@ -1,0 +1,286 @@
+"""Ways to bring a version into an engine: a block each, which yields a call that makes one update."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from safetensors.torch import save_file
+
+import torchrl_ext as tx
+from tests.bench.peers.layouts import pairs
+from tests.bench.peers.site import Site, Weights
+from tests.bench.peers.wire.gloo_wire import Group
+from tests.peers import slime_trainer
+from torchrl_ext.cli.environments import settings_for
+from torchrl_ext.serving.processes import free_port
+
+SLIME_COMMIT = "624b824a8"
+Sent = dict[str, Any]
+"""``bytes`` and ``encode_s`` of an update; ``total_s`` where it is not that of the call."""
+Update = Callable[[Weights], Sent]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way.
+
+    Attributes:
+        name: for the table.
+        server: that it needs, a name of `tests.bench.peers.site.serving`.
+        open: makes it ready.
+        ours: whether it is of this package.
+        note: what has to be known beside its figures.
+    """
+
+    name: str
+    server: str
+    open: Callable[[Site], AbstractContextManager[Update]]
+    ours: bool = field(default=False, kw_only=True)
+    note: str = field(default="", kw_only=True)
+
+
+@contextmanager
+def ours(site: Site, transport: str, **settings: Any) -> Iterator[Update]:
+    """A transport of this package."""
+    if transport in ("disk", "delta") and settings.get("carrier") != "collective":
+        settings["root"] = site.folder()
+    if transport == "disk":
+        settings["files"] = site.checkpoints.folder
+    sender = tx.WeightSender(tx.make_transport(transport, **settings), tx.connect(site.url))
+
+    def update(weights: Weights) -> Sent:
+        report = sender.update_weights(weights)
+        found = {"bytes": report.bytes, "encode_s": report.spans.get("prepare", 0.0), "proof": report.proof}
+        return found | {"reported_pause_s": max(row.pause_s for row in report.engines)}
+
+    try:
+        yield update
+    finally:
+        sender.shutdown()
+
+
+@contextmanager
+def reload_by_hand(site: Site) -> Iterator[Update]:
+    """`safetensors` and the engine's own reload, as one writes it by hand."""
+    folder = site.folder() / "model"
+    shutil.copytree(site.checkpoints.folder, folder)
+
+    def update(weights: Weights) -> Sent:
+        began = time.perf_counter()
+        save_file(weights, folder / "new", {"format": "pt"})
+        os.replace(folder / "new", folder / "model.safetensors")
+        written = time.perf_counter() - began
+        if site.kind == "vllm":
+            site.call("/pause", mode="keep")
+            site.call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+            site.call("/reset_prefix_cache")
+            site.call("/resume")
+        else:
+            with paused_sglang(site):
+                body = {"model_path": str(folder), "load_format": "auto", "flush_cache": False}
+                site.call("/update_weights_from_disk", body)
+        return {"bytes": (folder / "model.safetensors").stat().st_size, "encode_s": written}
+
+    yield update
+
+
+@contextmanager
+def paused_sglang(site: Site) -> Iterator[None]:
+    """Aborts what runs and empties the cache, as slime does, and goes on after the block."""
+    site.call("/pause_generation", {"mode": "abort"})
+    site.call("/flush_cache", timeout=10)
+    yield
+    site.call("/continue_generation", {})
+
+
+@contextmanager
+def from_tensor(site: Site) -> Iterator[Update]:
+    """SGLang's ``update_weights_from_tensor``: tensors in shared memory, pickled as its own client does."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+
+    def update(weights: Weights) -> Sent:
+        began = time.perf_counter()
+        buffer = io.BytesIO()
+        shared = [(name, tensor.clone()) for name, tensor in weights.items()]  # `dump` moves storages
+        ForkingPickler(buffer).dump(shared)
+        encoded = time.perf_counter() - began
+        with paused_sglang(site):
+            site.call("/begin_weight_update", {})
+            tensors = [base64.b64encode(buffer.getvalue()).decode()]
+            site.call("/update_weights_from_tensor", {"serialized_named_tensors": tensors, "flush_cache": False})
+            site.call("/end_weight_update", {})
+        return {"bytes": sum(tensor.nbytes for tensor in weights.values()), "encode_s": encoded}
+
+    try:
+        yield update
+    finally:
+        torch.multiprocessing.set_sharing_strategy("file_descriptor")
+
+
+@contextmanager
+def vllm_wire(site: Site, *, sparse: bool) -> Iterator[Update]:
+    """vLLM's own weight transfer, called as its documentation says: tensor by tensor, dense or as sparse patches."""
+    port, held = free_port(), dict(site.checkpoints.start)
+    init = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(site.call, "/init_weight_transfer_engine", {"init_info": init})
+        group = Group("127.0.0.1", port, 0, 2)
+        joined.result()
+
+        def update(weights: Weights) -> Sent:
+            began = time.perf_counter()
+            parts: dict[str, list[torch.Tensor]] = {name: [tensor] for name, tensor in weights.items()}
+            if sparse:
+                found = {name: pairs(held[name], tensor) for name, tensor in weights.items()}
+                parts = {
+                    name: [torch.from_numpy(where), torch.from_numpy(bits.view("int16")).view(torch.bfloat16)]
+                    for name, (where, bits) in found.items()
+                    if where.size
+                }
+            encoded = time.perf_counter() - began
+            if parts:
+                site.call("/pause", mode="keep")
+                site.call("/start_weight_update")
+                info = {"names": list(parts), "dtype_names": ["bfloat16"] * len(parts)}
+                info["shapes"] = [list(weights[name].shape) for name in parts]
+                if sparse:
+                    info["num_updates_list"] = [where.numel() for where, _ in parts.values()]
+                called = pool.submit(site.call, "/update_weights", {"update_info": info})
+                for part in parts.values():
+                    for tensor in part:
+                        group.broadcast(tensor)
+                called.result()
+                site.call("/finish_weight_update", {})
+                site.call("/reset_prefix_cache")
+                site.call("/resume")
+            held.update(weights)
+            return {"bytes": sum(t.nbytes for part in parts.values() for t in part), "encode_s": encoded}
+
+        try:
+            yield update
+        finally:
+            group.destroy()
+
+
+@contextmanager
+def slime(site: Site, encoding: str) -> Iterator[Update]:
+    """slime's own writer of deltas and its own reader, both unchanged, in a process of their own."""
+    if site.slime is None:
+        raise LookupError("not run: TORCHRL_EXT_SLIME names no git repository of slime")
+    place = site.folder()
+    git = ["git", "-C", site.slime]
+    archive = subprocess.run([*git, "archive", SLIME_COMMIT, "slime"], capture_output=True, check=True).stdout
+    subprocess.run(["tar", "-x", "-C", place], input=archive, check=True)
+    patch = f"{SLIME_COMMIT}:docker/patch/latest/sglang-pull_weights.patch"
+    shown = subprocess.run([*git, "show", patch], capture_output=True, check=True, text=True).stdout
+    added = shown.partition("+++ b/python/sglang/srt/weight_sync/local_checkpoint.py\n")[2].partition("\ndiff --git")[0]
+    reader = place / "local_checkpoint.py"
+    reader.write_text("".join(f"{line[1:]}\n" for line in added.splitlines() if line.startswith("+")))
+    args = {
+        "update_weight_disk_dir": str(place / "disk"),
+        "update_weight_local_checkpoint_dir": str(place / "local"),
+        "update_weight_delta_encoding": encoding,
+        "update_weight_delta_checksum": "xxh3-128",
+        "custom_update_weight_post_write_path": None,
+        "hf_checkpoint": str(site.checkpoints.folder),
+    }
+    told = json.dumps({"slime": str(place), "url": site.url, "args": args, "reader": str(reader)})
+    with open(place / "log", "w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, slime_trainer.__file__, told],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+        )  # fmt: skip
+
+        def update(weights: Weights) -> Sent:
+            path = place / "weights.safetensors"
+            save_file(weights, path)
+            assert process.stdin and process.stdout
+            process.stdin.write(f"{path}\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+            if not line:
+                log.seek(0)
+                raise RuntimeError(log.read()[-400:])
+            return json.loads(line)
+
+        try:
+            update(site.checkpoints.start)  # its first one only takes its baseline
+            yield update
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def torchrl_to_vllm(site: Site) -> Iterator[Update]:
+    """TorchRL's `VLLMWeightSyncScheme`, where vLLM is; always ends in its error."""
+    trainers = str(Path(torch.__file__).parents[1])
+    python = str(settings_for("vllm").get("python", sys.executable))
+    script = Path(__file__).with_name("torchrl_scheme.py")
+    environ = {**os.environ, "VLLM_NO_USAGE_STATS": "1"}
+    done = subprocess.run(
+        [python, str(script), trainers], capture_output=True, text=True, timeout=60, check=True, env=environ
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    raise RuntimeError(f"{found['with a device']} (on this machine without a CUDA device: {found['here']})")
+    yield
+
+
+@contextmanager
+def torchrl_to_sglang(site: Site) -> Iterator[Update]:
+    """TorchRL's `SGLangWeightSyncScheme`."""
+    from torchrl.weight_update.llm import SGLangWeightSyncScheme
+
+    sender = SGLangWeightSyncScheme(server_url=site.url, num_gpus=1).create_sender()
+    sender.init_all_workers_group({name: (t.dtype, t.shape) for name, t in site.checkpoints.start.items()})
+    raise RuntimeError("it joined without a CUDA device: measure it")
+    yield
+
+
+GLOO = "gloo in the place of NCCL"
+WAYS = [
+    *(
+        Way(name, make, partial(ours, **settings), ours=True)
+        for make in ("vllm", "sglang")
+        for name, settings in {
+            "disk": {"transport": "disk"},  # the first of each server: its outputs are what others have to give
+            "delta": {"transport": "delta", "keyframe_every": 0},
+            "delta, context": {"transport": "delta", "encoding": "context", "keyframe_every": 0},
+            "delta by broadcast": {"transport": "delta", "carrier": "collective", "keyframe_every": 0},
+            "collective": {"transport": "collective"},
+            "sharded": {"transport": "sharded"},
+            "ipc": {"transport": "ipc"},
+        }.items()
+    ),
+    Way("safetensors + reload_weights by hand", "vllm", reload_by_hand),
+    Way("TorchRL VLLMWeightSyncScheme", "vllm", torchrl_to_vllm),
+    Way("native", "sglang", partial(ours, transport="native", make="sglang"), ours=True),
+    Way("safetensors + update_weights_from_disk by hand", "sglang", reload_by_hand),
+    Way("update_weights_from_tensor by hand", "sglang", from_tensor),
+    Way("slime, xor", "sglang", partial(slime, encoding="xor")),
+    Way("slime, overwrite", "sglang", partial(slime, encoding="overwrite")),
+    Way("TorchRL SGLangWeightSyncScheme", "sglang", torchrl_to_sglang),
+    Way(
+        "native", "vllm nccl", partial(ours, transport="native", make="vllm", backend="gloo"),
+        ours=True, note=GLOO,
+    ),
+    Way("vLLM weight transfer, tensor by tensor", "vllm nccl", partial(vllm_wire, sparse=False), note=GLOO),
+    Way("vLLM sparse patches", "vllm sparse", partial(vllm_wire, sparse=True), note=GLOO),
+]  # fmt: skip
