@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.bench import peers
 from tests.bench.__main__ import SUBJECTS, main
 from tests.bench.data import bounds, real_chain
+from tests.bench.peers.layouts import assert_lossless, changed, pulse_applied, pulse_join, pulse_tensor, weigh
 from torchrl_ext.bench import delta, scheme, transport
 from torchrl_ext.bench.data import model_shapes, synthetic_pair
 from torchrl_ext.bench.runner import figures, ratio, rounds, track_peak
@@ -23,6 +27,7 @@ SMALLEST = {
     "digest": "--mib 1",
     "first_use": "",
     "gpu": "--size tiny --densities 0.01 --device cpu",
+    "peers": "--size small --part bits --part growth",
     "plan": "--tensors 30 --ranks 4 --workers 2",
     "proof": "--elements 200000",
     "sharded": "--size small --bucket-bytes 1048576",
@@ -127,3 +132,51 @@ def test_the_command_refuses_a_directory_and_names_that_it_does_not_know(tmp_pat
 def test_the_command_prints_one_document(capsys):
     assert cli(["bench", "delta", "--size", "tiny", "--density", "0.5", "--repeats", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out).keys() > {"50.0% scattered"}
+
+
+def small_pair():
+    pair = synthetic_pair({"a": (40, 700), "b": (9000,), "same": (8, 8)}, 0.02)
+    old = {name: before for name, before, _ in pair}
+    return old, {name: after if name != "same" else old[name] for name, _, after in pair}
+
+
+def test_the_layout_of_pulse_gives_every_bit_back_and_the_check_would_notice():
+    old, new = small_pair()
+    payload = pulse_join([pulse_tensor(name, old[name], new[name]) for name in new])
+    assert pulse_applied(old, payload).keys() == {"a", "b"}
+    assert_lossless(old, new, payload)
+    new["a"] = new["a"].clone()
+    new["a"].view(torch.int16)[3, 5] ^= 1
+    with pytest.raises(AssertionError, match="a does not come back"):
+        assert_lossless(old, new, payload)
+
+
+def test_layouts_are_weighed_on_the_same_changes():
+    old, new = small_pair()
+    rows = {row["name"]: row for row in weigh(old, new, 1)}
+    assert {row["density"] for row in rows.values()} == {changed(old, new) / (40 * 700 + 9000 + 64)}
+    assert rows["int32 + bf16"]["bits_per_changed"] == 48 > rows["pulse"]["bits_per_changed"]
+
+
+def test_a_part_that_fails_is_a_row_with_its_error_and_the_document_is_written(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError("no room")
+
+    monkeypatch.setattr(peers, "weigh", fails)
+    found = peers.measure(size="small", repeats=1, part=["bits"], out=str(tmp_path / "found.json"))
+    assert found["rows"] == [{"part": "bits", "error": "OSError: no room"}]
+    assert json.loads((tmp_path / "found.json").read_text())["rows"] == found["rows"]
+    with pytest.raises(ConfigError, match="--part all"):
+        peers.measure(part=["all"])
+
+
+def test_the_page_of_benchmarks_and_its_plots_are_what_the_document_gives():
+    docs = Path(__file__).parents[2] / "docs"
+    drawn, document = (
+        runpy.run_path(str(docs / "draw_benchmarks.py")),
+        json.loads((docs / "benchmarks.json").read_text()),
+    )
+    words = (docs / "benchmarks.md").read_text()
+    assert drawn["page"](words, document) == words, "run python docs/draw_benchmarks.py"
+    for name, draw in drawn["PLOTS"].items():
+        assert (docs / "img" / f"{name}.svg").read_text() == draw(document), "run python docs/draw_benchmarks.py"

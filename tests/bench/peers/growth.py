@@ -68,7 +68,7 @@ def engines(size: str, repeats: int, folder: Path) -> Iterator[Row]:
     """Yield rows of updates to several embedded engines on this machine, of 1 % of the elements."""
     hidden = _HIDDEN[size]
     model = make_tiny_lm(
-        folder / "model", dtype=torch.bfloat16, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=4
+        folder / "growth", dtype=torch.bfloat16, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=4
     )
     weights = {name: tensor.clone() for name, tensor in CheckpointSource(model)}
     targets = {name: torch.empty_like(tensor) for name, tensor in weights.items()}

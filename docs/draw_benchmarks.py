@@ -1,0 +1,364 @@
+"""Writes the tables of ``benchmarks.md`` and the plots ``img/{bits,pause,growth}.svg`` from ``benchmarks.json``.
+
+Run it as ``python docs/draw_benchmarks.py``, after ``python -m tests.bench peers --out docs/benchmarks.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+FOLDER = Path(__file__).parent
+FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+STYLE = f"""
+text {{ font: 14px {FONT}; fill: #1f2328 }}
+.end {{ text-anchor: end }}
+.middle {{ text-anchor: middle }}
+.title {{ font-weight: 600; font-size: 16px }}
+.head {{ font-weight: 600 }}
+.small {{ font-size: 12px; fill: #59636e }}
+.ours {{ fill: #0969da; stroke: #0969da }}
+.theirs {{ fill: #818b98; stroke: #818b98 }}
+.c1 {{ stroke: #0969da; fill: #0969da }}
+.c2 {{ stroke: #1a7f37; fill: #1a7f37 }}
+.c3 {{ stroke: #bc4c00; fill: #bc4c00 }}
+.c4 {{ stroke: #8250df; fill: #8250df }}
+.c5 {{ stroke: #818b98; fill: #818b98 }}
+polyline {{ fill: none !important; stroke-width: 2 }}
+.axis {{ stroke: #d1d9e0 }}
+.page {{ fill: #ffffff; stroke: #d1d9e0 }}
+@media (prefers-color-scheme: dark) {{
+text {{ fill: #f0f6fc }}
+.small {{ fill: #9198a1 }}
+.ours, .c1 {{ fill: #58a6ff; stroke: #58a6ff }}
+.c2 {{ fill: #3fb950; stroke: #3fb950 }}
+.c3 {{ fill: #f0883e; stroke: #f0883e }}
+.c4 {{ fill: #bc8cff; stroke: #bc8cff }}
+.axis {{ stroke: #3d444d }}
+.page {{ fill: #0d1117; stroke: #3d444d }}
+}}
+"""
+Row = Mapping[str, Any]
+NAMES = {
+    "ulp": "torchrl_ext, ulp",
+    "context": "torchrl_ext, context",
+    "pulse": "PULSE's layout 3.1",
+    "xor + zstd": "xor + zstd-1",
+    "int32 + bf16": "int32 + bf16 pairs",
+}
+SERVERS = {
+    "vllm": "vLLM",
+    "vllm nccl": "vLLM, its own backend `nccl`",
+    "vllm sparse": "vLLM, its own backend `sparse_nccl`",
+    "sglang": "SGLang",
+}
+PLOTTED = {
+    "vLLM": [
+        ("vllm", "delta"),
+        ("vllm", "ipc"),
+        ("vllm", "collective"),
+        ("vllm", "disk"),
+        ("vllm sparse", "vLLM sparse patches"),
+        ("vllm nccl", "vLLM weight transfer, tensor by tensor"),
+        ("vllm", "safetensors + reload_weights by hand"),
+    ],
+    "SGLang": [
+        ("sglang", "delta"),
+        ("sglang", "ipc"),
+        ("sglang", "collective"),
+        ("sglang", "disk"),
+        ("sglang", "update_weights_from_tensor by hand"),
+        ("sglang", "safetensors + update_weights_from_disk by hand"),
+        ("sglang", "slime, xor"),
+    ],
+}
+"""Ways in the plot of bytes and pauses, by make, ours first."""
+COLOURS = {
+    "context": "c1", "ulp": "c4", "pulse": "c3", "xor + zstd": "c2", "int32 + bf16": "c5",
+    "delta": "c1", "delta by broadcast": "c4", "collective": "c2", "disk": "c5",
+}  # fmt: skip
+AXES = {
+    "parameters": ("parameters, 1 % changed", "encoding / a copy", "encode_of_copy"),
+    "density": ("share that changes", "bits per changed element", "bits_per_changed"),
+    "tensors": ("tensors of 8 M elements, 1 % changed", "encoding / a copy", "encode_of_copy"),
+    "engines": ("embedded engines on the same cores", "update / a copy", "total_of_copy"),
+}
+
+
+def part(document: Row, name: str) -> list[Row]:
+    """Return the rows of a part."""
+    return [row for row in document["rows"] if row["part"] == name]
+
+
+def size_of(count: float) -> str:
+    """Return a number of bytes in the largest unit that leaves 1 or more."""
+    for unit, value in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= value:
+            return f"{count / value:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+def time_of(seconds: float) -> str:
+    """Return a time in ms, or in s from 1 on."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def pause_of(row: Row) -> str:
+    """Return a pause; one that is shorter than the time between two answers cannot be seen."""
+    return time_of(row["pause_s"]) if row["pause_s"] > row["usual_gap_s"] else f"< {time_of(row['usual_gap_s'])}"
+
+
+def number(value: float) -> str:
+    """Return three digits."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# tables
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
+
+
+def described(document: Row) -> str:
+    """Return when and where it ran, and on what."""
+    machine, versions, model = document["machine"], document["versions"], document["model"]
+    where = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, no GPU"
+    listed = ", ".join(f"{name} {release}" for name, release in versions.items())
+    return (
+        f"Run on {document['date']} by `{document['command']}`, which took {document['seconds'] / 60:.0f} minutes "
+        f"({where}). Versions: {listed}. The model is a Qwen3 of {model['parameters'] / 1e6:.3g} M bfloat16 parameters "
+        f"in {model['tensors']} tensors ({size_of(model['bytes'])}); one step of AdamW changes "
+        f"{100 * model['density']:.2f} % of its elements."
+    )
+
+
+def bits(document: Row) -> str:
+    """Return the table of layouts."""
+    rows = []
+    for row in part(document, "bits"):
+        if "error" in row:
+            rows.append([row["error"], "", "", "", ""])
+            continue
+        steps = f"{row['steps']} step{'s' if row['steps'] > 1 else ''}, {100 * row['density']:.2f} %"
+        cells = [size_of(row["bytes"]), number(row["bits_per_changed"]), number(row["encode_of_copy"])]
+        rows.append([NAMES[row["name"]], steps, *cells])
+    return table(["layout", "changed by", "bytes", "bits per changed element", "encoding / a copy"], rows)
+
+
+def engines(document: Row) -> str:
+    """Return a table for each server, ours first."""
+    found = []
+    for server, title in SERVERS.items():
+        rows = [row for row in part(document, "engine") if row["server"] == server]
+        if not rows:
+            continue
+        cells = [_cells(row) for row in sorted(rows, key=lambda row: not row["ours"])]
+        notes = {row["note"] for row in rows if row["note"]}
+        head = ["way", "bytes", "bits", "encode", "pause", "pause / a copy", "total", "total / a copy", "memory"]
+        found.append(f"**{title}**" + "".join(f" ({note})" for note in notes) + "\n\n" + table(head, cells))
+    return "\n\n".join(found)
+
+
+def _cells(row: Row) -> list[str]:
+    name = f"**{row['name']}**" if row["ours"] else row["name"]
+    if "error" in row:
+        return [name, row["error"], *[""] * 7]
+    memory = "" if row["memory_of_model"] is None else f"{row['memory_of_model']:.2f}"
+    return [
+        name,
+        size_of(row["bytes"]),
+        number(row["bits_per_changed"]),
+        time_of(row["encode_s"]),
+        pause_of(row),
+        number(row["pause_of_copy"]),
+        time_of(row["total_s"]),
+        number(row["total_of_copy"]),
+        memory,
+    ]
+
+
+def growth(document: Row) -> str:
+    """Return a table for each axis, a column for each layout or transport."""
+    found = []
+    for axis, (across, measure, key) in AXES.items():
+        series = _series(document, axis, key)
+        places = sorted({at for points in series.values() for at, _ in points})
+        cells = [
+            [_place(axis, at), *(next((number(y) for x, y in points if x == at), "") for points in series.values())]
+            for at in places
+        ]
+        if cells:
+            names = [NAMES.get(name, f"`{name}`") for name in series]
+            found.append(f"**{measure.capitalize()}**\n\n" + table([across, *names], cells))
+    failed = [row["error"] for row in part(document, "growth") if "error" in row]
+    return "\n\n".join([*found, *failed])
+
+
+def _series(document: Row, axis: str, key: str) -> dict[str, list[tuple[float, float]]]:
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in part(document, "growth"):
+        if row.get("axis") == axis:
+            series.setdefault(row["name"], []).append((row["at"], row[key]))
+    return series
+
+
+def _place(axis: str, at: float) -> str:
+    if axis == "parameters":
+        return f"{at / 1e6:.3g} M"
+    return f"{100 * at:g} %" if axis == "density" else f"{at:,}"
+
+
+# plots
+
+
+def svg(width: int, height: int, title: str, body: Sequence[str]) -> str:
+    """Return a picture whose colours follow the reader's scheme, on a ground of its own, as in `draw_update`."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
+    ground = f'<rect class="page" x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>'
+    lines = [head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", ground, *body, "</svg>"]
+    return "\n".join(lines) + "\n"
+
+
+def text(x: float, y: float, words: str, kind: str = "") -> str:
+    """Return words at a place."""
+    return f'<text class="{kind}" x="{x:.0f}" y="{y:.0f}">{escape(words)}</text>'
+
+
+def bar(x: int, y: int, length: float, kind: str) -> str:
+    """Return one bar of at least two pixels."""
+    return f'<rect class="{kind}" rx="2" x="{x}" y="{y}" width="{max(2.0, length):.1f}" height="14"/>'
+
+
+def bits_plot(document: Row) -> str:
+    """Bits per changed element, one step of AdamW."""
+    rows = [(NAMES[row["name"]], row) for row in part(document, "bits") if row.get("steps") == 1]
+    for row in part(document, "engine"):
+        if row["name"].startswith("slime") and "error" not in row:
+            rows.append((f"{row['name']} (its own writer)", row))
+    rows.sort(key=lambda pair: pair[1]["bits_per_changed"])
+    most = max((row["bits_per_changed"] for _, row in rows), default=1.0)
+    body = [text(12, 24, "Bits per changed element, one step of AdamW in bfloat16", "title")]
+    for place, (name, row) in enumerate(rows):
+        y = 40 + 24 * place
+        length = 430 * row["bits_per_changed"] / most
+        body += [text(230, y + 12, name, "end"), bar(240, y, length, "ours" if row["ours"] else "theirs")]
+        body.append(text(248 + length, y + 12, number(row["bits_per_changed"]), "head" if row["ours"] else ""))
+    return svg(800, 52 + 24 * len(rows), "Bits per changed element of every layout", body)
+
+
+def pause_plot(document: Row) -> str:
+    """Bytes and pause of one update, ours beside the alternatives, in one engine of each make."""
+    known = {(row["server"], row["name"]): row for row in part(document, "engine") if "error" not in row}
+    versions = document["versions"]
+    groups = {
+        f"{make} {versions.get(make.lower(), '')}": [known[key] for key in keys if key in known]
+        for make, keys in PLOTTED.items()
+    }
+    shown = [row for rows in groups.values() for row in rows]
+    most = {key: max((row[key] for row in shown), default=1.0) for key in ("bytes", "pause_s")}
+    body = [text(310, 24, "bytes of an update", "head"), text(565, 24, "pause of the engine", "head")]
+    y = 30
+    for title, rows in groups.items():
+        body.append(text(12, y + 14, title, "title"))
+        y += 24
+        for row in rows:
+            kind = "ours" if row["ours"] else "theirs"
+            name = f"torchrl_ext {row['name']}" if row["ours"] else _short(row["name"])
+            body.append(text(300, y + 12, name, "end"))
+            for x, key, words in ((310, "bytes", size_of(row["bytes"])), (565, "pause_s", pause_of(row))):
+                length = 155 * row[key] / most[key]
+                body += [bar(x, y, length, kind), text(x + 8 + length, y + 12, words, "small")]
+            y += 22
+        y += 8
+    model = document["model"]
+    first = f"{model['parameters'] / 1e6:.3g} M bfloat16 parameters, {100 * model['density']:.1f} % changed"
+    where = f"{document['machine']['cores']} CPU cores, {document['date']}; shorter is better"
+    body.append(text(12, y + 12, f"{first}; {where}", "small"))
+    return svg(800, y + 24, "Bytes and pause of one update, beside the alternatives", body)
+
+
+def _short(name: str) -> str:
+    return name.replace("safetensors + ", "").replace("vLLM weight transfer, tensor by tensor", "vLLM weight transfer")
+
+
+def growth_plot(document: Row) -> str:
+    """Four panels, one for each axis of growth."""
+    body: list[str] = []
+    for place, (axis, (across, measure, key)) in enumerate(AXES.items()):
+        left, top = 400 * (place % 2), 280 * (place // 2)
+        body += _panel(left, top, axis, across, measure, _series(document, axis, key))
+    return svg(800, 560, "How sizes and times grow", body)
+
+
+def _panel(left: int, top: int, axis: str, across: str, measure: str, series: dict[str, list[Any]]) -> list[str]:
+    points = [point for line in series.values() for point in line]
+    if not points:
+        return [text(left + 20, top + 30, f"{across}: not run", "small")]
+    x = _scale([at for at, _ in points], left + 52, left + 250)
+    y = _scale([value for _, value in points], top + 226, top + 44)
+    body = [text(left + 12, top + 22, measure, "head"), text(left + 150, top + 264, across, "small middle")]
+    for value in _ticks([value for _, value in points]):
+        body.append(f'<path class="axis" d="M{left + 52} {y(value):.1f}H{left + 250}"/>')
+        body.append(text(left + 46, y(value) + 4, f"{value:g}", "small end"))
+    for at in sorted({at for at, _ in points}):
+        body.append(text(x(at), top + 244, _place(axis, at), "small middle"))
+    label = -math.inf
+    for name, line in sorted(series.items(), key=lambda pair: y(pair[1][-1][1])):
+        end, kind = y(line[-1][1]), COLOURS[name]
+        path = " ".join(f"{x(at):.1f},{y(value):.1f}" for at, value in line)
+        body.append(f'<polyline class="{kind}" points="{path}"/>')
+        body += [f'<circle class="{kind}" r="3" cx="{x(at):.1f}" cy="{y(value):.1f}"/>' for at, value in line]
+        label = max(end, label + 15)
+        body.append(f'<path class="{kind}" d="M{left + 252} {label:.1f}h10"/>')
+        body.append(text(left + 266, label + 4, NAMES.get(name, name).removeprefix("torchrl_ext, "), "small"))
+    return body
+
+
+def _scale(values: Sequence[float], low: float, high: float) -> Callable[[float], float]:
+    least, most = math.log(min(values)), math.log(max(values))
+    width = (most - least) or 1.0
+    return lambda value: low + (high - low) * (math.log(value) - least) / width
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Return 1, 2 and 5 times powers of ten within the values; only powers where those suffice."""
+    least, most = min(values), max(values)
+    decades = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
+    powers = [10.0**power for power in decades if least <= 10.0**power <= most]
+    finer = [step * 10.0**power for power in decades for step in (1, 2, 5) if least <= step * 10.0**power <= most]
+    return powers if len(powers) > 2 else finer
+
+
+TABLES = {"run": described, "bits": bits, "engines": engines, "growth": growth}
+PLOTS = {"bits": bits_plot, "pause": pause_plot, "growth": growth_plot}
+
+
+def page(words: str, document: Row) -> str:
+    """Return the page with all that stands between its marks written anew."""
+    for name, make in TABLES.items():
+        before, mark, rest = words.partition(f"<!-- {name}: from benchmarks.json -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        if not (mark and end):
+            raise ValueError(f"benchmarks.md has no place for {name}")
+        words = f"{before}{mark}{make(document)}\n{end}{after}"
+    return words
+
+
+def main() -> None:
+    """Write the page and the plots."""
+    document = json.loads((FOLDER / "benchmarks.json").read_text())
+    target = FOLDER / "benchmarks.md"
+    target.write_text(page(target.read_text(), document))
+    for name, draw in PLOTS.items():
+        (FOLDER / "img" / f"{name}.svg").write_text(draw(document))
+
+
+if __name__ == "__main__":
+    main()
