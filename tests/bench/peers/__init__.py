@@ -37,8 +37,9 @@ from torchrl_ext.errors import ConfigError
 SCHEMA = 1
 PARTS = ("bits", "vllm", "sglang", "growth")
 SERVERS = {"vllm": ("vllm", *BACKENDS), "sglang": ("sglang",)}
-WAY_S, START_S, SHARE_OF_GROWTH = 90.0, 180.0, 0.25
+WAY_S, START_S = 90.0, 180.0
 TOKENS = 24
+NO_TIME = "not run: the time of the command was over"
 
 
 def measure(
@@ -53,7 +54,7 @@ def measure(
     """Compare, and with --out write the document to a file.
 
     Each way makes --repeats updates that count. With --part, only this part (repeat it); with --only, only ways whose
-    names have these words. After --minutes nothing new is begun.
+    names have these words. After --minutes nothing new is begun; what is not run is a row that says so.
 
     Raises:
         ConfigError: there is no such part.
@@ -64,7 +65,7 @@ def measure(
     document: dict[str, Any] = {
         "schema": SCHEMA,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "command": "python -m tests.bench peers --out docs/benchmarks.json",
+        "command": " ".join(["python -m tests.bench peers", *_chosen(size, part, only)]),
         "machine": _machine(),
         "versions": {name: version(name) for name in ("torch", "torchrl", "transformers", "numba", "zstandard")},
         "size": size,
@@ -83,16 +84,15 @@ def measure(
         document["model"] = _model(checkpoints)
         if "bits" in part:
             rows += _guarded("bits", lambda: list(_bits(checkpoints, repeats)), deadline, 120)
-        if "growth" in part:
-            own = deadline.within(SHARE_OF_GROWTH * deadline.left_s)
-            rows += _guarded("growth", lambda: list(_each(growth.layouts(size, 3), own)), deadline, own.left_s + 30)
-            rows += _guarded("growth", lambda: list(growth.engines(size, 3, folder)), deadline, 120)
         for make in part:
             for server in SERVERS.get(make, ()):
                 ways = [way for way in WAYS if way.server == server and only in way.name]
                 rows += _on_server(server, ways, checkpoints, folder, slime, deadline, document["versions"])
                 document["seconds"] = round(time.monotonic() - began)
                 _write(document, out)
+        if "growth" in part:
+            rows += _guarded("growth", lambda: list(growth.engines(size, 3, folder)), deadline, 90)
+            rows += _guarded("growth", lambda: list(_each(growth.layouts(size, 3), deadline)), deadline, 180)
     document["seconds"] = round(time.monotonic() - began)
     _write(document, out)
     return document
@@ -102,6 +102,12 @@ def _write(document: dict[str, Any], out: str) -> None:
     if out:
         Path(out).write_text(json.dumps(document, indent=1) + "\n")
         say(f"wrote {out}, {len(document['rows'])} rows, after {document['seconds']} s")
+
+
+def _chosen(size: str, part: list[str], only: str) -> list[str]:
+    chosen = [f"--size {size}"] if size != "full" else []
+    chosen += [f"--part {name}" for name in part] if set(part) != set(PARTS) else []
+    return [*chosen, *([f"--only '{only}'"] if only else []), "--out docs/benchmarks.json"]
 
 
 def _machine() -> dict[str, Any]:
@@ -139,7 +145,7 @@ def _each(rows: Iterator[Row], deadline: Deadline) -> Iterator[Row]:
             say(f"growth, {said[0]} {said[1]}")
         yield row
         if deadline.over:
-            say("growth: no time is left for the rest")
+            yield {"error": NO_TIME}
             return
 
 
@@ -159,7 +165,7 @@ def _bounded(work: Callable[[], Any], deadline: Deadline) -> Any:
         TimeoutError: it took too long, or there was no time left.
     """
     if deadline.over:
-        raise TimeoutError("not run: the time of the command was over")
+        raise TimeoutError(NO_TIME)
     found: list[Any] = []
 
     def run() -> None:
@@ -198,7 +204,7 @@ def _on_server(
     while left:
         try:
             if deadline.over:
-                raise TimeoutError("not run: the time of the command was over")
+                raise TimeoutError(NO_TIME)
             with ExitStack() as ends:
                 say(f"starting {name}")
                 limit_s = min(START_S, max(1.0, deadline.left_s))
@@ -261,7 +267,7 @@ def _followed(way: Way, site: Site, expected: list[Any] | None) -> Row:
         raise AssertionError(f"the engine does not serve what it was sent: {tokens[:4]}, expected {expected[:4]}")
     count = sum(changed(old, new) for old, new in zip(site.checkpoints.steps, rest, strict=False)) / len(rest)
     middle = {key: statistics.median(taken) for key, taken in spent.items()}
-    size = statistics.mean(sent["bytes"] for sent in found)
+    size = statistics.median(sent["bytes"] for sent in found)
     peak = found[-1].get("peak_bytes", extra[0] if extra else None)
     row: Row = {
         "tokens": tokens,

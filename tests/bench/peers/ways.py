@@ -239,7 +239,7 @@ def torchrl_to_vllm(site: Site) -> Iterator[Update]:
         [python, str(script), trainers], capture_output=True, text=True, timeout=60, check=True, env=environ
     )
     found = json.loads(done.stdout.splitlines()[-1])
-    raise RuntimeError(f"{found['with a device']} (on this machine without a CUDA device: {found['here']})")
+    raise RuntimeError(f"{found['with a device']} (as this machine is, without a CUDA device: {found['here']})")
     yield
 
 
@@ -249,7 +249,10 @@ def torchrl_to_sglang(site: Site) -> Iterator[Update]:
     from torchrl.weight_update.llm import SGLangWeightSyncScheme
 
     sender = SGLangWeightSyncScheme(server_url=site.url, num_gpus=1).create_sender()
-    sender.init_all_workers_group({name: (t.dtype, t.shape) for name, t in site.checkpoints.start.items()})
+    try:
+        sender.init_all_workers_group({name: (t.dtype, t.shape) for name, t in site.checkpoints.start.items()})
+    except (AttributeError, RuntimeError) as error:
+        raise RuntimeError(f"{error} (it needs a CUDA device)") from error
     raise RuntimeError("it joined without a CUDA device: measure it")
     yield
 
