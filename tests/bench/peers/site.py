@@ -79,6 +79,7 @@ class Site:
         self._answers: list[float] = []
         self._asking, self._done = threading.Event(), threading.Event()
         self._asking.set()
+        self._request = threading.Lock()
         self._thread = threading.Thread(target=self._ask, daemon=True)
         self._thread.start()
 
@@ -116,9 +117,9 @@ class Site:
     def alone(self) -> Iterator[None]:
         """The client asks nothing in the block: rows of a batch would change roundings."""
         self._asking.clear()
-        time.sleep(0.2)  # its last request ends; none of ours waits for it
         try:
-            yield
+            with self._request:  # its last one ends
+                yield
         finally:
             self._asking.set()
 
@@ -163,7 +164,9 @@ class Site:
         while not self._done.is_set():
             self._asking.wait()
             try:
-                if self.generate(1):
+                with self._request:
+                    answered = self.generate(1)
+                if answered:
                     self._answers.append(time.perf_counter())
                     continue
             except (httpx.HTTPError, KeyError, ValueError):
