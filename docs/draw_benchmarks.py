@@ -58,7 +58,7 @@ SERVERS = {
 }
 PLOTTED = {
     "vLLM": [
-        ("vllm", "delta"),
+        ("vllm", "delta, ulp"),
         ("vllm", "ipc"),
         ("vllm", "collective"),
         ("vllm", "disk"),
@@ -67,7 +67,7 @@ PLOTTED = {
         ("vllm", "safetensors + reload_weights by hand"),
     ],
     "SGLang": [
-        ("sglang", "delta"),
+        ("sglang", "delta, ulp"),
         ("sglang", "ipc"),
         ("sglang", "collective"),
         ("sglang", "disk"),
@@ -98,13 +98,15 @@ def size_of(count: float) -> str:
     """Return a number of bytes in the largest unit that leaves 1 or more."""
     for unit, value in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= value:
-            return f"{count / value:.3g} {unit}"
+            return f"{count / value:.3g}\u00a0{unit}"
     return f"{count:.0f} B"
 
 
 def time_of(seconds: float) -> str:
     """Return a time in ms, or in s from 1 on."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+    if seconds < 1e-3:
+        return "< 1\u00a0ms"
+    return f"{seconds:.2f}\u00a0s" if seconds >= 1 else f"{1000 * seconds:.3g}\u00a0ms"
 
 
 def pause_of(row: Row) -> str:
@@ -113,8 +115,8 @@ def pause_of(row: Row) -> str:
 
 
 def number(value: float) -> str:
-    """Return three digits."""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    """Return three digits, at most three of them decimals."""
+    return f"{value:.0f}" if value >= 100 else f"{round(value, 3):.3g}"
 
 
 # tables
@@ -161,7 +163,7 @@ def engines(document: Row) -> str:
             continue
         cells = [_cells(row) for row in sorted(rows, key=lambda row: not row["ours"])]
         notes = {row["note"] for row in rows if row["note"]}
-        head = ["way", "bytes", "bits", "encode", "pause", "pause / a copy", "total", "total / a copy", "memory"]
+        head = ["way", "bytes", "bits", "encode", "pause (/ a copy)", "reported", "total (/ a copy)", "memory"]
         found.append(f"**{title}**" + "".join(f" ({note})" for note in notes) + "\n\n" + table(head, cells))
     return "\n\n".join(found)
 
@@ -169,17 +171,16 @@ def engines(document: Row) -> str:
 def _cells(row: Row) -> list[str]:
     name = f"**{row['name']}**" if row["ours"] else row["name"]
     if "error" in row:
-        return [name, row["error"], *[""] * 7]
+        return [name, row["error"], *[""] * 6]
     memory = "" if row["memory_of_model"] is None else f"{row['memory_of_model']:.2f}"
     return [
         name,
         size_of(row["bytes"]),
         number(row["bits_per_changed"]),
         time_of(row["encode_s"]),
-        pause_of(row),
-        number(row["pause_of_copy"]),
-        time_of(row["total_s"]),
-        number(row["total_of_copy"]),
+        f"{pause_of(row)} ({number(row['pause_of_copy'])})",
+        time_of(row["reported_pause_s"]) if "reported_pause_s" in row else "",
+        f"{time_of(row['total_s'])} ({number(row['total_of_copy'])})",
         memory,
     ]
 

@@ -9,6 +9,7 @@ that changes, tensors and engines. Whatever fails is a row with its error. ``--o
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -265,20 +266,21 @@ def _followed(way: Way, site: Site, expected: list[Any] | None) -> Row:
             tokens = site.generate(TOKENS)
     if expected is not None and tokens != expected:
         raise AssertionError(f"the engine does not serve what it was sent: {tokens[:4]}, expected {expected[:4]}")
-    count = sum(changed(old, new) for old, new in zip(site.checkpoints.steps, rest, strict=False)) / len(rest)
+    counts = [changed(old, new) for old, new in itertools.pairwise(site.checkpoints.steps)]
     middle = {key: statistics.median(taken) for key, taken in spent.items()}
     size = statistics.median(sent["bytes"] for sent in found)
     peak = found[-1].get("peak_bytes", extra[0] if extra else None)
     row: Row = {
         "tokens": tokens,
         "bytes": size,
-        "bits_per_changed": 8 * size / count,
+        "bits_per_changed": statistics.median(8 * sent["bytes"] / n for sent, n in zip(found, counts, strict=True)),
         "encode_s": statistics.median(sent["encode_s"] for sent in found),
         **middle,
         "pause_range_s": [min(spent["pause_s"]), max(spent["pause_s"])],
         "usual_gap_s": usual,
         "memory_of_model": None if peak is None else peak / site.checkpoints.nbytes,
         "proof": found[-1].get("proof", ""),
+        "encoding": found[-1].get("encoding", ""),
     }
     if "reported_pause_s" in found[-1]:
         row["reported_pause_s"] = statistics.median(sent["reported_pause_s"] for sent in found)

@@ -67,7 +67,12 @@ def ours(site: Site, transport: str, **settings: Any) -> Iterator[Update]:
 
     def update(weights: Weights) -> Sent:
         report = sender.update_weights(weights)
-        found = {"bytes": report.bytes, "encode_s": report.spans.get("prepare", 0.0), "proof": report.proof}
+        found = {
+            "bytes": report.bytes,
+            "encode_s": report.spans.get("prepare", 0.0),
+            "proof": report.proof,
+            "encoding": report.encoding,
+        }
         return found | {"reported_pause_s": max(row.pause_s for row in report.engines)}
 
     try:
@@ -265,6 +270,7 @@ WAYS = [
         for name, settings in {
             "disk": {"transport": "disk"},  # the first of each server: its outputs are what others have to give
             "delta": {"transport": "delta", "keyframe_every": 0},
+            "delta, ulp": {"transport": "delta", "encoding": "ulp", "keyframe_every": 0},
             "delta, context": {"transport": "delta", "encoding": "context", "keyframe_every": 0},
             "delta by broadcast": {"transport": "delta", "carrier": "collective", "keyframe_every": 0},
             "collective": {"transport": "collective"},
