@@ -88,8 +88,8 @@ def real_chain(
     def checkpoint() -> dict[str, Tensor]:
         return {name: value.detach().to(torch.bfloat16) for name, value in model.state_dict().items()}
 
-    run(torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95)), pretrain_steps)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95))
+    run(torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True), pretrain_steps)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), fused=True)
     run(optimizer, warm_steps)
     chain = [checkpoint()]
     for _ in range(syncs):

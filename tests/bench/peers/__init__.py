@@ -45,7 +45,7 @@ NO_TIME = "not run: the time of the command was over"
 
 def measure(
     *,
-    repeats: int = 4,
+    repeats: int = 3,
     size: Literal["full", "small"] = "full",
     part: list[str] = list(PARTS),  # noqa: B006 - read only
     minutes: float = 11.5,

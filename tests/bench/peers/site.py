@@ -31,7 +31,7 @@ from torchrl_ext.weights.checkpoint import CheckpointSource
 PROMPT = [3, 17, 42, 99, 7, 256, 300, 11]
 ANSWER_S = 60.0
 SIZES: dict[str, dict[str, Any]] = {
-    "full": {"shape": (768, 12, 16_000), "pretrain_steps": 16, "warm_steps": 6, "batch": 1},
+    "full": {"shape": (768, 12, 16_000), "pretrain_steps": 8, "warm_steps": 4, "batch": 1},
     "small": {"shape": (256, 2, 2000), "pretrain_steps": 10, "warm_steps": 4, "batch": 2},
 }
 """Hidden size, layers and vocabulary of the model; how it is trained. 110 M parameters, and 2.8 M."""
