@@ -174,7 +174,7 @@ def test_a_part_that_fails_is_a_row_with_its_error_and_the_document_is_written(t
 def test_a_way_into_a_real_engine_is_measured_from_outside_and_the_engine_serves_what_it_was_sent():
     (row,) = peers.measure(size="small", repeats=2, part=["vllm"], only="disk")["rows"]
     assert row["name"] == "disk" and row["proof"] == "in place", row
-    assert 0 < row["pause_s"] < row["total_s"] + 1 and row["bytes"] > 1e6
+    assert 0 <= row["pause_s"] < row["total_s"] + 1 and row["bytes"] > 1e6
 
 
 def test_the_page_of_benchmarks_and_its_plots_are_what_the_document_gives():
