@@ -354,7 +354,7 @@ def test_a_key_that_would_travel_in_the_clear_is_worth_a_word(caplog):
     for address in ("engine.example:8000", "http://engine.example:8000", "127.0.0.1:8000", "https://engine.example"):
         HTTPSession(address, api_key="sesame")
     (record,) = caplog.records
-    assert "engine.example in the clear" in record.message and "sesame" not in record.message
+    assert "engine.example unencrypted" in record.message and "sesame" not in record.message
 
 
 def test_a_root_with_a_password_in_its_url_is_refused():

@@ -184,12 +184,12 @@ def test_what_cannot_work_is_said():
     updater = tx.TransportWeightUpdater("memory", make_policy())
     with pytest.raises(NotConnectedError, match="register_model"):
         updater.push_weights()
-    with pytest.raises(ConfigError, match="worker 1 cannot be updated alone"):
+    with pytest.raises(ConfigError, match="worker 1 cannot be updated by itself"):
         updater.push_weights(make_policy(), worker_ids=1)
-    with pytest.raises(ConfigError, match="worker 0 cannot be updated alone"):
+    with pytest.raises(ConfigError, match="worker 0 cannot be updated by itself"):
         tx.TransportWeightUpdater("memory")(make_policy(), worker_ids=[0])
     pair = Pool([InProcessEngine(make_policy(), url=name) for name in ("a", "b")])
-    with pytest.raises(ConfigError, match="worker 0 cannot be updated alone"):
+    with pytest.raises(ConfigError, match="worker 0 cannot be updated by itself"):
         tx.TransportWeightUpdater("memory", pair).push_weights(make_policy(), worker_ids=[0])
     reports = []
     updater.log_to(reports.append)

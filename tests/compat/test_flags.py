@@ -203,7 +203,7 @@ TWO = f"vllm: [{{name: a, model_path: /nowhere, {GROUP}}}, {{name: b, model_path
         (None, {}, "name no engine"),
         ("", {"vllm_config": "a.yaml", "sglang_config": "b.yaml"}, "both kinds, vllm and sglang"),
         ("sglang: [{name: a}]", {"vllm_config": None}, "describes engines of kind 'sglang'"),
-        (TWO, {"vllm_config": None, "vllm_router_ip": "host", "vllm_router_port": 1}, "a, b need a router each"),
+        (TWO, {"vllm_config": None, "vllm_router_ip": "host", "vllm_router_port": 1}, "a, b each need a router"),
         (ONE, {"vllm_config": None}, "/nowhere"),  # as far as the start
     ],
 )

@@ -65,7 +65,7 @@ def test_one_request_of_an_update_goes_wrong(make, fault):
             fake.heal()
             assert fake.serving and fake.adapters.served["a"] in ((1, 2) if error else (2,)), (number, error)
             assert error is None or (
-                fake.url in error and re.search("did not .*(still serves|are what they were)", error)
+                fake.url in error and re.search("did not .*(still serves|are unchanged)", error)
             )
             made = len(fake.calls) - before
             update(client(fake), 3)
@@ -116,7 +116,7 @@ def test_an_unknown_name_cannot_be_unloaded():
 
 @pytest.mark.parametrize("name", ["", "../a", "a b", "a@7", ".a", "a" * 200])
 def test_names_are_checked_before_anything_is_asked(name):
-    with pytest.raises(ConfigError, match="no valid name"):
+    with pytest.raises(ConfigError, match="not a valid name"):
         vllm_engine("host:1").adapter(name)
 
 

@@ -116,7 +116,7 @@ class TestNamesOfTheHub:
 
     @pytest.mark.parametrize("name", ["somebody/other", "somebody/policy@v3", "other", "so--me/../body"])
     def test_one_that_is_not_there_is_refused_and_not_fetched(self, cache, name):
-        with pytest.raises(ConfigError, match="there is not a checkpoint directory") as refused:
+        with pytest.raises(ConfigError, match="there is no checkpoint directory") as refused:
             CheckpointSource(name)
         if ".." not in name:
             assert f"hf download {name.split('@')[0]}" in str(refused.value)

@@ -220,7 +220,7 @@ class WeightUpdateConfig:
         )
         yield (
             prefill is not None and (gpus is None or gpus <= prefill * each),
-            f"{prefill} prefill engines of {each} GPUs leave none of the {gpus} GPUs for decoding",
+            f"{prefill} prefill engines of {each} GPUs leave none of {gpus} for decoding",
             "raise rollout_num_gpus",
         )
         yield (
