@@ -93,7 +93,7 @@ def test_two_addresses_of_one_engine_are_found_out(engine, capsys):
     port = engine.url.rpartition(":")[2]
     for other in (f"localhost:{port}", engine.url):
         found = finding(examined(capsys, engine.url, other, status=1), "addresses", "failure", "fleet")
-        assert "one engine" in found["found"]
+        assert "the same engine" in found["found"]
 
 
 def test_a_paused_engine_is_a_warning(engine, capsys):

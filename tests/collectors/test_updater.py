@@ -179,7 +179,7 @@ def test_torchrls_warning_of_its_deprecation_is_given_where_an_updater_is_used()
 
 
 def test_what_cannot_work_is_said():
-    with pytest.raises(ConfigError, match="exists already"):
+    with pytest.raises(ConfigError, match="already exists"):
         tx.TransportWeightUpdater(tx.MemoryTransport(), channel="x")
     updater = tx.TransportWeightUpdater("memory", make_policy())
     with pytest.raises(NotConnectedError, match="register_model"):

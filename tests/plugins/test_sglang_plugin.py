@@ -43,7 +43,7 @@ def test_the_overlay_brings_the_plugin_and_nothing_of_the_trainers(tmp_path, gro
 
 @pytest.mark.parametrize("server", [SGLangServer, VLLMServer])
 def test_a_model_that_does_not_exist_is_refused_before_anything_is_installed(tmp_path, server):
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="not a directory"):
         server(tmp_path / "nothing", python="/no/python")
 
 

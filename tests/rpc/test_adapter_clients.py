@@ -64,9 +64,7 @@ def test_one_request_of_an_update_goes_wrong(make, fault):
                 error = str(failure)
             fake.heal()
             assert fake.serving and fake.adapters.served["a"] in ((1, 2) if error else (2,)), (number, error)
-            assert error is None or (
-                fake.url in error and re.search("did not .*(still serves|are unchanged)", error)
-            )
+            assert error is None or (fake.url in error and re.search("did not .*(still serves|are unchanged)", error))
             made = len(fake.calls) - before
             update(client(fake), 3)
             assert fake.serving and fake.adapters.served["a"] == 3

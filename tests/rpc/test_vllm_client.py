@@ -124,5 +124,5 @@ def test_connect_makes_one_client_of_every_engine_with_the_settings_and_an_offse
 def test_addresses_are_checked_before_anything_is_asked():
     with pytest.raises(ConfigError, match="given twice"):
         tx.discover("host:1", "http://host:1/")
-    with pytest.raises(ConfigError, match="no address"):
+    with pytest.raises(ConfigError, match="no engine address"):
         tx.connect()
