@@ -209,8 +209,8 @@ def _failed(capsys, directory, *argv, status=2):
         ("--engines 127.0.0.1:9 dir --dtype float99", "'float99'"),
         ("--engines 127.0.0.1:9", "--published"),
         ("dir --published root --engines 127.0.0.1:9", "--published"),
-        ("--published root --transport disk --engines 127.0.0.1:9", "no --transport"),
-        ("--published root --dtype bfloat16 --engines 127.0.0.1:9", "no --dtype"),
+        ("--published root --transport disk --engines 127.0.0.1:9", "--transport does not go with"),
+        ("--published root --dtype bfloat16 --engines 127.0.0.1:9", "--dtype does not go with"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anything_is_opened(argv, word, capsys):
