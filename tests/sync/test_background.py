@@ -247,7 +247,7 @@ class TestErrors:
         assert sender.update_weights().verified and equal(sender.engine.served, policy)
 
     def test_arguments_that_are_wrong_are_refused_at_once(self, sender):
-        with pytest.raises(ManifestError, match="no tensor that is sent is called"):
+        with pytest.raises(ManifestError, match="no tensor or module of the update is called"):
             sender.update_weights(only=["no such tensor"], wait=False)
         with pytest.raises(ConfigError, match="holds no weights"):
             sender.update_weights(3, wait=False)
