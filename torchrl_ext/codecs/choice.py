@@ -165,7 +165,7 @@ class AutoBlocks(BlockEncoding):
         best = min(costs, key=lambda codec: sum(costs[codec]) if known else sizes[codec])
         link = f"a link of {known / 1e6:.3g} MB/s" if known else "a link of unknown speed, so the fewest bytes"
         bits = ", ".join(f"{codec.name} {8 * sizes[codec] / size:.2g}" for codec in sizes)
-        return Choice(best, f"{best.name}: {share:.2%} changed, {link}; bits for each unit: {bits}")
+        return Choice(best, f"{best.name}: {share:.2%} changed, {link}; bits per element: {bits}")
 
     def _seconds(self, codec: BlockCodec, nbytes: float) -> tuple[float, float]:
         """Return the seconds until a block has arrived, which is coded while another is sent, and to read it."""
