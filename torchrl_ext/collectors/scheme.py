@@ -60,7 +60,7 @@ class TransportWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]  # torc
         timeout_s: float = 60.0,
         start_timeout_s: float = 300.0,
         host: str = "127.0.0.1",
-        verify: bool = False,
+        verify: bool = True,
         **settings: Any,
     ) -> None:
         self.transport, self.settings = transport, checked_settings(transport, settings)

@@ -80,7 +80,7 @@ class TransportWeightSyncSchemeConfig(TransportSettings):
     timeout_s: float = 60.0
     start_timeout_s: float = 300.0
     host: str = "127.0.0.1"
-    verify: bool = False
+    verify: bool = True
 
 
 @dataclass(kw_only=True)
