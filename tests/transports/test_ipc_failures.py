@@ -114,9 +114,11 @@ class TestFailures:
         monkeypatch.setattr(ipc, "create", no_memory)
         trainer, worker = make(timeout_s=10 * WAIT_S), make()
         with receiving(worker) as arriving:
-            with pytest.raises(TransportError, match="no 4096 bytes of shared memory"):
+            with pytest.raises(TransportError, match="4096 bytes of shared memory cannot be allocated"):
                 trainer.send_weights(weights())
-            with pytest.raises(TransportError, match="refused this worker: no 4096 bytes of shared memory"):
+            with pytest.raises(
+                TransportError, match="refused this worker: 4096 bytes of shared memory cannot be allocated"
+            ):
                 arriving.result(WAIT_S)
 
     def test_where_memory_is_short_a_default_buffer_is_smaller(self, make, monkeypatch):

@@ -136,7 +136,7 @@ def test_a_base_checkpoint_is_looked_at_also_after_a_sender_that_did_not_look(tm
         report = sender.update_weights(policy)
         assert report.finite is report.to_json()["finite"] is expected and report.density == 0.0
     transport.shutdown()
-    with pytest.raises(ConfigError, match="finite='raise'"):
+    with pytest.raises(ConfigError, match="finite cannot be 'raise'"):
         tx.WeightSender(tx.MemoryTransport(), finite="raise")
 
 

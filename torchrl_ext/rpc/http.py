@@ -291,7 +291,7 @@ class HTTPSession:
         except aiohttp.ClientConnectorCertificateError as error:
             raise _unreachable(where, str(error.certificate_error)) from None
         except aiohttp.ClientConnectorError as error:
-            unnamed = f", which names no port: port {url.port} was tried" if url.explicit_port is None else ""
+            unnamed = f"; it names no port, and port {url.port} was tried" if url.explicit_port is None else ""
             raise _unreachable(where, str(error.os_error), _CHECK + unnamed) from None
         except (aiohttp.ClientError, OSError) as error:
             raise _unreachable(where, f"the connection broke: {error or type(error).__name__}") from None

@@ -459,7 +459,7 @@ class StandaloneContract(TransportContract):
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(ends.exchange, "policy", _Interrupted(weights, wait))
             assert inside.wait(WAIT_S)
-            with pytest.raises(ConcurrentUpdateError, match="the running send goes on"):
+            with pytest.raises(ConcurrentUpdateError, match="the running send continues"):
                 ends.trainer.send_weights("policy", weights)
             go_on.set()
             assert_arrived(first.result(WAIT_S), weights)

@@ -387,7 +387,7 @@ NORM = "decoder.layers.{}.input_layernorm.weight"
         ),
         (QKV, torch.zeros(63, 16), rf"'{QKV}' .*\[63, 16\].*\[64, 16\] on rank 0 of 1 \(tp\)"),
         ("embedding.word_embeddings.weight", torch.zeros(36, 16), r"\[36, 16\].*\[37, 16\]"),
-        (NORM.format(4), torch.zeros(16), rf"'{NORM.format(4)}' .*no tensor of a qwen3 model.*such as"),
+        (NORM.format(4), torch.zeros(16), rf"'{NORM.format(4)}' .*is not a tensor of a qwen3 model.*such as"),
         (NORM.format(1), torch.zeros(16), "'model.layers.1.input_layernorm.weight', which another"),
         (QKV, {"a": 1}, f"'{QKV}' is a dict"),
         (QKV, torch.zeros(64, 16).as_subclass(type("Quantised", (torch.Tensor,), {})), "is a Quantised"),
