@@ -17,9 +17,9 @@ import torchrl_ext.progress as p
 p._AFTER_S = float(sys.argv[1])
 with p.progress("rehearsing an update on engine", 200) as advance:
     for _ in p.counted(range(4), lambda item: 50, advance):
-        time.sleep(0.5)
+        time.sleep(0.2)
     with p.progress("another step beside it"):
-        time.sleep(0.5)
+        time.sleep(0.2)
 print("rich" in sys.modules)
 """
 PUBLICATION = """
@@ -31,7 +31,7 @@ class Slow(tx.WeightSource):
     params = lambda self: as_source({"a": torch.ones(1000), "b": torch.ones(1000)}).params()
     def __iter__(self):
         for meta in self.params():
-            time.sleep(0.3)
+            time.sleep(0.15)
             yield meta.name, torch.ones(1000)
 sender = tx.WeightSender(tx.make_transport(sys.argv[1], root=sys.argv[2]))
 for _ in range(2):

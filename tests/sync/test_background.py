@@ -143,7 +143,9 @@ def test_the_next_update_waits_for_the_running_one_and_the_order_is_kept(sender,
     assert equal(sender.engine.steps[0][1], first) and equal(sender.engine.steps[1][1], second)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(10, 50))]
+)
 def test_in_any_schedule_versions_are_served_in_order_as_they_were(seed, tmp_path):
     drawn, policy, sent = random.Random(seed), tensors(0), []
 
@@ -344,7 +346,9 @@ def step(model):
 
 
 class TestServers:
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize(
+        "name", ["disk", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in NAMES if name != "disk")]
+    )
     def test_outputs_are_compared_with_those_of_the_model_that_was_sent(self, name, checkpoint, tmp_path):
         model, prompts = tiny_model(1), ((3, 5, 7, 11),)
         with EmbeddedServer(checkpoint) as server, tx.connect(server.url) as engine:
