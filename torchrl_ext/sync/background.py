@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import threading
 from collections.abc import Callable
@@ -57,8 +58,8 @@ class Background:
                 log.error("an update in the background failed: %s", error)  # the caller may ask for it late
                 raise
 
-        job = _Job()
-        in_thread(run, "torchrl-ext-update", job)
+        job, context = _Job(), contextvars.copy_context()  # a span that is current here is the parent of the update's
+        in_thread(lambda: context.run(run), "torchrl-ext-update", job)
         with self._changing:
             self._job = job
         return job

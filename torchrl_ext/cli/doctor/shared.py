@@ -185,7 +185,7 @@ class Trainer:
         here, there, why = f"{socket.gethostname()}:{self.root}", f"{host}:{self.root}{worker}", seen.get("why")
         if not seen.get("seen"):
             found = f"{there} does not contain the trainer's file: {why}"
-            remedy = "mount it on both hosts under the same path"
+            remedy = str(seen.get("remedy") or "mount it on both hosts under the same path")
             return failure("shared root", found, f"the same directory as {here}", remedy)
         if seen.get("probe") is None:
             return ok("shared root", f"the engine reads the root{worker}; it cannot write there, and need not ({why})")
