@@ -32,6 +32,7 @@ Weights = Mapping[str, Tensor]
 Row = dict[str, Any]
 OURS = ("ulp", "context")
 THEIRS = ("int32 + bf16", "xor + zstd", "pulse")
+_POOLED = 1 << 16  # elements of a tensor on average, from which threads pay off for layouts that code tensor by tensor
 
 
 def flat(tensor: Tensor) -> np.ndarray:
@@ -126,6 +127,8 @@ def weigh(old: Weights, new: Weights, repeats: int) -> Iterator[Row]:
     olds = copies_of(old)
 
     def over(work: Callable[..., Any]) -> list[Any]:
+        if sum(tensor.numel() for tensor in new.values()) < _POOLED * len(new):  # a pool would take longer
+            return [work(*row) for row in rows]
         with ThreadPoolExecutor(threads) as pool:
             return list(pool.map(lambda row: work(*row), rows))
 
