@@ -155,23 +155,22 @@ def bits(document: Row) -> str:
 
 
 def engines(document: Row) -> str:
-    """Return a table for each server, ours first."""
+    """Return a table for each server, ours first, and the errors of the ways that failed below it."""
     found = []
     for server, title in SERVERS.items():
         rows = [row for row in part(document, "engine") if row["server"] == server]
         if not rows:
             continue
-        cells = [_cells(row) for row in sorted(rows, key=lambda row: not row["ours"])]
+        cells = [_cells(row) for row in sorted(rows, key=lambda row: not row["ours"]) if "error" not in row]
         notes = {row["note"] for row in rows if row["note"]}
         head = ["way", "bytes", "bits", "encode", "pause (/ a copy)", "reported", "total (/ a copy)", "memory"]
         found.append(f"**{title}**" + "".join(f" ({note})" for note in notes) + "\n\n" + table(head, cells))
+        found += [f"*{row['name']}* failed: `{row['error']}`" for row in rows if "error" in row]
     return "\n\n".join(found)
 
 
 def _cells(row: Row) -> list[str]:
     name = f"**{row['name']}**" if row["ours"] else row["name"]
-    if "error" in row:
-        return [name, row["error"], *[""] * 6]
     memory = "" if row["memory_of_model"] is None else f"{row['memory_of_model']:.2f}"
     return [
         name,
