@@ -99,6 +99,7 @@ def test_a_collector_of_one_process_is_updated_in_place(transport):
         collector.update_policy_weights_(other)
         assert same(collector.policy.state_dict(), other.state_dict())
         assert collector.policy_version == 1 and logged == [scheme.report]
+        assert scheme.report.verified
         with pytest.raises(UpdateError, match=r"model 'policy'.*'module\.0\.bias'"):
             collector.update_policy_weights_(make_policy(hidden=8))
         assert [one.error is None for one in logged] == [True, False]
