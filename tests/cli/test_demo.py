@@ -195,6 +195,7 @@ def test_an_interrupt_leaves_no_process_behind(moment, number, ranks):
         assert psutil.wait_procs(children, timeout=WAIT_S)[1] == []
 
 
+@pytest.mark.exhaustive
 def test_a_rank_of_the_trainer_that_dies_ends_the_demo_and_leaves_no_process_behind(server):
     with Demo("--engines", server.url, "--trainer-ranks", "2", "--transport", "disk") as demo:
         demo.read_until("step 1")

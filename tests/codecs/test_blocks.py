@@ -35,7 +35,7 @@ def blocks(draw):
 
 
 @given(blocks(), st.integers(0, 7))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_every_block_survives_wherever_its_bytes_lie(block, skip):
     dtype, old, new = block
     elements = old.nbytes // dtype.itemsize

@@ -31,7 +31,7 @@ from torchrl_ext.weights.digests import position_digest
     block=st.sampled_from([7, 64, 1 << 20]),
     staged=st.sampled_from([3, 1 << 14]),
 )
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_streams_list_each_change_once_and_keep_the_digests(model, tiles, digest, block, staged):
     old, new = model
     metas = [ParamMeta.of(name, tensor) for name, tensor in old.items()]
@@ -110,7 +110,7 @@ def test_an_error_reaches_the_caller_and_a_stopped_search_leaves_no_thread(monke
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_folded_patches_do_what_they_do_one_after_the_other(data):
     size = data.draw(st.integers(1, 40))
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.uint8, torch.float32]))

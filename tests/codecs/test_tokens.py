@@ -27,7 +27,7 @@ def blocks(draw):
     return nbits, positions, np.array([step for _, step in rows], f"<u{nbits // 8}")
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(blocks(), st.randoms(use_true_random=False))
 def test_every_list_of_changes_survives_and_damaged_bytes_are_refused_or_changes(block, chance):
     nbits, positions, steps = block

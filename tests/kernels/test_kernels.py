@@ -128,7 +128,7 @@ def test_words_of_a_piece_are_those_of_its_positions(way):
         assert own.words(piece_of(name, memory.to(device)), digest) == expected, (name, width, digest)
 
 
-@pytest.mark.parametrize("stride", (152, 153))
+@pytest.mark.parametrize("stride", (153, pytest.param(152, marks=pytest.mark.exhaustive)))
 def test_words_of_a_large_turned_piece_are_those_of_its_positions(way, stride):
     """It is more than one tile, and its positions reach over several rows of keys."""
     own, device = way

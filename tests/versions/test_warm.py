@@ -78,13 +78,13 @@ def test_an_engine_with_an_empty_cache_compiles_nothing_itself(tmp_path):
     assert list(tmp_path.rglob("*.warm"))
 
 
-DIGEST = """
+MASK = """
 import sys, numba, numpy as np
 if sys.argv[1]:
     numba.__version__ = sys.argv[1]
-from torchrl_ext.kernels.host_loops import digest_piece
-digest_piece(np.arange(4, dtype=np.uint16), np.array([[4, 1, 1]]), 0, np.zeros(2, np.uint64))
-hits, misses = (sum(counts.values()) for counts in (digest_piece.stats.cache_hits, digest_piece.stats.cache_misses))
+from torchrl_ext.codecs.block_loops import set_mask
+set_mask(np.arange(4, dtype=np.int32), np.zeros(1, np.uint64))
+hits, misses = (sum(counts.values()) for counts in (set_mask.stats.cache_hits, set_mask.stats.cache_misses))
 assert hits + misses == 1
 print("kept" if hits else "compiled")
 """
@@ -94,7 +94,7 @@ print("kept" if hits else "compiled")
 def test_versions_of_the_compiler_that_share_a_folder_keep_each_others_code(tmp_path):
     """A trainer's environment and an engine's: each comes back and finds what it compiled."""
     for version, expected in (("", "compiled"), ("0.0", "compiled"), ("", "kept")):
-        found = python(DIGEST, version, prefix=("env", f"NUMBA_CACHE_DIR={tmp_path}"))
+        found = python(MASK, version, prefix=("env", f"NUMBA_CACHE_DIR={tmp_path}"))
         assert found.split() == [expected], version
 
 
