@@ -1,6 +1,6 @@
 """Messages from a trainer's control layer to an engine's workers: one frozen struct per step of an update.
 
-A message is one JSON object: ``{"format": 3, "release": "0.1.0", "kind": "prefetch", "version": 7}``. ``format`` is the
+A message is one JSON object: ``{"format": 4, "release": "0.1.0", "kind": "prefetch", "version": 7}``. ``format`` is the
 protocol version, ``release`` is the sender's release (for error messages), and the other fields belong to the message.
 The engine's client (`torchrl_ext.rpc`) and plugin choose the route. Workers handle messages in
 `torchrl_ext.sync.worker_end.WorkerEnd.handle`, or, for weights in this process, in
@@ -33,7 +33,7 @@ __all__ = [
     "read", "replaced", "replaced_by", "stamped",
 ]  # fmt: skip
 
-FORMAT = 3
+FORMAT = 4
 """Protocol version; `docs/formats.md` lists the changes."""
 
 REPLACED = "torchrl_ext: this sender must join again"
@@ -263,7 +263,8 @@ class Load(Connected, frozen=True, kw_only=True):
     Attributes:
         version: the version that the handoff belongs to.
         handoff: the `Wire` from the transport's trainer end to its worker ends. In a partial update it also has
-            ``onto``: the version that the `Prefetch` named as the part's base.
+            ``onto``: the version that the `Prefetch` named as the part's base. ``params`` lists the parameters that
+            come; without it, these are the `Join`'s, or those of them that the `Prefetch` named.
     """
 
     version: Count

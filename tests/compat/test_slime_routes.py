@@ -24,6 +24,7 @@ from torchrl_ext.compat.slime.embedded import routes
 from torchrl_ext.compat.slime.first import build_flush, flush_name
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.server import make_app
+from torchrl_ext.messages import FORMAT
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import tensor_digest
 
@@ -235,7 +236,7 @@ class TestStandIns:
             PULL: {**told, "target_version": 9},
         }
         if engine.kind == "vllm":
-            bodies["/torchrl_ext/adapters"] = {"format": 3, "kind": "stage_adapter", "name": "a", "version": 1}
+            bodies["/torchrl_ext/adapters"] = {"format": FORMAT, "kind": "stage_adapter", "name": "a", "version": 1}
         for route, good in bodies.items():
             for body in (worse_json(good, chance) for _ in range(1000 // len(bodies))):
                 if engine.kind == "sglang" and route == LOAD:  # SGLang itself has read these fields

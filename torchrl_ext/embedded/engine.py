@@ -182,7 +182,7 @@ class Engine:
                 with self._in_update():
                     self._receiver.handle(message)
                     if isinstance(message, Load):
-                        self._arrived += [ParamMeta.from_json(row) for row in message.handoff.get("params", ())]
+                        self._arrived += self._receiver.params_of(message)
             case Finish():
                 self.finish(str(message.version))
             case _:

@@ -273,8 +273,9 @@ class Engine(EngineClient):
     @final
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self._torn = True
+        known = {"params"} if self.port.proves else ()  # from the join; megabytes of very many would lengthen the pause
         with self._step("load the new weights", state=self._paused(_PART)):
-            self.tell(Load.of(info))
+            self.tell(Load.of({name: value for name, value in info.items() if name not in known}))
 
     @final
     def _compare(self, digests: Mapping[str, str]) -> None:

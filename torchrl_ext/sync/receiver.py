@@ -91,6 +91,7 @@ class WeightReceiver:
         self._staged: Changes | None = None
         self._part: Part | None = None  # set while a partial update is under way
         self._sealed = self._loading = False  # a load, past its `finish`; a load, not a commit of changes
+        self._joined: tuple[ParamMeta, ...] = ()
         self._rows: tuple[list[Any], tuple[ParamMeta, ...]] = [], ()
         self.version = 0
 
@@ -200,7 +201,7 @@ class WeightReceiver:
         self._end = kind.join(message.offer, here, self._deadline())
         if self.held.base:  # that number belongs to the previous sender or connection
             self.held = replace(self.held, base=None)
-        self._staged = None
+        self._staged, self._joined = None, message.params
         self._expect(None)
 
     def rehearse(self, message: messages.Rehearse) -> Info:
@@ -314,13 +315,15 @@ class WeightReceiver:
         if self.held.intact:  # `start` left this out because of staged changes, which are for another version
             self._begin()
         self._spoil(landing=message.version)  # before receiving, because a transport may write into the model's memory
-        arrival = Arrival(version=message.version, params=self._params(message.handoff), info=message.handoff)
+        arrival = Arrival(version=message.version, params=self.params_of(message), info=message.handoff)
         with closing(_passed_on(end.receive(arrival, loader.targets(), self._deadline()))) as pairs:
             loader.load(pairs)
 
-    def _params(self, handoff: Info) -> tuple[ParamMeta, ...]:
-        """Return the parameters of a handoff, cached because most handoffs have the same ones."""
-        rows = handoff.get("params", [])
+    def params_of(self, message: messages.Load) -> tuple[ParamMeta, ...]:
+        """Return the parameters of a handoff; listed ones are cached, because most handoffs have the same ones."""
+        rows, part = message.handoff.get("params"), self._part
+        if rows is None:
+            return tuple(meta for meta in self._joined if part is None or meta.name in part.names)
         if rows != self._rows[0]:
             self._rows = rows, tuple(map(ParamMeta.from_json, rows))
         return self._rows[1]
