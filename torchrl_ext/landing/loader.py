@@ -249,7 +249,7 @@ class TensorsLoader(WeightLoader, Patchable):
         self._sent: frozenset[str] | None = None
         self._copied: frozenset[str] = frozenset()
         self._named: frozenset[str] | None = None  # of the parameters that are sent, those that the update brings
-        self._patcher: Patcher | None = None  # this and the next are kept from `stage` to `commit`
+        self._patcher: Patcher | None = None  # this and the next are kept from the first `stage` on
         self._spelling: Spelling | None = None
         self._patched: dict[str, int] = {}  # addresses of what the patcher writes into
         self._live: list[int] = []  # and of every tensor then
@@ -289,10 +289,10 @@ class TensorsLoader(WeightLoader, Patchable):
                 target.copy_(tensor)
         if whole:
             spelled.assemble(whole)
-        self._patcher = None
+        self.invalidate()
 
     def invalidate(self) -> None:
-        self._patcher = None
+        self._patcher = self._spelling = None  # what they hold of the model's memory could not be given back
 
     def patchable(self, name: str) -> bool:
         return name not in self._copied
@@ -340,7 +340,10 @@ class TensorsLoader(WeightLoader, Patchable):
         from torchrl_ext.landing.patcher import Patcher, identity
 
         spelled, sent = self._spelled(), self._sent
-        self._spelling, self._live = spelled, _addresses(self._own())
+        self._live = _addresses(self._own())
+        if self._patcher is not None and self._spelling is spelled:
+            return self._patcher
+        self._spelling = spelled
         once = self._target.sent() if sent is None else {}
         wanted, memory = {}, {}
         for name, tensor in spelled.places.items():
@@ -371,7 +374,10 @@ class TensorsLoader(WeightLoader, Patchable):
         """
         own = dict(self._own())
         groups = () if self._module is None else groups_of(self._module, own.items)
-        return Spelling(own, groups, self._sent if sent is None else sent)
+        sent = self._sent if sent is None else sent
+        if self._spelling is not None and self._spelling.is_of(own, groups, sent):
+            return self._spelling
+        return Spelling(own, groups, sent)
 
 
 def _addresses(tensors: Iterable[tuple[str, Tensor]]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, ClassVar, final
 
 import msgspec
@@ -79,7 +79,7 @@ class _Head(_Document, frozen=True, kw_only=True):
 
     format: str
     format_number: int
-    params: list[ParamMeta]
+    params: msgspec.Raw
     tiles: Annotated[int, msgspec.Meta(ge=1, le=TILES)] = 1
     streams: list[list[Segment]] | None = None
     changed: bytes
@@ -166,7 +166,7 @@ class DeltaManifest:
             format=self.FORMAT,
             format_number=self.NUMBER,
             **_plain(self),
-            params=list(self.table.params),
+            params=msgspec.Raw(msgspec.json.encode(self.table.params, enc_hook=dtype_name)),
             tiles=self.table.tiles or 1,
             streams=None if self.table.tiles else [list(stream.segments) for stream in streams],
             changed=self.changed.astype(DIGEST, copy=False).tobytes(),
@@ -183,7 +183,7 @@ class DeltaManifest:
     def _of(cls, head: _Head) -> DeltaManifest:
         if head.container == ROWS:
             raise ValueError("it has rows, which only formats before 4 have")
-        table = ParamTable.of(head.params, head.streams, tiles=head.tiles)
+        table = ParamTable.of(_params(bytes(head.params)), head.streams, tiles=head.tiles)
         if len(table.number) != len(table.params):
             raise ValueError("a parameter is listed twice")
         lost = None if table.tiles else table.lost()
@@ -237,6 +237,11 @@ class DeltaManifest:
         )
         if not sound.all():
             raise ValueError(f"block {int(np.argmin(sound))} lies outside of its stream or its file, or meets another")
+
+
+@lru_cache(maxsize=2)  # mostly those of the delta before
+def _params(rows: bytes) -> tuple[ParamMeta, ...]:
+    return msgspec.json.decode(rows, type=tuple[ParamMeta, ...], dec_hook=decode_dtype)
 
 
 def _digests(data: bytes, count: int) -> np.ndarray:

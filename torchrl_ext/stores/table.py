@@ -182,7 +182,7 @@ class ParamTable:
         params = tuple(params)
         if segments is not None:
             return cls(params, tuple(_stream(own, params) for own in segments), 0)
-        return _tiled(params, tiles) if tiles > 1 else cls(params, tuple(_by_place(params, 1)), 1)
+        return _tiled(params, tiles)
 
     @cached_property
     def number(self) -> Mapping[str, int]:

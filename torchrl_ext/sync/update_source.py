@@ -70,7 +70,7 @@ class UpdateSource(WeightSource):
         self.only: frozenset[str] | None = None
         self._narrow = narrow
         self._names: frozenset[str] | None = None  # names of the tensors that iteration yields; None for all
-        self._params = self.whole.params()
+        self._params = self._all = self.whole.params()
         self.digesting = False
         self.version, self.digests = 0, dict[str, str]()
         self._stream: Iterator[tuple[str, Tensor]] | None = None
@@ -92,7 +92,7 @@ class UpdateSource(WeightSource):
         """From the next iteration on, send only the tensors in `only`, on top of version ``base``, or all for None."""
         self.part = None if base is None or self.only is None else Part(base=base, names=self.only)
         self._stream, self._names = None, self.only if self.part is not None and self._narrow else None
-        self._params = tuple(meta for meta in self.whole.params() if self._sends(meta.name))
+        self._params = self._all if self._names is None else tuple(m for m in self._all if m.name in self._names)
 
     def _sends(self, name: str) -> bool:
         return self._names is None or name in self._names

@@ -356,7 +356,7 @@ class Spelling:
     """
 
     def __init__(self, own: Mapping[str, Tensor], groups: Iterable[Group], sent: frozenset[str] | None = None) -> None:
-        self._own = own
+        self._own, self._made_of = own, _what_matters(own, groups, sent)
         self._group_of: dict[str, Group] = {}
         results: dict[str, Group] = {}
         for group in groups:  # a part of a shard is no view of it: sharded modules take their own names
@@ -378,6 +378,11 @@ class Spelling:
             for part, view in of.parts(live).items() if of is not None and not of.copied else ():
                 if part in self._results:
                     self.places[part], self.source_of[part] = view, name
+
+    def is_of(self, own: Mapping[str, Tensor], groups: Iterable[Group], sent: frozenset[str] | None) -> bool:
+        """Return whether these arguments would make the same; one with shards never is, as they may be replaced."""
+        sharded = any(map(is_distributed, own.values()))
+        return not sharded and self._made_of == _what_matters(own, groups, sent)
 
     def check(self, params: Iterable[ParamMeta], needed: Mapping[str, Tensor], *, partial: bool) -> None:
         """Refuse an update that cannot land.
@@ -423,9 +428,10 @@ class Spelling:
     def _absent(self, given: set[str]) -> dict[str, str]:
         """Return for each live tensor that does not come whole the first name of it that is missing."""
         absent = {name: name for name in self._own if name not in self._group_of and name not in given}
+        own, made = given & self._direct, given & self._results  # of all groups: once, as there may be many
         for group in {*self._group_of.values()}:
-            direct = given & self._direct & group.sources.keys()
-            parts = given & self._results & group.results.keys()
+            direct = group.sources.keys() & own
+            parts = group.results.keys() & made
             if direct and parts:
                 raise ManifestError(
                     f"{min(direct)!r} is given twice: under its own name, and as {min(parts)!r}",
@@ -477,3 +483,7 @@ class Spelling:
             if left:
                 raise ManifestError(f"{left[0]!r} is missing from the update, which has others of its group")
             group.redo(self._own, tensors)
+
+
+def _what_matters(own: Mapping[str, Tensor], groups: Iterable[Group], sent: frozenset[str] | None) -> tuple[Any, ...]:
+    return sent, tuple(groups), [(name, same_memory(tensor)) for name, tensor in own.items()]

@@ -11,7 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, starmap
 from typing import Any, NamedTuple
 
 import torch
@@ -262,6 +262,9 @@ class _TensorsSource(RowSource):
     def rows(self) -> Iterable[Row]:
         for name, tensor in self.sent().items():
             yield Row(name, tensor, partial(full, tensor))
+
+    def params(self) -> tuple[ParamMeta, ...]:
+        return tuple(starmap(ParamMeta.of, self.sent().items()))
 
     def tied(self) -> Mapping[str, str]:
         sent = self.sent()

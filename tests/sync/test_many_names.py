@@ -1,0 +1,99 @@
+"""What an update does for each name stays the same however many names there are, counted in calls and in bytes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from tests.models import converted_model
+from torchrl_ext.landing.loader import TensorsLoader
+from torchrl_ext.stores.manifest import MANIFEST, read_manifest
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.weights import hf_names
+
+
+def tensors(count):
+    return {f"model.layers.{number}.weight": torch.full((4,), float(number)) for number in range(count)}
+
+
+def updates(transport, weights, **settings):
+    """Two updates by a transport: of everything, and of one tensor; `trainer.` is taken off its names."""
+    served = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    own = {f"trainer.{name}": tensor for name, tensor in weights.items()}
+    with tx.WeightSender(transport, InProcessEngine(served), **settings) as sender:
+        yield sender.update_weights(own)
+        next(iter(own.values()))[0] += 1
+        yield sender.update_weights(own)
+    assert all(torch.equal(served[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("transport", ["delta", "disk"])
+def test_the_mapper_is_called_so_many_times_for_each_name(transport, tmp_path):
+    calls = Counter()
+
+    def mapped(name):
+        calls[count] += 1
+        return name.removeprefix("trainer.")
+
+    for count in (50, 200):
+        first, _ = updates(tx.make_transport(transport, root=tmp_path / str(count)), tensors(count), mapper=mapped)
+        assert first.verified
+    assert calls[200] == 4 * calls[50] and calls[50] <= 50 * 2 * 6  # of two updates
+
+
+@pytest.mark.parametrize("transport", ["delta", "disk"])
+def test_loads_do_not_list_the_parameters_that_workers_know_from_the_join(transport, tmp_path, monkeypatch):
+    sizes, handle = {}, WeightReceiver.handle
+
+    def handled(receiver, message):
+        sizes[count, message.kind] = len(json.dumps(message.to_json()))
+        return handle(receiver, message)
+
+    monkeypatch.setattr(WeightReceiver, "handle", handled)
+    for count in (50, 200):
+        made = tx.make_transport(transport, root=tmp_path / str(count))
+        [*updates(made, tensors(count), mapper={"trainer.(.*)": r"\1"})]
+    assert sizes[200, "join"] > 3 * sizes[50, "join"]
+    assert sizes[200, "load"] < 1.1 * sizes[50, "load"] < 1000
+
+
+def test_names_of_a_model_are_spelled_once_for_all_deltas_until_its_memory_is_given_up(tmp_path, monkeypatch):
+    made, init = Counter(), hf_names.Spelling.__init__
+
+    def counted(*given):
+        made["all"] += 1
+        init(*given)
+
+    monkeypatch.setattr(hf_names.Spelling, "__init__", counted)
+    policy, served = converted_model("qwen3_moe", 1), converted_model("qwen3_moe", 2)
+    loader, counts = TensorsLoader(served), []
+    with tx.WeightSender(tx.make_transport("delta", root=tmp_path), InProcessEngine(loader)) as sender:
+        for _ in range(4):
+            with torch.no_grad():
+                policy.lm_head.weight[0] += 0.25
+            assert sender.update_weights(policy).verified
+            counts.append(made["all"])
+        assert counts[3] == counts[2]
+        with torch.no_grad():  # other memory under the same names: what was spelled is of no use
+            served.lm_head.weight.data = served.lm_head.weight.detach().clone()
+            policy.lm_head.weight[0] += 0.25
+        assert sender.update_weights(policy).verified
+        assert made["all"] == counts[3] + 1
+    same = dict(served.named_parameters())
+    assert all(torch.equal(same[name], tensor) for name, tensor in policy.named_parameters())
+
+
+def test_manifests_of_the_same_parameters_share_a_table(tmp_path):
+    weights = tensors(3)
+    with tx.make_transport("delta", root=tmp_path, keyframe_every=0) as trainer:
+        for _ in range(3):
+            weights["model.layers.0.weight"] += 1
+            trainer.send_weights(weights)
+    paths = [tmp_path / f"weight_v{number:06d}" / MANIFEST for number in (2, 3)]
+    one, other = (read_manifest(path.read_bytes(), "here") for path in paths)
+    assert one.version != other.version and one.table is other.table
