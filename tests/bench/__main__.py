@@ -22,6 +22,7 @@ SUBJECTS = {
     "first_use": "the first versions of fresh processes, with empty and warm caches of compiled loops",
     "gpu": "on a GPU: shared memory and deltas that are listed there, beside copies",
     "landing": "the pause of a delta that lands in vLLM, and of full files",
+    "names": "37,000 names through an engine's own loader and through ours",
     "peers": "our transports and layouts, beside what a user would choose instead, in real engines",
     "plan": "seconds and memory of a transfer plan of very many tensors",
     "proof": "reading back and rehearsing, beside the updates that they prove",
