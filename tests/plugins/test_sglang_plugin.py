@@ -150,7 +150,8 @@ pieces = {
 }
 params = [ParamMeta.of(name, full) for name in ("packed on one", *pieces)]
 pieces |= {} if rank else {"packed on one": []}  # the other one cannot tell what it holds of this one
-found = combine(Patcher(pieces).held(LINEAR), pieces, params, group)
+patcher = Patcher(pieces)
+found = combine(patcher.held(LINEAR), patcher.shares, params, group)
 assert {name: digest.hex() for name, digest in found.items()} == dict.fromkeys(
     ("rows", "columns", "both"), position_digest(full).hex()
 ), found

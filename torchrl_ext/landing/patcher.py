@@ -113,6 +113,13 @@ def _threads() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has no threads of its parent
 
 
+class Share(NamedTuple):
+    """What a rank holds of a tensor: how many units, and a number that differs with their places."""
+
+    units: int
+    places: int
+
+
 class _Plan:
     """Where the segments of a stream lie in this rank's memory on the host.
 
@@ -168,6 +175,11 @@ class Patcher:
             turn = filled.index(min(filled))
             self._turns[turn].append(name)
             filled[turn] += max(1, sizes[name])
+
+    @functools.cached_property
+    def shares(self) -> Mapping[str, Share]:
+        """What this rank holds of each tensor; made once, as many names take long."""
+        return {name: _share(own) for name, own in self.pieces.items()}
 
     def forget(self) -> None:
         """Forget what is known of the parameters, which something else wrote; digests are taken anew when needed."""
@@ -389,6 +401,11 @@ class Patcher:
                 words = [kernels.words(piece, self._digest_name) for piece in pieces]
             for name, added in zip(owners, words, strict=True):
                 self._held[name] = self._held[name].plus(added)
+
+
+def _share(pieces: Sequence[Piece]) -> Share:
+    places = tuple((one.offset, tuple(one.destination.shape), one.strides) for one in pieces)
+    return Share(sum(piece.destination.numel() for piece in pieces), hash(places))
 
 
 def _damaged(name: str, expected: str) -> IntegrityError:

@@ -537,7 +537,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
 
     def _together(self, own: Mapping[str, PositionDigest]) -> dict[str, PositionDigest]:
         """Return digests of the tensors that the workers hold together; those that overlap in part are left out."""
-        return combine(own, self._patcher.pieces, self._params, self.model.group)
+        return combine(own, self._patcher.shares, self._params, self.model.group)
 
     # what is proved
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import distributed
 
 from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.kernels.base import Piece
+from torchrl_ext.landing.patcher import Share
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest
 
@@ -38,7 +38,7 @@ def agree(words: str, *groups: distributed.ProcessGroup) -> list[str]:
 
 def combine(
     own: Mapping[str, PositionDigest],
-    pieces: Mapping[str, Sequence[Piece]],
+    shares: Mapping[str, Share],
     params: Iterable[ParamMeta],
     group: distributed.ProcessGroup,
 ) -> dict[str, PositionDigest]:
@@ -48,20 +48,25 @@ def combine(
 
     Args:
         own: the digest of what this worker holds of each tensor; tensors that it cannot tell of are left out for all.
-        pieces: where it holds it.
+        shares: how much it holds, and where (`torchrl_ext.landing.patcher.Patcher.shares`).
         params: the tensors, in the same order on every worker.
         group: the workers.
     """
     known = tuple(params)
     if not known:
         return {}
-    rows = [_row(own[meta.name], pieces[meta.name]) if meta.name in own else _UNKNOWN for meta in known]
+    if distributed.get_world_size(group) == 1:
+        mine = (meta for meta in known if meta.name in own)
+        return {
+            meta.name: own[meta.name] for meta in mine if shares[meta.name].units == unit_of(meta.dtype).count(meta)
+        }
+    rows = [_row(own[meta.name], shares[meta.name]) if meta.name in own else _UNKNOWN for meta in known]
     every = _gather(torch.tensor(rows, dtype=torch.int64), group)
     found = {}
     for meta, *held in zip(known, *(row.tolist() for row in every), strict=True):
-        shares = set(map(tuple, held))  # equal shares are one share, held twice
-        if _UNKNOWN not in shares and sum(share[2] for share in shares) == unit_of(meta.dtype).count(meta):
-            words = (PositionDigest(first % 2**64, second % 2**64) for first, second, _, _ in shares)
+        apart = set(map(tuple, held))  # equal shares are one share, held twice
+        if _UNKNOWN not in apart and sum(share[2] for share in apart) == unit_of(meta.dtype).count(meta):
+            words = (PositionDigest(first % 2**64, second % 2**64) for first, second, _, _ in apart)
             found[meta.name] = sum(words, PositionDigest())
     return found
 
@@ -80,8 +85,7 @@ def _gather(row: torch.Tensor, group: distributed.ProcessGroup) -> list[torch.Te
     return every
 
 
-def _row(digest: PositionDigest, pieces: Sequence[Piece]) -> tuple[int, int, int, int]:
+def _row(digest: PositionDigest, share: Share) -> tuple[int, int, int, int]:
     """Return a worker's share as four int64: two digest words, its size, and where it lies."""
-    count = sum(piece.destination.numel() for piece in pieces)
     first, second = (word - 2 * _SIGN if word >= _SIGN else word for word in (digest.first, digest.second))
-    return first, second, count, hash(tuple((one.offset, tuple(one.destination.shape), one.strides) for one in pieces))
+    return first, second, *share

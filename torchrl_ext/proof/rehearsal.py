@@ -374,11 +374,15 @@ def _unreached(loader: EngineLoader, start: _Start, cold: _Snapshot) -> dict[str
             found[reading.layer] = f"{reading.name} is computed with, and no load changes it"
         if rule != "uniform":
             near.append(reading)
-    near = [reading for reading in near if reading.layer not in found]
-    for name, tensor in start if near else ():
+    beside: dict[str, dict[str, Reading]] = {}  # very many of each are not looked at pair by pair
+    for reading in near:
+        if reading.layer not in found:
+            for path in (_parent(reading.layer), reading.layer):
+                beside.setdefault(path, {})[reading.key] = reading
+    for name, tensor in start if beside else ():
         parents = {_parent(_parent(landing.param)) for landing in loader.landings(name)}
-        for reading in near:
-            if parents & {_parent(reading.layer), reading.layer} and _is_copy(reading.tensor, tensor):
+        for reading in {key: own for path in parents for key, own in beside.get(path, {}).items()}.values():
+            if _is_copy(reading.tensor, tensor):
                 found[reading.layer] = f"{reading.name} is a copy of {name}, and no load changes it"
     return found
 
