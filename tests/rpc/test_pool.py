@@ -138,3 +138,46 @@ def test_a_pool_goes_to_another_process_without_its_complaints():
     pool.health.fail("http://a:1", EngineError("it died"), by="pool")
     copied = pickle.loads(pickle.dumps(pool))
     assert copied.url == pool.url and copied.health.why("http://a:1") is None
+
+
+def test_engines_join_and_leave_before_the_next_update_and_a_running_one_keeps_its_own(tmp_path):
+    pool, late = Pool([Scripted("a"), Scripted("b")]), Scripted("late", fails=["info"])
+    joiner, (first, second) = Scripted("c"), pool.engines
+    sender = tx.WeightSender(tx.DiskTransport(tmp_path), pool, verify=False)
+
+    def meanwhile(version):
+        pool.add(joiner, late)
+        pool.remove(second)
+        pool.add(Scripted("a"))  # known: nothing changes
+
+    first.prefetch = lambda version, part=None: meanwhile(version)
+    report = sender.update_weights({"x": torch.ones(2)})
+    assert [row.engine for row in report.engines] == ["a", "b"] and second.version == "1" and not joiner.calls
+    report = sender.update_weights({"x": torch.ones(2)})
+    assert [row.engine for row in report.engines] == ["a", "c"] and joiner.version == "2" and second.version == "1"
+    late.fails.clear()
+    assert pool.members() == ("a", "c", "late") and second.calls[-1] == "close"
+
+
+def test_a_source_decides_who_takes_part_and_its_errors_change_nothing(tmp_path, caplog):
+    listed = [Scripted("a")]
+
+    def source():
+        if listed is None:
+            raise OSError("no list today")
+        return listed
+
+    pool = Pool([Scripted("own")], members=source)
+    assert pool.members() == ("own", "a")
+    listed = None
+    assert pool.members() == pool.members() == ("own", "a") and caplog.text.count("no list today") == 1
+    listed = [Scripted("b")]
+    assert pool.members() == ("own", "b")
+    pool.remove("b")
+    assert pool.members() == ("own",)  # until the source drops it and lists it again
+    listed = []
+    pool.remove("own")
+    with pytest.raises(EngineError, match="has no engine"):
+        pool.members()
+    listed = [Scripted("b")]
+    assert pool.members() == ("b",)

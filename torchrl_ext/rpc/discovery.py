@@ -13,7 +13,8 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRe
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.http import Answer, HTTPSession, Keys, normalise_urls
-from torchrl_ext.rpc.pool import Pool
+from torchrl_ext.rpc.pool import Pool, discovered
+from torchrl_ext.rpc.roster import Source
 from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.types import EngineInfo
 from torchrl_ext.weights.source import is_torchrl
@@ -85,6 +86,7 @@ def connect(
     api_key: Keys = None,
     data_parallel_size: int = 1,
     missing: str = "raise",
+    members: Source | None = None,
     **settings: Any,
 ) -> Pool:
     """Return one client for the engines at ``addresses``, whatever their kinds.
@@ -97,6 +99,8 @@ def connect(
         missing: ``"raise"``, or ``"lose"``: engines that do not answer join the pool as lost and come back when they
             answer (see `Pool`). They are assumed to be of the same kind as the others; if the others are of several
             kinds, or none answers, the error is raised. An answer that describes no engine always raises.
+        members: returns the addresses of the engines that should take part, and is asked now and before each update
+            (see `torchrl_ext.rpc.roster`); there need be no ``addresses`` then, and no engine yet.
         settings: for each engine's client, such as ``pause_mode``.
 
     Raises:
@@ -105,7 +109,7 @@ def connect(
     """
     if missing not in ("raise", "lose"):
         raise ConfigError(f"missing cannot be {missing!r}", expected="'raise' or 'lose'")
-    answers = _answers(addresses, timeout_s, api_key)
+    answers = _answers(addresses, timeout_s, api_key) if addresses or members is None else {}
     kinds = {answer.kind for answer in answers.values() if isinstance(answer, EngineInfo)}
     if missing == "raise" or len(kinds) != 1 or any(isinstance(one, EngineRefusedError) for one in answers.values()):
         _raise(answers)
@@ -114,10 +118,13 @@ def connect(
         engines.make(answer.kind if isinstance(answer, EngineInfo) else min(kinds), url=url, **settings)
         for url, answer in answers.items()
     ]
-    pool = Pool(made, data_parallel_size=data_parallel_size)
+    make = partial(discovered, **settings)
+    pool = Pool(made, data_parallel_size=data_parallel_size, members=members, make=make)
     for engine, answer in zip(made, answers.values(), strict=True):
         if isinstance(answer, WeightSyncError):
             pool.lose(engine, answer)
+    if members is not None:
+        pool.reconcile(timeout_s)
     return pool
 
 

@@ -52,6 +52,11 @@ class Health:
         if before is not None and after is None:
             self._tell(url, None)
 
+    def forget(self, url: str) -> None:
+        """Drop every complaint about an engine that has left, without an announcement."""
+        with self._lock:
+            self._complaints.pop(url, None)
+
     def why(self, url: str, *, by: str | None = None) -> Exception | None:
         """Return the reason for a complaint about an engine (by ``by``, if given); None if there is no complaint."""
         with self._lock:

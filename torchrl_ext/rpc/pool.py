@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, as_completed, wait
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, EngineError, why
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.health import Health
+from torchrl_ext.rpc.roster import Roster, Source
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, least
 
 __all__ = ["Pool"]
@@ -30,13 +31,20 @@ class Pool(EngineClient):
     and `commit` then raises an error with a row per engine. An engine that does not answer at all is lost: the others
     continue without it, and it rejoins at the first update before which it answers again.
 
+    `add` and `remove` change the fleet at any time, from any thread, and ``members`` before each update: see
+    `torchrl_ext.rpc.roster.Roster`. A new engine joins once it answers; a running update goes on with the engines
+    that it began with.
+
     Args:
-        engines: the clients, at least one; their order decides rank offsets 1, 1 + w0, 1 + w0 + w1, ... A nested pool
-            is replaced by its members.
+        engines: the clients, at least one unless there is a source of members; their order decides rank offsets 1,
+            1 + w0, 1 + w0 + w1, ... A nested pool is replaced by its members.
         data_parallel_size: how many consecutive engines are servers of one deployment. Each server reports the workers
             of the whole deployment, so the group shares one offset and counts once.
         health: receives the pool's complaints: reporter ``"pool"`` for a lost engine, ``"update"`` for an engine that
             failed an update, until it takes an update or is resumed. By default the pool creates its own.
+        members: returns the addresses, or clients, of the engines that should take part; asked before each update.
+        make: takes an address that is added, and returns a client for its engine; by default, with the settings of
+            `torchrl_ext.connect`.
 
     Attributes:
         health: the `Health` that receives the complaints.
@@ -50,20 +58,22 @@ class Pool(EngineClient):
     _group: int
 
     def __init__(
-        self, engines: Sequence[EngineClient], *, data_parallel_size: int = 1, health: Health | None = None
+        self,
+        engines: Sequence[EngineClient],
+        *,
+        data_parallel_size: int = 1,
+        health: Health | None = None,
+        members: Source | None = None,
+        make: Callable[[str], EngineClient] | None = None,
     ) -> None:
         grouped = {engine._group for engine in engines if isinstance(engine, Pool)} - {1, data_parallel_size}
-        engines = [one for engine in engines for one in (engine.engines if isinstance(engine, Pool) else (engine,))]
-        urls = [engine.url for engine in engines]
-        twice = sorted({url for url in urls if urls.count(url) > 1})
-        if not engines or twice:
-            raise ConfigError(f"engine {twice[0]} is listed twice" if twice else "a fleet needs at least one engine")
-        if data_parallel_size < 1 or len(engines) % data_parallel_size or grouped:
+        if grouped or not (engines or members):
             raise ConfigError(
-                f"{len(engines)} engines with data_parallel_size={data_parallel_size}",
-                expected="whole groups of data_parallel_size engines",
+                f"pools with data_parallel_size={min(grouped)} in another" if grouped else "a fleet needs an engine",
+                expected="whole groups of data_parallel_size engines, or a source of members",
             )
-        self.engines = tuple(engines)
+        self._roster = Roster(_flat(engines), data_parallel_size, make or discovered, members)
+        self.engines = self._roster.here()
         self.health = Health() if health is None else health
         self._group = data_parallel_size
         self._met = False
@@ -74,14 +84,55 @@ class Pool(EngineClient):
 
     @property
     def url(self) -> str:
-        return ", ".join(engine.url for engine in self.engines)
+        return ", ".join(engine.url for engine in self.engines) or "a fleet without engines"
 
-    def members(self) -> tuple[str, ...]:
-        """Probe failed, lost and new engines; return the addresses that take part in the next update.
+    def add(self, *engines: EngineClient | str) -> None:
+        """Add engines, by client or address, in whole groups; do nothing for one that is in the fleet.
+
+        Any thread may call it, also while an update runs. The engines take part from the next update before which they
+        answer; they get no row, and no error is raised about them, before that.
 
         Raises:
-            EngineError: no engine answers.
+            ConfigError: an address is invalid, or the engines do not form whole groups; nothing has changed.
         """
+        self._roster.add(*_flat(engines))
+
+    def remove(self, *engines: EngineClient | str) -> None:
+        """Remove engines, by client or address, in whole groups; do nothing for one that is not in the fleet.
+
+        Any thread may call it. A running update goes on with the engines; the next one leaves them out, closes their
+        connections and forgets complaints about them. They keep their weights, and stay paused if they are.
+
+        Raises:
+            ConfigError: only a part of a group is named; nothing has changed.
+        """
+        self._roster.remove(*_flat(engines))
+
+    def reconcile(self, timeout_s: float) -> None:
+        """Make additions and removals effective now; not while an update runs, which does it before it begins.
+
+        Args:
+            timeout_s: how long to wait for the source of members and for new engines, in seconds.
+        """
+        before, self.engines = self.engines, self._roster.settle(timeout_s)
+        for engine in set(before) - set(self.engines):
+            log.warning("engine %s has left the fleet", engine.url)
+            self.health.forget(engine.url)
+            self._probes.pop(engine, None)
+            self._failed.pop(engine, None)
+            self._reported.discard(engine)
+            self._decoding.discard(engine)
+            in_thread(engine.close, f"close {engine.url}")
+
+    def members(self) -> tuple[str, ...]:
+        """Reconcile the fleet; probe failed and lost engines; return the addresses that take part in the next update.
+
+        Raises:
+            EngineError: there is no engine, or none answers.
+        """
+        self.reconcile(_PROBE_S)
+        if not self.engines:
+            raise self._nobody()
         lost = self._lost()
         suspects = [engine for engine in self.engines if not self._met or engine in self._failed or engine in lost]
         silent = self._silent(suspects)
@@ -115,6 +166,8 @@ class Pool(EngineClient):
     def info(self) -> EngineInfo:
         """See `EngineClient.info`; ``weight_version`` is the oldest among the members."""
         described = self._described()
+        if not described:
+            raise self._nobody()
         infos = list(described.values())
         common = set(infos[0].transports).intersection(*(info.transports for info in infos))
         return replace(
@@ -338,6 +391,13 @@ class Pool(EngineClient):
                 on_failure()
         return results
 
+    def _nobody(self) -> EngineError:
+        return EngineError(
+            "; ".join(filter(None, ["the fleet has no engine", self._roster.problems()])),
+            state="nothing was sent",
+            hint="add an engine, or wait until the source of members lists one that answers",
+        )
+
     def _missed(self, what: str) -> Exception:
         """Return the error for engines that did not take a version, and mark them as reported."""
         missed = {**self._lost(), **self._failed}
@@ -359,6 +419,17 @@ class Pool(EngineClient):
         causes = {engine.url: why(error) for engine, error in errors.items()}
         words = "; ".join(cause if url in cause else f"{cause} ({url})" for url, cause in causes.items())
         return EngineError(f"{words}; {what}", rows=self.rows(), state=state, hint=hint)
+
+
+def _flat(engines: Iterable[EngineClient | str]) -> list[Any]:
+    return [one for engine in engines for one in (engine.engines if isinstance(engine, Pool) else (engine,))]
+
+
+def discovered(url: str, **settings: Any) -> EngineClient:
+    """Return a client for the engine at ``url``, with the settings of `torchrl_ext.connect`."""
+    from torchrl_ext.rpc.discovery import connect  # which imports this module
+
+    return connect(url, **settings).engines[0]
 
 
 def _number(weight_version: str) -> int:

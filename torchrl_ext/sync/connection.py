@@ -8,7 +8,7 @@ import socket
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import final
 
@@ -64,6 +64,7 @@ class Connection:
         self._compares, self._rehearse = compares, rehearse
         self._joined: tuple[tuple[ParamMeta, ...], tuple[str, ...]] | None = None
         self._id = ""
+        self._reserved = ExitStack(), set[EngineClient]()  # in this turn
         self.newest = 0
         self.delivered: int | None = None
 
@@ -75,14 +76,27 @@ class Connection:
             ConcurrentUpdateError: another sender of this process is updating one of the engines.
         """
         with ExitStack() as held:
-            for engine in dict.fromkeys((self.engine, *self.engine.each())):
-                refusal = ConcurrentUpdateError(
-                    f"another sender of this process is updating {engine.url}",
-                    state="the other update continues",
-                    hint="update from one sender at a time, or give each sender its own engines",
-                )
-                held.enter_context(one_at_a_time(_turns.setdefault(engine, threading.Lock()), refusal))
+            reserved = held, set[EngineClient]()
+            self._reserve(reserved, (self.engine, *self.engine.each()))
+            self._reserved = reserved
             yield
+
+    def _members(self) -> tuple[str, ...]:
+        """Return the engine's members, and reserve the clients of those that have joined or returned in this turn."""
+        members = self.engine.members()
+        self._reserve(self._reserved, self.engine.each())
+        return members
+
+    def _reserve(self, reserved: tuple[ExitStack, set[EngineClient]], engines: Iterable[EngineClient]) -> None:
+        held, already = reserved
+        for engine in set(engines) - already:
+            refusal = ConcurrentUpdateError(
+                f"another sender of this process is updating {engine.url}",
+                state="the other update continues",
+                hint="update from one sender at a time, or give each sender its own engines",
+            )
+            held.enter_context(one_at_a_time(_turns.setdefault(engine, threading.Lock()), refusal))
+            already.add(engine)
 
     def ensure(self, params: tuple[ParamMeta, ...], spans: Spans) -> bool:
         """Have all engines join, unless exactly the current members have joined for these parameters.
@@ -95,9 +109,9 @@ class Connection:
             Whether another sender had replaced this one, so that the engines joined again.
 
         Raises:
-            WeightSyncError: an engine did not join, and the fleet did not shrink meanwhile.
+            WeightSyncError: an engine did not join, and no engine has left the fleet meanwhile.
         """
-        members = self.engine.members()
+        members = self._members()
         replaced = self.engine.replaced(self._id) if self._joined == (params, members) else ""
         if replaced:
             log.warning("the engines join this sender again: %s", replaced)
@@ -106,8 +120,8 @@ class Connection:
             try:
                 self._join(params, spans)
             except WeightSyncError:
-                before, members = members, self.engine.members()
-                if len(members) >= len(before):
+                before, members = members, self._members()
+                if {*before} <= {*members}:
                     raise
             else:
                 self._joined = params, members
@@ -126,8 +140,8 @@ class Connection:
             client.close()
 
     def shrank(self) -> bool:
-        """Return whether the fleet has fewer members than when they joined."""
-        return self._joined is not None and len(self.engine.members()) < len(self._joined[1])
+        """Return whether an engine that had joined is no longer a member."""
+        return self._joined is not None and not {*self._joined[1]} <= {*self._members()}
 
     def in_service(self) -> set[int | None]:
         """Return the versions that the current members serve; None stands for an engine that is not serving."""
