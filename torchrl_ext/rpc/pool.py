@@ -32,7 +32,7 @@ class Pool(EngineClient):
     continue without it, and it rejoins at the first update before which it answers again.
 
     `add` and `remove` change the fleet at any time, from any thread, and ``members`` before each update: see
-    `torchrl_ext.rpc.roster.Roster`. A new engine joins once it answers; a running update goes on with the engines
+    `torchrl_ext.rpc.membership`. A new engine joins once it answers; a running update goes on with the engines
     that it began with.
 
     Args:
@@ -252,7 +252,13 @@ class Pool(EngineClient):
         return min(known) if known and len(known) == len(found) else None
 
     def adapter(self, name: str) -> Pool:
-        return Pool([engine.adapter(name) for engine in self.engines])
+        make = partial(_adapter, self._roster.make, name)
+        return Pool([one.adapter(name) for one in self.engines], members=partial(self._adapters, name), make=make)
+
+    def _adapters(self, name: str) -> list[EngineClient | str]:
+        """Return who should take part here, for a pool of adapters, which follows this one."""
+        wanted = self._roster.wanted(_PROBE_S)
+        return [one.adapter(name) if isinstance(one, EngineClient) else one for one in wanted]
 
     def unload(self) -> None:
         self.everywhere("unload", lambda engine: engine.unload())
@@ -430,6 +436,10 @@ def discovered(url: str, **settings: Any) -> EngineClient:
     from torchrl_ext.rpc.discovery import connect  # which imports this module
 
     return connect(url, **settings).engines[0]
+
+
+def _adapter(make: Callable[[str], EngineClient], name: str, url: str) -> EngineClient:
+    return make(url).adapter(name)
 
 
 def _number(weight_version: str) -> int:

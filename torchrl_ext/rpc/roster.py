@@ -50,8 +50,8 @@ class Roster:
         make: Callable[[str], EngineClient],
         source: Source | None,
     ) -> None:
-        self._group, self._make, self._source = group, make, source
-        self._changing = threading.Lock()
+        self._group, self.make, self._source = group, make, source
+        self._changing, self._settling = threading.Lock(), threading.Lock()
         self._wanted: dict[_Urls, tuple[Engine, ...]] = self._grouped(engines)
         self._here: dict[_Urls, tuple[Engine, ...]] = dict(self._wanted)  # the same tuple: these are members
         self._listed: dict[_Urls, tuple[Engine, ...]] = {}
@@ -59,7 +59,7 @@ class Roster:
         self._problems: dict[object, str] = {}
 
     def __reduce__(self) -> tuple[type[Roster], tuple[Any, ...]]:
-        return Roster, (self.here(), self._group, self._make, self._source)  # a copy begins with who is here
+        return Roster, (self.here(), self._group, self.make, self._source)  # a copy begins with who is here
 
     def add(self, *engines: Engine) -> None:
         """Want these engines, in whole groups; do nothing for a group that is already wanted.
@@ -96,8 +96,27 @@ class Roster:
             timeout_s: deadline of both together, in seconds; later answers count next time.
         """
         within = Deadline(timeout_s)
-        if self._source is not None:
-            source = self._source
+        with self._settling:
+            wanted = self._ask_source(within)
+            new = [engines for urls, engines in wanted.items() if self._here.get(urls) is not engines]
+            met = self._asked({engines: partial(self._meet, engines) for engines in new}, within)
+            with self._changing:
+                here = {}
+                for urls, engines in self._wanted.items():
+                    if engines in met or self._here.get(urls) is engines:
+                        here[urls] = self._wanted[urls] = met.get(engines, engines)
+                self._here = here
+        return self.here()
+
+    def wanted(self, timeout_s: float) -> list[Engine]:
+        """Ask the source, and return the engines that should take part, whether they have answered or not."""
+        with self._settling:
+            return [one for engines in self._ask_source(Deadline(timeout_s)).values() for one in engines]
+
+    def _ask_source(self, within: Deadline) -> dict[_Urls, tuple[Engine, ...]]:
+        """Change what is wanted as the source says, if there is one, and return it."""
+        source = self._source
+        if source is not None:
             for listed in self._asked({source: lambda: self._grouped(source())}, within).values():
                 new = {urls: engines for urls, engines in listed.items() if urls not in self._listed}
                 try:
@@ -106,17 +125,7 @@ class Roster:
                 except ConfigError as error:
                     self._note(source, error)
         with self._changing:
-            wanted = dict(self._wanted)
-        met = self._asked(
-            {one: partial(self._meet, one) for urls, one in wanted.items() if self._here.get(urls) is not one}, within
-        )
-        with self._changing:
-            here = {}
-            for urls, engines in self._wanted.items():
-                if engines in met or self._here.get(urls) is engines:
-                    here[urls] = self._wanted[urls] = met.get(engines, engines)
-            self._here = here
-        return self.here()
+            return dict(self._wanted)
 
     def here(self) -> tuple[EngineClient, ...]:
         """Return the engines that take part, in order of arrival."""
@@ -153,7 +162,7 @@ class Roster:
         return {tuple(urls[i : i + size]): engines[i : i + size] for i in range(0, len(engines), size)}
 
     def _meet(self, engines: tuple[Engine, ...]) -> tuple[EngineClient, ...]:
-        clients = tuple(one if isinstance(one, EngineClient) else self._make(one) for one in engines)
+        clients = tuple(one if isinstance(one, EngineClient) else self.make(one) for one in engines)
         for made, given in zip(clients, engines, strict=True):
             if made is given:
                 made.info()
@@ -161,11 +170,13 @@ class Roster:
 
     def _asked(self, calls: Mapping[Any, Callable[[], Any]], within: Deadline) -> dict[Any, Any]:
         """Make the calls concurrently, and return the results that are there in time, by key."""
+        begun = []
         for key, call in calls.items():
             job = self._jobs.get(key)
             if job is None or (job.done() and job.exception() is not None):  # failed since it was last waited for
                 self._jobs[key] = in_thread(call, "torchrl-ext-members")
-        wait([self._jobs[key] for key in calls], within.left_s)
+                begun.append(self._jobs[key])
+        wait(begun, within.left_s)  # nobody waits twice for the same answer
         found = {}
         for key in calls:
             job = self._jobs[key]

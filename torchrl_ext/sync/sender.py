@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
@@ -145,6 +146,8 @@ class WeightSender:
         self._spans, self._stats = Spans(), TransferStats()
         self._background = Background()
         self._attempted = 0
+        self._latest: tuple[int, tuple[ParamMeta, ...], Mapping[str, str]] = 0, (), {}  # version, tensors, digests
+        self._catching_up = threading.Lock()
         self._refused: frozenset[str] | None  # names of a partial update that these engines refused
         self._rows: tuple[tuple[ParamMeta, ...], list[Any]] = (), []
         self._connect_to(engine)
@@ -269,7 +272,7 @@ class WeightSender:
         self._background.settle(self._transport.timeout_s)
         if not wait:
             return self._begin(weights, only)
-        with exclusive(self._transport, "update_weights"), self._connection.turn():
+        with self._after_catching_up("update_weights"):
             report, accepted = self._lead(weights, only) if self._ranks.drives else self._follow(weights, only)
         for _ in range(accepted):
             bump(self._collectors)
@@ -286,8 +289,7 @@ class WeightSender:
             )
         began = time.perf_counter()
         with ExitStack() as held:
-            held.enter_context(exclusive(self._transport, "update_weights"))
-            held.enter_context(self._connection.turn())
+            held.enter_context(self._after_catching_up("update_weights"))
             reference = None if self._outputs is None else self._outputs.asked(weights, self._model())
             copy = Spans()
             with copy.of("copy"):
@@ -305,6 +307,28 @@ class WeightSender:
             future = self._background.begin(update)
             held.pop_all()
         return future
+
+    def catch_up(self) -> SyncReport:
+        """Have engines that joined, came back or missed an update take the version in service, under its number.
+
+        The other engines go on; the trainer's tensors are not needed, so only rank 0 does anything, from any thread. It
+        is for transports that keep versions (delta with files: from the chain; disk: from the newest version). By the
+        others, such engines take the next update, and their rows have an ``error`` that says so. Digests are compared
+        as in an update; ``verify="outputs"`` is not repeated. `update_weights` waits for a call that runs, for the
+        transport's timeout at most.
+
+        Returns:
+            A report of the version in service, with one row per engine of the fleet.
+
+        Raises:
+            ConcurrentUpdateError: an update runs, or another sender updates an engine; call again later.
+            UpdateError: an engine did not take the version, and stays out of the fleet's updates if it does not answer.
+            EngineError: no engine answers.
+        """
+        if not self._ranks.drives:
+            return SyncReport(version=self.version, transport=self._transport.name)
+        with self._catching_up, exclusive(self._transport, "catch_up"), self._connection.turn():
+            return self._catch_up()
 
     def check_connection(self) -> bool:
         """Return whether the transport is connected."""
@@ -396,11 +420,22 @@ class WeightSender:
                 self._connection.drop()  # the next update must not build on a broken group or an incomplete update
                 raise
         except Exception as error:
+            if source.version in self._connection.in_service():
+                self._keep(source)
             report = self._report(source, started, error)
             # for any error, tell the caller what each engine serves
             raise update_error(error, f"weights version {source.version}", report.engines, report) from error
         self.version = self._connection.delivered = source.version
+        self._keep(source)
         return self._report(source, started)
+
+    def _keep(self, source: UpdateSource) -> None:
+        """Note what an engine that joins late has to know of the version in service."""
+        params, digests = source.params(), source.digests
+        if source.part is not None:
+            params, digests = self._latest[1], {**self._latest[2], **digests}
+        whole = digests.keys() >= {meta.name for meta in params}
+        self._latest = source.version, params, digests if whole else {}
 
     def _deliver(self, source: UpdateSource) -> None:
         """Send one version to every engine that answers.
@@ -448,6 +483,63 @@ class WeightSender:
             return False
         self._refused = source.part.names  # by engines without our plugin, or for some tensors of a fused layer
         return True
+
+    @contextmanager
+    def _after_catching_up(self, what: str) -> Iterator[None]:
+        """Reserve the transport and the engines; wait for a `catch_up` that runs, and refuse beside another update."""
+        timeout_s = self._transport.timeout_s
+        with ExitStack() as held:
+            if not self._catching_up.acquire(timeout=timeout_s):
+                raise DeadlineError(
+                    f"engines that catch up did not end within {timeout_s:g} s",
+                    state="they go on; nothing else was sent",
+                    hint="send again, or remove the engine that hangs from the fleet",
+                )
+            try:
+                held.enter_context(exclusive(self._transport, what))
+                held.enter_context(self._connection.turn())
+            finally:
+                self._catching_up.release()
+            yield
+
+    def _catch_up(self) -> SyncReport:
+        started, spans, (version, params, digests) = time.perf_counter(), Spans(), self._latest
+        late = self._connection.late(version) if version else ()
+        kept = self._transport.kept(version) if late else None
+        failed: dict[EngineClient, Exception] = {}
+        if kept is not None:
+            rows = [meta.to_json() for meta in params]
+            info = {"transport": self._transport.name, "version": version, "params": rows, **kept.info}
+
+            def take(engine: EngineClient) -> None:
+                engine.prefetch(version)
+                with engine.updating(version):
+                    engine.load(info)
+                    engine.verify(digests if self._verify and engine.verifies else {})
+
+            failed = self._connection.admit(late, params, take, spans)
+        proved = self._verify and (self._transport.proves or bool(digests))
+        report = SyncReport(version=version, transport=self._transport.name, bytes=0)
+        found, waits = [], {one.url for one in late} if kept is None else set()
+        for row in self.engine.rows():
+            if row.engine in waits:
+                why_not = f"the {self._transport.name} transport keeps no version {version} for it"
+                row = replace(row, error=f"it takes the next update: {why_not}")
+            found.append(row if proved and row.version == version else replace(row, proof=PROOFS[0]))
+        proof = least(row.proof for row in found)
+        report = replace(
+            report,
+            engines=tuple(found),
+            proof=proof,
+            verified=proof != PROOFS[0],
+            spans={**spans, "total": time.perf_counter() - started},
+            error="; ".join(map(why, failed.values())) or None,
+        )
+        for error in failed.values():
+            raise update_error(error, f"weights version {version}", found, report) from error
+        if kept is not None:
+            log.info("%d engine(s) caught up with weights version %d", len(late), version)
+        return report
 
     # one update, phase by phase
 

@@ -123,8 +123,13 @@ class DiskTransport(StandaloneTransport):
             self._wrote(self.root, version_name(version))
         self._connected = True
         stats.spans.since("publish", began)
-        info = {"run_id": self._run_id, "path": str(self._seen_at / version_name(version))}
-        return Handoff(info=info, served=self._prune, stats=stats)
+        return Handoff(info=self._info(version), served=self._prune, stats=stats)
+
+    def _info(self, version: int) -> Info:
+        return {"run_id": self._run_id, "path": str(self._seen_at / version_name(version))}
+
+    def kept(self, version: int) -> Handoff | None:
+        return Handoff(info=self._info(version)) if version in self._versions.numbers() else None
 
     def _own_version(self, version: int) -> PublishedVersion:
         """Open a version that this trainer published, which a part is to build on.

@@ -1,0 +1,99 @@
+"""Sources of a fleet's members, for ``members=`` of `torchrl_ext.connect` and `torchrl_ext.rpc.pool.Pool`.
+
+A source is any function without arguments that returns addresses, or clients, of the engines that should take part. A
+fleet calls it before each update, in a thread (`torchrl_ext.rpc.roster.Roster`). It may raise: then nothing changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.registry import engines
+from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.rpc.http import Keys
+from torchrl_ext.rpc.roster import Source
+from torchrl_ext.rpc.router import RouterClient
+
+__all__ = ["Source", "from_dns", "from_file", "from_ray", "from_router"]
+
+_ANSWER_S = 2.0
+
+
+def from_file(path: str | os.PathLike[str]) -> Source:
+    """Return the source that reads a file: a JSON list of addresses, or one address per line, without ``#`` comments.
+
+    Replace the file by a rename, because a file that is half written lists only some of the engines.
+    """
+    return partial(_listed, Path(path))
+
+
+def from_router(url: str, *, api_key: Keys = None) -> Source:
+    """Return the source that asks a router (vLLM's or SGLang's) for its workers, healthy or not.
+
+    Take `torchrl_ext.serving.routing.Routing.fleet` for a router that a `Routing` changes: that one removes engines
+    that are behind, which an update has to reach.
+
+    Raises:
+        ConfigError: the address is invalid.
+    """
+    return partial(_routed, RouterClient(url, api_key=api_key, timeout_s=_ANSWER_S))
+
+
+def from_dns(host: str, port: int, *, scheme: str = "http") -> Source:
+    """Return the source that resolves a name with several addresses, such as a headless service of Kubernetes.
+
+    A Service lists a pod once it is ready; ``publishNotReadyAddresses: true`` lists it while it starts.
+    """
+    return partial(_resolved, host, port, scheme)
+
+
+def from_ray(actors: str | Callable[[], Iterable[Any]], *, namespace: str | None = None, **settings: Any) -> Source:
+    """Return the source that lists engines in Ray actors.
+
+    Args:
+        actors: the beginning of the actors' names, or a function that returns their handles or names.
+        namespace: where named actors are looked for; None for this job's namespace.
+        settings: for ``make_engine("ray", ...)``, such as ``pick``.
+    """
+    return partial(_in_ray, actors, namespace, settings)
+
+
+def _listed(path: Path) -> list[str]:
+    text = path.read_text()
+    if not text.lstrip().startswith("["):
+        return [line for line in (line.partition("#")[0].strip() for line in text.splitlines()) if line]
+    found = json.loads(text)
+    if not all(isinstance(one, str) for one in found):
+        raise ConfigError(f"{path} lists {found!r:.200}", expected="a JSON list of addresses")
+    return list(found)
+
+
+def _routed(router: RouterClient) -> list[str]:
+    return [worker.url for worker in router.workers()]
+
+
+def _resolved(host: str, port: int, scheme: str) -> list[str]:
+    found = {place[4][0] for place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    return [f"{scheme}://{f'[{one}]' if ':' in str(one) else one}:{port}" for one in sorted(found, key=str)]
+
+
+def _in_ray(
+    actors: str | Callable[[], Iterable[Any]], namespace: str | None, settings: dict[str, Any]
+) -> list[EngineClient]:
+    import ray
+
+    if callable(actors):
+        found = list(actors())
+    else:
+        where = ray.get_runtime_context().namespace if namespace is None else namespace
+        listed = ray.util.list_named_actors(all_namespaces=True)
+        names = sorted(one["name"] for one in listed if one["namespace"] == where)
+        found = [ray.get_actor(name, namespace=where) for name in names if name.startswith(actors)]
+    return [engines.make("ray", engine=one, **settings) for one in found]
