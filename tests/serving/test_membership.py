@@ -327,6 +327,22 @@ def test_an_adopted_engine_waits_for_its_first_report_and_a_failed_update_is_fol
             routing.fleet()
 
 
+def test_a_fleet_follows_the_engines_of_its_routing():
+    with ExitStack() as ends:
+        fakes = [ends.enter_context(FakeEngine("embedded")) for _ in range(3)]
+        router = ends.enter_context(serving(Gateway()))
+        found = infos([fake.url for fake in fakes])
+        routing = ends.enter_context(Routing(found[:2], router=router.url))
+        fleet = routing.fleet()
+        routing.adopt(found[2])
+        assert fleet.members() == tuple(fake.url for fake in fakes)
+        routing.release(fakes[0].url)
+        routing.release("http://nobody:1")
+        assert fleet.members() == tuple(fake.url for fake in fakes[1:]) and listed(router.url) == {fakes[1].url}
+        routing.follow(report(*((fake.url, "serving", 1) for fake in fakes[1:])))
+        assert listed(router.url) == {fake.url for fake in fakes[1:]}
+
+
 def test_complaints_before_a_router_listened_count_and_one_that_takes_no_engine_back_says_so(urls):
     health = Health()
     health.fail(urls[0], EngineError("it hangs"), by="somebody")

@@ -253,7 +253,9 @@ class Pool(EngineClient):
 
     def adapter(self, name: str) -> Pool:
         make = partial(_adapter, self._roster.make, name)
-        return Pool([one.adapter(name) for one in self.engines], members=partial(self._adapters, name), make=make)
+        pool = Pool([one.adapter(name) for one in self.engines], members=partial(self._adapters, name), make=make)
+        pool._roster.yield_to_source()
+        return pool
 
     def _adapters(self, name: str) -> list[EngineClient | str]:
         """Return who should take part here, for a pool of adapters, which follows this one."""

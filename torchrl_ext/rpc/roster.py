@@ -89,6 +89,10 @@ class Roster:
             for urls in groups:
                 del self._wanted[urls]
 
+    def yield_to_source(self) -> None:
+        """Count the engines that are wanted now as listed by the source, so that it can remove them."""
+        self._listed = dict(self._wanted)
+
     def settle(self, timeout_s: float) -> tuple[EngineClient, ...]:
         """Ask the source, meet new engines, and return the engines that take part from now on, in order of arrival.
 
@@ -189,10 +193,9 @@ class Roster:
         return found
 
     def _note(self, key: Any, error: BaseException) -> None:
-        words = f"{_called(key)}: {why(error)}"
         if key not in self._problems:
-            log.warning("the fleet is tried again before the next update; %s", words)
-        self._problems[key] = words
+            log.warning("%s changes nothing yet, and is tried again before each update: %s", _called(key), why(error))
+        self._problems[key] = f"{_called(key)}: {why(error)}"
 
 
 def _name(engine: Engine) -> str:
@@ -204,4 +207,4 @@ def _name(engine: Engine) -> str:
 
 
 def _called(key: Any) -> str:
-    return ", ".join(map(_name, key)) if isinstance(key, tuple) else f"the source of members {key!r}"
+    return ", ".join(map(_name, key)) if isinstance(key, tuple) else "the source of members"

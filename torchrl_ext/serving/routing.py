@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -136,7 +137,7 @@ class Routing:
         return InferenceClient(self.url, kind=self.engines[0].kind, **{**defaults, **settings})
 
     def fleet(self, **settings: Any) -> Pool:
-        """Return a client for `WeightSender` and for control of every engine.
+        """Return a client for `WeightSender` and for control of every engine; it follows `adopt` and `release`.
 
         Args:
             settings: as for `torchrl_ext.connect`; ``api_key`` defaults to the routing's.
@@ -151,10 +152,13 @@ class Routing:
                 state="its engines keep the weights that they were started with",
                 hint="set update_weights: true for it",
             )
-        return connect(*self._engines, **{"api_key": self.api_key, **settings})
+        members = partial(tuple, self._engines)
+        return connect(*self._engines, **{"api_key": self.api_key, "members": members, **settings})
 
     def adopt(self, info: EngineInfo) -> None:
         """Add an engine; it gets requests once a report shows that it has the others' weights.
+
+        The report of `WeightSender.catch_up`, wrapped by `following`, can be that report, before the next update.
 
         Raises:
             ConfigError: one router cannot serve this engine together with the others.
@@ -163,6 +167,22 @@ class Routing:
         url = normalise_url(info.url)
         self.health.fail(url, EngineError(f"no update has reached {url} yet"), by=_PARTY)
         self._engines[url] = replace(info, url=url)
+
+    def release(self, url: str) -> None:
+        """Take an engine out of the router, and of `fleet` before its next update; do nothing for an unknown one.
+
+        Raises:
+            ConfigError: the router has prefill and decode pools, which are given when it starts.
+            EngineError, DeadlineError: the router does not answer; the engine stays.
+        """
+        url = normalise_url(url)
+        if self._pools:
+            raise ConfigError(f"{self.url} has prefill and decode pools, from which no engine can be released")
+        with self._changing:
+            if url in self._engines:
+                self.router.remove(url)
+                del self._engines[url]
+                self.health.forget(url)
 
     def following(self, update: Callable[..., SyncReport]) -> Callable[..., SyncReport]:
         """Wrap ``update`` (such as ``sender.update_weights``) to pass its report, or its error's, to `follow`."""
