@@ -21,6 +21,7 @@ SUBJECTS = {
     "digest": "digests of weights on the host, beside a copy of the same bytes",
     "first_use": "the first versions of fresh processes, with empty and warm caches of compiled loops",
     "gpu": "on a GPU: shared memory and deltas that are listed there, beside copies",
+    "joining": "an engine that joins a running job, from up to serving, beside a cold start and a read of its files",
     "landing": "the pause of a delta that lands in vLLM, and of full files",
     "names": "37,000 names through an engine's own loader and through ours",
     "peers": "our transports and layouts, beside what a user would choose instead, in real engines",

@@ -188,6 +188,7 @@ def test_an_update_waits_for_engines_that_catch_up_and_these_refuse_to_run_besid
         change(policy)
         future = threading.Thread(target=sender.update_weights, args=(policy,))
         future.start()
+        future.join(0.2)  # it has to wait
         go_on.set()
         beside.join(WAIT_S)
         future.join(WAIT_S)
