@@ -95,6 +95,22 @@ def test_one_killed_is_reported_the_other_goes_on_and_it_catches_up_when_it_is_b
         sender.shutdown()
 
 
+@pytest.mark.parametrize("name", ["delta", "collective"])
+def test_one_that_is_killed_while_it_joins_a_fleet_keeps_the_version_from_nobody(name, steady, checkpoint, tmp_path):
+    policy = tiny_model(seed=1)
+    transport = tx.make_transport(name, timeout_s=20, **({"root": tmp_path / "root"} if name == "delta" else {}))
+    fleet = Pool([tx.make_engine("embedded", url=steady.url)])
+    with serve(checkpoint, free_port()) as server, tx.WeightSender(transport, fleet) as sender:
+        sender.update_weights(policy)
+        step(policy, 4)
+        fleet.add(doomed(server, "connect"))
+        with pytest.raises(UpdateError, match=server.url) as told:
+            sender.update_weights(policy)
+        assert [row.state for row in told.value.rows] == ["serving", "unreachable"]
+        assert told.value.rows[0].version == told.value.report.version
+        assert says(steady) == greedy(policy, PROMPT, 8)
+
+
 def test_without_any_engine_that_answers_nothing_begins(checkpoint, tmp_path):
     urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
     fleet = Pool([tx.make_engine("embedded", url=url) for url in urls])

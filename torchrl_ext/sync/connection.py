@@ -122,6 +122,7 @@ class Connection:
             try:
                 self._join(params, spans)
             except WeightSyncError:
+                self.drop()  # the group is incomplete, also for members that joined an earlier one
                 before, members = members, self._members()
                 if {*before} <= {*members}:
                     raise
