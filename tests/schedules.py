@@ -306,6 +306,7 @@ class Schedule:
         known = {engine.url for engine in self.fleet.engines}.union(self._fleet_urls)
         self.policy.train()
         began, update = time.monotonic(), in_thread(self.sender.update_weights, "update")
+        before = self._attempts[-1][0] if self._attempts else 0.0  # of the last one
         touched = {life.url for life in among}
         if event["meanwhile"]:
             time.sleep(event["delay_s"])
@@ -323,8 +324,10 @@ class Schedule:
         self._observe_deaths()
         now = {life.url: self._look(life, timeout_s=30 if life.armed is None else 1) for life in self._alive()}
         self._observe_deaths()
-        reported = {row.engine for row in rows}  # one that joins may have answered too late for this update
-        sound = [life for life in self._alive() if life.url in reported - touched and life.armed is None]
+        reported, lost = {row.engine for row in rows}, {row.engine for row in rows if row.state == "unreachable"}
+        alive = [life for life in self._alive() if life.armed is None and life.url in reported - touched]
+        # one that joins or returns may have answered too late for this update
+        sound = [life for life in alive if life.url not in lost or life.since < before]
         for life in sound:
             look = now.get(life.url)
             if not look or look.paused or look.version != newest:
@@ -340,7 +343,7 @@ class Schedule:
         if sound and error is not None and not self._names_cause(error, touched):
             self._fault(f"an error without a cause in the schedule: {error}")
         self._source_raises = False
-        return error is None and reported >= {life.url for life in self._members()}
+        return error is None and reported - lost >= {life.url for life in self._members()}
 
     def _names_cause(self, error, touched):
         """Whether an error names an engine that died, hung, or left."""
@@ -436,7 +439,8 @@ class Schedule:
         for url in dead if not self._members() else dead[: len(dead) // 2]:
             self._start(url)
         calm = {"meanwhile": None}
-        if not any([self._update(calm) for _ in range(2)][-1:]) and not self._update(calm):
+        self._update(calm)
+        if not any(self._update(calm) for _ in range(3)):  # until one reaches everybody
             self._fault("the last updates did not reach everybody, although nothing happened")
         for life in self._members():
             look = self._look(life)
