@@ -24,6 +24,8 @@ __all__ = ["Requests", "back_off", "targets"]
 log = logging.getLogger("torchrl_ext")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SILENCE_S = 0.05, 2.0, 60.0  # the last one between two warnings
+_OF_A_PAUSE = 3  # attempts by which `back_off` waits 0.4 s: an update's pause is short
+_UNAVAILABLE = 503
 _PASSING = (429, 500, 502, 503, 504)  # too many requests or a server fault; 501 and 505 are final (RFC 9110)
 _PARTY = "requests"  # under this name, `Health` has the failures of requests
 _MAX_BODY_BYTES, _KEEP_S = 256 << 20, 2.0
@@ -54,7 +56,8 @@ class Requests:
     """Sends each request to the target with the fewest in flight; works from any event loop, and after a fork.
 
     Failover and aborts are as for `InferenceClient`. A refusal other than HTTP 429, 500 and 502 to 504 is raised at
-    once. Once all targets have failed, the request fails, unless ``persistent``: a lost answer can be sampled again.
+    once. Once all targets have failed, the request fails, unless ``persistent``: a lost answer can be sampled again. An
+    engine that refuses a request while an update pauses it (vLLM 0.33) has not failed, and is asked again.
 
     Args:
         targets: at least one dialect, by base address.
@@ -229,18 +232,21 @@ class Requests:
                     if isinstance(error, EngineRefusedError) and error.status not in _PASSING:
                         raise  # another engine would refuse it too
                     failed[url] = error
-                    self._health.fail(url, error, by=_PARTY, for_s=self._retire_s)
+                    if not _is_paused(error):
+                        self._health.fail(url, error, by=_PARTY, for_s=self._retire_s)
                 else:
                     self._health.mend(url, by=_PARTY)
                     return found
             if len(failed) == len(self._targets):
-                why = self._joined(failed)
-                if not self._persistent:
+                why, attempt = self._joined(failed), next(attempts)
+                if any(map(_is_paused, failed.values())):
+                    attempt = min(attempt, _OF_A_PAUSE)
+                elif not self._persistent:
                     raise why
-                if time.monotonic() - self._warned >= _SILENCE_S:
+                elif time.monotonic() - self._warned >= _SILENCE_S:
                     self._warned = time.monotonic()
                     log.warning("requests got no answer and are sent again: %s", why)
-                await back_off(next(attempts), until, why)
+                await back_off(attempt, until, why)
                 failed.clear()
 
     @asynccontextmanager
@@ -280,6 +286,16 @@ class Requests:
         )
         joined.__cause__ = errors[-1]
         return joined
+
+
+def _is_paused(error: EngineError) -> bool:
+    """Return whether a paused engine refused a request, as vLLM 0.33 does in pause modes ``abort`` and ``wait``.
+
+    Its code ``engine_paused`` does not reach the answer (`vllm.v1.engine.core`); the words do.
+    """
+    if not isinstance(error, EngineRefusedError):
+        return False
+    return error.status == _UNAVAILABLE and "generation is paused" in error.reason.lower()
 
 
 async def back_off(attempt: int, until: float, why: EngineError) -> None:
