@@ -4,7 +4,7 @@ Nothing of ours compares numbers of releases: each part is used where it is ther
 """
 
 import json
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import count
 
 import pytest
@@ -79,6 +79,17 @@ def test_each_pause_mode_serves_the_new_weights(every_release, tmp_path):
             assert served.says(old)  # fills the prefix cache with what must not be used again
             sender.update_weights(new)
         assert served.says(new) and not served.paused()
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_rollouts_wait_for_the_end_of_a_pause_whether_the_engine_queues_or_refuses_them(vllm, mode):
+    vllm.http.post("/pause", query={"mode": mode, "clear_cache": "false"})
+    with tx.InferenceClient(vllm.url) as client, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(client.generate, [PROMPT], max_tokens=8, temperature=0.0)
+        wait([found], 0.5)
+        assert not found.done()
+        vllm.http.post("/resume")
+        assert list(found.result()[0].token_ids) == vllm.tokens(8)
 
 
 def test_abort_ends_running_requests_and_says_so(served, tmp_path):
@@ -294,6 +305,20 @@ def test_rollouts_say_the_version_of_each_token_or_that_it_is_not_known(every_re
 def test_the_log_has_no_warning_of_what_the_plugin_lacks(every_release):
     log = every_release.server.log_path.read_text()
     assert "torchrl_ext found" not in log and " lacks " not in log
+
+
+def test_the_log_of_updates_has_no_traceback_and_that_of_a_failure_has_one(vllm, tmp_path):
+    log = vllm.server.log_path
+    begun = len(log.read_text())
+    with sending("delta", tmp_path, vllm) as sender:
+        for seed in (0, 1):
+            assert sender.update_weights(tiny_model(seed)).verified
+    assert vllm.says(tiny_model(1))
+    told = log.read_text()[begun:]
+    assert "/init_weight_transfer_engine" in told and "Traceback" not in told and "Exception caught" not in told
+    assert not vllm.http.call("POST", "/init_weight_transfer_engine", {"init_info": {}}).ok
+    until_met(lambda: "ERROR:    Exception in ASGI application" in log.read_text()[begun:])
+    assert log.read_text()[begun:].count("Traceback") >= 3, "of the worker, the core and the API server"
 
 
 def test_versions_of_a_folder_are_served_by_skyrls_own_order_of_calls(vllm, checkpoint, tmp_path):

@@ -64,7 +64,7 @@ def test_a_vllm_that_takes_no_backend_starts_and_says_so_once(tmp_path, files, w
 
 CORE = "vllm/v1/engine/core.py"
 WHOLE = {
-    "vllm/__init__.py": "__version__ = '0.33.0'",
+    "vllm/__init__.py": "__version__ = '1000.0'",
     FACTORY: "class WeightTransferEngineFactory:\n register_engine = print",
     WORKERS: "class WorkerBase: pass",
     CORE: "class EngineCore:\n def resume_scheduler(self): pass",
@@ -73,7 +73,25 @@ WHOLE = {
 
 def test_a_vllm_that_has_everything_is_found_without_a_warning(tmp_path):
     said = registered(tmp_path, "vllm", WHOLE)
-    assert said.count("found vLLM 0.33.0, tested with 0.32.0") == 1 and "WARNING" not in said
+    assert said.count("found vLLM 1000.0, tested with 0.32.0") == 1 and "WARNING" not in said
+
+
+FAILED = """
+from torchrl_ext.routes import ANSWERS
+from torchrl_ext.errors import EngineError
+for error in (EngineError(ANSWERS + '{"whole": true}'), RuntimeError("no memory is left")):
+    try:
+        raise error
+    except Exception:
+        logging.getLogger("vllm.v1.engine.core").exception("a call failed")
+        logging.getLogger("vllm.entrypoints.serve.exception_handling.handlers.exception").error("caught")
+"""
+
+
+def test_an_answer_of_a_worker_is_no_failure_in_vllms_log(tmp_path):
+    done = finished(REGISTER + FAILED, tmp_path / "site", "vllm", json.dumps(WHOLE))
+    assert done.stderr.count("Traceback") == done.stderr.count("ERROR caught") == 1, done.stderr
+    assert "no memory is left" in done.stderr and "whole" not in done.stderr
 
 
 def test_a_vllm_with_other_workers_says_that_only_an_engine_made_with_our_backend_follows(tmp_path):

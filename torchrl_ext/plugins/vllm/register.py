@@ -8,6 +8,7 @@ that was made with another backend, or with none, gets ours by the collective ca
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -15,14 +16,23 @@ from typing import Any
 
 from torchrl_ext.messages import partial_version
 from torchrl_ext.plugins.found import enable, started_with
-from torchrl_ext.routes import BACKEND, TAKE_OVER
+from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER
 
 __all__ = ["register"]
+
+log = logging.getLogger("torchrl_ext")
 
 _TESTED = "0.32.0"
 _BACKEND = "torchrl_ext.plugins.vllm.engine"
 _WHOLE = "torchrl_ext_whole"
 """The collective call that asks vLLM's workers whether they may generate."""
+_FAILURES = (
+    "vllm.v1.executor.multiproc_executor",  # of workers
+    "vllm.v1.engine.core",
+    "vllm.entrypoints.serve.exception_handling.handlers.exception",  # of the API server
+    "uvicorn.error",
+)
+"""Loggers of exceptions that leave a worker, in each process that they pass."""
 
 
 @functools.cache
@@ -38,6 +48,17 @@ def register() -> None:
         "versions, and a resume may let it serve a part of an update": _extend_workers,
     }
     enable("vLLM", "vllm", _TESTED, needed)
+    for name in _FAILURES:
+        logging.getLogger(name).addFilter(_is_failure)
+
+
+def _is_failure(record: logging.LogRecord) -> bool:
+    """Return False for a record of a worker's answer, which is raised as an exception; log it as a debug line."""
+    error = (record.exc_info or sys.exc_info())[1]
+    if ANSWERS not in str(error):
+        return True
+    log.debug("%s", error)
+    return False
 
 
 def _register_backend() -> None:
