@@ -166,8 +166,9 @@ def is_distributed(tensor: Tensor) -> bool:
 
 def full(tensor: Tensor) -> Tensor:
     """Return the whole tensor: a DTensor is gathered (a collective over its mesh), anything else only detached."""
-    tensor = tensor.detach()
-    return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    with torch.no_grad():
+        whole: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+    return whole.detach()  # not before: of an unusual order of splits torch 2.13 forgets it to detach a DTensor
 
 
 def same_memory(tensor: Tensor) -> tuple[Any, ...]:

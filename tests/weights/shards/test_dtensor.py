@@ -120,7 +120,9 @@ def test_what_placements_do_not_tell_is_gathered_in_order_and_says_why(rank, wor
             use_strided_shard_as_shard_order=False,
         )
         local = full.chunk(2)[first].chunk(2)[at].clone()
-        require_assembled(as_source({"turned": DTensor(local, turned, requires_grad=False)}), gathers={"turned"})
+        source = as_source({"turned": DTensor(local, turned, requires_grad=False)})
+        require_assembled(source, gathers={"turned"})
+        assert [whole.tolist() for _, whole in source] == [full.tolist()]
     with pytest.raises(AssertionError), no_collectives():
         shards[-1].take()
 

@@ -59,7 +59,7 @@ def shards_of_dtensor(meta: ParamMeta, tensor: Any) -> Iterator[Shard]:
 def _full(tensor: Any) -> Tensor:
     with torch.no_grad():
         found: Tensor = tensor.full_tensor()
-    return found.detach()  # not before: torch 2.14 gathers to detach a tensor whose order of splits is unusual
+    return found.detach()  # not before: torch 2.13 forgets an unusual order of splits then, and 2.14 gathers
 
 
 def _local(tensor: Any, where: tuple[slice, ...] | None = None) -> Tensor:
