@@ -29,6 +29,7 @@ from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest, Token
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
 from torchrl_ext.messages import Start, State, read
+from torchrl_ext.rollout.demands import Admission
 from torchrl_ext.routes import bears_key, refusal
 from torchrl_ext.sync.inspection import followed
 from torchrl_ext.types import Info, decoded
@@ -69,6 +70,9 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
         finally:
             job.cancelled = True
             gone.cancel()
+
+    async def version() -> str:
+        return scheduler.version
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -112,7 +116,7 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
     return Starlette(
         routes=[*own, *routes],
         exception_handlers={WeightSyncError: _refuse, Exception: _refuse},
-        middleware=[Middleware(_guarded, api_key=api_key)],
+        middleware=[Middleware(_guarded, api_key=api_key), Middleware(Admission, label=version)],
         lifespan=lifespan,
     )
 

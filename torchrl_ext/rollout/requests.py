@@ -13,22 +13,23 @@ from typing import Any, TypeVar
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.registry import engines
+from torchrl_ext.rollout.demands import CONFLICT, Demand, Unmet, at
 from torchrl_ext.rollout.dialects import Dialect
-from torchrl_ext.rollout.generation import Generation, GenerationRequest, PartialGeneration
+from torchrl_ext.rollout.generation import UNKNOWN_VERSION as UNKNOWN
+from torchrl_ext.rollout.generation import Generation, GenerationRequest, PartialGeneration, version_number
 from torchrl_ext.rpc.connections import begin, each
 from torchrl_ext.rpc.health import Health
-from torchrl_ext.rpc.http import HTTPSession, Keys, normalise_urls
+from torchrl_ext.rpc.http import Answer, HTTPSession, Keys, normalise_urls
 
 __all__ = ["Requests", "back_off", "targets"]
 
 log = logging.getLogger("torchrl_ext")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SILENCE_S = 0.05, 2.0, 60.0  # the last one between two warnings
-_OF_A_PAUSE = 3  # attempts by which `back_off` waits 0.4 s: an update's pause is short
-_UNAVAILABLE = 503
 _PASSING = (429, 500, 502, 503, 504)  # too many requests or a server fault; 501 and 505 are final (RFC 9110)
 _PARTY = "requests"  # under this name, `Health` has the failures of requests
 _MAX_BODY_BYTES, _KEEP_S = 256 << 20, 2.0
+_SEEN_S, _MOST_WAITS = 1.0, 3  # how long a version that was seen counts; back-off of at most 0.4 s for an update
 _SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # of vLLM's router and of SGLang's
 _UNREADABLE = (KeyError, TypeError, IndexError, ValueError, AttributeError)
 
@@ -56,8 +57,11 @@ class Requests:
     """Sends each request to the target with the fewest in flight; works from any event loop, and after a fork.
 
     Failover and aborts are as for `InferenceClient`. A refusal other than HTTP 429, 500 and 502 to 504 is raised at
-    once. Once all targets have failed, the request fails, unless ``persistent``: a lost answer can be sampled again. An
-    engine that refuses a request while an update pauses it (vLLM 0.33) has not failed, and is asked again.
+    once. Once all targets have failed, the request fails, unless ``persistent``: a lost answer can be sampled again.
+
+    An answer that does not meet the request's demand counts as HTTP 409, which is no complaint about the engine. The
+    request goes to another target, if possible not to one that was just seen at such a version. Once all have failed,
+    it waits for an update, unless none can meet the demand any more.
 
     Args:
         targets: at least one dialect, by base address.
@@ -84,6 +88,7 @@ class Requests:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: set[Future[Any]] = set()  # until they end, or `close` cancels them
         self._warned = float("-inf")
+        self._seen: dict[tuple[str, str | None], tuple[int, float]] = {}  # by target and adapter: version, and when
         how: dict[str, Any] = {"api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES, "keep_s": _KEEP_S}
         how["connection_limit"] = connection_limit
         self._sessions = {url: HTTPSession(url, **how) for url in self._targets}
@@ -127,8 +132,11 @@ class Requests:
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
+        demand = next((one.demand for one in requests), None)
         raise DeadlineError(
             f"{', '.join(late or self._targets)} answered too late: {len(found)} of {len(requests)} prompts are done",
+            expected=None if demand is None else str(demand),
+            state=", ".join(at(url, version) for (url, _), (version, _) in self._seen.items() if demand) or None,
             hint="check whether the engine is paused and resume it, request fewer tokens, or raise timeout_s",
         )
 
@@ -203,7 +211,8 @@ class Requests:
         async def ask(url: str) -> list[Generation]:
             dialect = self._targets[url]
             route, body = request.route or dialect.route, {**dialect.body(request), **request.fields}
-            answer, where = await self._post(url, route, body, request.session_id, until), url + route
+            demand = None if request.adapter else request.demand  # engines do not know an adapter's version
+            answer, where = await self._post(url, route, body, request.session_id, until, demand), url + route
             try:
                 found = dialect.read(answer)
             except _UNREADABLE as error:
@@ -211,46 +220,70 @@ class Requests:
                 raise EngineRefusedError(f"{where} gave no tokens: {error!r}", expected=expected) from None
             if len(found) != request.n:
                 raise EngineRefusedError(f"{where} gave {len(found)} continuations", expected=str(request.n))
+            if request.demand is not None:
+                request.demand.check(found, url)
+                if versions := found[-1].token_versions():
+                    self._seen[url, request.adapter] = versions[-1], time.monotonic()
             return found
 
-        return await self._of_any(ask, until)
+        return await self._of_any(ask, until, request)
 
-    async def _post(self, url: str, route: str, body: Any, session_id: Any, until: float) -> Any:
-        headers = None if session_id in (None, "") else dict.fromkeys(_SESSION_HEADERS, str(session_id))
+    async def _post(
+        self, url: str, route: str, body: Any, session_id: Any, until: float, demand: Demand | None = None
+    ) -> Any:
+        headers = {} if session_id in (None, "") else dict.fromkeys(_SESSION_HEADERS, str(session_id))
+        headers |= {} if demand is None else demand.headers
         left_s = until - time.monotonic()
         answer = await self._sessions[url].exchange("POST", route, body, headers=headers, timeout_s=left_s)
+        if answer.status == CONFLICT and demand is not None:
+            raise Unmet(url, demand, _version(answer))
         return answer.checked_json()
 
-    async def _of_any(self, call: Callable[[str], Awaitable[_T]], until: float) -> _T:
-        """Return the result of ``call`` for the first target where it succeeds."""
+    async def _of_any(
+        self, call: Callable[[str], Awaitable[_T]], until: float, request: GenerationRequest | None = None
+    ) -> _T:
+        """Return the result of ``call``, which sends ``request`` if given, for the first target where it succeeds."""
         failed, attempts = dict[str, EngineError](), itertools.count()
+        adapter = None if request is None else request.adapter
         while True:
-            async with self._turn(failed, until) as url:
+            async with self._turn(failed, until, request) as url:
                 try:
                     found = await call(url)
+                except Unmet as error:
+                    failed[url] = error
+                    self._seen[url, adapter] = error.version, time.monotonic()
+                    self._health.mend(url, by=_PARTY)
                 except (EngineUnreachableError, EngineRefusedError) as error:
                     if isinstance(error, EngineRefusedError) and error.status not in _PASSING:
                         raise  # another engine would refuse it too
                     failed[url] = error
-                    if not _is_paused(error):
-                        self._health.fail(url, error, by=_PARTY, for_s=self._retire_s)
+                    self._health.fail(url, error, by=_PARTY, for_s=self._retire_s)
                 else:
                     self._health.mend(url, by=_PARTY)
                     return found
             if len(failed) == len(self._targets):
-                why, attempt = self._joined(failed), next(attempts)
-                if any(map(_is_paused, failed.values())):
-                    attempt = min(attempt, _OF_A_PAUSE)
-                elif not self._persistent:
+                why = self._joined(failed)
+                unmet = [error for error in failed.values() if isinstance(error, Unmet)]
+                if not self._persistent and all(error.lost for error in unmet):
                     raise why
-                elif time.monotonic() - self._warned >= _SILENCE_S:
+                if not unmet and time.monotonic() - self._warned >= _SILENCE_S:
                     self._warned = time.monotonic()
                     log.warning("requests got no answer and are sent again: %s", why)
-                await back_off(attempt, until, why)
+                attempt = next(attempts)
+                await back_off(min(attempt, _MOST_WAITS) if unmet else attempt, until, why)
                 failed.clear()
 
+    def _fits(self, url: str, request: GenerationRequest | None) -> bool:
+        """Return whether a target was not just seen at a version that does not meet the request's demand."""
+        if request is None or request.demand is None:
+            return True
+        version, when = self._seen.get((url, request.adapter), (0, float("-inf")))
+        return request.demand.met_by(version) or time.monotonic() - when > _SEEN_S
+
     @asynccontextmanager
-    async def _turn(self, failed: Mapping[str, EngineError], until: float) -> AsyncIterator[str]:
+    async def _turn(
+        self, failed: Mapping[str, EngineError], until: float, request: GenerationRequest | None
+    ) -> AsyncIterator[str]:
         """Wait for a free place at a target that has not failed, and hold it during the block."""
         if (loop := asyncio.get_running_loop()) is not self._loop:  # the first request, or the first after a fork
             self._loop, self._freed = loop, asyncio.Condition()
@@ -259,6 +292,7 @@ class Requests:
         async with self._freed:
             while True:
                 well = [url for url in left if self._health.why(url) is None] or left
+                well = [url for url in well if self._fits(url, request)] or well
                 found = min(well, key=self._in_work.__getitem__)  # ties go to the first in order
                 if self._in_work[found] < self._limit:
                     break
@@ -281,21 +315,23 @@ class Requests:
         if len(errors) == 1:
             return errors[0]
         lines = "; ".join(f"{url}: {failed[url].what}" for url in self._targets)
-        joined = EngineUnreachableError(
-            f"none of {len(errors)} engines answers: {lines}", hint="start them again, or pass other addresses"
-        )
+        joined: EngineError
+        if unmet := [error for error in errors if isinstance(error, Unmet)]:
+            what = f"none of {len(errors)} engines serves a version that the request demands: {lines}"
+            joined = EngineRefusedError(what, expected=unmet[0].expected, status=CONFLICT)
+        else:
+            joined = EngineUnreachableError(
+                f"none of {len(errors)} engines answers: {lines}", hint="start them again, or pass other addresses"
+            )
         joined.__cause__ = errors[-1]
         return joined
 
 
-def _is_paused(error: EngineError) -> bool:
-    """Return whether a paused engine refused a request, as vLLM 0.33 does in pause modes ``abort`` and ``wait``.
-
-    Its code ``engine_paused`` does not reach the answer (`vllm.v1.engine.core`); the words do.
-    """
-    if not isinstance(error, EngineRefusedError):
-        return False
-    return error.status == _UNAVAILABLE and "generation is paused" in error.reason.lower()
+def _version(answer: Answer) -> int:
+    try:
+        return version_number(answer.json()["weight_version"])
+    except _UNREADABLE:  # a router may answer in its own form
+        return UNKNOWN
 
 
 async def back_off(attempt: int, until: float, why: EngineError) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Final
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import EngineError, EngineRefusedError
 from torchrl_ext.messages import Finish, Join, Message, Poll, Prefetch, Pull
+from torchrl_ext.rollout.demands import Admission
 from torchrl_ext.routes import CHANNEL, Flush, answers_in, merged
 from torchrl_ext.types import Info
 
@@ -168,6 +169,12 @@ def _add(app: Any, manager: Any) -> None:
         path = f"/{endpoint.__name__}"
         if path not in there:
             app.add_route(path, level(endpoint), methods=[method])
+
+    async def label() -> Any:
+        return manager.config_value("weight_version")
+
+    if all(one.cls is not Admission for one in app.user_middleware):
+        app.add_middleware(Admission, label=label, shape=lambda row: {"object": "error", **row})
 
 
 _MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
