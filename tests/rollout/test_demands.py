@@ -324,7 +324,9 @@ def test_an_update_in_the_middle_of_a_generation_mixes_versions_only_where_the_d
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(client.generate, [PROMPT], **settings)
         Deadline(WAIT_S).poll(lambda: engines[0].engine.scheduler.running)
+        engines[0].engine.pause("keep", WAIT_S)  # or it may end before the update has begun
         engines[0].update(first + 1)
+        engines[0].engine.resume()
         if demand == "min_version":
             (answer,) = running.result(WAIT_S)
             assert versions_of([answer]) == {first, first + 1} and len(answer.token_ids) == LONG
