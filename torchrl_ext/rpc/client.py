@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.rpc.port import no_adapters, no_logprobs, no_unload
+from torchrl_ext.rpc.port import no_adapters, no_drafts, no_logprobs, no_unload
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
 
 if TYPE_CHECKING:
@@ -178,6 +178,22 @@ class EngineClient(ABC):
         """
         raise no_adapters(self.kind)
 
+    def draft(self) -> EngineClient:
+        """Return a client that updates this engine's draft model, which speculates, and leaves the base weights alone.
+
+        It pauses the engine as an update of the base does, so senders of one process take turns.
+
+        Raises:
+            ConfigError: no update reaches the draft model of this kind of engine. A server without a draft model
+                refuses when a sender joins.
+        """
+        raise no_drafts(self.kind, "a vLLM server with our backend")
+
+    @property
+    def paused_by(self) -> EngineClient:
+        """The client whose turn an update through this client takes: its own, or the one that `draft` was called on."""
+        return self
+
     def unload(self) -> None:
         """Take this client's LoRA adapter out of service.
 
@@ -269,6 +285,9 @@ class NullEngine(EngineClient):
         self._on_load(info)
 
     def adapter(self, name: str) -> EngineClient:
+        return self
+
+    def draft(self) -> EngineClient:
         return self
 
     def pause(self) -> bool:

@@ -5,6 +5,7 @@ It never lets an engine serve with a part of a version, or without weights.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,8 @@ from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, least
 
 __all__ = ["Engine"]
 
+log = logging.getLogger("torchrl_ext")
+
 _UNTOUCHED = "the engine's weights and its pause are unchanged"
 _PART = "part of an update"
 _KV = frozenset({"kv_cache"})
@@ -73,6 +76,8 @@ class Engine(EngineClient):
         self._before = EngineState(paused=None)  # before the current update
         self._since: float | None = None  # start of the pause
         self._row = EngineRow(engine=port.url, kind=self.kind, state="serving", proof="sent")
+        self._whose: EngineClient = self
+        self._drafted = False  # a client of the draft model was made, or a warning says that there is none
 
     @property
     def url(self) -> str:
@@ -103,6 +108,15 @@ class Engine(EngineClient):
 
     def adapter(self, name: str) -> EngineClient:
         return Engine(self.port.adapter(name))
+
+    def draft(self) -> EngineClient:
+        found, self._drafted = Engine(self.port.draft()), True
+        found._whose = self
+        return found
+
+    @property
+    def paused_by(self) -> EngineClient:
+        return self._whose
 
     def unload(self) -> None:
         with self._step("unload it"):
@@ -295,6 +309,18 @@ class Engine(EngineClient):
             self._row = replace(self._row, version=version)
             self._wake(_KV, self._before, serving=False)
             self._serve()
+        if self.port.drafts and not self._drafted:
+            self._drafted, hint = True, "update it by a sender of its own, to client.draft()"
+            try:
+                self.port.draft()
+            except ConfigError as error:
+                hint = error.what
+            log.warning(
+                "%s keeps the weights of its draft model (%s), of whose tokens it may accept fewer from now on: %s",
+                self.url,
+                self.port.drafts,
+                hint,
+            )
 
     # pause and sleep
 

@@ -262,6 +262,9 @@ class Pool(EngineClient):
         wanted = self._roster.wanted(_PROBE_S)
         return [one.adapter(name) if isinstance(one, EngineClient) else one for one in wanted]
 
+    def draft(self) -> Pool:
+        return Pool([engine.draft() for engine in self.engines])
+
     def unload(self) -> None:
         self.everywhere("unload", lambda engine: engine.unload())
 

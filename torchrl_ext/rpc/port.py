@@ -136,6 +136,15 @@ class Port(ABC):
         """Return the port of the LoRA adapter called ``name``."""
         raise no_adapters(self.kind)
 
+    @property
+    def drafts(self) -> str:
+        """The speculative method of an engine whose draft model this port does not update; "" for none, or unknown."""
+        return ""
+
+    def draft(self) -> Port:
+        """Return the port of the engine's draft model."""
+        raise no_drafts(self.kind, "a vLLM server with our backend")
+
     def unload(self) -> None:
         """Take the adapter out of service; `ConfigError` if this port is not an adapter's."""
         raise no_unload(self.url)
@@ -166,6 +175,15 @@ def no_adapters(kind: str) -> ConfigError:
         f"{kind} engines serve no LoRA adapters",
         expected="a vLLM or an SGLang server",
         hint="send the merged weights: WeightSender merges the adapter of a PEFT model",
+    )
+
+
+def no_drafts(kind: str, expected: str, why: str = "") -> ConfigError:
+    """Return the error of an engine whose draft model no update reaches."""
+    return ConfigError(
+        f"no update reaches the draft model of {kind} engines{why and f': {why}'}",
+        expected=expected,
+        state="the draft model keeps the weights that the engine was started with",
     )
 
 

@@ -8,19 +8,18 @@ import socket
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import final
 
-from torchrl_ext.deadline import Deadline, beside, in_thread, one_at_a_time
+from torchrl_ext.deadline import Deadline, beside, one_at_a_time
 from torchrl_ext.errors import ConcurrentUpdateError, UpdateError, WeightSyncError, why
 from torchrl_ext.progress import progress
 from torchrl_ext.reports import Spans
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.transports.base import Handoff
-from torchrl_ext.types import EngineRow, Info, ParamMeta, SyncReport
+from torchrl_ext.types import EngineRow, ParamMeta, SyncReport
 
 __all__ = ["Connection", "update_error"]
 
@@ -63,9 +62,8 @@ class Connection:
     ) -> None:
         self.engine, self._invite, self._transport, self._timeout_s = engine, invite, transport, timeout_s
         self._compares, self._rehearse = compares, rehearse
-        self._joined: tuple[tuple[ParamMeta, ...], tuple[EngineClient, ...]] | None = None
+        self._joined: tuple[tuple[ParamMeta, ...], tuple[str, ...]] | None = None
         self._id = ""
-        self._reserved = ExitStack(), set[EngineClient]()  # in this turn
         self.newest = 0
         self.delivered: int | None = None
 
@@ -77,28 +75,14 @@ class Connection:
             ConcurrentUpdateError: another sender of this process is updating one of the engines.
         """
         with ExitStack() as held:
-            reserved = held, set[EngineClient]()
-            self._reserve(reserved, (self.engine, *self.engine.each()))
-            self._reserved = reserved
+            for engine in dict.fromkeys(one.paused_by for one in (self.engine, *self.engine.each())):
+                refusal = ConcurrentUpdateError(
+                    f"another sender of this process is updating {engine.url}",
+                    state="the other update continues",
+                    hint="update from one sender at a time, or give each sender its own engines",
+                )
+                held.enter_context(one_at_a_time(_turns.setdefault(engine, threading.Lock()), refusal))
             yield
-
-    def _members(self) -> tuple[EngineClient, ...]:
-        """Return the engine's members, and reserve the clients of those that have joined or returned in this turn."""
-        self.engine.members()
-        members = self.engine.each()
-        self._reserve(self._reserved, members)
-        return members
-
-    def _reserve(self, reserved: tuple[ExitStack, set[EngineClient]], engines: Iterable[EngineClient]) -> None:
-        held, already = reserved
-        for engine in set(engines) - already:
-            refusal = ConcurrentUpdateError(
-                f"another sender of this process is updating {engine.url}",
-                state="the other update continues",
-                hint="update from one sender at a time, or give each sender its own engines",
-            )
-            held.enter_context(one_at_a_time(_turns.setdefault(engine, threading.Lock()), refusal))
-            already.add(engine)
 
     def ensure(self, params: tuple[ParamMeta, ...], spans: Spans) -> bool:
         """Have all engines join, unless exactly the current members have joined for these parameters.
@@ -111,9 +95,9 @@ class Connection:
             Whether another sender had replaced this one, so that the engines joined again.
 
         Raises:
-            WeightSyncError: an engine did not join, and no engine has left the fleet meanwhile.
+            WeightSyncError: an engine did not join, and the fleet did not shrink meanwhile.
         """
-        members = self._members()
+        members = self.engine.members()
         replaced = self.engine.replaced(self._id) if self._joined == (params, members) else ""
         if replaced:
             log.warning("the engines join this sender again: %s", replaced)
@@ -122,9 +106,8 @@ class Connection:
             try:
                 self._join(params, spans)
             except WeightSyncError:
-                self.drop()  # the group is incomplete, also for members that joined an earlier one
-                before, members = members, self._members()
-                if {*before} <= {*members}:
+                before, members = members, self.engine.members()
+                if len(members) >= len(before):
                     raise
             else:
                 self._joined = params, members
@@ -143,8 +126,8 @@ class Connection:
             client.close()
 
     def shrank(self) -> bool:
-        """Return whether an engine that had joined is not a member any more."""
-        return self._joined is not None and not {*self._joined[1]} <= {*self._members()}
+        """Return whether the fleet has fewer members than when they joined."""
+        return self._joined is not None and len(self.engine.members()) < len(self._joined[1])
 
     def in_service(self) -> set[int | None]:
         """Return the versions that the current members serve; None stands for an engine that is not serving."""
@@ -163,70 +146,23 @@ class Connection:
         with spans.of("connect"):
             handoff = self._invite(engine.world_size, params, within)
             self._id = uuid.uuid4().hex
-            info = self._invitation(handoff, params, engine.world_size)
+            info = {
+                "timeout_s": self._timeout_s,
+                **handoff.info,
+                "transport": self._transport,
+                "connection": self._id,
+                "sender": f"a {self._transport} sender, process {os.getpid()} on {socket.gethostname()},",
+                "params": [meta.to_json() for meta in params],
+                "world_size": 1 + engine.world_size,
+                "unproved": self._rehearse == "never",
+                "compares": self._compares,
+            }
             with beside(lambda early: self.engine.connect(info, early), within):
                 handoff.transfer(within)
         for client in self.engine.each():
             _speaks_for[client] = weakref.ref(self)
         with spans.of("rehearse"), progress(f"rehearsing an update on {self.engine.url}"):
             self.engine.rehearse(self._rehearse)
-
-    def _invitation(self, handoff: Handoff, params: tuple[ParamMeta, ...], workers: int) -> Info:
-        return {
-            "timeout_s": self._timeout_s,
-            **handoff.info,
-            "transport": self._transport,
-            "connection": self._id,
-            "sender": f"a {self._transport} sender, process {os.getpid()} on {socket.gethostname()},",
-            "params": [meta.to_json() for meta in params],
-            "world_size": 1 + workers,
-            "unproved": self._rehearse == "never",
-            "compares": self._compares,
-        }
-
-    def late(self, version: int) -> tuple[EngineClient, ...]:
-        """Return the members that do not hold ``version``, or were started again since they joined."""
-        return tuple(
-            one for one in self._members() if {row.version for row in one.rows()} != {version} or one.replaced(self._id)
-        )
-
-    def admit(
-        self,
-        late: Sequence[EngineClient],
-        params: tuple[ParamMeta, ...],
-        take: Callable[[EngineClient], object],
-        spans: Spans,
-    ) -> dict[EngineClient, Exception]:
-        """Have members join beside the others, who notice nothing, and ``take`` a version; return who failed, and why.
-
-        If none failed, the next update goes on as if all had joined together.
-        """
-        failed: dict[EngineClient, Exception] = {}
-        self._id = self._id or uuid.uuid4().hex
-        with spans.of("connect"):
-            within = Deadline(self._timeout_s, f"the workers of {', '.join(one.url for one in late)}")
-            handoff = self._invite(len(late), params, within)
-
-        def admit(one: EngineClient) -> None:
-            info = one.info()
-            if info.weight_version.isdecimal():
-                self.newest = max(self.newest, int(info.weight_version))
-            one.connect({**self._invitation(handoff, params, info.world_size), "rank_offset": 1})
-            _speaks_for[one] = weakref.ref(self)
-            one.rehearse(self._rehearse)
-            # a pool of one tells the fleet's record of health how it went
-            take(Pool([one], health=self.engine.health) if isinstance(self.engine, Pool) else one)
-
-        with spans.of("load"):
-            jobs = {one: in_thread(partial(admit, one), f"catch up {one.url}") for one in late}
-            for one, job in jobs.items():
-                try:
-                    job.result()
-                except Exception as error:  # noqa: BLE001 - any error belongs in this engine's row
-                    failed[one] = error
-        if self._joined is not None and self._joined[0] == params and not failed:
-            self._joined = params, self.engine.each()
-        return failed
 
 
 def update_error(

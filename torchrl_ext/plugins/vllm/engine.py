@@ -8,6 +8,9 @@ raises at the first bad one, without reading the replies behind it (`MultiprocEx
 that raises ahead of others would leave every later call one reply behind. So the workers agree after each step, and
 where any of them failed the last one alone raises, in the words of all. The routes hand nothing back but an error's
 words, so an answer is raised likewise.
+
+A speculative engine has a `WorkerEnd` over its draft model too, with a connection of its own. Messages name it as their
+``target``, and ``/start_draft_weight_update`` opens its update. One update is open at a time.
 """
 
 from __future__ import annotations
@@ -16,15 +19,29 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.messages import CheckAdapter, Finish, Join, Message, Reset, Start, read, stamped
+from torchrl_ext.messages import (
+    NOBODY,
+    CheckAdapter,
+    Connected,
+    Finish,
+    Join,
+    Message,
+    Reset,
+    Start,
+    State,
+    read,
+    replaced,
+    stamped,
+)
 from torchrl_ext.plugins.adapters import check_adapter, refuse_layers
 from torchrl_ext.plugins.found import started_with
 from torchrl_ext.plugins.loader import EngineLoader
@@ -53,25 +70,30 @@ class UpdateInfo(WeightTransferUpdateInfo):
     info: Info = field(default_factory=dict)
 
 
+class _Target(NamedTuple):
+    """A model of the worker, and what loads it."""
+
+    layers: VLLMModel
+    loader: EngineLoader
+    end: WorkerEnd
+
+
 class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Hands vLLM's four stages to a `WorkerEnd` that loads through layerwise reload."""
+    """Hands vLLM's four stages to a `WorkerEnd` that loads through layerwise reload.
+
+    Attributes:
+        draft_model: the worker's draft model, which the plugin sets before each message; None without one.
+    """
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
-    supports_draft_weight_update = False
+    draft_model: nn.Module | None = None
 
     def __init__(self, config: Any, *where: Any, base: str | None = None) -> None:
         super().__init__(config, *where)  # vLLM's configuration, the device and the model
-        vllm_config, parallel = self.vllm_config, self.parallel_config
-        self._is_last = parallel.rank == parallel.world_size - 1
-        self._layers = VLLMModel(self.model, vllm_config)
-        self._loader = EngineLoader(self._layers)
-        self._end = WorkerEnd(
-            self._loader,
-            rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
-            workers=parallel.world_size_across_dp,
-            agree=gather_words,
-            base=base or started_with(self.model, vllm_config.model_config),
-        )
+        self._is_last = self.parallel_config.rank == self.parallel_config.world_size - 1
+        start = base or started_with(self.model, self.vllm_config.model_config)
+        self._base = self._target_of(VLLMModel(self.model, self.vllm_config), start)
+        self._draft: _Target | None = None  # until a sender of drafts joins
         self._sound = False  # the update was started, and no part of it failed on any worker
         self._open = False  # as the worker around us sees it: it was started and neither failed nor finished here
 
@@ -90,10 +112,10 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Begin an update; what an earlier one left behind is cleared first."""
         self._sound = self._open = False
         try:
-            self._sound = self._open = agreed(lambda: self._end.handle(self._own(Start())), last=self._is_last)
+            self._sound = self._open = agreed(lambda: self._now.end.handle(self._own(Start())), last=self._is_last)
         finally:
-            if not self._sound:
-                self._layers.roll_back()  # also where it failed on another worker alone
+            for one in self._targets if not self._sound else ():
+                one.layers.roll_back()  # also where it failed on another worker alone
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one handoff, compare digests, or seal."""
@@ -105,20 +127,21 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Do the work of `update_weights`, without waiting for the device."""
         sound, self._sound = self._sound, False
         opened, self._open = self._open, self._open and not self._is_last  # the worker around us ends it if we raise
-        self._sound = agreed(lambda: self._end.handle(read(update_info.info)), last=self._is_last) and sound
+        self._sound = agreed(lambda: self._now.end.handle(read(update_info.info)), last=self._is_last) and sound
         self._open = opened
 
     def finish_weight_update(self) -> None:
         """End the update. It was sealed before, so nothing is left that could fail; an incomplete one is dropped."""
         sound, self._sound, self._open = self._sound, False, False
-        missing = self._loader.missing()
+        layers, loader, end = self._now
+        missing = loader.missing()
         if missing:
             log.error("a weight update ended with %d parameters missing and was dropped", len(missing))
         if missing or not sound:
-            self._layers.roll_back()
-            self._end.receiver.invalidate()
+            layers.roll_back()
+            end.receiver.invalidate()
         else:
-            agreed(lambda: self._end.handle(self._own(Finish(version=self._end.receiver.version))), last=self._is_last)
+            agreed(lambda: end.handle(self._own(Finish(version=end.receiver.version))), last=self._is_last)
 
     def invalidate(self, *, whole: bool) -> None:
         """Note that vLLM loaded the model by itself: the next version does not build on what it holds.
@@ -127,34 +150,98 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             whole: it loaded a checkpoint to its end.
         """
         if whole:
-            self._end.receiver.handle(Reset(weights="reloaded"))
+            self._base.end.receiver.handle(Reset(weights="reloaded"))
         else:
-            self._end.receiver.invalidate(torn=self._layers.is_open())
+            self._base.end.receiver.invalidate(torn=self._base.layers.is_open())
 
     @property
     def whole(self) -> bool:
-        """Whether the model holds one version, whole, and may generate."""
-        return self._end.receiver.whole
+        """Whether each model holds one version, whole, and may generate."""
+        return all(one.end.receiver.whole for one in self._targets)
+
+    @property
+    def _targets(self) -> list[_Target]:
+        return [self._base] if self._draft is None else [self._base, self._draft]
+
+    @property
+    def _now(self) -> _Target:
+        """The target of the open update, or the base."""
+        if self.model is self._base.layers.module:
+            return self._base
+        if self._draft is None or self.model is not self._draft.layers.module:
+            raise replaced(NOBODY)
+        return self._draft
+
+    def _target_of(self, layers: VLLMModel, start: str) -> _Target:
+        loader, parallel = EngineLoader(layers), self.parallel_config
+        end = WorkerEnd(
+            loader,
+            rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            workers=parallel.world_size_across_dp,
+            agree=gather_words,
+            base=start,
+        )
+        return _Target(layers, loader, end)
 
     def _own(self, message: Message) -> Message:
         """Return the message of a route that has no body; what came before it bore the connection."""
-        return stamped(message, self._end.receiver.connection)
+        return stamped(message, self._now.end.receiver.connection)
 
     def shutdown(self) -> None:
-        self._end.close()
+        for one in self._targets:
+            one.end.close()
 
     def _prepare(self, told: Info) -> Info:
-        message = read(told)
-        if isinstance(message, CheckAdapter):
-            self._end.together(lambda: _check_layers(self.model, self.vllm_config, message))
-            return {}
-        if isinstance(message, Join):
-            self._end.together(self._refuse_second)
-        return self._end.handle(message)
+        message, end = read(told), self._base.end
+        is_draft = isinstance(message, Connected) and message.target == "draft"
+        match message:
+            case CheckAdapter():
+                end.together(lambda: _check_layers(self._base.layers.module, self.vllm_config, message))
+                return {}
+            case Join():
+                end.together(lambda: self._refuse_second(is_draft), self._find_draft if is_draft else lambda: None)
+            case State(connection=""):
+                return {**end.handle(message), "whole": self.whole}
+            case State() if self._draft is not None:
+                end.together(lambda: self._refuse_other(is_draft))
+            case Reset():
+                for one in self._targets:
+                    one.end.handle(message)
+                return {}
+        if is_draft:
+            if self._draft is None:
+                raise replaced(NOBODY)
+            end = self._draft.end
+        return end.handle(message)
 
-    def _refuse_second(self) -> None:
+    def _refuse_second(self, is_draft: bool) -> None:
+        self._refuse_other(is_draft)
         if self._open:
             raise EngineError(OPEN_UPDATE, hint="end it with POST /finish_weight_update")
+
+    def _refuse_other(self, is_draft: bool) -> None:
+        """Refuse a sender while an update of the other model is open, which it would end."""
+        if self._open and is_draft != (self._now is self._draft):
+            raise replaced(f"an open update of the {'base' if is_draft else 'draft'} model has held")
+
+    def _find_draft(self) -> None:
+        """Make the draft model a target.
+
+        Raises:
+            ConfigError: this worker has no draft model.
+        """
+        model = self.draft_model
+        if model is None:
+            raise ConfigError(
+                "this engine has no draft model"
+                if self.parallel_config.pipeline_parallel_size == 1
+                else "only the last pipeline stage of this engine has a draft model, and stages take updates together",
+                expected="a vLLM server with --speculative-config that names a draft model, an EAGLE head or MTP",
+                state="nothing was changed",
+            )
+        if self._draft is None or self._draft.layers.module is not model:
+            layers = VLLMModel(model, self.vllm_config, self._base.layers.module)
+            self._draft = self._target_of(layers, layers.checkpoint)
 
 
 def agreed(step: Callable[[], Info | None], *, last: bool) -> bool:

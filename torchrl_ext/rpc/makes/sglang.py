@@ -51,7 +51,7 @@ from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
 from torchrl_ext.rpc.makes.adapters import AdapterPort
 from torchrl_ext.rpc.makes.http import HTTPPort, StockPort, bodies, is_absent, session
-from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, restated
+from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, no_drafts, restated
 from torchrl_ext.rpc.server_info import ServerInfo, server_info
 from torchrl_ext.types import EngineInfo, Info
 
@@ -320,6 +320,10 @@ class SGLangPort(HTTPPort):
     def adapter(self, name: str) -> Port:
         """See `Port.adapter`. The server needs ``--enable-lora`` and our plugin."""
         return AdapterPort(self, name, self._tell_adapters, plugin=_ADAPTERS, lora=_LORA)
+
+    def draft(self) -> Port:
+        why = "its speculative workers need kernels that no build of sgl_kernel for CPUs has, so no test shows one"
+        raise no_drafts("SGLang", "a vLLM server with our backend", why)
 
     def _tell_adapters(self, message: Message) -> Info:
         answer = merged(self._say(message, self.timeout_s))

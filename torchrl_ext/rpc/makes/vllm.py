@@ -44,15 +44,17 @@ update (``verify="outputs"``).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, final
 
+import msgspec
+
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, EngineRefusedError, RouteAbsent
-from torchrl_ext.messages import Finish, Load, Message, Reset, Seal, Start, Verify
+from torchrl_ext.messages import Connected, Finish, Load, Message, Reset, Seal, Start, Verify
 from torchrl_ext.registry import Make
 from torchrl_ext.routes import (
     ADAPTERS_ROUTE,
@@ -67,7 +69,7 @@ from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
 from torchrl_ext.rpc.makes.adapters import AdapterPort
 from torchrl_ext.rpc.makes.http import HTTPPort, StockPort, bodies, session
-from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, restated
+from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, no_drafts, no_logprobs, restated
 from torchrl_ext.rpc.server_info import ServerInfo, server_info
 from torchrl_ext.types import EngineInfo, Info
 
@@ -272,6 +274,10 @@ class VLLMPort(HTTPPort):
         """See `Port.adapter`. The server needs ``--enable-lora``."""
         return AdapterPort(self, name, self._tell_adapters, plugin=_ADAPTERS, lora=_LORA)
 
+    def draft(self) -> VLLMPort:
+        """See `Port.draft`. The server needs ``--speculative-config`` with a draft model."""
+        return self._as(DraftPort)
+
     def _tell_adapters(self, message: Message) -> Info:
         if isinstance(message, ListAdapters):
             return self.http.get(ADAPTERS_ROUTE)
@@ -330,6 +336,47 @@ def _own_words(text: str) -> str:
 def _is_of_another_backend(error: EngineRefusedError) -> bool:
     """Return whether a vLLM server refused a message because it runs another weight-transfer backend."""
     return "not configured" in error.what or "Invalid init_info" in error.what
+
+
+@final
+class DraftPort(VLLMPort):
+    """The draft model of a vLLM server with our backend; see `VLLMPort`.
+
+    The server's version label stays the base's.
+    """
+
+    @property
+    def drafts(self) -> str:
+        return ""
+
+    def describe(self) -> EngineInfo:
+        return replace(super().describe(), weight_version="")
+
+    def tell(self, message: Message) -> list[Info]:
+        if isinstance(message, Connected):
+            message = msgspec.structs.replace(message, target="draft")
+        match message:
+            case Start():
+                self._post("/start_draft_weight_update")
+            case Finish():
+                super().tell(Seal(connection=message.connection, target="draft"))
+                self._post("/finish_weight_update")
+            case _:
+                return super().tell(message)
+        return []
+
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """See `Port.logprobs`: the engine answers with the base's."""
+        raise no_logprobs(self.url, "a draft model")
+
+    def _choose(self, facts: ServerInfo) -> VLLMPort:
+        return super()._choose(facts).draft()
+
+    def adapter(self, name: str) -> Port:
+        return Port.adapter(self, name)
+
+    def draft(self) -> VLLMPort:
+        return self
 
 
 @final
@@ -415,6 +462,9 @@ class StockVLLMPort(StockPort, VLLMPort):
         if self.group:
             super().abandon()
 
+    def draft(self) -> VLLMPort:
+        raise no_drafts(self.lacking, self.wanted)
+
 
 @final
 class EmbeddedPort(VLLMPort):
@@ -427,6 +477,9 @@ class EmbeddedPort(VLLMPort):
 
     def adapter(self, name: str) -> Port:
         return Port.adapter(self, name)
+
+    def draft(self) -> VLLMPort:
+        raise no_drafts(self.kind, "a vLLM server with our backend")
 
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
         return "/prompt_logprobs", {"prompts": [prompt]}
