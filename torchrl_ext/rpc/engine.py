@@ -77,7 +77,7 @@ class Engine(EngineClient):
         self._since: float | None = None  # start of the pause
         self._row = EngineRow(engine=port.url, kind=self.kind, state="serving", proof="sent")
         self._whose: EngineClient = self
-        self._drafted = False  # a client of the draft model was made, or a warning says that there is none
+        self._drafted = False  # `draft` was called, or a warning was logged
 
     @property
     def url(self) -> str:
@@ -310,17 +310,9 @@ class Engine(EngineClient):
             self._wake(_KV, self._before, serving=False)
             self._serve()
         if self.port.drafts and not self._drafted:
-            self._drafted, hint = True, "update it by a sender of its own, to client.draft()"
-            try:
-                self.port.draft()
-            except ConfigError as error:
-                hint = error.what
-            log.warning(
-                "%s keeps the weights of its draft model (%s), of whose tokens it may accept fewer from now on: %s",
-                self.url,
-                self.port.drafts,
-                hint,
-            )
+            self._drafted = True
+            words = "%s keeps the weights of its draft model (%s), and may accept fewer of its tokens from now on: "
+            log.warning(words + "client.draft() updates it, or says why not", self.url, self.port.drafts)
 
     # pause and sleep
 

@@ -233,10 +233,8 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         model = self.draft_model
         if model is None:
             raise ConfigError(
-                "this engine has no draft model"
-                if self.parallel_config.pipeline_parallel_size == 1
-                else "only the last pipeline stage of this engine has a draft model, and stages take updates together",
-                expected="a vLLM server with --speculative-config that names a draft model, an EAGLE head or MTP",
+                "this worker has no draft model",
+                expected="--speculative-config with a draft model, an EAGLE head or MTP, and one pipeline stage",
                 state="nothing was changed",
             )
         if self._draft is None or self._draft.layers.module is not model:

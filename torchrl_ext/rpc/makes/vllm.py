@@ -372,12 +372,6 @@ class DraftPort(VLLMPort):
     def _choose(self, facts: ServerInfo) -> VLLMPort:
         return super()._choose(facts).draft()
 
-    def adapter(self, name: str) -> Port:
-        return Port.adapter(self, name)
-
-    def draft(self) -> VLLMPort:
-        return self
-
 
 @final
 class StockVLLMPort(StockPort, VLLMPort):
