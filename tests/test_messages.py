@@ -4,7 +4,7 @@ import json
 import math
 import re
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 import pytest
@@ -49,6 +49,8 @@ VALUES = {
     messages.RehearsePolicy: st.sampled_from(["once", "never", "always"]),
     messages.WeightsLost: st.sampled_from(["gone", "reloaded"]),
     messages.WorldSize: st.integers(1, 1 << 20),
+    Literal["draft"]: st.just("draft"),
+    msgspec.UnsetType: st.just(msgspec.UNSET),
 }
 """Values of a field, by its type."""
 
