@@ -32,6 +32,7 @@ def pytest_addoption(parser):
     )
     group.addoption("--exhaustive", action="store_true", help="also further settings of what the other tests show")
     group.addoption("--kind-results", help="file that gets a line per kind of model, for tests.engine.compatibility")
+    group.addoption("--kit-results", help="file that gets a line per case of the kit, for tests.engine.compatibility")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads it

@@ -1,0 +1,74 @@
+"""The kit for running engines (`torchrl_ext.testing.engine`) judges stock engines, and engines with the plugin.
+
+Faults that stock engines are known to have are expected by the names of the cases. ``--kit-results FILE`` takes down
+what came out, for `tests.engine.compatibility`.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.engine.served import ServedSGLang, ServedVLLM, serving
+from tests.kinds import kind_checkpoint
+from tests.processes import finished
+from tests.testing import KIT
+
+pytestmark = pytest.mark.engine
+
+SERVED = {one.kind: one for one in (ServedVLLM, ServedSGLang)}
+PLUGIN = ("delta", "disk", "collective")
+ENGINES = {
+    ("vllm", False, "qwen3-tied"): ("disk",),
+    ("sglang", False, "qwen3-moe"): ("native",),
+}
+OTHERS = {
+    ("vllm", False, "qwen3-moe"): ("disk",),
+    ("sglang", False, "qwen3-tied"): ("disk", "native"),
+    ("sglang", False, "qwen3-moe"): ("disk",),
+    **{(kind, True, model): PLUGIN for kind in SERVED for model in ("qwen3-tied", "qwen3-moe")},
+}
+FAULTS: dict = {}
+"""Make, transport and model of a stock engine -> the cases that it fails, and a word of each reason."""
+
+
+def ids(engines):
+    return [f"{kind}-{'plugin' if plugin else 'stock'}-{model}" for kind, plugin, model in engines]
+
+
+def judged(kind, plugin, model, transports, folder, results):
+    """Start an engine, and let the kit judge it by each transport; yields the transport and the rows."""
+    checkpoint = kind_checkpoint(model, folder / model)
+    settings = {"max_model_len": 256, "dtype": "float32", "plugin": plugin, "log_path": folder / f"{kind}.log"}
+    with serving(SERVED[kind], checkpoint, **settings) as served:
+        for transport in transports:
+            own = folder / f"{transport}.jsonl"
+            given = ["--url", served.url, "--kind", kind, "--model", checkpoint, "--transport", transport]
+            done = finished(KIT, folder, *given, "--root", folder / transport, "--results", own, timeout_s=600)
+            print(done.stdout, done.stderr)
+            rows = [json.loads(line) for line in own.read_text().splitlines()]
+            if results:
+                with open(results, "a") as file:
+                    file.write(own.read_text())
+            failed = {row["case"]: row["reason"] for row in rows if row["outcome"] == "failed"}
+            assert done.returncode == bool(failed)
+            yield transport, rows, failed
+
+
+def assert_as_known(engine, transports, folder, results):
+    kind, plugin, model = engine
+    for transport, rows, failed in judged(kind, plugin, model, transports, folder, results):
+        assert sum(row["outcome"] == "passed" for row in rows) >= (9 if plugin else 1)
+        assert failed.keys() == FAULTS.get((kind, transport, model) if not plugin else None, set()), failed
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=ids(ENGINES))
+def test_a_stock_engine_has_the_faults_that_it_is_known_for(engine, tmp_path, request):
+    assert_as_known(engine, ENGINES[engine], tmp_path, request.config.getoption("--kit-results"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("engine", OTHERS, ids=ids(OTHERS))
+def test_other_engines_have_the_faults_that_they_are_known_for(engine, tmp_path, request):
+    assert_as_known(engine, OTHERS[engine], tmp_path, request.config.getoption("--kit-results"))

@@ -1,0 +1,296 @@
+"""The kit for running engines passes an engine that follows, and each way to follow wrongly fails the case for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.embedded import EmbeddedServer, served_here
+from tests.processes import finished
+from tests.testing import KIT
+from torchrl_ext.embedded.engine import Engine
+from torchrl_ext.proof.scoring import score
+from torchrl_ext.sync.receiver import WeightReceiver
+from torchrl_ext.testing import FakeEngine
+from torchrl_ext.testing.tiny import make_tiny_lm
+from torchrl_ext.weights.checkpoint import CheckpointSource
+
+SMALL = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "num_attention_heads": 2}
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def checkpoint(folder, tied=False, routed=False):
+    """A tiny model whose outputs depend on every tensor."""
+    make_tiny_lm(folder, **SMALL, tie_word_embeddings=tied)
+    if routed:
+        from transformers import Qwen3MoeConfig
+
+        config = Qwen3MoeConfig(**SMALL, **ROUTED, num_hidden_layers=2, num_key_value_heads=2, tie_word_embeddings=tied)
+    else:
+        config = AutoModelForCausalLM.from_pretrained(folder).config
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter.normal_(0, 0.3) if parameter.dim() > 1 else parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def run(folder, url, case, *more, model):
+    """The rows of a run of the kit, by case, and what pytest printed."""
+    results = folder / "results.jsonl"
+    given = ["--url", url, "--model", model, "--root", folder / "root", "--results", results, "-k", case, *more]
+    done = finished(KIT, folder, *given)
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    assert rows, done.stdout + done.stderr
+    assert done.returncode == any(row["outcome"] == "failed" for row in rows), done.stdout + done.stderr
+    return {row["case"]: row for row in rows}, done.stdout
+
+
+@contextlib.contextmanager
+def acting(folder, make="stock-vllm", sabotage=lambda old, new, fake: new, change=lambda fake: None, untie=False):
+    """A server of a make that computes with a real model, by what ``sabotage`` makes of each load.
+
+    Args:
+        sabotage: takes the tensors that it computed with, those that it holds now and itself; returns what it
+            computes with from now on.
+        change: changes the server before it serves.
+        untie: the head is a copy of the embedding, which no load reaches.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    head = {"lm_head.weight": model.lm_head.weight.detach().clone()} if untie else {}
+    if untie:
+        model.lm_head.weight = torch.nn.Parameter(head["lm_head.weight"].clone())
+    tensors = {name: tensor.clone() for name, tensor in CheckpointSource(folder)}
+    used = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def compute(prompts):
+        held = {name: tensor.clone() for name, tensor in fake.tensors.items()}
+        used.update(sabotage({**used}, held, fake))
+        WeightReceiver(model).apply_weights(used | head)
+        rows = score(model, prompts)
+        return [[value if math.isfinite(value) else None for value in row] for row in rows]
+
+    def vllm(asked):
+        if fake.paused:
+            return 503, {"error": "it is paused"}
+        (row,) = compute([asked["token_ids"]])
+        named = zip(asked["token_ids"][1:], row, strict=True)
+        rows = [None, *({str(token): {"logprob": value}} for token, value in named)]
+        return {"choices": [{"token_ids": [1]}], "prompt_logprobs": rows}
+
+    with FakeEngine(make, tensors) as fake:
+        fake.answers["POST /inference/v1/generate"] = vllm
+        fake.answers["POST /prompt_logprobs"] = lambda asked: {"logprobs": compute(asked["prompts"])}
+        change(fake)
+        yield fake
+
+
+def without(*parts):
+    """What of a load never reaches what is computed with."""
+    return lambda old, new, fake: {
+        name: old[name] if any(part in name for part in parts) else tensor for name, tensor in new.items()
+    }
+
+
+def first_half(old, new, fake):
+    return {name: new[name] if place < len(new) // 2 else old[name] for place, name in enumerate(new)}
+
+
+def packed_again(old, new, fake):
+    """A kernel that keeps rows in another order puts them so at the start only."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    return {**new, name: new[name].roll(1, 0)} if fake.counts["POST /collective_rpc"] else new
+
+
+def nan_as_zero(old, new, fake):
+    return {name: tensor.nan_to_num() for name, tensor in new.items()}
+
+
+def parts_lost(old, new, fake):
+    changed = [name for name in new if not torch.equal(old[name], new[name])]
+    return old if 0 < len(changed) < len(new) - 1 else new
+
+
+def reports_success(fake):
+    fake.answers["POST /collective_rpc"] = (200, {"results": [None]})
+
+
+def scribbles(fake):
+    """In its pause it serves, and half of its weights are gone."""
+
+    def pause(asked):
+        for tensor in list(fake.tensors.values())[::2]:
+            tensor.zero_()
+
+    fake.answers["POST /pause"] = pause
+    fake.answers["POST /collective_rpc"] = lambda asked: fake._reload(asked["kwargs"]["weights_path"], 1)
+    fake._refuse_busy = lambda: None
+
+
+def half_until_resumed(fake):
+    """It serves in its pause, and loads the second half when it is resumed."""
+    resume, second = fake._routes["POST /resume"], {}
+
+    def load(asked):
+        loaded = dict(CheckpointSource(asked["kwargs"]["weights_path"]))
+        for place, (name, tensor) in enumerate(loaded.items()):
+            if place < len(loaded) // 2:
+                fake.tensors[name].copy_(tensor)
+            else:
+                second[name] = tensor
+
+    def resumed(asked):
+        for name, tensor in second.items():
+            fake.tensors[name].copy_(tensor)
+        return resume(asked)
+
+    serves_in_its_pause(fake)
+    fake.answers |= {"POST /collective_rpc": load, "POST /resume": resumed}
+
+
+def serves_in_its_pause(fake):
+    fake.answers["POST /pause"] = lambda asked: None
+
+
+def loads(fake, check):
+    """It loads what fits, in the order of the file; ``check`` raises or passes over the rest."""
+
+    def reload(asked):
+        for name, tensor in CheckpointSource(asked["kwargs"]["weights_path"]):
+            if name in fake.tensors and fake.tensors[name].shape == tensor.shape:
+                fake.tensors[name].copy_(tensor)
+            elif check:
+                fake.paused = False
+                return 500, {"error": {"message": f"{name} does not fit"}}
+        return {"results": [None]}
+
+    fake.answers["POST /collective_rpc"] = reload
+
+
+def drops_unknown_names(fake):
+    loads(fake, check=False)
+
+
+def resumes_by_itself(fake):
+    loads(fake, check=True)
+
+
+def wakes_empty(fake):
+    """What is loaded in its sleep is lost."""
+    woken = fake._routes["POST /wake_up"]
+
+    def wake(asked):
+        fake.inner = True
+        return woken(asked)
+
+    fake.answers["POST /wake_up"] = wake
+
+
+def asleep_lost(old, new, fake):
+    return old if getattr(fake, "inner", False) else new
+
+
+def one_trainer(fake):
+    """It loads only what comes from where the last load came from."""
+    reload, seen = fake._routes["POST /collective_rpc"], []
+
+    def load(asked):
+        root = asked["kwargs"]["weights_path"].rpartition("/")[0]
+        known = root in seen[-1:] or not seen
+        seen.append(root)
+        return reload(asked) if known else {"results": [None]}
+
+    fake.answers["POST /collective_rpc"] = load
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "dense": checkpoint(folder / "dense"),
+        "tied": checkpoint(folder / "tied", tied=True),
+        "routed": checkpoint(folder / "routed", routed=True),
+    }
+
+
+SABOTEURS = {
+    "packs a layer at its start only": ("test_identity", {"sabotage": packed_again}),
+    "reports success and loads nothing": ("test_destroy", {"change": reports_success}),
+    "loads the first half": ("test_destroy", {"sabotage": first_half}),
+    "drops one tensor": ("test_every_tensor", {"sabotage": without("layers.1.self_attn.k_norm")}),
+    "keeps the old head": ("test_tied", {"model": "tied", "untie": True}),
+    "loses parts": ("test_partial", {"make": "embedded", "sabotage": parts_lost}),
+    "takes NaN for zero": ("test_nan", {"sabotage": nan_as_zero}),
+    "keeps its experts": ("test_experts", {"model": "routed", "sabotage": without(".experts.")}),
+    "keeps its routers": ("test_experts", {"model": "routed", "sabotage": without(".gate.")}),
+    "loses what it loads asleep": ("test_sleep", {"sabotage": asleep_lost, "change": wakes_empty}),
+    "serves half when its trainer is killed": ("test_killed", {"change": scribbles}),
+    "serves half when its trainer raises": ("test_trainer_that_raises", {"change": half_until_resumed}),
+    "drops unknown names": ("test_tensor_that_does_not_fit and name", {"change": drops_unknown_names}),
+    "resumes half-way": ("test_tensor_that_does_not_fit and shape", {"change": resumes_by_itself}),
+    "obeys one trainer": ("test_two_trainers", {"change": one_trainer}),
+}
+
+
+@pytest.mark.parametrize("what", SABOTEURS)
+def test_a_saboteur_fails_the_case_for_it(what, models, tmp_path):
+    case, how = SABOTEURS[what]
+    how = dict(how)
+    model = models[how.pop("model", "dense")]
+    with acting(model, **how) as fake:
+        rows, said = run(tmp_path, fake.url, case, model=model)
+    failed = [row["reason"] for row in rows.values() if row["outcome"] == "failed"]
+    assert failed and all(failed), said
+
+
+@pytest.mark.parametrize("model", ["dense", "tied", "routed"])
+def test_the_same_server_without_a_saboteur_passes(model, models, tmp_path):
+    with acting(models[model]) as fake:
+        rows, said = run(tmp_path, fake.url, "not killed and not flight", model=models[model])
+    failed = {name for name, row in rows.items() if row["outcome"] == "failed"}
+    unfit = {name for name, row in rows.items() if row["outcome"] == "not applicable"}
+    assert not failed and "test_partial_update" in unfit, said
+
+
+def test_keys_of_old_weights_fail_the_case_of_requests_in_flight(models, tmp_path):
+    engine = Engine(str(models["dense"]), dtype="float32")
+    engine.scheduler.forget = lambda: None
+    with served_here(engine) as served:
+        rows, said = run(tmp_path, served.url, "flight", model=models["dense"])
+    assert rows["test_requests_in_flight"]["outcome"] == "failed", said
+
+
+def test_an_engine_of_ours_passes_every_case(models, tmp_path):
+    with EmbeddedServer(models["tied"], dtype="float32") as server:
+        rows, said = run(tmp_path, server.url, "test", "--transport", "delta", model=models["tied"])
+    assert {name for name, row in rows.items() if row["outcome"] != "passed"} == {"test_experts"}, said
+    assert "embedded" in said and "passed         The start checkpoint, sent again, changes no log-probability." in said
+
+
+def test_an_engine_that_refuses_is_no_failure(models, tmp_path):
+    with acting(models["dense"]) as fake:
+        rows, said = run(tmp_path, fake.url, "identity or nan", "--transport", "collective", model=models["dense"])
+    assert {row["outcome"] for row in rows.values()} == {"refused"} and len(rows) == 2, said
+    assert all("cannot follow by 'collective'" in row["reason"] for row in rows.values())
+
+
+def test_without_an_address_every_case_is_skipped_with_the_reason(tmp_path):
+    done = finished(KIT, tmp_path, "-rs")
+    assert done.returncode == 0 and " skipped" in done.stdout and "passed" not in done.stdout
+    assert "there is no engine; give --url" in done.stdout
+
+
+def test_other_runs_have_none_of_its_options(tmp_path):
+    (tmp_path / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--url')\n")
+    (tmp_path / "test_own.py").write_text("def test_own(request):\n    assert request.config.option.url == 'x'\n")
+    code = "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    settings = ("-p", "torchrl_ext.testing.engine.plugin", "-p", "no:cacheprovider", "--rootdir", tmp_path)
+    done = finished(code, *settings, "--url", "x", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
