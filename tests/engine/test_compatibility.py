@@ -1,11 +1,12 @@
 """The table of kinds is written from what tests noted, and says what was not run."""
 
+import json
 import re
 
 import pytest
 
 from tests.engine.cells import CELLS
-from tests.engine.compatibility import BEGIN, END, kinds_table, main, write_between
+from tests.engine.compatibility import BEGIN, END, KIT, kinds_table, kit_table, main, write_between
 
 RESULT = {
     "engine": "vllm",
@@ -47,3 +48,24 @@ def test_nothing_but_what_is_between_the_marks_is_written(tmp_path):
     assert page.read_text() == f"before\n{BEGIN}\n\n{kinds_table([])}\n{END}\nafter\n"
     with pytest.raises(ValueError, match="the page has no"):
         write_between("", "a page without marks")
+
+
+def kit_row(**changes):
+    row = {"kind": "vllm", "release": "0.32.0", "plugin": "stock", "transport": "disk", "model": "qwen3"}
+    row |= {"case": "test_sleep[1]", "promise": "It wakes.", "outcome": "passed", "reason": ""}
+    return {**row, **changes}
+
+
+def test_the_kits_table_tells_models_apart_and_numbers_the_reasons(tmp_path):
+    failed = {"outcome": "failed", "reason": "http://127.0.0.1:8000/x is | off"}
+    rows = [kit_row(**failed), kit_row(), kit_row(model="qwen3_moe", **failed), kit_row(kind="sglang", plugin="plugin")]
+    rows.append(kit_row(case="test_other", promise="Other.", **failed))
+    table = kit_table(rows)
+    assert "| case | stock vLLM 0.32.0, disk | SGLang 0.32.0, disk |" in table
+    assert "| It wakes (1) | qwen3: passed, qwen3_moe: failed (1) | passed |" in table
+    assert "| Other | failed (1) | not run |" in table and "1. the engine is \\| off" in table
+    page, results = tmp_path / "page.md", tmp_path / "kit.jsonl"
+    page.write_text(f"before\n{KIT[0]}\n{KIT[1]}\nafter\n")
+    results.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    main(["--kit", str(results), "--page", str(page)])
+    assert page.read_text() == f"before\n{KIT[0]}\n\n{table}\n{KIT[1]}\nafter\n"
