@@ -21,12 +21,12 @@ SERVED = {one.kind: one for one in (ServedVLLM, ServedSGLang)}
 PLUGIN = ("delta", "disk", "collective")
 ENGINES = {
     ("vllm", False, "qwen3-tied"): ("disk",),
-    ("sglang", False, "qwen3-moe"): ("native",),
+    ("sglang", False, "qwen3-moe"): ("disk",),
 }
 OTHERS = {
     ("vllm", False, "qwen3-moe"): ("disk",),
     ("sglang", False, "qwen3-tied"): ("disk", "native"),
-    ("sglang", False, "qwen3-moe"): ("disk",),
+    ("sglang", False, "qwen3"): ("native",),
     **{(kind, True, model): PLUGIN for kind in SERVED for model in ("qwen3-tied", "qwen3-moe")},
 }
 FAULTS: dict = {}
