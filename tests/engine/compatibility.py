@@ -55,6 +55,8 @@ def kit_table(results: Iterable[Mapping]) -> str:
         promises[row["case"]] = row["promise"].rstrip(".") + (f" ({which.rstrip(']')})" if which else "")
         columns.setdefault(column, {})[model] = None
         cells[row["case"], column, model] = row
+    if not promises:
+        return "No engine was judged yet.\n"
     reasons: dict[str, int] = {}
     head = (f"| case | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|")
     rows = []

@@ -61,6 +61,7 @@ def test_the_kits_table_tells_models_apart_and_numbers_the_reasons(tmp_path):
     rows = [kit_row(**failed), kit_row(), kit_row(model="qwen3_moe", **failed), kit_row(kind="sglang", plugin="plugin")]
     rows.append(kit_row(case="test_other", promise="Other.", **failed))
     table = kit_table(rows)
+    assert kit_table([]) == "No engine was judged yet.\n"
     assert "| case | stock vLLM 0.32.0, disk | SGLang 0.32.0, disk |" in table
     assert "| It wakes (1) | qwen3: passed, qwen3_moe: failed (1) | passed |" in table
     assert "| Other | failed (1) | not run |" in table and "1. the engine is \\| off" in table
