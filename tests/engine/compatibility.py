@@ -48,7 +48,7 @@ def kit_table(results: Iterable[Mapping]) -> str:
     """
     cells, columns, promises = {}, {}, {}
     for row in results:
-        stock = "" if row["plugin"] == "plugin" else f"{row['plugin']} "
+        stock = "stock " if row["plugin"] == "stock" else ""
         column = f"{stock}{_NAMES.get(row['kind'], row['kind'])} {row['release']}, {row['transport']}"
         model = f"{row['model']}{', tied' if row.get('tied') else ''}"
         _, _, which = row["case"].partition("[")
