@@ -8,15 +8,15 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from torchrl_ext.messages import Message
 from torchrl_ext.types import Info, least
 
 __all__ = [
-    "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "OPEN_UPDATE", "TAKE_OVER", "Flush", "ListAdapters",
-    "answers_in", "asleep_by", "bears_key", "escaped", "merged", "refusal", "unescaped",
+    "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "HEARD", "OPEN_UPDATE", "TAKE_OVER", "Flush", "ListAdapters",
+    "answers_in", "asleep_by", "bears_key", "envelope", "escaped", "merged", "one_by_one", "refusal", "unescaped",
 ]  # fmt: skip
 
 BACKEND = "torchrl_ext"
@@ -30,6 +30,9 @@ CHANNEL = "torchrl_ext:"
 
 ANSWERS = "torchrl_ext answers: "
 """Prefix of a JSON answer from vLLM's workers, whose route can return only error messages."""
+
+HEARD = "heard"
+"""Field of an `envelope`."""
 
 OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
 """Text of an engine's refusal to join when ``/finish_weight_update`` has to end an abandoned update first."""
@@ -66,6 +69,40 @@ def answers_in(content: Any) -> list[Info]:
     if isinstance(content, dict) and isinstance(content.get("answer"), dict):
         answers.append(content["answer"])
     return answers
+
+
+def one_by_one(told: Any, name: Callable[[], str], handle: Callable[[Any], Info]) -> Info:
+    """Handle the body of a message in an engine: the message itself, or an `envelope` of it.
+
+    Args:
+        told: the body.
+        name: returns the engine's name, unique among engines.
+        handle: takes the message.
+
+    Returns:
+        The answer, with the engine's name in ``engine`` if the message came in an envelope; nothing if it was heard.
+    """
+    if not isinstance(told, dict) or HEARD not in told:
+        return handle(told)
+    own, message = name(), told.get("message")
+    if own in told[HEARD]:
+        return {}
+    if isinstance(message, dict) and message.get("kind") == "join":
+        message = {**message, "rank_offset": told.get("rank_offset", 1)}
+    answer = handle(message)
+    return answer and {**answer, "engine": own}
+
+
+def envelope(message: Message, heard: Sequence[str], world_size: int | None) -> Info:
+    """Return a body for a client of several engines, which may hand on the answer of only one of them.
+
+    Args:
+        message: for all of them.
+        heard: the engines that have answered it, and are to leave it alone.
+        world_size: for clients that give every body a ``rank_offset`` of its engine.
+    """
+    size = {} if world_size is None else {"world_size": world_size}
+    return {HEARD: [*heard], "message": message.to_json(), "rank_offset": 1, **size}
 
 
 def asleep_by(metrics: str) -> Info:

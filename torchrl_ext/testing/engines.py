@@ -26,7 +26,7 @@ import torchrl_ext
 from torchrl_ext import messages
 from torchrl_ext.errors import ConfigError, EngineRefusedError, WeightSyncError
 from torchrl_ext.messages import Message, partial_version, read
-from torchrl_ext.routes import ANSWERS, BACKEND, CHANNEL, OPEN_UPDATE, Flush, escaped
+from torchrl_ext.routes import ANSWERS, BACKEND, CHANNEL, OPEN_UPDATE, Flush, escaped, one_by_one
 from torchrl_ext.sync.inspection import followed, inspect
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import Info
@@ -172,7 +172,7 @@ class FakeEngine(Faults):
         self.unrehearsed = False
         self.asleep: set[str] = set()
         self._receiver = WeightReceiver(self.tensors)
-        self._open = self._session = self._frozen = self._given_up = False
+        self._open = self._sealed = self._session = self._frozen = self._given_up = False
         self._slept = "awake"
         self._alone, self._closed = threading.RLock(), threading.Event()
         routes = self._sglang() if self.kind == "sglang" else self._vllm()
@@ -267,6 +267,7 @@ class FakeEngine(Faults):
             case messages.Start() | messages.Load() | messages.Verify() | messages.Seal():
                 self._refuse_busy()
         self._open |= isinstance(message, messages.Start)
+        self._sealed = isinstance(message, messages.Seal)
         before = {name: tensor.clone() for name, tensor in self.tensors.items()}
         try:
             answer = self._receiver.handle(message)
@@ -432,7 +433,7 @@ class FakeEngine(Faults):
             assert info["world_size"] > info["rank_offset"] >= 1
             assert "nccl_unique_id_b64" in info or {"master_address", "master_port"} <= info.keys()
             return None
-        answer = self._tell(read(info))
+        answer = one_by_one(info, lambda: self.url, lambda told: self._tell(read(told)))
         if answer and self.kind == "vllm":
             return self._refusal(f"EngineError: {ANSWERS}{json.dumps(answer)}.")
         return {"answer": answer} if answer else None
@@ -457,10 +458,10 @@ class FakeEngine(Faults):
         if not self._open:
             raise EngineRefusedError("no weight update is open")
         self._open = False
-        if "weight_version" in asked:  # without a version, the call ends a failed update
-            self.label = asked["weight_version"]
-            if not self.stock:
-                self._tell(messages.Finish(connection=self._receiver.connection, version=int(self.label)))
+        self.label = asked.get("weight_version", self.label)
+        if not self.stock and ("weight_version" in asked or self._sealed):  # otherwise it ends a failed update
+            version = int(asked.get("weight_version", self._receiver.version))
+            self._tell(messages.Finish(connection=self._receiver.connection, version=version))
 
     def _reset_cache(self, asked: Info) -> None:
         assert asked == {"reset_running_requests": "true", "reset_external": "true"}

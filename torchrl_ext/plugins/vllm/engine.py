@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ from torchrl_ext.plugins.found import started_with
 from torchrl_ext.plugins.loader import EngineLoader
 from torchrl_ext.plugins.vllm.model import VLLMModel
 from torchrl_ext.plugins.workers import agree
-from torchrl_ext.routes import ANSWERS, OPEN_UPDATE, escaped
+from torchrl_ext.routes import ANSWERS, OPEN_UPDATE, escaped, one_by_one
 from torchrl_ext.sync.worker_end import WorkerEnd, joined, words_of
 from torchrl_ext.types import Info
 
@@ -95,6 +96,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._base = self._target_of(VLLMModel(self.model, self.vllm_config), start)
         self._draft: _Target | None = None  # until a sender of drafts joins
         self._sound = False  # the update was started, and no part of it failed on any worker
+        self._name = ""  # of this engine, the same on all of its workers
         self._open = False  # as the worker around us sees it: it was started and neither failed nor finished here
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
@@ -106,7 +108,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Do what a message says that loads nothing: join, prefetch, rehearse, check an adapter, answer."""
         with set_current_vllm_config(self.vllm_config):
-            agreed(lambda: self._prepare(init_info.info), last=self._is_last)
+            agreed(lambda: one_by_one(init_info.info, self._called, self._prepare), last=self._is_last)
 
     def start_weight_update(self) -> None:
         """Begin an update; what an earlier one left behind is cleared first."""
@@ -190,6 +192,10 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         for one in self._targets:
             one.end.close()
+
+    def _called(self) -> str:
+        self._name = self._name or gather_words(uuid.uuid4().hex)[0]
+        return self._name
 
     def _prepare(self, told: Info) -> Info:
         message, end = read(told), self._base.end

@@ -73,7 +73,9 @@ from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, no_drafts,
 from torchrl_ext.rpc.server_info import ServerInfo, server_info
 from torchrl_ext.types import EngineInfo, Info
 
-__all__ = ["EMBEDDED", "VLLM", "EmbeddedPort", "VLLMPort", "embedded_engine", "vllm_engine"]
+__all__ = [
+    "EMBEDDED", "VLLM", "EmbeddedPort", "VLLMPort", "embedded_engine", "explained", "of_another_backend", "vllm_engine",
+]  # fmt: skip
 
 _EVERYWHERE = {"reset_running_requests": "true", "reset_external": "true"}
 _COPYING_S = 10.0
@@ -218,16 +220,15 @@ class VLLMPort(HTTPPort):
         """Send workers a message that loads nothing."""
         route, body = "/init_weight_transfer_engine", {"init_info": message.to_json()}
         try:
-            with self._explained():
+            with explained():
                 answer = self.http.call("POST", route, body, timeout_s=self.timeout_s)
                 if ANSWERS in answer.text:  # in an error, whose own message would be shortened
                     with suppress(ValueError):
                         return answers_in(answer.json())
                 return answers_in(answer.checked_json())
         except EngineRefusedError as error:
-            if _is_of_another_backend(error):
-                wanted = f"weight-transfer backend {BACKEND!r}"
-                raise restated(error, error.what, expected=wanted, hint=_FLAGS) from error
+            if (found := of_another_backend(error)) is not None:
+                raise found from error
             raise
 
     def abandon(self) -> None:
@@ -295,14 +296,14 @@ class VLLMPort(HTTPPort):
         return [row[str(token)]["logprob"] for token, row in rows if row is not None]  # null for the first token
 
     def lacks_plugin(self, error: EngineRefusedError) -> bool:
-        return isinstance(error, RouteAbsent) or _is_of_another_backend(error)
+        return isinstance(error, RouteAbsent) or of_another_backend(error) is not None
 
     def _ask(self, route: str, field: str) -> Any:
         return self._answered(route, field)[field]
 
     def _answered(self, route: str, field: str) -> Info:
         """Return the answer to ``GET route``, which must have ``field``."""
-        with self._explained():
+        with explained():
             answer = self.http.get(route)
         if not isinstance(answer, dict) or field not in answer:
             what = f"GET {self.url}{route} answered {str(answer)[:120]!r}"
@@ -310,22 +311,23 @@ class VLLMPort(HTTPPort):
         return answer
 
     def _post(self, route: str, body: Any = None, **how: Any) -> Info:
-        with self._explained():
+        with explained():
             answer = self.http.post(route, body, **how)
         found = answer if isinstance(answer, dict) else {}
         if body is None:
             self.answer = found
         return found
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Add a hint to errors about missing routes, and strip the text of vLLM's executors from workers' errors."""
-        try:
-            yield
-        except RouteAbsent as error:
-            raise restated(error, error.what, expected="vLLM's RL routes", hint=_DEV_MODE) from error
-        except EngineRefusedError as error:
-            raise restated(error, _own_words(error.what), reason=_own_words(error.reason)) from error
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Add a hint to errors about missing routes, and strip the text of vLLM's executors from workers' errors."""
+    try:
+        yield
+    except RouteAbsent as error:
+        raise restated(error, error.what, expected="vLLM's RL routes", hint=_DEV_MODE) from error
+    except EngineRefusedError as error:
+        raise restated(error, _own_words(error.what), reason=_own_words(error.reason)) from error
 
 
 def _own_words(text: str) -> str:
@@ -333,9 +335,14 @@ def _own_words(text: str) -> str:
     return unescaped(_EXECUTORS.sub(r"\g<words>", text))
 
 
-def _is_of_another_backend(error: EngineRefusedError) -> bool:
-    """Return whether a vLLM server refused a message because it runs another weight-transfer backend."""
-    return "not configured" in error.what or "Invalid init_info" in error.what
+def of_another_backend(error: EngineRefusedError) -> EngineRefusedError | None:
+    """Return the error with a hint, if a vLLM server refused because it runs another weight-transfer backend."""
+    if "not configured" not in error.what and "Invalid init_info" not in error.what:
+        return None
+    found: EngineRefusedError = restated(
+        error, error.what, expected=f"weight-transfer backend {BACKEND!r}", hint=_FLAGS
+    )
+    return found
 
 
 @final
