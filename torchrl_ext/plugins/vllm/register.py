@@ -23,7 +23,7 @@ __all__ = ["register"]
 log = logging.getLogger("torchrl_ext")
 
 _TESTED = "0.32.0"
-_BACKEND = "torchrl_ext.plugins.vllm.engine"
+_BACKEND, _TRAINER = "torchrl_ext.plugins.vllm.engine", "torchrl_ext.plugins.vllm.trainer"
 _WHOLE = "torchrl_ext_whole"
 """The collective call that asks vLLM's workers whether they may generate."""
 _FAILURES = (
@@ -44,6 +44,7 @@ def register() -> None:
     """
     needed = {
         "it cannot follow a trainer by our transports": _register_backend,
+        "trainers that use vLLM's API do not know our backend by its name": _register_trainers,
         "an engine that was started without our backend cannot get it later, vime's trainers cannot make it pull "
         "versions, and a resume may let it serve a part of an update": _extend_workers,
     }
@@ -65,6 +66,13 @@ def _register_backend() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(BACKEND, _BACKEND, "TorchRLExtEngine")
+
+
+def _register_trainers() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    if BACKEND not in WeightTransferTrainerFactory._registry:  # the module may have been imported before
+        WeightTransferTrainerFactory.register_engine(BACKEND, _TRAINER, "TorchRLExtTrainerEngine")
 
 
 def _extend_workers() -> None:

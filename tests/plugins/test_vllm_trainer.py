@@ -1,0 +1,223 @@
+"""Backend ``torchrl_ext`` below vLLM's trainer API: over clients and sources of others, in one process and on ranks."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.plugins.vllm_api import Client, Declared, FanOut, Placed, TRLs
+from tests.ranks import on_ranks
+from torchrl_ext.errors import ConfigError, EngineRefusedError, EngineUnreachableError, UpdateError
+from torchrl_ext.plugins.vllm.trainer import TorchRLExtTrainerEngine, TorchRLExtTrainerInitInfo
+from torchrl_ext.rpc.engine import Engine
+from torchrl_ext.rpc.makes.vllm_client import ClientPort
+from torchrl_ext.testing.engines import FakeEngine
+
+
+def weights(step):
+    return {"a": torch.arange(4.0) + step, "b": torch.full((4,), 0.5 + step)}
+
+
+def paused(*fakes):
+    """The framework's part before an update."""
+    for fake in fakes:
+        httpx.post(f"{fake.url}/pause?mode=keep").raise_for_status()
+
+
+def trainer(client, source, root=None, rank=0, **info):
+    settings = {} if root is None else {"root": str(root)}
+    told = TorchRLExtTrainerInitInfo(**{"settings": settings, "rank": rank, **info})
+    return TorchRLExtTrainerEngine.trainer_init(told, client=client, source=source)
+
+
+def served(fake, step):
+    return all(torch.equal(fake.tensors[name], tensor) for name, tensor in weights(step).items())
+
+
+@pytest.mark.parametrize("client", [Client, TRLs, FanOut])
+def test_a_server_follows_through_a_client_of_others_and_only_its_owner_pauses(client, tmp_path):
+    tensors = weights(1)
+    with FakeEngine("vllm") as fake:
+        fake.unrehearsed = True
+        engine = trainer(client(fake.url), Declared(tensors), tmp_path)
+        assert engine.is_sender and fake.serving and fake.counts["POST /start_weight_update"] == 0
+        for step in (1, 2):
+            tensors |= weights(step)
+            paused(fake)
+            report = engine.send_weights()
+            assert report is engine.last_report and report.version == step
+            assert report.verified and report.proof == "rehearsed" and served(fake, step)
+            assert fake.label == (str(step) if client is not TRLs else "default") and fake.paused
+            httpx.post(f"{fake.url}/resume").raise_for_status()
+        assert not fake.wrongs and fake.counts["POST /pause"] == fake.counts["POST /resume"] == 2
+        assert not {"POST /reset_prefix_cache", "GET /is_sleeping", "GET /server_info"} & {*fake.counts}
+        engine.shutdown()
+        engine.shutdown()
+
+
+class TestSeveral:
+    def test_each_server_proves_itself_though_the_client_hands_on_one_answer(self, tmp_path):
+        tensors = weights(1)
+        with FakeEngine("vllm") as one, FakeEngine("vllm") as other:
+            client = FanOut(one.url, other.url)
+            assert Engine(ClientPort(client)).info().world_size == 2
+            engine = trainer(client, Declared(tensors), tmp_path)
+            other.unrehearsed = True  # the first has nothing to rehearse
+            paused(one, other)
+            assert engine.send_weights().proof == "rehearsed" and not other.unrehearsed
+            assert served(one, 1) and served(other, 1)
+            other.inject("fail", "POST /update_weights", after=1)
+            tensors |= weights(2)
+            with pytest.raises(UpdateError, match=rf"(?s){other.url} failed \[500\].*fails here.*part of an update"):
+                engine.send_weights()
+            assert engine.last_report.version == 1
+            other.heal()
+            assert engine.send_weights().verified and served(one, 2) and served(other, 2)
+            assert not one.wrongs and not other.wrongs
+
+    def test_a_second_server_that_lacks_the_backend_or_fails_a_rehearsal_is_not_hidden_by_the_first(self, tmp_path):
+        refused = pytest.raises(EngineRefusedError, match=r"Invalid init_info.*--weight-transfer-config")
+        with FakeEngine("vllm") as one, FakeEngine("stock-vllm") as other, refused:
+            trainer(FanOut(one.url, other.url), Declared(weights(1)), tmp_path)
+        with FakeEngine("vllm") as one, FakeEngine("vllm") as other:
+            engine = trainer(FanOut(one.url, other.url), Declared(weights(1)), tmp_path)
+            paused(one)  # the other one serves, so that it refuses to rehearse
+            one.unrehearsed = other.unrehearsed = True
+            with pytest.raises(UpdateError, match="weights cannot change while the engine generates"):
+                engine.send_weights()
+
+    def test_transports_with_ranks_need_offsets(self):
+        tensors = weights(1)
+        with FakeEngine("vllm") as one, FakeEngine("vllm") as other:
+            engine = trainer(FanOut(one.url, other.url), Declared(tensors), transport="collective")
+            paused(one, other)
+            with pytest.raises(UpdateError, match=r"several deployments.*rank_offset"):
+                engine.send_weights()
+            engine.shutdown()
+            client = FanOut(one.url, other.url, offsets=(1, 2))
+            with pytest.raises(ConfigError, match="reaches 2 workers, and world_size is 4"):
+                trainer(client, Declared(tensors), transport="collective", world_size=4)
+            engine = trainer(client, Declared(tensors), transport="collective", world_size=3)
+            assert engine.send_weights().verified and served(one, 1) and served(other, 1)
+            engine.shutdown()
+
+
+class TestFailures:
+    def test_servers_that_are_none_say_so_in_their_own_words(self, tmp_path):
+        with FakeEngine("stock-vllm") as stock:
+            for client in (Client, TRLs):
+                with pytest.raises(EngineRefusedError, match=r"Invalid init_info.*--weight-transfer-config"):
+                    trainer(client(stock.url), Declared(weights(1)), tmp_path)
+            stock.answers["POST /init_weight_transfer_engine"] = (404, {"detail": "Not Found"})
+            with pytest.raises(EngineRefusedError, match="VLLM_SERVER_DEV_MODE=1"):
+                trainer(Client(stock.url), Declared(weights(1)), tmp_path)
+        with pytest.raises(EngineUnreachableError, match="refused"):
+            trainer(Client(stock.url), Declared(weights(1)), tmp_path)
+
+        class Mute(Client):
+            def call(self, route, body=None):
+                """Raise nothing, whatever the server says."""
+
+        with pytest.raises(EngineRefusedError, match=r"no worker behind .* answered"):
+            trainer(Mute("http://engine"), Declared(weights(1)), tmp_path)
+        with pytest.raises(ConfigError, match="declares no weights"):
+            trainer(Mute("http://engine"), None, tmp_path)
+
+    def test_a_source_that_raises_changes_nothing_and_the_next_update_arrives(self, tmp_path):
+        class Failing(Declared):
+            fails = False
+
+            def __iter__(self):
+                yield "a", self.tensors["a"]
+                if self.fails:
+                    raise RuntimeError("the gather broke")
+                yield "b", self.tensors["b"]
+
+        source = Failing(weights(1))
+        with FakeEngine("vllm") as fake:
+            engine = trainer(Client(fake.url), source, tmp_path)
+            paused(fake)
+            engine.send_weights()
+            source.fails, source.tensors = True, weights(2)
+            with pytest.raises(UpdateError, match="the gather broke"):
+                engine.send_weights()
+            assert served(fake, 1) and fake.whole
+            source.fails = False
+            assert engine.send_weights().verified and served(fake, 2)
+
+    def test_a_worker_that_loads_a_part_says_why_and_what_it_holds(self, tmp_path):
+        with FakeEngine("vllm") as fake:
+            engine = trainer(Client(fake.url), Declared(weights(1)), tmp_path)
+            paused(fake)
+            fake.inject("fail", "POST /update_weights", after=1)  # the seal
+            with pytest.raises(UpdateError, match=r"it fails here.*paused and holds part of an update"):
+                engine.send_weights()
+            assert not fake.whole
+            assert engine.send_weights().verified and fake.whole
+
+    def test_another_trainer_replaces_this_one_until_it_joins_again(self, tmp_path):
+        with FakeEngine("vllm") as fake:
+            first = trainer(Client(fake.url), Declared(weights(1)), tmp_path / "1")
+            second = trainer(Client(fake.url), Declared(weights(2)), tmp_path / "2")
+            paused(fake)
+            first.send_weights()
+            second.send_weights()
+            assert served(fake, 2)
+            assert first.send_weights().verified and served(fake, 1)
+
+
+class Policy(nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.a, self.b = (nn.Parameter(tensor) for tensor in weights(step).values())
+
+
+@on_ranks(2)
+def test_two_fsdp_ranks_send_by_a_gather_and_by_shards(rank, world, folder):
+    fake = FakeEngine("vllm") if rank == 0 else None
+    for form, transport in ((Declared, "delta"), (Declared, "sharded"), (Placed, "sharded")):
+        model = fully_shard(Policy(0))
+        tensors = dict(model.named_parameters())
+        source = form(tensors) if form is Declared else form(tensors, rank)
+        settings = {"settings": {"root": f"{folder}/{form.__name__}"}} if transport == "delta" else {}
+        client = Client(fake.url) if rank == 0 else None
+        engine = trainer(client, source, rank=rank, transport=transport, **settings)
+        for step in (1, 2):
+            with torch.no_grad():
+                for tensor in tensors.values():
+                    tensor += 1
+            if rank == 0:
+                paused(fake)
+            dist.barrier()
+            report = engine.send_weights()
+            assert rank != 0 or (served(fake, step) and report.verified), (form, transport)
+            if transport == "sharded" and rank == 0:
+                assert bool(report.whole) == (form is Declared) and min(report.rank_bytes) > 0
+            dist.barrier()
+        engine.shutdown()
+
+
+@on_ranks(2)
+def test_pieces_that_only_one_rank_owns_arrive_by_shards_alone(rank, world, folder):
+    fake = FakeEngine("vllm") if rank == 0 else None
+    owners = {"a": (0,), "b": (1,)}
+    tensors = {name: tensor if rank in owners[name] else torch.empty(4) for name, tensor in weights(3).items()}
+    client = Client(fake.url) if rank == 0 else None
+    with pytest.raises(ConfigError, match="rank 0 does not own 'b'"):
+        trainer(client, Placed(tensors, rank, owners=owners), folder, rank=rank)
+    for modes in (("full", "local"), ("full",)):
+        engine = trainer(client, Placed(tensors, rank, modes, owners), rank=rank, transport="sharded")
+        if rank == 0:
+            paused(fake)
+        dist.barrier()
+        engine.send_weights()
+        assert rank != 0 or served(fake, 3)
+        if rank == 0:
+            for tensor in fake.tensors.values():
+                tensor.zero_()
+        dist.barrier()
+        engine.shutdown()

@@ -1,0 +1,137 @@
+"""The trainer's end of backend ``torchrl_ext`` for programs that send weights through vLLM's trainer API.
+
+vLLM's `WeightTransferTrainerFactory` (0.31 to 0.33) makes a `TorchRLExtTrainerEngine` from a
+`TorchRLExtTrainerInitInfo`, a client of its control plane and a weight source, on every trainer rank. Importing this
+module registers the class, as vLLM's plugin does by the module's name. Nothing here needs vLLM: without it, or without
+such a factory, call `TorchRLExtTrainerEngine.trainer_init` with the same arguments.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torchrl_ext.plugins.vllm.source import VLLMSource
+from torchrl_ext.registry import transports
+from torchrl_ext.routes import BACKEND
+from torchrl_ext.rpc.client import EngineClient, NullEngine
+from torchrl_ext.rpc.engine import Engine
+from torchrl_ext.rpc.makes.vllm_client import ClientPort
+from torchrl_ext.sync.sender import WeightSender
+from torchrl_ext.types import Info, SyncReport
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["TorchRLExtTrainerEngine", "TorchRLExtTrainerInitInfo", "register"]
+
+
+@dataclass
+class TorchRLExtTrainerInitInfo:
+    """What a trainer rank tells the backend, in the form of vLLM's `TrainerInitInfo`.
+
+    Attributes:
+        transport: name of the transport, as for `torchrl_ext.make_transport`.
+        settings: of the transport; the same on every rank, but for what its documentation says.
+        sender: further arguments of `torchrl_ext.WeightSender`, such as ``mapper``, ``dtype``, ``verify``,
+            ``rehearse`` and ``finite``.
+        rank: of this process in the trainer. Rank 0 talks to the servers.
+        world_size: 1 + the workers of all servers, if the client gives each server its own ``rank_offset``; None asks
+            the workers.
+    """
+
+    backend: ClassVar[str] = BACKEND
+
+    transport: str = "delta"
+    settings: Info = field(default_factory=dict)
+    sender: Info = field(default_factory=dict)
+    _: KW_ONLY
+    rank: int
+    world_size: int | None = None
+
+    @property
+    def is_sender(self) -> bool:
+        """Whether this rank talks to the servers."""
+        return self.rank == 0
+
+
+class TorchRLExtTrainerEngine:
+    """Sends the weights of a source by a transport of ours, in the form of vLLM's `TrainerWeightTransferEngine`.
+
+    Made by `trainer_init`. The caller pauses the servers before `send_weights`, and resumes them and drops their caches
+    after it.
+
+    Attributes:
+        rank, is_sender: of this process in the trainer, and whether it talks to the servers.
+        client, source: as given.
+        last_report: of the last `send_weights` that succeeded; None before.
+    """
+
+    init_info_cls = TorchRLExtTrainerInitInfo
+    # what SkyRL's workers ask of every trainer's engine
+    skyrl_handles_prefix_cache_reset = False
+    skyrl_force_disable_expandable_segments = False
+    skyrl_empty_cache_after_send = True
+
+    def __init__(self, *, client: Any, source: Any, sender: WeightSender, weights: VLLMSource, rank: int) -> None:
+        self.client, self.source, self.rank, self.is_sender = client, source, rank, rank == 0
+        self._sender, self._weights = sender, weights
+        self.last_report: SyncReport | None = None
+
+    @classmethod
+    def trainer_init(cls, init_info: TorchRLExtTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
+        """Return this rank's engine, after rank 0 has asked every worker whether it runs our backend.
+
+        Workers join with the first `send_weights`, since that may rehearse an update in them, for which they must be
+        paused.
+
+        Args:
+            init_info: of this rank.
+            client: has the methods of vLLM's ``VLLMWeightSyncClient``; used on rank 0 only.
+            source: a ``WeightSource`` of vLLM's, of any release.
+
+        Raises:
+            ConfigError: the transport or a setting is unknown, the source cannot give what the transport takes, or
+                ``world_size`` is not that of the workers.
+            EngineRefusedError: a server does not run our backend.
+            EngineUnreachableError, DeadlineError: a server did not answer, or not in time.
+        """
+        transport = transports.make(init_info.transport, **init_info.settings)
+        weights = VLLMSource(source, rank=init_info.rank)
+        weights.require(gathers=transport.gathers)
+        engine: EngineClient = NullEngine()
+        if init_info.is_sender:
+            engine = Engine(ClientPort(client, world_size=init_info.world_size))
+            engine.info()  # raises now instead of in the first update
+        sender = WeightSender(transport, engine, rank=init_info.rank, **init_info.sender)
+        sender.register_model(weights)
+        return cls(client=client, source=source, sender=sender, weights=weights, rank=init_info.rank)
+
+    def send_weights(self) -> SyncReport:
+        """Send the source's weights as the next version, from every trainer rank; return the report.
+
+        Raises:
+            WeightSyncError: as `torchrl_ext.WeightSender.update_weights`. Servers that hold a part of a version refuse
+                to resume; the next complete update makes them whole.
+        """
+        self.last_report = self._sender.update_weights()
+        return self.last_report
+
+    def shutdown(self) -> None:
+        """Leave the workers and release the transport; may be called twice."""
+        self._sender.shutdown()
+
+
+def register() -> None:
+    """Register the backend with vLLM's factory of trainers' engines, where there is one. May be called again."""
+    with suppress(ImportError):
+        from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
+        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+        TrainerWeightTransferEngine.register(TorchRLExtTrainerEngine)
+        if BACKEND not in WeightTransferTrainerFactory._registry:
+            WeightTransferTrainerFactory.register_engine(BACKEND, TorchRLExtTrainerEngine)
+
+
+register()
