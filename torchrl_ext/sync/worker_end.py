@@ -81,7 +81,8 @@ class WorkerEnd:
         self.receiver.refuse_replaced(message)
         match message:
             case Inspect():
-                return {"worker": self._rank, "workers": self._workers, **inspect(message)}
+                version = self.receiver.version
+                return {"worker": self._rank, "workers": self._workers, "version": version, **inspect(message)}
             case State():
                 return self.receiver.handle(message)
             case Join():

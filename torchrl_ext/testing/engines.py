@@ -259,7 +259,8 @@ class FakeEngine(Faults):
         """Carry out a message in the only worker."""
         match message:
             case messages.Inspect():
-                return {"worker": 0, **inspect(message), "transports": followed()}
+                version = self._receiver.version
+                return {"worker": 0, "version": version, **inspect(message), "transports": followed()}
             case messages.Rehearse():
                 return self._rehearse(message)
             case messages.Join() if self.kind == "vllm" and self._open:

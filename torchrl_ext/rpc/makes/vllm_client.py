@@ -66,7 +66,8 @@ class ClientPort(Port):
                 f"{self.url} reaches {len(found)} workers, and world_size is {self._size}",
                 expected=f"world_size={1 + len(found)}: the trainer's rank 0 and every worker; or None",
             )
-        return EngineInfo(url=self.url, kind=self.kind, world_size=len(found))
+        version = max(answer.get("version", 0) for answer in found)
+        return EngineInfo(url=self.url, kind=self.kind, world_size=len(found), weight_version=str(version or ""))
 
     def suited(self, info: Info) -> Port:
         """See `Port.suited`.
