@@ -72,16 +72,7 @@ def answers_in(content: Any) -> list[Info]:
 
 
 def one_by_one(told: Any, name: Callable[[], str], handle: Callable[[Any], Info]) -> Info:
-    """Handle the body of a message in an engine: the message itself, or an `envelope` of it.
-
-    Args:
-        told: the body.
-        name: returns the engine's name, unique among engines.
-        handle: takes the message.
-
-    Returns:
-        The answer, with the engine's name in ``engine`` if the message came in an envelope; nothing if it was heard.
-    """
+    """Have ``handle`` answer a message, which may be in an `envelope`: then the answer has the engine's ``name``."""
     if not isinstance(told, dict) or HEARD not in told:
         return handle(told)
     own, message = name(), told.get("message")
@@ -96,10 +87,7 @@ def one_by_one(told: Any, name: Callable[[], str], handle: Callable[[Any], Info]
 def envelope(message: Message, heard: Sequence[str], world_size: int | None) -> Info:
     """Return a body for a client of several engines, which may hand on the answer of only one of them.
 
-    Args:
-        message: for all of them.
-        heard: the engines that have answered it, and are to leave it alone.
-        world_size: for clients that give every body a ``rank_offset`` of its engine.
+    Engines that were ``heard`` leave it alone. A client may give each engine's body another ``rank_offset``.
     """
     size = {} if world_size is None else {"world_size": world_size}
     return {HEARD: [*heard], "message": message.to_json(), "rank_offset": 1, **size}

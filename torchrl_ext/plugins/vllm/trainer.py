@@ -1,9 +1,7 @@
 """The trainer's end of backend ``torchrl_ext`` for programs that send weights through vLLM's trainer API.
 
-vLLM's `WeightTransferTrainerFactory` (0.31 to 0.33) makes a `TorchRLExtTrainerEngine` from a
-`TorchRLExtTrainerInitInfo`, a client of its control plane and a weight source, on every trainer rank. Importing this
-module registers the class, as vLLM's plugin does by the module's name. Nothing here needs vLLM: without it, or without
-such a factory, call `TorchRLExtTrainerEngine.trainer_init` with the same arguments.
+vLLM's `WeightTransferTrainerFactory` (0.31 to 0.33) makes a `TorchRLExtTrainerEngine`, which importing this module
+registers. Without vLLM or such a factory, call `TorchRLExtTrainerEngine.trainer_init` with the same arguments.
 """
 
 from __future__ import annotations
@@ -33,9 +31,8 @@ class TorchRLExtTrainerInitInfo:
 
     Attributes:
         transport: name of the transport, as for `torchrl_ext.make_transport`.
-        settings: of the transport; the same on every rank, but for what its documentation says.
-        sender: further arguments of `torchrl_ext.WeightSender`, such as ``mapper``, ``dtype``, ``verify``,
-            ``rehearse`` and ``finite``.
+        settings: of the transport.
+        sender: further arguments of `torchrl_ext.WeightSender`, such as ``dtype`` and ``verify``.
         rank: of this process in the trainer. Rank 0 talks to the servers.
         world_size: 1 + the workers of all servers, if the client gives each server its own ``rank_offset``; None asks
             the workers.
@@ -50,20 +47,14 @@ class TorchRLExtTrainerInitInfo:
     rank: int
     world_size: int | None = None
 
-    @property
-    def is_sender(self) -> bool:
-        """Whether this rank talks to the servers."""
-        return self.rank == 0
-
 
 class TorchRLExtTrainerEngine:
     """Sends the weights of a source by a transport of ours, in the form of vLLM's `TrainerWeightTransferEngine`.
 
-    Made by `trainer_init`. The caller pauses the servers before `send_weights`, and resumes them and drops their caches
-    after it.
+    The caller pauses the servers before `send_weights`, and resumes them and drops their caches after it.
 
     Attributes:
-        rank, is_sender: of this process in the trainer, and whether it talks to the servers.
+        is_sender: whether this rank talks to the servers.
         client, source: as given.
         last_report: of the last `send_weights` that succeeded; None before.
     """
@@ -83,25 +74,21 @@ class TorchRLExtTrainerEngine:
     def trainer_init(cls, init_info: TorchRLExtTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
         """Return this rank's engine, after rank 0 has asked every worker whether it runs our backend.
 
-        Workers join with the first `send_weights`, since that may rehearse an update in them, for which they must be
-        paused.
+        Workers join with the first `send_weights`: they may rehearse an update then, and have to be paused.
 
         Args:
-            init_info: of this rank.
             client: has the methods of vLLM's ``VLLMWeightSyncClient``; used on rank 0 only.
             source: a ``WeightSource`` of vLLM's, of any release.
 
         Raises:
-            ConfigError: the transport or a setting is unknown, the source cannot give what the transport takes, or
-                ``world_size`` is not that of the workers.
-            EngineRefusedError: a server does not run our backend.
-            EngineUnreachableError, DeadlineError: a server did not answer, or not in time.
+            ConfigError: a setting is invalid, or the source cannot give what the transport takes.
+            EngineError, DeadlineError: a server does not run our backend, or does not answer.
         """
         transport = transports.make(init_info.transport, **init_info.settings)
         weights = VLLMSource(source, rank=init_info.rank)
         weights.require(gathers=transport.gathers)
         engine: EngineClient = NullEngine()
-        if init_info.is_sender:
+        if init_info.rank == 0:
             engine = Engine(ClientPort(client, world_size=init_info.world_size))
             engine.info()  # raises now instead of in the first update
         sender = WeightSender(transport, engine, rank=init_info.rank, **init_info.sender)

@@ -1,22 +1,14 @@
-"""`ClientPort`: vLLM servers behind a client of somebody else's, with the four methods of ``VLLMWeightSyncClient``.
-
-`vllm.distributed.weight_transfer.base.VLLMWeightSyncClient` (0.31 to 0.33) is a protocol without a class: any object
-has it that has these methods, over HTTP, Ray or calls in this process, to one server or to several at once.
+"""`ClientPort`: vLLM servers behind somebody else's client, with the methods of vLLM's ``VLLMWeightSyncClient``.
 
 =====================================================  ===============================================================
 ``start_weight_update()``                              `Start`
 ``update_weights(message)``                            `Load`, `Verify`, `Seal`
-``finish_weight_update(weight_version=str)``           `Seal` before it, then `Finish`; without the argument where a
-                                                       client takes none
-``init_weight_transfer_engine(envelope)``              all others, whose answers come back in the words of the exception
-                                                       that the client raises
+``finish_weight_update(weight_version=str)``           `Finish`, after a `Seal`; a client may take no version
+``init_weight_transfer_engine(envelope)``              all others; answers are in the words of the client's exception
 =====================================================  ===============================================================
 
-Whoever made the client pauses the servers before an update and resumes them after it; this port does neither. Workers
-refuse to resume while they hold a part of a version.
-
-A client of several servers raises the error of one of them, and an answer travels as an error. So every message that
-may be answered says which engines were heard (`torchrl_ext.routes.envelope`), and is sent until none is left to answer.
+Whoever made the client pauses the servers before an update and resumes them after it. A client of several servers
+raises the error of one of them, so a message is sent in a `torchrl_ext.routes.envelope` until no engine answers.
 """
 
 from __future__ import annotations
@@ -55,11 +47,7 @@ class ClientPort(Port):
         self.url = str(getattr(client, "base_url", "") or f"a {type(client).__name__}")
 
     def describe(self) -> EngineInfo:
-        """See `Port.describe`; asks every worker.
-
-        Raises:
-            ConfigError: the workers that answer are not as many as ``world_size`` says.
-        """
+        """See `Port.describe`; ConfigError if other workers answer than ``world_size`` says."""
         found = self._workers()
         if self._size not in (None, 1 + len(found)):
             raise ConfigError(
@@ -70,11 +58,7 @@ class ClientPort(Port):
         return EngineInfo(url=self.url, kind=self.kind, world_size=len(found), weight_version=str(version or ""))
 
     def suited(self, info: Info) -> Port:
-        """See `Port.suited`.
-
-        Raises:
-            ConfigError: several deployments would take the same ranks in one group.
-        """
+        """See `Port.suited`; ConfigError if several deployments would take the same ranks in one group."""
         if self._size is None and "root" not in info:  # workers that read files have no ranks
             found = self._workers()
             if len(found) > max(answer.get("workers", 1) for answer in found):
@@ -90,7 +74,7 @@ class ClientPort(Port):
         return EngineState(paused=True)  # the client's owner sees to it, and the protocol has no way to ask
 
     def hold(self, before: EngineState) -> None:
-        """Do nothing: the client's owner pauses the servers before it has weights sent."""
+        """Do nothing: the client's owner pauses the servers."""
 
     def release(self) -> None:
         """Do nothing: the client's owner resumes them."""
@@ -114,18 +98,20 @@ class ClientPort(Port):
                 return self._ask(message)
         return []
 
+    def lacks_plugin(self, error: EngineRefusedError) -> bool:
+        return of_another_backend(error) is not None
+
     def _workers(self) -> list[Info]:
         found = [answer for answer in self._ask(Inspect()) if "torchrl_ext" in answer]
         if not found:
-            raise EngineRefusedError(
+            what, expected = (
                 f"no worker behind {self.url} answered",
-                expected="a client that raises what a server refuses, in the server's words",
-                hint="have the client raise an error with the body of the server's answer",
+                "a client that raises errors in the server's words",
             )
+            raise EngineRefusedError(what, expected=expected)
         return found
 
     def _ask(self, message: Message) -> list[Info]:
-        """Send every worker a message, and return the answers of all, server by server."""
         found: list[Info] = []
         heard: list[str] = []
         while True:
@@ -137,11 +123,7 @@ class ClientPort(Port):
             heard = [*heard, *sorted(fresh)]
 
     def _call(self, method: Callable[..., Any], *args: Any, **named: Any) -> list[Info]:
-        """Call the client; return the answers that its error has in its words, if it has any.
-
-        Raises:
-            EngineRefusedError, EngineUnreachableError, DeadlineError: the call failed; in the worker's words.
-        """
+        """Call the client; return the answers in its error's words, or raise an error of ours in the worker's words."""
         try:
             method(*args, **named)
         except Exception as error:
@@ -153,21 +135,17 @@ class ClientPort(Port):
             return [one for number, one in enumerate(answers) if one not in answers[:number]]  # a traceback repeats it
         return []
 
-    def lacks_plugin(self, error: EngineRefusedError) -> bool:
-        return isinstance(error, RouteAbsent) or of_another_backend(error) is not None
-
 
 def _answer_of(error: Exception, where: str) -> Answer:
-    """Return the server's answer that made a client raise, as far as the client hands it on: whole, or in its words."""
+    """Return the server's answer that made a client raise, as far as the client hands it on."""
     response = getattr(error, "response", None)
     status, text = getattr(response, "status_code", 500), getattr(response, "text", "") or str(error)
-    start = text.find('{"')  # some clients put the body behind words of their own
-    body = text[max(start, 0) :]
+    body = text[max(text.find('{"'), 0) :]  # some clients put it behind words of their own
     return Answer(where=where, status=status, text=body if isinstance(_content(body), dict) else text)
 
 
 def _content(text: str) -> Any:
-    """Return the body of a server's error, in which words are escaped once more; a text that is none stays as it is."""
+    """Return the body of a server's error, in which words are escaped once more; other text stays as it is."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
@@ -176,16 +154,13 @@ def _content(text: str) -> Any:
 
 
 def _restated(error: Exception, answer: Answer) -> Exception:
-    """Return the error of ours for an error of a client."""
-    names = {base.__name__ for base in type(error).__mro__}
-    words = answer.message() or type(error).__name__
-    what = f"{answer.where}: {words}"
+    names, what = " ".join(base.__name__ for base in type(error).__mro__), f"{answer.where}: {answer.message()}"
     if getattr(error, "response", None) is None:
-        if any("Timeout" in name for name in names):
+        if "Timeout" in names:
             return DeadlineError(what, state="the server may still be working on the call")
-        if isinstance(error, OSError) or any("ActorDied" in name or "Connect" in name for name in names):
+        if isinstance(error, OSError) or "Connect" in names or "ActorDied" in names:
             return EngineUnreachableError(what, hint="check that the server runs, and the client's address")
     if answer.absent:
         return RouteAbsent(what, status=answer.status)
-    refused = EngineRefusedError(what, status=answer.status, reason=words)
+    refused = EngineRefusedError(what, status=answer.status, reason=answer.message())
     return of_another_backend(refused) or refused
