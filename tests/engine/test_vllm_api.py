@@ -1,0 +1,126 @@
+"""Trainers that know only vLLM's API drive a real vLLM by our backend's name, in vLLM's own environment.
+
+They run the blocks of docs/vllm_api.md.
+"""
+
+import json
+import os
+import subprocess
+from contextlib import ExitStack, contextmanager
+
+import httpx
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.models import tiny_model
+from tests.processes import ROOT, WAIT_S
+from torchrl_ext.cli.environments import settings_for
+from torchrl_ext.serving.overlay import make_overlay, on_path
+from torchrl_ext.testing import free_port
+
+pytestmark = pytest.mark.engine
+
+
+def peer(program, folder, *told, site=()):
+    """A program of ``tests`` in vLLM's environment."""
+    overlay = folder / "overlay"
+    path = os.pathsep.join([on_path(overlay if overlay.exists() else make_overlay(overlay), str(ROOT)), *site])
+    environ = {**os.environ, "PYTHONPATH": path, "VLLM_PLUGINS": "torchrl_ext", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    command = [str(settings_for("vllm").get("python", "python")), str(ROOT / "tests" / program), *told]
+    return subprocess.Popen(command, env=environ, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+@contextmanager
+def trainer(folder, url, transport, settings, seeds, *, world=2, dies=False):
+    """The ranks of a trainer; rank 0 is first."""
+    told = {"world": world, "port": free_port(), "url": url, "transport": transport, "settings": settings}
+    told |= {"seeds": seeds, "dies": dies}
+    with ExitStack() as ends:
+        ranks = []
+        for rank in range(world):
+            child = ends.enter_context(peer("engine/vllm_api_trainer.py", folder, json.dumps({"rank": rank, **told})))
+            ends.callback(child.kill)
+            ranks.append(child)
+        yield ranks
+
+
+def reports(rank):
+    """Each report of an update, while the trainer waits."""
+    for line in rank.stdout:
+        if line.startswith("{"):
+            yield json.loads(line)
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+
+
+@pytest.mark.parametrize("transport", ["delta", "sharded"])
+def test_vllms_own_source_client_and_factory_on_two_fsdp_ranks(vllm, transport, tmp_path):
+    settings, seeds = {"root": str(tmp_path / "root")} if transport == "delta" else {"timeout_s": 120}, (5, 6, 7)
+    before = vllm.version()
+    with trainer(tmp_path, vllm.url, transport, settings, seeds) as ranks:
+        found = []
+        for seed, report in zip(seeds, reports(ranks[0]), strict=True):
+            found.append(report)
+            assert report["verified"] and report["proof"] == "rehearsed", report
+            assert vllm.would_say(tiny_model(seed), vllm.tokens()) and not vllm.would_say(tiny_model(0), vllm.tokens())
+            assert vllm.is_called(str(report["version"])) and not vllm.paused()
+        assert [rank.wait(WAIT_S) for rank in ranks] == [0, 0]
+    versions = [report["version"] for report in found]
+    assert versions == [*range(versions[0], versions[0] + 3)] and str(versions[0]) != before
+    if transport == "sharded":
+        assert all(min(report["rank_bytes"]) > 0 and not report["whole"] for report in found)
+
+
+def test_an_engine_that_holds_a_part_of_a_killed_trainers_version_does_not_resume(vllm, tmp_path):
+    root = {"root": str(tmp_path / "root")}
+    with trainer(tmp_path, vllm.url, "delta", root, (8,), world=1, dies=True) as (killed,):
+        assert killed.wait(WAIT_S) == 9
+    assert vllm.paused()
+    refused = httpx.post(f"{vllm.url}/resume", timeout=60)
+    assert refused.status_code >= 400 and "part of a version" in refused.text and vllm.paused()
+    with trainer(tmp_path, vllm.url, "delta", root, (9,), world=1) as (next_one,):
+        (report,) = reports(next_one)
+        assert next_one.wait(WAIT_S) == 0 and report["verified"]
+    assert vllm.would_say(tiny_model(9), vllm.tokens()) and not vllm.paused()
+
+
+TRL = os.environ.get("TORCHRL_EXT_TRL")
+
+
+@pytest.mark.skipif(TRL is None, reason="TORCHRL_EXT_TRL names no folder with TRL 1.16 (pip install --target)")
+def test_trls_trainer_sends_by_our_backend(vllm, checkpoint, tmp_path):
+    told = (vllm.url, str(checkpoint), str(tmp_path / "root"), str(tmp_path / "trained"))
+    with peer("peers/trl_trainer.py", tmp_path, *told, site=(TRL,)) as trl:
+        try:
+            found = [json.loads(line) for line in trl.stdout if line.startswith('{"proof"')]
+            assert trl.wait(WAIT_S) == 0
+        finally:
+            trl.kill()
+    assert len(found) == 3 and all(one["proof"] == "rehearsed" for one in found)  # a cold one, then one per step
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    tokens = vllm.tokens()
+    assert vllm.would_say(trained.eval(), tokens) and not vllm.would_say(tiny_model(0), tokens)
+
+
+SKYRL = os.environ.get("TORCHRL_EXT_SKYRL")
+SYNC = "skyrl/backends/skyrl_train/weight_sync"
+
+
+@pytest.mark.skipif(SKYRL is None, reason="TORCHRL_EXT_SKYRL names no repository")
+def test_skyrls_client_and_source_send_to_two_servers(vllm, second_vllm, tmp_path):
+    archive = ["git", "-C", str(SKYRL), "archive", "HEAD", f"{SYNC}/control_plane.py", f"{SYNC}/sources.py"]
+    packed = subprocess.run(archive, capture_output=True, timeout=WAIT_S)
+    if packed.returncode:
+        pytest.skip("the newest commit in TORCHRL_EXT_SKYRL does not send through vLLM's trainer API yet")
+    subprocess.run(["tar", "-x", "-C", tmp_path], input=packed.stdout, check=True)
+    told = (str(tmp_path / SYNC), str(tmp_path / "root"), [vllm.url, second_vllm.url], [11, 12])
+    with peer("peers/skyrl_trainer.py", tmp_path, *map(json.dumps, told)) as skyrl:
+        try:
+            for seed, report in zip((11, 12), reports(skyrl), strict=True):
+                assert report["proof"] == "rehearsed"
+                for served in (vllm, second_vllm):
+                    assert served.would_say(tiny_model(seed), served.tokens())
+                    assert served.is_called(str(report["version"]))
+            assert skyrl.wait(WAIT_S) == 0
+        finally:
+            skyrl.kill()
