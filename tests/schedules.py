@@ -47,7 +47,7 @@ SIZES = {
     "max_position_embeddings": 128,
 }
 CLOSE = 1e-4  # nats, in float32; two versions are further than 1e-2 apart
-ENDS_S = 240  # of a whole schedule; a wait inside it ends far earlier
+ENDS_S = 150  # of a whole schedule; a wait inside it ends far earlier
 PATIENT_S, HASTY_S = 60, 5  # deadlines of a fleet, and of one whose engines may hang
 LOADS = 2
 _LATE = " within "  # in the words of a deadline
