@@ -519,7 +519,6 @@ class WeightSender:
 
             failed = self._connection.admit(late, params, take, spans)
         proved = self._verify and (self._transport.proves or bool(digests))
-        report = SyncReport(version=version, transport=self._transport.name, bytes=0)
         found, waits = [], {one.url for one in late} if kept is None else set()
         for row in self.engine.rows():
             if row.engine in waits:
@@ -527,8 +526,9 @@ class WeightSender:
                 row = replace(row, error=f"it takes the next update: {why_not}")
             found.append(row if proved and row.version == version else replace(row, proof=PROOFS[0]))
         proof = least(row.proof for row in found)
-        report = replace(
-            report,
+        report = SyncReport(
+            version=version,
+            transport=self._transport.name,
             engines=tuple(found),
             proof=proof,
             verified=proof != PROOFS[0],
