@@ -69,7 +69,9 @@ class Pool(EngineClient):
         grouped = {engine._group for engine in engines if isinstance(engine, Pool)} - {1, data_parallel_size}
         if grouped or not (engines or members):
             raise ConfigError(
-                f"pools with data_parallel_size={min(grouped)} in another" if grouped else "a fleet needs an engine",
+                f"a pool of groups of {min(grouped)} in one with data_parallel_size={data_parallel_size}"
+                if grouped
+                else "a fleet needs an engine",
                 expected="whole groups of data_parallel_size engines, or a source of members",
             )
         self._roster = Roster(_flat(engines), data_parallel_size, make or discovered, members)
