@@ -77,7 +77,7 @@ def test_an_engine_refuses_what_its_weights_do_not_meet_until_they_do(served, tm
 
 def update_in_the_middle(served, sender, client, models):
     """An exact demand is refused once an update has reached the generation; any token of it may be the first."""
-    settings = {"max_tokens": 300, "temperature": 0.0, "ignore_eos": True}
+    settings = {"max_tokens": 240, "temperature": 0.0, "ignore_eos": True}
 
     def met():
         version = sender.version

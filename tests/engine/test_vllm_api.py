@@ -12,6 +12,8 @@ import httpx
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.engine.conftest import small
+from tests.engine.served import ServedVLLM
 from tests.models import tiny_model
 from tests.processes import ROOT, WAIT_S
 from torchrl_ext.cli.environments import settings_for
@@ -53,8 +55,13 @@ def reports(rank):
             rank.stdin.flush()
 
 
+fresh_vllm = small(ServedVLLM, "module")
+
+
 @pytest.mark.parametrize("transport", ["delta", "sharded"])
-def test_vllms_own_source_client_and_factory_on_two_fsdp_ranks(vllm, transport, tmp_path):
+def test_vllms_own_source_client_and_factory_on_two_fsdp_ranks(transport, request, tmp_path):
+    """Each on a server of its own: one that follows by other means cannot rehearse another way to load any more."""
+    vllm = request.getfixturevalue("vllm" if transport == "delta" else "fresh_vllm")
     settings, seeds = {"root": str(tmp_path / "root")} if transport == "delta" else {"timeout_s": 120}, (5, 6, 7)
     before = vllm.version()
     with trainer(tmp_path, vllm.url, transport, settings, seeds) as ranks:
@@ -72,7 +79,7 @@ def test_vllms_own_source_client_and_factory_on_two_fsdp_ranks(vllm, transport, 
 
 
 def test_an_engine_that_holds_a_part_of_a_killed_trainers_version_does_not_resume(vllm, tmp_path):
-    root = {"root": str(tmp_path / "root")}
+    root, before = {"root": str(tmp_path / "root")}, vllm.version()
     with trainer(tmp_path, vllm.url, "delta", root, (8,), world=1, dies=True) as (killed,):
         assert killed.wait(WAIT_S) == 9
     assert vllm.paused()
@@ -81,6 +88,9 @@ def test_an_engine_that_holds_a_part_of_a_killed_trainers_version_does_not_resum
     with trainer(tmp_path, vllm.url, "delta", root, (9,), world=1) as (next_one,):
         (report,) = reports(next_one)
         assert next_one.wait(WAIT_S) == 0 and report["verified"]
+        assert (
+            report["version"] == (int(before) if before.isdecimal() else 0) + 2
+        )  # workers said which versions they have seen
     assert vllm.would_say(tiny_model(9), vllm.tokens()) and not vllm.paused()
 
 

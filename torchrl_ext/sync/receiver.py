@@ -357,10 +357,13 @@ class WeightReceiver:
             self._sealed = True
 
     def finish(self, version: int) -> None:
-        """Note that the model holds all of ``version``; end the load first if `seal` did not."""
+        """Note that the model holds all of ``version``; end the load first if `seal` did not.
+
+        Where a load has named its version, that one counts: vLLM's workers hear no version at the end.
+        """
         self.seal()
-        landed = version if self.held.landing is None else self.held.landing
-        self.held, self._sealed, self.version = Held(base=landed, intact=True), False, version
+        self.version = version if self.held.landing is None else self.held.landing
+        self.held, self._sealed = Held(base=self.version, intact=True), False
         self._expect(None)
 
     def invalidate(self, *, empty: bool = False, torn: bool = False) -> None:
