@@ -53,6 +53,8 @@ def judged(kind, plugin, model, transports, folder, results):
     """Start an engine, and let the kit judge it by each transport; yields the transport and the rows."""
     checkpoint = kind_checkpoint(model, folder / model)
     settings = {"max_model_len": 256, "dtype": "float32", "plugin": plugin, "log_path": folder / f"{kind}.log"}
+    if kind == "vllm" and not plugin:
+        settings["extra_args"] = ["--weight-transfer-config", json.dumps({"backend": "nccl"})]  # not ours
     with serving(SERVED[kind], checkpoint, **settings) as served:
         for transport in transports:
             own = folder / f"{transport}.jsonl"
