@@ -72,11 +72,12 @@ def acting(folder, make="stock-vllm", sabotage=lambda old, new, fake: new, chang
         model.lm_head.weight = torch.nn.Parameter(head["lm_head.weight"].clone())
     tensors = {name: tensor.clone() for name, tensor in CheckpointSource(folder)}
     used = {name: tensor.clone() for name, tensor in tensors.items()}
+    receiver = WeightReceiver(model)
 
     def compute(prompts):
         held = {name: tensor.clone() for name, tensor in fake.tensors.items()}
         used.update(sabotage({**used}, held, fake))
-        WeightReceiver(model).apply_weights(used | head)
+        receiver.apply_weights(used | head)
         rows = score(model, prompts)
         return [[value if math.isfinite(value) else None for value in row] for row in rows]
 
@@ -241,85 +242,90 @@ HONEST = {
 SABOTEURS = {
     "packs a layer at its start only": ("identity", {"sabotage": packed_again}),
     "reports success and loads nothing": ("destroy", {"change": reports_success}),
-    "loads the first half": ("destroy", {"sabotage": first_half}),
     "drops one tensor": ("every tensor", {"sabotage": without("layers.1.self_attn.k_norm")}),
     "keeps the old head": ("tied", {"untie": True}),
     "loses parts": ("partial", {"sabotage": parts_lost}),
     "takes NaN for zero": ("nan", {"sabotage": nan_as_zero}),
-    "keeps its experts": ("experts", {"sabotage": without(".experts.")}),
     "keeps its routers": ("experts", {"sabotage": without(".gate.")}),
     "loses what it loads asleep": ("sleep", {"sabotage": asleep_lost, "change": wakes_empty}),
     "serves half when its trainer is killed": ("killed", {"change": scribbles}),
     "serves half when its trainer raises": ("raises", {"change": half_until_resumed}),
     "drops unknown names": ("name", {"change": drops_unknown_names}),
-    "resumes half-way": ("shape", {"change": resumes_by_itself}),
     "obeys one trainer": ("two trainers", {"change": one_trainer}),
 }
+OTHERS = {
+    "loads the first half": ("destroy", {"sabotage": first_half}),
+    "keeps its experts": ("experts", {"sabotage": without(".experts.")}),
+    "resumes half-way": ("shape", {"change": resumes_by_itself}),
+}
+
+
+def chosen(names, often):
+    """Parameters of a test: all but those of ``often`` are for the exhaustive tier."""
+    return [pytest.param(name, marks=() if name in often else pytest.mark.exhaustive) for name in names]
+
+
+@contextlib.contextmanager
+def judged(url, model, folder):
+    """The server at an address, as the subject of a case: after its first update."""
+    subject = Subject(url, "", str(model), "disk", str(folder))
+    subject.look()
+    with subject.trainer() as subject.sender:
+        subject.sender.update_weights(subject.start)
+        yield subject
 
 
 @contextlib.contextmanager
 def judging(models, folder, name, **more):
-    """A case, and the subject that it judges: a server after its first update."""
+    """A case, and its subject: a server that acts as ``more`` says."""
     case, how = HONEST[name]
     model, how = models[how.get("model", "dense")], {key: one for key, one in how.items() if key != "model"} | more
-    with acting(model, **how) as fake:
-        subject = Subject(fake.url, "", str(model), "disk", str(folder))
-        subject.look()
-        subject.send(subject.start)
+    with acting(model, **how) as fake, judged(fake.url, model, folder) as subject:
         yield case, subject
-        subject.drop_sender()
 
 
-@pytest.mark.parametrize("what", SABOTEURS)
+def caught():
+    return pytest.raises((AssertionError, pytest.fail.Exception), match=r"outputs?|tokens?|reports|version")
+
+
+@pytest.mark.parametrize("what", chosen(SABOTEURS | OTHERS, SABOTEURS))
 def test_a_saboteur_fails_the_case_for_it(what, models, tmp_path):
-    name, how = SABOTEURS[what]
-    caught = pytest.raises((AssertionError, pytest.fail.Exception), match=r"outputs?|tokens|reports|version")
-    with judging(models, tmp_path, name, **how) as (case, subject), caught:
+    name, how = (SABOTEURS | OTHERS)[what]
+    with judging(models, tmp_path, name, **how) as (case, subject), caught():
         case(subject)
-
-
-OFTEN = ("experts",)  # `test_an_engine_of_ours_passes` shows most of the others
-PASSING = [pytest.param(name, marks=() if name in OFTEN else pytest.mark.exhaustive) for name in HONEST]
-
-
-@pytest.mark.parametrize("name", PASSING)
-def test_the_same_server_without_a_saboteur_passes(name, models, tmp_path):
-    with judging(models, tmp_path, name) as (case, subject):
-        assert subject.reference, subject.why_not
-        case(subject)
-        subject.drop_sender()
-        subject.restore()
-
-
-def test_a_case_that_fails_fails_the_run_with_its_reason(models, tmp_path):
-    with acting(models["dense"], sabotage=nan_as_zero) as fake:
-        rows, said = run(tmp_path, fake.url, "nan or experts", model=models["dense"])
-    assert rows["test_nan"]["outcome"] == "failed" and "all outputs are finite" in rows["test_nan"]["reason"], said
-    assert rows["test_experts"]["outcome"] == "not applicable" and "stock disk" in said
 
 
 def test_keys_of_old_weights_fail_the_case_of_requests_in_flight(models, tmp_path):
     engine = Engine(str(models["dense"]), dtype="float32")
     engine.scheduler.forget = lambda: None
-    with served_here(engine) as served:
-        rows, said = run(tmp_path, served.url, "flight", model=models["dense"])
-    assert rows["test_requests_in_flight"]["outcome"] == "failed", said
+    with served_here(engine) as served, judged(served.url, models["dense"], tmp_path) as subject, caught():
+        cases.test_requests_in_flight(subject)
 
 
-OURS = ("delta", "collective")
-ALL = ("test", {"test_experts"})
-MOST = ("not killed and not fit", {"test_experts"})
+@pytest.mark.parametrize("name", chosen(HONEST, ["experts"]))
+def test_the_same_server_without_a_saboteur_passes(name, models, tmp_path):
+    with judging(models, tmp_path, name) as (case, subject):
+        assert not subject.why_not
+        case(subject)
+        with subject.trainer() as subject.sender:
+            subject.restore()
 
 
-@pytest.mark.parametrize(
-    ("transport", "chosen"), [("disk", MOST), *(pytest.param(one, ALL, marks=pytest.mark.exhaustive) for one in OURS)]
-)
-def test_an_engine_of_ours_passes(transport, chosen, models, tmp_path):
-    which, unfit = chosen
+def test_a_case_that_fails_fails_the_run_with_its_reason(models, tmp_path):
+    with acting(models["dense"], sabotage=nan_as_zero) as fake:
+        rows, said = run(tmp_path, fake.url, "nan or experts or identity", model=models["dense"])
+    assert rows["test_nan"]["outcome"] == "failed" and "all outputs are finite" in rows["test_nan"]["reason"], said
+    assert rows["test_experts"]["outcome"] == "not applicable" and "stock disk" in said
+    assert "passed         The start checkpoint, sent again, changes no log-probability." in said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("transport", ["disk", "delta", "collective"])
+def test_an_engine_of_ours_passes(transport, models, tmp_path):
     with EmbeddedServer(models["tied"], dtype="float32") as server:
-        rows, said = run(tmp_path, server.url, which, "--transport", transport, model=models["tied"])
-    assert {name for name, row in rows.items() if row["outcome"] != "passed"} == unfit, said
-    assert "embedded" in said and "passed         The start checkpoint, sent again, changes no log-probability." in said
+        rows, said = run(tmp_path, server.url, "test", "--transport", transport, model=models["tied"])
+    unfit = {name for name, row in rows.items() if row["outcome"] != "passed"}
+    assert unfit == {"test_experts"} and len(rows) == 15, said
 
 
 def test_an_engine_that_refuses_is_no_failure(models, tmp_path):

@@ -9,14 +9,5 @@ before any update, and, where `transformers` can load the checkpoint, against th
 *passed*, *failed*, *refused* (the engine takes no update by this transport, says why, and serves what it served) or
 *not applicable*. Every case brings the start weights back. A failed case fails the run.
 
-========================  ============================================================================================
-``--url``, ``--kind``     the engine, and its kind in `torchrl_ext.engines` (by default the kind that it reports);
-                          without ``--url`` every case is skipped
-``--model``               the checkpoint directory that the engine was started with
-``--transport``           a name of `torchrl_ext.transports` (``disk``); stock engines follow by ``disk`` and ``native``
-``--root``                directory for files, which the engine must see at the same path; a temporary one by default
-``--results``             file that gets one line of JSON per case
-========================  ============================================================================================
-
-The options exist only in runs that name this package, so that they meet no option of your own tests.
+``--help`` lists the options. They exist only in runs that name this package, so that they meet no option of your own.
 """
