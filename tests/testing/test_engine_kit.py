@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
+import threading
 from functools import partial
 
 import pytest
@@ -297,7 +299,20 @@ def test_a_saboteur_fails_the_case_for_it(what, models, tmp_path):
 
 def test_keys_of_old_weights_fail_the_case_of_requests_in_flight(models, tmp_path):
     engine = Engine(str(models["dense"]), dtype="float32")
-    engine.scheduler.forget = lambda: None
+    scheduler, asked, steps = engine.scheduler, threading.Event(), itertools.count()
+    step, pause = scheduler._step, scheduler.pause
+
+    def step_until_an_update(batch):
+        if next(steps) == 5:
+            asked.clear()
+            asked.wait(5.0)
+        step(batch)
+
+    def note_and_pause(*how):
+        asked.set()
+        pause(*how)
+
+    scheduler.forget, scheduler._step, scheduler.pause = lambda: None, step_until_an_update, note_and_pause
     with served_here(engine) as served, judged(served.url, models["dense"], tmp_path) as subject, caught():
         cases.test_requests_in_flight(subject)
 
