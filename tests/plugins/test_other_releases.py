@@ -65,7 +65,8 @@ def test_a_vllm_that_takes_no_backend_starts_and_says_so_once(tmp_path, files, w
 CORE = "vllm/v1/engine/core.py"
 WHOLE = {
     "vllm/__init__.py": "__version__ = '1000.0'",
-    FACTORY: "class WeightTransferEngineFactory:\n register_engine = print",
+    FACTORY: "class WeightTransferEngineFactory:\n register_engine = print\n"
+    "class WeightTransferTrainerFactory:\n register_engine, _registry = print, {}",
     WORKERS: "class WorkerBase: pass",
     CORE: "class EngineCore:\n def resume_scheduler(self): pass",
 }

@@ -1,11 +1,7 @@
 """Weight versions that a request demands: every returned token is of at least, or exactly, this version.
 
-A server with our plugin answers HTTP 409 before it generates if its weights do not meet the demand, and 400 to a
-malformed header. It checks an exact demand again when the answer begins, because an update may have landed since; a
-streamed answer begins before its tokens. `torchrl_ext.rollout.requests` also checks each token, because other servers
-ignore the headers.
-
-Headers are about the base weights; the version of an adapter appears only with its tokens.
+`Admission` checks demands in servers with our plugin, by headers and for the base weights only.
+`torchrl_ext.rollout.requests` also checks each token, because other servers ignore the headers.
 """
 
 from __future__ import annotations
@@ -59,12 +55,13 @@ class Demand:
             ConfigError: a header is repeated or not a decimal number, or both are there.
         """
         found: dict[str, int] = {}
-        for name, text in ((name.decode("latin-1").lower(), value.decode("latin-1")) for name, value in headers):
-            if name not in (_MIN, _EXACT):
-                continue
-            if name in found or not (text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS):
-                raise ConfigError(f"the header {name} is {text!r}", expected="one decimal number")
-            found[name] = int(text)
+        for name, value in ((name.decode("latin-1").lower(), value) for name, value in headers):
+            if name in (_MIN, _EXACT):
+                if name in found or not (value.isdigit() and len(value) <= _MOST_DIGITS):
+                    raise ConfigError(
+                        f"the header {name} is {value.decode('latin-1')!r}", expected="one decimal number"
+                    )
+                found[name] = int(value)
         return cls.of(found.get(_MIN), found.get(_EXACT))
 
     @property
@@ -91,7 +88,7 @@ class Unmet(EngineRefusedError):
 
     Attributes:
         version: the engine's version, or `UNKNOWN_VERSION`.
-        lost: whether the engine can never meet the demand: it is beyond the only version, and versions only grow.
+        lost: whether it is beyond the only version, and can never meet the demand.
     """
 
     def __init__(self, who: str, demand: Demand, version: int) -> None:
@@ -105,13 +102,15 @@ def at(who: str, version: int) -> str:
 
 
 class Admission:
-    """ASGI middleware that refuses ``POST`` requests whose demand the weights in service do not meet.
+    """ASGI middleware: a ``POST`` whose demand the weights in service do not meet gets 409, and a bad header 400.
+
+    It checks an exact demand again when the answer begins, because an update may have landed since.
 
     Args:
         app: the application behind it.
         label: returns the label of the weights in service.
-        shape: makes an error's body, in the server's form, of its message, type, parameter and code; the label is added
-            as ``weight_version``. By default vLLM's form.
+        shape: makes an error's body, in the server's form, of its message, type, parameter and code; default: vLLM's.
+            A 409 also has the label, as ``weight_version``.
     """
 
     def __init__(

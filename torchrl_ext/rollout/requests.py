@@ -26,6 +26,7 @@ __all__ = ["Requests", "back_off", "targets"]
 log = logging.getLogger("torchrl_ext")
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SILENCE_S = 0.05, 2.0, 60.0  # the last one between two warnings
+_UNAVAILABLE = 503
 _PASSING = (429, 500, 502, 503, 504)  # too many requests or a server fault; 501 and 505 are final (RFC 9110)
 _PARTY = "requests"  # under this name, `Health` has the failures of requests
 _MAX_BODY_BYTES, _KEEP_S = 256 << 20, 2.0
@@ -57,7 +58,8 @@ class Requests:
     """Sends each request to the target with the fewest in flight; works from any event loop, and after a fork.
 
     Failover and aborts are as for `InferenceClient`. A refusal other than HTTP 429, 500 and 502 to 504 is raised at
-    once. Once all targets have failed, the request fails, unless ``persistent``: a lost answer can be sampled again.
+    once. Once all targets have failed, the request fails, unless ``persistent``: a lost answer can be sampled again. An
+    engine that refuses a request while an update pauses it (vLLM 0.33) has not failed, and is asked again.
 
     An answer that does not meet the request's demand counts as HTTP 409, which is no complaint about the engine. The
     request goes to another target, if possible not to one that was just seen at such a version. Once all have failed,
@@ -257,20 +259,20 @@ class Requests:
                     if isinstance(error, EngineRefusedError) and error.status not in _PASSING:
                         raise  # another engine would refuse it too
                     failed[url] = error
-                    self._health.fail(url, error, by=_PARTY, for_s=self._retire_s)
+                    if not _is_paused(error):
+                        self._health.fail(url, error, by=_PARTY, for_s=self._retire_s)
                 else:
                     self._health.mend(url, by=_PARTY)
                     return found
             if len(failed) == len(self._targets):
-                why = self._joined(failed)
-                unmet = [error for error in failed.values() if isinstance(error, Unmet)]
-                if not self._persistent and all(error.lost for error in unmet):
+                why, attempt = self._joined(failed), next(attempts)
+                waits = [error for error in failed.values() if isinstance(error, Unmet) or _is_paused(error)]
+                if not self._persistent and all(isinstance(error, Unmet) and error.lost for error in waits):
                     raise why
-                if not unmet and time.monotonic() - self._warned >= _SILENCE_S:
+                if not waits and time.monotonic() - self._warned >= _SILENCE_S:
                     self._warned = time.monotonic()
                     log.warning("requests got no answer and are sent again: %s", why)
-                attempt = next(attempts)
-                await back_off(min(attempt, _MOST_WAITS) if unmet else attempt, until, why)
+                await back_off(min(attempt, _MOST_WAITS) if waits else attempt, until, why)
                 failed.clear()
 
     def _fits(self, url: str, request: GenerationRequest | None) -> bool:
@@ -315,16 +317,20 @@ class Requests:
         if len(errors) == 1:
             return errors[0]
         lines = "; ".join(f"{url}: {failed[url].what}" for url in self._targets)
-        joined: EngineError
+        what, hint = f"none of {len(errors)} engines answers: {lines}", "start them again, or pass other addresses"
+        joined: EngineError = EngineUnreachableError(what, hint=hint)
         if unmet := [error for error in errors if isinstance(error, Unmet)]:
             what = f"none of {len(errors)} engines serves a version that the request demands: {lines}"
             joined = EngineRefusedError(what, expected=unmet[0].expected, status=CONFLICT)
-        else:
-            joined = EngineUnreachableError(
-                f"none of {len(errors)} engines answers: {lines}", hint="start them again, or pass other addresses"
-            )
         joined.__cause__ = errors[-1]
         return joined
+
+
+def _is_paused(error: EngineError) -> bool:
+    """Return whether a paused engine refused a request, as vLLM 0.33 does in pause modes ``abort`` and ``wait``."""
+    if not isinstance(error, EngineRefusedError):
+        return False
+    return error.status == _UNAVAILABLE and "generation is paused" in error.reason.lower()
 
 
 def _version(answer: Answer) -> int:

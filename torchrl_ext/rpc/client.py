@@ -187,11 +187,11 @@ class EngineClient(ABC):
             ConfigError: no update reaches the draft model of this kind of engine. A server without a draft model
                 refuses when a sender joins.
         """
-        raise no_drafts(self.kind, "a vLLM server with our backend")
+        raise no_drafts(self.kind)
 
     @property
     def paused_by(self) -> EngineClient:
-        """The client whose turn an update through this client takes: its own, or the one that `draft` was called on."""
+        """The client whose turn an update through this client takes: itself, or the one that `draft` was called on."""
         return self
 
     def unload(self) -> None:

@@ -110,8 +110,8 @@ class Engine(EngineClient):
         return Engine(self.port.adapter(name))
 
     def draft(self) -> EngineClient:
-        found, self._drafted = Engine(self.port.draft()), True
-        found._whose = self
+        found = Engine(self.port.draft())
+        found._whose, found._drafted, self._drafted = self, True, True
         return found
 
     @property
@@ -311,8 +311,8 @@ class Engine(EngineClient):
             self._serve()
         if self.port.drafts and not self._drafted:
             self._drafted = True
-            words = "%s keeps the weights of its draft model (%s), and may accept fewer of its tokens from now on: "
-            log.warning(words + "client.draft() updates it, or says why not", self.url, self.port.drafts)
+            words = "%s keeps the weights of its draft model (%s): client.draft() updates it, or says why not"
+            log.warning(words, self.url, self.port.drafts)
 
     # pause and sleep
 

@@ -55,6 +55,7 @@ class Port(ABC):
         proves: whether the workers run our plugin: they then compare digests, rehearse, and report `EngineState.whole`.
         drops_first: whether cached keys and values are dropped before a load instead of after it.
         timeout_s: deadline of calls that wait for workers, in seconds.
+        drafts: the speculative method of an engine with a draft model; "" for none, or unknown.
     """
 
     kind: ClassVar[str]
@@ -63,6 +64,7 @@ class Port(ABC):
     proves: bool = True
     drops_first: ClassVar[bool] = False
     timeout_s: float = 600.0
+    drafts: str = ""
 
     @abstractmethod
     def describe(self) -> EngineInfo:
@@ -136,14 +138,9 @@ class Port(ABC):
         """Return the port of the LoRA adapter called ``name``."""
         raise no_adapters(self.kind)
 
-    @property
-    def drafts(self) -> str:
-        """The speculative method of an engine whose draft model this port does not update; "" for none, or unknown."""
-        return ""
-
     def draft(self) -> Port:
         """Return the port of the engine's draft model."""
-        raise no_drafts(self.kind, "a vLLM server with our backend")
+        raise no_drafts(self.kind)
 
     def unload(self) -> None:
         """Take the adapter out of service; `ConfigError` if this port is not an adapter's."""
@@ -178,11 +175,11 @@ def no_adapters(kind: str) -> ConfigError:
     )
 
 
-def no_drafts(kind: str, expected: str, why: str = "") -> ConfigError:
+def no_drafts(kind: str, why: str = "") -> ConfigError:
     """Return the error of an engine whose draft model no update reaches."""
     return ConfigError(
         f"no update reaches the draft model of {kind} engines{why and f': {why}'}",
-        expected=expected,
+        expected="a vLLM server with our backend",
         state="the draft model keeps the weights that the engine was started with",
     )
 

@@ -72,7 +72,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class _Target(NamedTuple):
-    """A model of the worker, and what loads it."""
+    """A model of the worker, and what updates it."""
 
     layers: VLLMModel
     loader: EngineLoader
@@ -168,11 +168,13 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     @property
     def _now(self) -> _Target:
         """The target of the open update, or the base."""
-        if self.model is self._base.layers.module:
-            return self._base
-        if self._draft is None or self.model is not self._draft.layers.module:
+        return self._target(self.model is not self._base.layers.module)
+
+    def _target(self, is_draft: bool) -> _Target:
+        found = self._draft if is_draft else self._base
+        if found is None:
             raise replaced(NOBODY)
-        return self._draft
+        return found
 
     def _target_of(self, layers: VLLMModel, start: str) -> _Target:
         loader, parallel = EngineLoader(layers), self.parallel_config
@@ -205,7 +207,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 end.together(lambda: _check_layers(self._base.layers.module, self.vllm_config, message))
                 return {}
             case Join():
-                end.together(lambda: self._refuse_second(is_draft), self._find_draft if is_draft else lambda: None)
+                end.together(lambda: self._admit(is_draft))
             case State(connection=""):
                 return {**end.handle(message), "whole": self.whole}
             case State() if self._draft is not None:
@@ -214,38 +216,29 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 for one in self._targets:
                     one.end.handle(message)
                 return {}
-        if is_draft:
-            if self._draft is None:
-                raise replaced(NOBODY)
-            end = self._draft.end
-        return end.handle(message)
-
-    def _refuse_second(self, is_draft: bool) -> None:
-        self._refuse_other(is_draft)
-        if self._open:
-            raise EngineError(OPEN_UPDATE, hint="end it with POST /finish_weight_update")
+        return self._target(is_draft).end.handle(message)
 
     def _refuse_other(self, is_draft: bool) -> None:
         """Refuse a sender while an update of the other model is open, which it would end."""
         if self._open and is_draft != (self._now is self._draft):
             raise replaced(f"an open update of the {'base' if is_draft else 'draft'} model has held")
 
-    def _find_draft(self) -> None:
-        """Make the draft model a target.
-
-        Raises:
-            ConfigError: this worker has no draft model.
-        """
+    def _admit(self, is_draft: bool) -> None:
+        """Refuse a sender during an update, or of a draft model that is not there; find the draft model."""
+        self._refuse_other(is_draft)
+        if self._open:
+            raise EngineError(OPEN_UPDATE, hint="end it with POST /finish_weight_update")
         model = self.draft_model
+        if not is_draft or (self._draft is not None and self._draft.layers.module is model):
+            return
         if model is None:
             raise ConfigError(
                 "this worker has no draft model",
                 expected="--speculative-config with a draft model, an EAGLE head or MTP, and one pipeline stage",
                 state="nothing was changed",
             )
-        if self._draft is None or self._draft.layers.module is not model:
-            layers = VLLMModel(model, self.vllm_config, self._base.layers.module)
-            self._draft = self._target_of(layers, layers.checkpoint)
+        layers = VLLMModel(model, self.vllm_config, self._base.layers.module)
+        self._draft = self._target_of(layers, layers.checkpoint)
 
 
 def agreed(step: Callable[[], Info | None], *, last: bool) -> bool:

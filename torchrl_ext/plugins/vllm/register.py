@@ -18,7 +18,7 @@ from torchrl_ext.messages import partial_version
 from torchrl_ext.plugins.found import enable, started_with
 from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER
 
-__all__ = ["register"]
+__all__ = ["register", "register_trainers"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -44,7 +44,7 @@ def register() -> None:
     """
     needed = {
         "it cannot follow a trainer by our transports": _register_backend,
-        "trainers that use vLLM's API do not know our backend by its name": _register_trainers,
+        "trainers that use vLLM's API do not know our backend by its name": register_trainers,
         "an engine that was started without our backend cannot get it later, vime's trainers cannot make it pull "
         "versions, and a resume may let it serve a part of an update": _extend_workers,
     }
@@ -68,10 +68,11 @@ def _register_backend() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, _BACKEND, "TorchRLExtEngine")
 
 
-def _register_trainers() -> None:
+def register_trainers() -> None:
+    """Register the trainer's end of the backend with vLLM's factory. May be called any number of times."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    if BACKEND not in WeightTransferTrainerFactory._registry:  # the module may have been imported before
+    if BACKEND not in WeightTransferTrainerFactory._registry:
         WeightTransferTrainerFactory.register_engine(BACKEND, _TRAINER, "TorchRLExtTrainerEngine")
 
 

@@ -1,6 +1,6 @@
-"""`VLLMSource` makes a weight source of vLLM's trainers a source of ours, without importing vLLM.
+"""`VLLMSource` makes a weight source of vLLM's trainers (`vllm.distributed.weight_transfer.base`) a source of ours.
 
-vLLM's `vllm.distributed.weight_transfer.base.WeightSource` comes in two forms, known by what an object has:
+It does not import vLLM. An object's attributes tell which form of vLLM's ``WeightSource`` it has:
 
 =========================  ========================================  ==================================================
 \\                          0.31 and 0.32                             0.33
@@ -15,7 +15,7 @@ names that a rank has      ``held_names()``; None for all            ``owners``;
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from torchrl_ext.errors import ConfigError, ManifestError
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.shards.dtensor import block_at
-from torchrl_ext.weights.source import Row, WeightSource, full
+from torchrl_ext.weights.source import Row, WeightSource, checked, full, gathered_in_order
 
 __all__ = ["VLLMSource"]
 
@@ -61,10 +61,12 @@ class VLLMSource(WeightSource):
             ConfigError: the source yields no full tensors, or rank 0 owns only some; names the first that it lacks.
         """
         lacking = [meta.name for meta, told in self._declared if not self._owned_by(0, told)]
-        if gathers and (lacking or self._full is None):
-            what = f"trainer rank 0 does not own {lacking[0]!r}" if lacking else f"a {type(self._source).__name__} "
+        why = f"a {type(self._source).__name__} yields only the pieces of its ranks" if self._full is None else ""
+        if lacking:
+            why = f"trainer rank 0 does not own {lacking[0]!r}"
+        if gathers and why:
             raise ConfigError(
-                what + ("" if lacking else "yields only the pieces of its ranks"),
+                why,
                 expected="full tensors of every name on rank 0, from which this transport sends",
                 state="nothing was sent",
                 hint="choose a transport to which every rank gives its own part: sharded, or delta with by_shard=True",
@@ -81,19 +83,23 @@ class VLLMSource(WeightSource):
 
     def shards(self) -> Iterator[Shard]:
         """Yield the blocks that this rank owns; the pieces of one pass stay in memory as long as its shards."""
+        owned = [(meta, told) for meta, told in self._declared if self._owned_by(self._rank, told)]
         kind = type(self._source)
-        if self._local is None and kind.__name__ == "ModuleSource" and kind.__module__.startswith("vllm."):
-            named = dict(self._source._module.named_parameters())
-            for meta, _ in self._declared:
-                yield from Row(meta.name, named[meta.name], partial(full, named[meta.name])).shards()
-            return
-        stream, seen = iter(self) if self._local is None else self._local(), dict[str, Tensor]()
-        for meta, told in self._declared:
-            if self._owned_by(self._rank, told):
-                block, why = (Block.whole(meta.shape), _WHOLE) if self._local is None else self._piece(told)
+        if self._local is not None:
+            stream, seen = self._local(), dict[str, Tensor]()
+            for meta, told in owned:
+                block, why = self._piece(told)
                 if block.numel or why:
-                    take = partial(_taken, stream, seen, meta.name, block, once=bool(why))
+                    take = partial(_taken, stream, seen, meta.name, block)
                     yield Shard(meta, block, take, gathers=bool(why), why=why)
+        elif kind.__name__ == "ModuleSource" and kind.__module__.startswith("vllm."):
+            named = dict(self._source._module.named_parameters())
+            for meta, _ in owned:
+                yield from Row(meta.name, named[meta.name], partial(full, named[meta.name])).shards()
+        else:
+            metas = [meta for meta, _ in owned]
+            tensors = (tensor for _, tensor in checked(iter(self), metas))
+            yield from gathered_in_order(metas, tensors, "its source makes it as a whole")
 
     def _owned_by(self, rank: int, told: Any) -> bool:
         """Return whether a rank owns a parameter; 0.32 says it only of this rank, so others count as owners there."""
@@ -105,35 +111,28 @@ class VLLMSource(WeightSource):
     def _piece(self, told: Any) -> tuple[Block, str]:
         """Return this rank's block of a parameter, and why its owners may make it together; "" if they do not."""
         if told.placements is None:
-            together = told.owners is not None and len(told.owners) > 1
-            return Block.whole(tuple(told.shape)), "its owners make it together" if together else ""
+            return Block.whole(tuple(told.shape)), "its owners make it together" if len(told.owners or ()) > 1 else ""
         mesh, at = told.mesh_shape or (len(told.owners),), told.owners.index(self._rank)
         place = [at // math.prod(mesh[axis + 1 :]) % mesh[axis] for axis in range(len(mesh))]
         return block_at(told.shape, mesh, [getattr(one, "dim", None) for one in told.placements], place), ""
 
 
-_WHOLE = "its source makes it as a whole"
-
-
-def _offers(source: Any, mode: str) -> Callable[[], Iterator[tuple[str, Any]]] | None:
-    """Return a source's way to iterate, if it implements that one."""
+def _offers(source: Any, mode: str) -> Any:
+    """Return a source's method, if it has it and says that it implements it."""
     says = getattr(source, f"implements_{mode}", None)
     return getattr(source, mode, None) if says is None or says() else None
 
 
-def _taken(
-    stream: Iterator[tuple[str, Any]], seen: dict[str, Tensor], name: str, block: Block, *, once: bool
-) -> Tensor:
-    """Return a tensor by name, after a pass over all before it, which ``seen`` keeps."""
+def _taken(stream: Iterator[tuple[str, Any]], seen: dict[str, Tensor], name: str, block: Block) -> Tensor:
+    """Return a piece by name, after a pass over all before it, which ``seen`` keeps."""
     while name not in seen:
         pair = next(stream, None)
         if pair is None:
             raise ManifestError(f"the source ended before {name!r}, which this rank owns", state="nothing was sent")
-        seen[pair[0]] = pair[1]
-    found = (seen.pop(name) if once else seen[name]).detach()
-    if tuple(found.shape) != block.shape:
+        seen[pair[0]] = pair[1].detach()
+    if tuple(seen[name].shape) != block.shape:
         raise ManifestError(
-            f"the source yields {list(found.shape)} as this rank's piece of {name!r}",
+            f"the source yields {list(seen[name].shape)} as this rank's piece of {name!r}",
             expected=f"{list(block.shape)}, as its metadata places it",
         )
-    return found
+    return seen[name]

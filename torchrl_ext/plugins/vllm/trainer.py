@@ -10,10 +10,11 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from torchrl_ext.plugins.vllm.register import register_trainers
 from torchrl_ext.plugins.vllm.source import VLLMSource
 from torchrl_ext.registry import transports
 from torchrl_ext.routes import BACKEND
-from torchrl_ext.rpc.client import EngineClient, NullEngine
+from torchrl_ext.rpc.client import NullEngine
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.makes.vllm_client import ClientPort
 from torchrl_ext.sync.sender import WeightSender
@@ -22,7 +23,7 @@ from torchrl_ext.types import Info, SyncReport
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TorchRLExtTrainerEngine", "TorchRLExtTrainerInitInfo", "register"]
+__all__ = ["TorchRLExtTrainerEngine", "TorchRLExtTrainerInitInfo"]
 
 
 @dataclass
@@ -30,8 +31,7 @@ class TorchRLExtTrainerInitInfo:
     """What a trainer rank tells the backend, in the form of vLLM's `TrainerInitInfo`.
 
     Attributes:
-        transport: name of the transport, as for `torchrl_ext.make_transport`.
-        settings: of the transport.
+        transport, settings: of `torchrl_ext.make_transport`.
         sender: further arguments of `torchrl_ext.WeightSender`, such as ``dtype`` and ``verify``.
         rank: of this process in the trainer. Rank 0 talks to the servers.
         world_size: 1 + the workers of all servers, if the client gives each server its own ``rank_offset``; None asks
@@ -65,10 +65,11 @@ class TorchRLExtTrainerEngine:
     skyrl_force_disable_expandable_segments = False
     skyrl_empty_cache_after_send = True
 
-    def __init__(self, *, client: Any, source: Any, sender: WeightSender, weights: VLLMSource, rank: int) -> None:
-        self.client, self.source, self.rank, self.is_sender = client, source, rank, rank == 0
-        self._sender, self._weights = sender, weights
-        self.last_report: SyncReport | None = None
+    last_report: SyncReport | None = None
+
+    def __init__(self, client: Any, source: Any, sender: WeightSender, weights: VLLMSource, *, is_sender: bool) -> None:
+        self.client, self.source, self.is_sender = client, source, is_sender
+        self._sender, self._weights = sender, weights  # the sender's reference is weak
 
     @classmethod
     def trainer_init(cls, init_info: TorchRLExtTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
@@ -87,13 +88,12 @@ class TorchRLExtTrainerEngine:
         transport = transports.make(init_info.transport, **init_info.settings)
         weights = VLLMSource(source, rank=init_info.rank)
         weights.require(gathers=transport.gathers)
-        engine: EngineClient = NullEngine()
-        if init_info.rank == 0:
-            engine = Engine(ClientPort(client, world_size=init_info.world_size))
-            engine.info()  # raises now instead of in the first update
+        port = ClientPort(client, world_size=init_info.world_size)
+        engine = Engine(port) if init_info.rank == 0 else NullEngine()
+        engine.info()  # raises now instead of in the first update
         sender = WeightSender(transport, engine, rank=init_info.rank, **init_info.sender)
         sender.register_model(weights)
-        return cls(client=client, source=source, sender=sender, weights=weights, rank=init_info.rank)
+        return cls(client, source, sender, weights, is_sender=init_info.rank == 0)
 
     def send_weights(self) -> SyncReport:
         """Send the source's weights as the next version, from every trainer rank; return the report.
@@ -110,15 +110,8 @@ class TorchRLExtTrainerEngine:
         self._sender.shutdown()
 
 
-def register() -> None:
-    """Register the backend with vLLM's factory of trainers' engines, where there is one. May be called again."""
-    with suppress(ImportError):
-        from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
-        from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+with suppress(ImportError):
+    from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
 
-        TrainerWeightTransferEngine.register(TorchRLExtTrainerEngine)
-        if BACKEND not in WeightTransferTrainerFactory._registry:
-            WeightTransferTrainerFactory.register_engine(BACKEND, TorchRLExtTrainerEngine)
-
-
-register()
+    TrainerWeightTransferEngine.register(TorchRLExtTrainerEngine)
+    register_trainers()

@@ -73,10 +73,6 @@ class HTTPPort(Port):
         self._facts = ServerInfo(info=EngineInfo(url=self.url, kind=self.kind))  # as of the last `suited`
         self._ours = True  # until the server refuses one of our messages; `suited` sets it anew
 
-    @property
-    def drafts(self) -> str:
-        return self._facts.drafts
-
     @classmethod
     def over(cls, http: HTTPSession) -> Self:
         """Return a port that uses ``http`` and the remainder of its deadline."""

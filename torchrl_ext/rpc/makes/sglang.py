@@ -146,7 +146,7 @@ class SGLangPort(HTTPPort):
                 state="the engine's weights and its pause are unchanged",
             )
         found = self._as(type(self) if has_plugin else StockSGLangPort)
-        found._ours, found._facts = has_plugin, facts
+        found._ours, found._facts, found.drafts = has_plugin, facts, facts.drafts
         return found
 
     def state(self, *, fit: bool = False) -> EngineState:
@@ -323,7 +323,7 @@ class SGLangPort(HTTPPort):
 
     def draft(self) -> Port:
         why = "its speculative workers need kernels that no build of sgl_kernel for CPUs has, so no test shows one"
-        raise no_drafts("SGLang", "a vLLM server with our backend", why)
+        raise no_drafts("SGLang", why)
 
     def _tell_adapters(self, message: Message) -> Info:
         answer = merged(self._say(message, self.timeout_s))

@@ -74,7 +74,8 @@ from torchrl_ext.rpc.server_info import ServerInfo, server_info
 from torchrl_ext.types import EngineInfo, Info
 
 __all__ = [
-    "EMBEDDED", "VLLM", "EmbeddedPort", "VLLMPort", "embedded_engine", "explained", "of_another_backend", "vllm_engine",
+    "EMBEDDED", "VLLM", "EmbeddedPort", "VLLMPort", "embedded_engine", "explained", "is_of_another_backend",
+    "vllm_engine",
 ]  # fmt: skip
 
 _EVERYWHERE = {"reset_running_requests": "true", "reset_external": "true"}
@@ -110,12 +111,16 @@ class VLLMPort(HTTPPort):
     """A vLLM server whose workers run our weight-transfer backend.
 
     Attributes:
+        start: the route that begins an update.
+        labels: whether an update changes the server's version label.
         answer: the server's answer to the last call without a body (pause, resume, sleep, wake, ...).
     """
 
     kind: ClassVar[str] = "vllm"
     modes: ClassVar[tuple[str, ...]] = ("abort", "wait", "keep")
     frozen: ClassVar[str] = "keep"
+    start: ClassVar[str] = "/start_weight_update"
+    labels: ClassVar[bool] = True
     answer: Info = {}  # noqa: RUF012 - replaced, never changed
 
     def describe(self) -> EngineInfo:
@@ -151,7 +156,7 @@ class VLLMPort(HTTPPort):
                 state="the engine's weights and its pause are unchanged",
             )
         found = self._choose(facts)
-        found._facts, found._ours = facts, found.proves
+        found._facts, found._ours, found.drafts = facts, found.proves, facts.drafts
         return found
 
     def _choose(self, facts: ServerInfo) -> VLLMPort:
@@ -206,12 +211,13 @@ class VLLMPort(HTTPPort):
     def tell(self, message: Message) -> list[Info]:
         match message:
             case Start():
-                self._post("/start_weight_update")
+                self._post(self.start)
             case Load() | Verify() | Seal():
                 self._post("/update_weights", {"update_info": message.to_json()}, timeout_s=self.timeout_s)
             case Finish():
                 self.tell(Seal(connection=message.connection))
-                self._post("/finish_weight_update", {"weight_version": str(message.version)})
+                label = {"weight_version": str(message.version)} if self.labels else None
+                self._post("/finish_weight_update", label)
             case _:
                 return self._say(message)
         return []
@@ -219,17 +225,12 @@ class VLLMPort(HTTPPort):
     def _say(self, message: Message) -> list[Info]:
         """Send workers a message that loads nothing."""
         route, body = "/init_weight_transfer_engine", {"init_info": message.to_json()}
-        try:
-            with explained():
-                answer = self.http.call("POST", route, body, timeout_s=self.timeout_s)
-                if ANSWERS in answer.text:  # in an error, whose own message would be shortened
-                    with suppress(ValueError):
-                        return answers_in(answer.json())
-                return answers_in(answer.checked_json())
-        except EngineRefusedError as error:
-            if (found := of_another_backend(error)) is not None:
-                raise found from error
-            raise
+        with explained():
+            answer = self.http.call("POST", route, body, timeout_s=self.timeout_s)
+            if ANSWERS in answer.text:  # in an error, whose own message would be shortened
+                with suppress(ValueError):
+                    return answers_in(answer.json())
+            return answers_in(answer.checked_json())
 
     def abandon(self) -> None:
         with suppress(EngineRefusedError):  # workers may have no open update any more
@@ -296,7 +297,7 @@ class VLLMPort(HTTPPort):
         return [row[str(token)]["logprob"] for token, row in rows if row is not None]  # null for the first token
 
     def lacks_plugin(self, error: EngineRefusedError) -> bool:
-        return isinstance(error, RouteAbsent) or of_another_backend(error) is not None
+        return isinstance(error, RouteAbsent) or is_of_another_backend(error)
 
     def _ask(self, route: str, field: str) -> Any:
         return self._answered(route, field)[field]
@@ -321,13 +322,15 @@ class VLLMPort(HTTPPort):
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Add a hint to errors about missing routes, and strip the text of vLLM's executors from workers' errors."""
+    """Add a hint to errors about missing routes and backends, and strip the words of vLLM's executors from others."""
     try:
         yield
     except RouteAbsent as error:
         raise restated(error, error.what, expected="vLLM's RL routes", hint=_DEV_MODE) from error
     except EngineRefusedError as error:
-        raise restated(error, _own_words(error.what), reason=_own_words(error.reason)) from error
+        more = {"expected": f"weight-transfer backend {BACKEND!r}", "hint": _FLAGS}
+        found: Any = more if is_of_another_backend(error) else {}
+        raise restated(error, _own_words(error.what), reason=_own_words(error.reason), **found) from error
 
 
 def _own_words(text: str) -> str:
@@ -335,26 +338,17 @@ def _own_words(text: str) -> str:
     return unescaped(_EXECUTORS.sub(r"\g<words>", text))
 
 
-def of_another_backend(error: EngineRefusedError) -> EngineRefusedError | None:
-    """Return the error with a hint, if a vLLM server refused because it runs another weight-transfer backend."""
-    if "not configured" not in error.what and "Invalid init_info" not in error.what:
-        return None
-    found: EngineRefusedError = restated(
-        error, error.what, expected=f"weight-transfer backend {BACKEND!r}", hint=_FLAGS
-    )
-    return found
+def is_of_another_backend(error: EngineRefusedError) -> bool:
+    """Return whether a vLLM server refused a message because it runs another weight-transfer backend."""
+    return "not configured" in error.what or "Invalid init_info" in error.what
 
 
 @final
 class DraftPort(VLLMPort):
-    """The draft model of a vLLM server with our backend; see `VLLMPort`.
+    """The draft model of a vLLM server with our backend; see `VLLMPort`. The version label stays the base's."""
 
-    The server's version label stays the base's.
-    """
-
-    @property
-    def drafts(self) -> str:
-        return ""
+    start: ClassVar[str] = "/start_draft_weight_update"
+    labels: ClassVar[bool] = False
 
     def describe(self) -> EngineInfo:
         return replace(super().describe(), weight_version="")
@@ -362,15 +356,7 @@ class DraftPort(VLLMPort):
     def tell(self, message: Message) -> list[Info]:
         if isinstance(message, Connected):
             message = msgspec.structs.replace(message, target="draft")
-        match message:
-            case Start():
-                self._post("/start_draft_weight_update")
-            case Finish():
-                super().tell(Seal(connection=message.connection, target="draft"))
-                self._post("/finish_weight_update")
-            case _:
-                return super().tell(message)
-        return []
+        return super().tell(message)
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """See `Port.logprobs`: the engine answers with the base's."""
@@ -464,7 +450,7 @@ class StockVLLMPort(StockPort, VLLMPort):
             super().abandon()
 
     def draft(self) -> VLLMPort:
-        raise no_drafts(self.lacking, self.wanted)
+        raise no_drafts(self.lacking)
 
 
 @final
@@ -480,7 +466,7 @@ class EmbeddedPort(VLLMPort):
         return Port.adapter(self, name)
 
     def draft(self) -> VLLMPort:
-        raise no_drafts(self.kind, "a vLLM server with our backend")
+        raise no_drafts(self.kind)
 
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
         return "/prompt_logprobs", {"prompts": [prompt]}

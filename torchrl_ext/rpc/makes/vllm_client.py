@@ -14,16 +14,16 @@ raises the error of one of them, so a message is sent in a `torchrl_ext.routes.e
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, ClassVar, final
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
 from torchrl_ext.messages import Finish, Inspect, Load, Message, Seal, Start, Verify
 from torchrl_ext.routes import ANSWERS, answers_in, envelope
 from torchrl_ext.rpc.http import Answer
-from torchrl_ext.rpc.makes.vllm import explained, of_another_backend
+from torchrl_ext.rpc.makes.vllm import explained, is_of_another_backend
 from torchrl_ext.rpc.port import EngineState, Port
 from torchrl_ext.types import EngineInfo, Info
 
@@ -74,10 +74,10 @@ class ClientPort(Port):
         return EngineState(paused=True)  # the client's owner sees to it, and the protocol has no way to ask
 
     def hold(self, before: EngineState) -> None:
-        """Do nothing: the client's owner pauses the servers."""
+        """Do nothing, as `release`: the client's owner pauses and resumes the servers."""
 
     def release(self) -> None:
-        """Do nothing: the client's owner resumes them."""
+        """See `hold`."""
 
     def abandon(self) -> None:
         with suppress(EngineRefusedError):  # workers may have no open update any more
@@ -99,16 +99,13 @@ class ClientPort(Port):
         return []
 
     def lacks_plugin(self, error: EngineRefusedError) -> bool:
-        return of_another_backend(error) is not None
+        return is_of_another_backend(error)
 
     def _workers(self) -> list[Info]:
         found = [answer for answer in self._ask(Inspect()) if "torchrl_ext" in answer]
         if not found:
-            what, expected = (
-                f"no worker behind {self.url} answered",
-                "a client that raises errors in the server's words",
-            )
-            raise EngineRefusedError(what, expected=expected)
+            expected = "a client that raises errors in the server's words"
+            raise EngineRefusedError(f"no worker behind {self.url} answered", expected=expected)
         return found
 
     def _ask(self, message: Message) -> list[Info]:
@@ -127,8 +124,8 @@ class ClientPort(Port):
         try:
             method(*args, **named)
         except Exception as error:
-            answer = _answer_of(error, self.url)
-            answers = answers_in(_content(answer.text)) if ANSWERS in answer.text else []
+            answer, content = _answer_of(error, self.url)
+            answers = answers_in(content) if ANSWERS in answer.text else []
             if not answers:
                 with explained():
                     raise _restated(error, answer) from error
@@ -136,21 +133,17 @@ class ClientPort(Port):
         return []
 
 
-def _answer_of(error: Exception, where: str) -> Answer:
-    """Return the server's answer that made a client raise, as far as the client hands it on."""
+def _answer_of(error: Exception, where: str) -> tuple[Answer, Any]:
+    """Return the server's answer that made a client raise, as far as the client hands it on, and what is in it."""
     response = getattr(error, "response", None)
-    status, text = getattr(response, "status_code", 500), getattr(response, "text", "") or str(error)
-    body = text[max(text.find('{"'), 0) :]  # some clients put it behind words of their own
-    return Answer(where=where, status=status, text=body if isinstance(_content(body), dict) else text)
-
-
-def _content(text: str) -> Any:
-    """Return the body of a server's error, in which words are escaped once more; other text stays as it is."""
-    try:
-        body = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return body if isinstance(body, dict) and body.keys() & {"error", "detail", "message"} else text
+    text = getattr(response, "text", "") or str(error)
+    answer = Answer(where=where, status=getattr(response, "status_code", 500), text=text)
+    body = replace(answer, text=text[max(text.find('{"'), 0) :])  # some clients put it behind words of their own
+    with suppress(ValueError):
+        content = body.json()
+        if isinstance(content, dict) and content.keys() & {"error", "detail", "message"}:
+            return body, content
+    return answer, text
 
 
 def _restated(error: Exception, answer: Answer) -> Exception:
@@ -160,7 +153,5 @@ def _restated(error: Exception, answer: Answer) -> Exception:
             return DeadlineError(what, state="the server may still be working on the call")
         if isinstance(error, OSError) or "Connect" in names or "ActorDied" in names:
             return EngineUnreachableError(what, hint="check that the server runs, and the client's address")
-    if answer.absent:
-        return RouteAbsent(what, status=answer.status)
-    refused = EngineRefusedError(what, status=answer.status, reason=answer.message())
-    return of_another_backend(refused) or refused
+    kind = RouteAbsent if answer.absent else EngineRefusedError
+    return kind(what, status=answer.status, reason=answer.message())
