@@ -15,7 +15,7 @@ from torchrl_ext.messages import Message
 from torchrl_ext.types import Info, least
 
 __all__ = [
-    "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "HEARD", "OPEN_UPDATE", "TAKE_OVER", "Flush", "ListAdapters",
+    "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "OPEN_UPDATE", "TAKE_OVER", "Flush", "ListAdapters",
     "answers_in", "asleep_by", "bears_key", "envelope", "escaped", "merged", "one_by_one", "refusal", "unescaped",
 ]  # fmt: skip
 
@@ -30,9 +30,6 @@ CHANNEL = "torchrl_ext:"
 
 ANSWERS = "torchrl_ext answers: "
 """Prefix of a JSON answer from vLLM's workers, whose route can return only error messages."""
-
-HEARD = "heard"
-"""Field of an `envelope`."""
 
 OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
 """Text of an engine's refusal to join when ``/finish_weight_update`` has to end an abandoned update first."""
@@ -73,10 +70,10 @@ def answers_in(content: Any) -> list[Info]:
 
 def one_by_one(told: Any, name: Callable[[], str], handle: Callable[[Any], Info]) -> Info:
     """Have ``handle`` answer a message, which may be in an `envelope`: then the answer has the engine's ``name``."""
-    if not isinstance(told, dict) or HEARD not in told:
+    if not isinstance(told, dict) or "heard" not in told:
         return handle(told)
     own, message = name(), told.get("message")
-    if own in told[HEARD]:
+    if own in told["heard"]:
         return {}
     if isinstance(message, dict) and message.get("kind") == "join":
         message = {**message, "rank_offset": told.get("rank_offset", 1)}
@@ -84,13 +81,13 @@ def one_by_one(told: Any, name: Callable[[], str], handle: Callable[[Any], Info]
     return answer and {**answer, "engine": own}
 
 
-def envelope(message: Message, heard: Sequence[str], world_size: int | None) -> Info:
+def envelope(message: Message, heard: Collection[str], world_size: int | None) -> Info:
     """Return a body for a client of several engines, which may hand on the answer of only one of them.
 
     Engines that were ``heard`` leave it alone. A client may give each engine's body another ``rank_offset``.
     """
     size = {} if world_size is None else {"world_size": world_size}
-    return {HEARD: [*heard], "message": message.to_json(), "rank_offset": 1, **size}
+    return {"heard": sorted(heard), "message": message.to_json(), "rank_offset": 1, **size}
 
 
 def asleep_by(metrics: str) -> Info:

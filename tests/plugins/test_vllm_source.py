@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -53,7 +53,6 @@ def held(source):
     return found
 
 
-@settings(max_examples=150, deadline=None)
 @given(LAYOUTS)
 def test_pieces_are_those_of_torchs_chunk_the_outer_dimension_first(drawn):
     shape, mesh, dims = layout(drawn)
@@ -98,6 +97,7 @@ def be_dtensors(rank):
         assert torch.equal(own[there], whole[there]) and int(there.sum()) == local.numel(), (shape, dims)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rank", [0, 3, 7])
 def test_pieces_are_those_of_dtensors(rank):
     python(calling(be_dtensors, rank))

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from tests.plugins.vllm_api import Client, Declared, FanOut, Placed, TRLs
 from tests.ranks import on_ranks
@@ -56,6 +55,16 @@ def test_a_server_follows_through_a_client_of_others_and_only_its_owner_pauses(c
         assert not fake.wrongs and fake.counts["POST /pause"] == fake.counts["POST /resume"] == 2
         assert not {"POST /reset_prefix_cache", "GET /is_sleeping", "GET /server_info"} & {*fake.counts}
         engine.shutdown()
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("form", [Declared, Placed])
+def test_a_transport_of_ranks_takes_full_tensors_or_pieces(form):
+    with FakeEngine("vllm") as fake:
+        engine = trainer(Client(fake.url), form(weights(1)), transport="sharded")
+        paused(fake)
+        report = engine.send_weights()
+        assert report.verified and served(fake, 1) and bool(report.whole) == (form is Declared)
         engine.shutdown()
 
 
@@ -177,8 +186,11 @@ class Policy(nn.Module):
         self.a, self.b = (nn.Parameter(tensor) for tensor in weights(step).values())
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_two_fsdp_ranks_send_by_a_gather_and_by_shards(rank, world, folder):
+    from torch.distributed.fsdp import fully_shard
+
     fake = FakeEngine("vllm") if rank == 0 else None
     for form, transport in ((Declared, "delta"), (Declared, "sharded"), (Placed, "sharded")):
         model = fully_shard(Policy(0))
@@ -202,6 +214,7 @@ def test_two_fsdp_ranks_send_by_a_gather_and_by_shards(rank, world, folder):
         engine.shutdown()
 
 
+@pytest.mark.exhaustive
 @on_ranks(2)
 def test_pieces_that_only_one_rank_owns_arrive_by_shards_alone(rank, world, folder):
     fake = FakeEngine("vllm") if rank == 0 else None

@@ -8,7 +8,6 @@ from functools import cached_property
 from types import SimpleNamespace
 
 import httpx
-from torch.distributed.tensor import Replicate, Shard
 
 from torchrl_ext.weights.source import full
 
@@ -144,6 +143,8 @@ class Placed:
 
 def placed(placements):
     """As vLLM writes placements: objects with a ``dim`` where they split; None where something else places them."""
+    from torch.distributed.tensor import Replicate, Shard  # slow to import
+
     if any(type(one) not in (Shard, Replicate) for one in placements):
         return None
     if all(type(one) is Replicate for one in placements):

@@ -58,9 +58,8 @@ class Demand:
         for name, value in ((name.decode("latin-1").lower(), value) for name, value in headers):
             if name in (_MIN, _EXACT):
                 if name in found or not (value.isdigit() and len(value) <= _MOST_DIGITS):
-                    raise ConfigError(
-                        f"the header {name} is {value.decode('latin-1')!r}", expected="one decimal number"
-                    )
+                    what = f"the header {name} is {value.decode('latin-1')!r}"
+                    raise ConfigError(what, expected="one decimal number")
                 found[name] = int(value)
         return cls.of(found.get(_MIN), found.get(_EXACT))
 

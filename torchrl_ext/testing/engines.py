@@ -569,6 +569,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or a kept connection waits 40 ms for each answer
     server: _Server
 
     def do_GET(self) -> None:

@@ -20,6 +20,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -35,13 +36,11 @@ from torchrl_ext.messages import (
     Connected,
     Finish,
     Join,
-    Message,
     Reset,
     Start,
     State,
     read,
     replaced,
-    stamped,
 )
 from torchrl_ext.plugins.adapters import check_adapter, refuse_layers
 from torchrl_ext.plugins.found import started_with
@@ -96,7 +95,6 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._base = self._target_of(VLLMModel(self.model, self.vllm_config), start)
         self._draft: _Target | None = None  # until a sender of drafts joins
         self._sound = False  # the update was started, and no part of it failed on any worker
-        self._name = ""  # of this engine, the same on all of its workers
         self._open = False  # as the worker around us sees it: it was started and neither failed nor finished here
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
@@ -108,13 +106,13 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Do what a message says that loads nothing: join, prefetch, rehearse, check an adapter, answer."""
         with set_current_vllm_config(self.vllm_config):
-            agreed(lambda: one_by_one(init_info.info, self._called, self._prepare), last=self._is_last)
+            agreed(lambda: one_by_one(init_info.info, lambda: self._name, self._prepare), last=self._is_last)
 
     def start_weight_update(self) -> None:
         """Begin an update; what an earlier one left behind is cleared first."""
         self._sound = self._open = False
         try:
-            self._sound = self._open = agreed(lambda: self._now.end.handle(self._own(Start())), last=self._is_last)
+            self._sound = self._open = agreed(lambda: self._now.end.handle(Start()), last=self._is_last)
         finally:
             for one in self._targets if not self._sound else ():
                 one.layers.roll_back()  # also where it failed on another worker alone
@@ -143,7 +141,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             layers.roll_back()
             end.receiver.invalidate()
         else:
-            agreed(lambda: end.handle(self._own(Finish(version=end.receiver.version))), last=self._is_last)
+            agreed(lambda: end.handle(Finish(version=end.receiver.version)), last=self._is_last)
 
     def invalidate(self, *, whole: bool) -> None:
         """Note that vLLM loaded the model by itself: the next version does not build on what it holds.
@@ -187,17 +185,13 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
         return _Target(layers, loader, end)
 
-    def _own(self, message: Message) -> Message:
-        """Return the message of a route that has no body; what came before it bore the connection."""
-        return stamped(message, self._now.end.receiver.connection)
-
     def shutdown(self) -> None:
         for one in self._targets:
             one.end.close()
 
-    def _called(self) -> str:
-        self._name = self._name or gather_words(uuid.uuid4().hex)[0]
-        return self._name
+    @cached_property
+    def _name(self) -> str:
+        return gather_words(uuid.uuid4().hex)[0]  # the same on all workers
 
     def _prepare(self, told: Info) -> Info:
         message, end = read(told), self._base.end

@@ -109,15 +109,14 @@ class ClientPort(Port):
         return found
 
     def _ask(self, message: Message) -> list[Info]:
-        found: list[Info] = []
-        heard: list[str] = []
+        found, heard = list[Info](), set[str]()
         while True:
             answers = self._call(self._client.init_weight_transfer_engine, envelope(message, heard, self._size))
-            fresh = {answer["engine"] for answer in answers if "engine" in answer} - {*heard}
+            fresh = [answer for answer in answers if answer.get("engine") not in {None, *heard}]
             if not fresh:
                 return found
-            found += [answer for answer in answers if answer.get("engine") in fresh]
-            heard = [*heard, *sorted(fresh)]
+            found += fresh
+            heard |= {answer["engine"] for answer in fresh}
 
     def _call(self, method: Callable[..., Any], *args: Any, **named: Any) -> list[Info]:
         """Call the client; return the answers in its error's words, or raise an error of ours in the worker's words."""
