@@ -30,18 +30,7 @@ from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from torchrl_ext.errors import ConfigError, EngineError
-from torchrl_ext.messages import (
-    NOBODY,
-    CheckAdapter,
-    Connected,
-    Finish,
-    Join,
-    Reset,
-    Start,
-    State,
-    read,
-    replaced,
-)
+from torchrl_ext.messages import NOBODY, CheckAdapter, Connected, Finish, Join, Reset, Start, State, read, replaced
 from torchrl_ext.plugins.adapters import check_adapter, refuse_layers
 from torchrl_ext.plugins.found import started_with
 from torchrl_ext.plugins.loader import EngineLoader

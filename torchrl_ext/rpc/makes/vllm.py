@@ -56,15 +56,7 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, EngineRefusedError, RouteAbsent
 from torchrl_ext.messages import Connected, Finish, Load, Message, Reset, Seal, Start, Verify
 from torchrl_ext.registry import Make
-from torchrl_ext.routes import (
-    ADAPTERS_ROUTE,
-    ANSWERS,
-    BACKEND,
-    ListAdapters,
-    answers_in,
-    asleep_by,
-    unescaped,
-)
+from torchrl_ext.routes import ADAPTERS_ROUTE, ANSWERS, BACKEND, ListAdapters, answers_in, asleep_by, unescaped
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
 from torchrl_ext.rpc.makes.adapters import AdapterPort
