@@ -31,9 +31,8 @@ class Pool(EngineClient):
     and `commit` then raises an error with a row per engine. An engine that does not answer at all is lost: the others
     continue without it, and it rejoins at the first update before which it answers again.
 
-    `add` and `remove` change the fleet at any time, from any thread, and ``members`` before each update: see
-    `torchrl_ext.rpc.membership`. A new engine joins once it answers; a running update goes on with the engines
-    that it began with.
+    `add`, `remove` and ``members`` (see `torchrl_ext.rpc.membership`) decide who takes part in the next update; a
+    running one goes on with the engines that it began with.
 
     Args:
         engines: the clients, at least one unless there is a source of members; their order decides rank offsets 1,
@@ -43,8 +42,7 @@ class Pool(EngineClient):
         health: receives the pool's complaints: reporter ``"pool"`` for a lost engine, ``"update"`` for an engine that
             failed an update, until it takes an update or is resumed. By default the pool creates its own.
         members: returns the addresses, or clients, of the engines that should take part; asked before each update.
-        make: takes an address that is added, and returns a client for its engine; by default, with the settings of
-            `torchrl_ext.connect`.
+        make: takes an address, and returns a client for the engine that is added; by default `torchrl_ext.connect`.
 
     Attributes:
         health: the `Health` that receives the complaints.
@@ -91,8 +89,8 @@ class Pool(EngineClient):
     def add(self, *engines: EngineClient | str) -> None:
         """Add engines, by client or address, in whole groups; do nothing for one that is in the fleet.
 
-        Any thread may call it, also while an update runs. The engines take part from the next update before which they
-        answer; they get no row, and no error is raised about them, before that.
+        Any thread may call it at any time. The engines take part from the first update before which they answer; until
+        then they get no row and cause no error.
 
         Raises:
             ConfigError: an address is invalid, or the engines do not form whole groups; nothing has changed.
@@ -102,8 +100,8 @@ class Pool(EngineClient):
     def remove(self, *engines: EngineClient | str) -> None:
         """Remove engines, by client or address, in whole groups; do nothing for one that is not in the fleet.
 
-        Any thread may call it. A running update goes on with the engines; the next one leaves them out, closes their
-        connections and forgets complaints about them. They keep their weights, and stay paused if they are.
+        Any thread may call it at any time. The next update leaves the engines out, closes their connections and forgets
+        complaints about them. They keep their weights, and stay paused if they are.
 
         Raises:
             ConfigError: only a part of a group is named; nothing has changed.
@@ -111,18 +109,16 @@ class Pool(EngineClient):
         self._roster.remove(*_flat(engines))
 
     def reconcile(self, timeout_s: float) -> None:
-        """Make additions and removals effective now; not while an update runs, which does it before it begins.
+        """Make additions and removals effective now, as each update does before it begins; not while one runs.
 
         Args:
-            timeout_s: how long to wait for the source of members and for new engines, in seconds.
+            timeout_s: how long to wait for the source and for new engines, in seconds.
         """
         before, self.engines = self.engines, self._roster.settle(timeout_s)
         for engine in set(before) - set(self.engines):
             log.warning("engine %s has left the fleet", engine.url)
             self.health.forget(engine.url)
             self._probes.pop(engine, None)
-            self._failed.pop(engine, None)
-            self._reported.discard(engine)
             self._decoding.discard(engine)
             in_thread(engine.close, f"close {engine.url}")
 
@@ -254,15 +250,12 @@ class Pool(EngineClient):
         return min(known) if known and len(known) == len(found) else None
 
     def adapter(self, name: str) -> Pool:
-        make = partial(_adapter, self._roster.make, name)
-        pool = Pool([one.adapter(name) for one in self.engines], members=partial(self._adapters, name), make=make)
-        pool._roster.yield_to_source()
+        pool = Pool([one.adapter(name) for one in self.engines], members=partial(self._adapters, name))
+        pool.reconcile(_PROBE_S)  # from now on it follows this pool
         return pool
 
-    def _adapters(self, name: str) -> list[EngineClient | str]:
-        """Return who should take part here, for a pool of adapters, which follows this one."""
-        wanted = self._roster.wanted(_PROBE_S)
-        return [one.adapter(name) if isinstance(one, EngineClient) else one for one in wanted]
+    def _adapters(self, name: str) -> list[EngineClient]:
+        return [one.adapter(name) for one in self._roster.settle(_PROBE_S / 2)]
 
     def draft(self) -> Pool:
         return Pool([engine.draft() for engine in self.engines])
@@ -408,7 +401,7 @@ class Pool(EngineClient):
         return EngineError(
             "; ".join(filter(None, ["the fleet has no engine", self._roster.problems()])),
             state="nothing was sent",
-            hint="add an engine, or wait until the source of members lists one that answers",
+            hint="add an engine, or have the source of members list one that answers",
         )
 
     def _missed(self, what: str) -> Exception:
@@ -443,10 +436,6 @@ def discovered(url: str, **settings: Any) -> EngineClient:
     from torchrl_ext.rpc.discovery import connect  # which imports this module
 
     return connect(url, **settings).engines[0]
-
-
-def _adapter(make: Callable[[str], EngineClient], name: str, url: str) -> EngineClient:
-    return make(url).adapter(name)
 
 
 def _number(weight_version: str) -> int:
