@@ -175,6 +175,19 @@ def test_a_joiner_that_fails_is_named_and_the_next_update_has_it(tmp_path):
         assert fleet.health.why("b") is None and same(two, policy)
 
 
+def test_a_joiner_that_dies_as_it_joins_keeps_the_version_from_the_others_for_one_call_only(tmp_path):
+    policy, (first, _), (second, _), (third, three) = model(0), engine(1, "a"), engine(2, "b"), engine(3, "c")
+    with transport("delta", tmp_path) as data, tx.WeightSender(data, fleet := Pool([first])) as sender:
+        sender.update_weights(policy)
+        fleet.add(second, third)
+        when(second, "connect", lambda: die(second))
+        with pytest.raises(UpdateError, match="b does not answer"):
+            sender.catch_up()
+        states = [(row.engine, row.state, row.version) for row in sender.catch_up().engines]
+        assert states == [("a", "serving", 1), ("b", "unreachable", None), ("c", "serving", 1)]
+        assert same(three, policy)
+
+
 def test_an_update_waits_for_engines_that_catch_up_and_these_refuse_to_run_beside_an_update(tmp_path):
     policy, (first, one), (second, two) = model(0), engine(1, "a"), engine(2, "b")
     begun, go_on, refused = threading.Event(), threading.Event(), []

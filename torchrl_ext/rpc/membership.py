@@ -1,7 +1,7 @@
 """Sources of a fleet's members, for ``members=`` of `torchrl_ext.connect` and `torchrl_ext.rpc.pool.Pool`.
 
 A source is any function without arguments that returns addresses, or clients, of the engines that should take part. A
-fleet calls it before each update, in a thread (`torchrl_ext.rpc.roster.Roster`). It may raise: then nothing changes.
+fleet calls it before each update, in a thread. If it raises, nothing changes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from torchrl_ext.rpc.router import RouterClient
 
 __all__ = ["Source", "from_dns", "from_file", "from_ray", "from_router"]
 
-_ANSWER_S = 2.0
-
 
 def from_file(path: str | os.PathLike[str]) -> Source:
     """Return the source that reads a file: a JSON list of addresses, or one address per line, without ``#`` comments.
@@ -34,16 +32,30 @@ def from_file(path: str | os.PathLike[str]) -> Source:
     return partial(_listed, Path(path))
 
 
+def _listed(path: Path) -> list[str]:
+    text = path.read_text()
+    if not text.lstrip().startswith("["):
+        return [line for line in (line.partition("#")[0].strip() for line in text.splitlines()) if line]
+    found = json.loads(text)
+    if not all(isinstance(one, str) for one in found):
+        raise ConfigError(f"{path} lists {found!r:.200}", expected="a JSON list of addresses")
+    return list(found)
+
+
 def from_router(url: str, *, api_key: Keys = None) -> Source:
     """Return the source that asks a router (vLLM's or SGLang's) for its workers, healthy or not.
 
-    Take `torchrl_ext.serving.routing.Routing.fleet` for a router that a `Routing` changes: that one removes engines
-    that are behind, which an update has to reach.
+    For the router of a `torchrl_ext.serving.routing.Routing`, take `Routing.fleet` instead, which also lists engines
+    that are out of the router because an update has yet to reach them.
 
     Raises:
         ConfigError: the address is invalid.
     """
-    return partial(_routed, RouterClient(url, api_key=api_key, timeout_s=_ANSWER_S))
+    return partial(_routed, RouterClient(url, api_key=api_key, timeout_s=2.0))
+
+
+def _routed(router: RouterClient) -> list[str]:
+    return [worker.url for worker in router.workers()]
 
 
 def from_dns(host: str, port: int, *, scheme: str = "http") -> Source:
@@ -52,6 +64,11 @@ def from_dns(host: str, port: int, *, scheme: str = "http") -> Source:
     A Service lists a pod once it is ready; ``publishNotReadyAddresses: true`` lists it while it starts.
     """
     return partial(_resolved, host, port, scheme)
+
+
+def _resolved(host: str, port: int, scheme: str) -> list[str]:
+    found = sorted({str(place[4][0]) for place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
+    return [f"{scheme}://{f'[{one}]' if ':' in one else one}:{port}" for one in found]
 
 
 def from_ray(actors: str | Callable[[], Iterable[Any]], *, namespace: str | None = None, **settings: Any) -> Source:
@@ -65,28 +82,7 @@ def from_ray(actors: str | Callable[[], Iterable[Any]], *, namespace: str | None
     return partial(_in_ray, actors, namespace, settings)
 
 
-def _listed(path: Path) -> list[str]:
-    text = path.read_text()
-    if not text.lstrip().startswith("["):
-        return [line for line in (line.partition("#")[0].strip() for line in text.splitlines()) if line]
-    found = json.loads(text)
-    if not all(isinstance(one, str) for one in found):
-        raise ConfigError(f"{path} lists {found!r:.200}", expected="a JSON list of addresses")
-    return list(found)
-
-
-def _routed(router: RouterClient) -> list[str]:
-    return [worker.url for worker in router.workers()]
-
-
-def _resolved(host: str, port: int, scheme: str) -> list[str]:
-    found = {place[4][0] for place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-    return [f"{scheme}://{f'[{one}]' if ':' in str(one) else one}:{port}" for one in sorted(found, key=str)]
-
-
-def _in_ray(
-    actors: str | Callable[[], Iterable[Any]], namespace: str | None, settings: dict[str, Any]
-) -> list[EngineClient]:
+def _in_ray(actors: Any, namespace: str | None, settings: dict[str, Any]) -> list[EngineClient]:
     import ray
 
     if callable(actors):

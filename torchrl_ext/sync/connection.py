@@ -8,7 +8,7 @@ import socket
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import final
 
@@ -62,8 +62,9 @@ class Connection:
     ) -> None:
         self.engine, self._invite, self._transport, self._timeout_s = engine, invite, transport, timeout_s
         self._compares, self._rehearse = compares, rehearse
-        self._joined: tuple[tuple[ParamMeta, ...], tuple[str, ...]] | None = None
+        self._joined: tuple[tuple[ParamMeta, ...], tuple[EngineClient, ...]] | None = None
         self._id = ""
+        self._reserved = ExitStack(), set[EngineClient]()  # in this turn
         self.newest = 0
         self.delivered: int | None = None
 
@@ -75,14 +76,28 @@ class Connection:
             ConcurrentUpdateError: another sender of this process is updating one of the engines.
         """
         with ExitStack() as held:
-            for engine in dict.fromkeys(one.paused_by for one in (self.engine, *self.engine.each())):
-                refusal = ConcurrentUpdateError(
-                    f"another sender of this process is updating {engine.url}",
-                    state="the other update continues",
-                    hint="update from one sender at a time, or give each sender its own engines",
-                )
-                held.enter_context(one_at_a_time(_turns.setdefault(engine, threading.Lock()), refusal))
+            reserved = held, set[EngineClient]()
+            self._reserve(reserved, (self.engine, *self.engine.each()))
+            self._reserved = reserved
             yield
+
+    def _members(self) -> tuple[EngineClient, ...]:
+        """Return the engine's members, and reserve the clients of those that have joined or returned in this turn."""
+        self.engine.members()
+        members = self.engine.each()
+        self._reserve(self._reserved, members)
+        return members
+
+    def _reserve(self, reserved: tuple[ExitStack, set[EngineClient]], engines: Iterable[EngineClient]) -> None:
+        held, already = reserved
+        for engine in {one.paused_by for one in engines} - already:
+            refusal = ConcurrentUpdateError(
+                f"another sender of this process is updating {engine.url}",
+                state="the other update continues",
+                hint="update from one sender at a time, or give each sender its own engines",
+            )
+            held.enter_context(one_at_a_time(_turns.setdefault(engine, threading.Lock()), refusal))
+            already.add(engine)
 
     def ensure(self, params: tuple[ParamMeta, ...], spans: Spans) -> bool:
         """Have all engines join, unless exactly the current members have joined for these parameters.
@@ -95,19 +110,22 @@ class Connection:
             Whether another sender had replaced this one, so that the engines joined again.
 
         Raises:
-            WeightSyncError: an engine did not join, and the fleet did not shrink meanwhile.
+            WeightSyncError: an engine did not join, and no engine has left the fleet meanwhile.
         """
-        members = self.engine.members()
+        members = self._members()
         replaced = self.engine.replaced(self._id) if self._joined == (params, members) else ""
         if replaced:
             log.warning("the engines join this sender again: %s", replaced)
             self.drop()
         while self._joined != (params, members):
+            if self._joined is not None:
+                self.delivered = None
             try:
-                self._join(params, spans)
+                self._join(self.engine, params, spans)
             except WeightSyncError:
-                before, members = members, self.engine.members()
-                if len(members) >= len(before):
+                self.drop()  # the group is incomplete, also for members that joined an earlier one
+                before, members = members, self._members()
+                if {*before} <= {*members}:
                     raise
             else:
                 self._joined = params, members
@@ -126,26 +144,24 @@ class Connection:
             client.close()
 
     def shrank(self) -> bool:
-        """Return whether the fleet has fewer members than when they joined."""
-        return self._joined is not None and len(self.engine.members()) < len(self._joined[1])
+        """Return whether an engine that had joined is not a member any more."""
+        return self._joined is not None and not {*self._joined[1]} <= {*self._members()}
 
     def in_service(self) -> set[int | None]:
         """Return the versions that the current members serve; None stands for an engine that is not serving."""
         rows = [row for engine in self.engine.each() for row in engine.rows()]
         return {(row.version or 0) if row.state == "serving" else None for row in rows}
 
-    def _join(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
-        engine = self.engine.info()
-        if self._joined is not None:  # the members or the parameters have changed
-            self.delivered = None
+    def _join(self, engine: EngineClient, params: tuple[ParamMeta, ...], spans: Spans, connection: str = "") -> None:
+        found = engine.info()
         # a pool reports its oldest version, but no version number that any of its engines has may be used again
-        infos = self.engine.infos() if isinstance(self.engine, Pool) else [engine]
+        infos = engine.infos() if isinstance(engine, Pool) else [found]
         labels = [info.weight_version for info in infos]
         self.newest = max([self.newest, *(int(label) for label in labels if label.isdecimal())])
-        within = Deadline(self._timeout_s, f"the workers of {self.engine.url}")
+        within = Deadline(self._timeout_s, f"the workers of {engine.url}")
         with spans.of("connect"):
-            handoff = self._invite(engine.world_size, params, within)
-            self._id = uuid.uuid4().hex
+            handoff = self._invite(found.world_size, params, within)
+            self._id = connection or uuid.uuid4().hex
             info = {
                 "timeout_s": self._timeout_s,
                 **handoff.info,
@@ -153,16 +169,40 @@ class Connection:
                 "connection": self._id,
                 "sender": f"a {self._transport} sender, process {os.getpid()} on {socket.gethostname()},",
                 "params": [meta.to_json() for meta in params],
-                "world_size": 1 + engine.world_size,
+                "world_size": 1 + found.world_size,
                 "unproved": self._rehearse == "never",
                 "compares": self._compares,
             }
-            with beside(lambda early: self.engine.connect(info, early), within):
+            with beside(lambda early: engine.connect(info, early), within):
                 handoff.transfer(within)
-        for client in self.engine.each():
+        for client in engine.each():
             _speaks_for[client] = weakref.ref(self)
-        with spans.of("rehearse"), progress(f"rehearsing an update on {self.engine.url}"):
-            self.engine.rehearse(self._rehearse)
+        with spans.of("rehearse"), progress(f"rehearsing an update on {engine.url}"):
+            engine.rehearse(self._rehearse)
+
+    def late(self, version: int) -> EngineClient | None:
+        """Return a client for the members that do not hold ``version``, or were started again since they joined."""
+        late = [
+            one for one in self._members() if {row.version for row in one.rows()} != {version} or one.replaced(self._id)
+        ]
+        if late and isinstance(self.engine, Pool):
+            return Pool(late, health=self.engine.health)
+        return self.engine if late else None
+
+    @contextmanager
+    def admitting(self, late: EngineClient, params: tuple[ParamMeta, ...], spans: Spans) -> Iterator[None]:
+        """Have members join beside the others, who notice nothing, and take a version in the block.
+
+        The next update goes on as if all had joined together, unless the block fails.
+        """
+        try:
+            self._join(late, params, spans, self._id)
+        except WeightSyncError:
+            late.members()  # the next call goes on without those that do not answer now
+            raise
+        yield
+        if self._joined is not None and self._joined[0] == params:
+            self._joined = params, self.engine.each()
 
 
 def update_error(

@@ -311,18 +311,17 @@ class WeightSender:
     def catch_up(self) -> SyncReport:
         """Have engines that joined, came back or missed an update take the version in service, under its number.
 
-        The other engines go on; the trainer's tensors are not needed, so only rank 0 does anything, from any thread. It
-        is for transports that keep versions (delta with files: from the chain; disk: from the newest version). By the
-        others, such engines take the next update, and their rows have an ``error`` that says so. Digests are compared
-        as in an update; ``verify="outputs"`` is not repeated. `update_weights` waits for a call that runs, for the
-        transport's timeout at most.
+        The other engines go on. Only rank 0 does anything, in any thread, because the trainer's tensors are not needed.
+        The transport must keep versions (disk, or delta with a root); by others, such engines take the next update, and
+        the ``error`` of their rows says so. Digests are compared as in an update, but ``verify="outputs"`` is not
+        repeated. `update_weights` waits for a call that runs, for the transport's timeout at most.
 
         Returns:
             A report of the version in service, with one row per engine of the fleet.
 
         Raises:
             ConcurrentUpdateError: an update runs, or another sender updates an engine; call again later.
-            UpdateError: an engine did not take the version, and stays out of the fleet's updates if it does not answer.
+            UpdateError: an engine did not take the version; the next update includes it if it answers.
             EngineError: no engine answers.
         """
         if not self._ranks.drives:
@@ -486,7 +485,7 @@ class WeightSender:
 
     @contextmanager
     def _after_catching_up(self, what: str) -> Iterator[None]:
-        """Reserve the transport and the engines; wait for a `catch_up` that runs, and refuse beside another update."""
+        """Wait for a `catch_up` that runs, and reserve the transport and the engines."""
         timeout_s = self._transport.timeout_s
         with ExitStack() as held:
             if not self._catching_up.acquire(timeout=timeout_s):
@@ -504,27 +503,25 @@ class WeightSender:
 
     def _catch_up(self) -> SyncReport:
         started, spans, (version, params, digests) = time.perf_counter(), Spans(), self._latest
-        late = self._connection.late(version) if version else ()
-        kept = self._transport.kept(version) if late else None
-        failed: dict[EngineClient, Exception] = {}
-        if kept is not None:
-            rows = [meta.to_json() for meta in params]
-            info = {"transport": self._transport.name, "version": version, "params": rows, **kept.info}
-
-            def take(engine: EngineClient) -> None:
-                engine.prefetch(version)
-                with engine.updating(version):
-                    engine.load(info)
-                    engine.verify(digests if self._verify and engine.verifies else {})
-
-            failed = self._connection.admit(late, params, take, spans)
+        late = self._connection.late(version) if version else None
+        kept = None if late is None else self._transport.kept(version)
+        failure: Exception | None = None
+        if late is not None and kept is not None:
+            own = {"transport": self._transport.name, "version": version, "params": [meta.to_json() for meta in params]}
+            try:
+                with self._connection.admitting(late, params, spans), spans.of("load"):
+                    late.prefetch(version)
+                    with late.updating(version):
+                        late.load({**own, **kept.info})
+                        late.verify(digests if late.verifies else {})
+            except Exception as error:  # noqa: BLE001 - it is raised with a report
+                failure = error
+        rows = {row.engine: row for row in self.engine.rows()}
+        for row in () if late is None else late.rows():
+            why_not = f"the {self._transport.name} transport keeps no version {version} for it"
+            rows[row.engine] = row if kept else replace(row, error=f"it takes the next update: {why_not}")
         proved = self._verify and (self._transport.proves or bool(digests))
-        found, waits = [], {one.url for one in late} if kept is None else set()
-        for row in self.engine.rows():
-            if row.engine in waits:
-                why_not = f"the {self._transport.name} transport keeps no version {version} for it"
-                row = replace(row, error=f"it takes the next update: {why_not}")
-            found.append(row if proved and row.version == version else replace(row, proof=PROOFS[0]))
+        found = [row if proved and row.version == version else replace(row, proof=PROOFS[0]) for row in rows.values()]
         proof = least(row.proof for row in found)
         report = SyncReport(
             version=version,
@@ -533,12 +530,10 @@ class WeightSender:
             proof=proof,
             verified=proof != PROOFS[0],
             spans={**spans, "total": time.perf_counter() - started},
-            error="; ".join(map(why, failed.values())) or None,
+            error=None if failure is None else why(failure),
         )
-        for error in failed.values():
-            raise update_error(error, f"weights version {version}", found, report) from error
-        if kept is not None:
-            log.info("%d engine(s) caught up with weights version %d", len(late), version)
+        if failure is not None:
+            raise update_error(failure, f"weights version {version}", found, report) from failure
         return report
 
     # one update, phase by phase
