@@ -87,10 +87,9 @@ class Pool(EngineClient):
         return ", ".join(engine.url for engine in self.engines) or "a fleet without engines"
 
     def add(self, *engines: EngineClient | str) -> None:
-        """Add engines, by client or address, in whole groups; do nothing for one that is in the fleet.
+        """Add engines, in whole groups; each takes part from the first update before which it answers.
 
-        Any thread may call it at any time. The engines take part from the first update before which they answer; until
-        then they get no row and cause no error.
+        Any thread may call it at any time. Nothing happens for engines that are in the fleet.
 
         Raises:
             ConfigError: an address is invalid, or the engines do not form whole groups; nothing has changed.
@@ -98,10 +97,9 @@ class Pool(EngineClient):
         self._roster.add(*_flat(engines))
 
     def remove(self, *engines: EngineClient | str) -> None:
-        """Remove engines, by client or address, in whole groups; do nothing for one that is not in the fleet.
+        """Remove engines, in whole groups; the next update leaves them out, and closes their connections.
 
-        Any thread may call it at any time. The next update leaves the engines out, closes their connections and forgets
-        complaints about them. They keep their weights, and stay paused if they are.
+        Any thread may call it at any time. Nothing happens for engines that are not in the fleet.
 
         Raises:
             ConfigError: only a part of a group is named; nothing has changed.
@@ -109,11 +107,7 @@ class Pool(EngineClient):
         self._roster.remove(*_flat(engines))
 
     def reconcile(self, timeout_s: float) -> None:
-        """Make additions and removals effective now, as each update does before it begins; not while one runs.
-
-        Args:
-            timeout_s: how long to wait for the source and for new engines, in seconds.
-        """
+        """Make additions and removals effective, as each update does; wait ``timeout_s`` seconds for new engines."""
         before, self.engines = self.engines, self._roster.settle(timeout_s)
         for engine in set(before) - set(self.engines):
             log.warning("engine %s has left the fleet", engine.url)

@@ -30,12 +30,12 @@ _SOURCE: _Group = ()  # stands for the source among the groups that are asked
 class Roster:
     """The groups of engines that should take part in a pool's updates; any thread may change them.
 
-    `settle` makes the changes effective. It asks the source, and adds what it lists anew and removes what it no longer
+    `settle` makes the changes effective. It asks the source, adds what it lists anew, and removes what it no longer
     lists. An engine that is new has to answer first, and is asked again by each `settle` until it does.
 
     Args:
         engines: the first engines, which need not answer.
-        group: how many consecutive engines are added and removed together.
+        group: how many consecutive engines come and go together.
         make: takes an address, and returns a client for the engine.
         source: called by each `settle`; None if there is none.
 

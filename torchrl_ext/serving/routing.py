@@ -156,9 +156,7 @@ class Routing:
         return connect(*self._engines, **{"api_key": self.api_key, "members": members, **settings})
 
     def adopt(self, info: EngineInfo) -> None:
-        """Add an engine; it gets requests once a report shows that it has the others' weights.
-
-        The report of `WeightSender.catch_up`, wrapped by `following`, can be that report, before the next update.
+        """Add an engine; it gets requests once a report (of `catch_up`, too) shows that it has the others' weights.
 
         Raises:
             ConfigError: one router cannot serve this engine together with the others.

@@ -489,11 +489,7 @@ class WeightSender:
         timeout_s = self._transport.timeout_s
         with ExitStack() as held:
             if not self._catching_up.acquire(timeout=timeout_s):
-                raise DeadlineError(
-                    f"engines that catch up did not end within {timeout_s:g} s",
-                    state="they go on; nothing else was sent",
-                    hint="send again, or remove the engine that hangs from the fleet",
-                )
+                raise DeadlineError(f"engines still catch up after {timeout_s:g} s", state="nothing else was sent")
             try:
                 held.enter_context(exclusive(self._transport, what))
                 held.enter_context(self._connection.turn())
