@@ -69,7 +69,7 @@ def die(client):
 
 
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("name", ["delta", "disk"])
+@pytest.mark.parametrize("name", ["delta", pytest.param("disk", marks=pytest.mark.exhaustive)])
 def test_any_change_at_any_step_leaves_the_update_to_who_was_there_and_the_next_one_has_it(name, step, tmp_path):
     policy, (first, one), (second, two), (third, three) = model(0), engine(1, "a"), engine(2, "b"), engine(3, "c")
     with transport(name, tmp_path) as data:
