@@ -355,8 +355,8 @@ def test_what_an_actor_of_any_class_holds_is_an_engine_when_it_is_told_where(clu
 
 
 def test_actors_that_are_named_like_engines_take_part_as_they_come_and_go(cluster, tmp_path):
-    from torchrl_ext.rpc.membership import from_ray
     from torchrl_ext.rpc.pool import Pool
+    from torchrl_ext.sync.engines.ray import from_ray
 
     def start(number):
         options = {"num_cpus": 1, "name": f"engine-{number}"}

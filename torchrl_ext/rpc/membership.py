@@ -9,19 +9,15 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.registry import engines
-from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.http import Keys
 from torchrl_ext.rpc.roster import Source
 from torchrl_ext.rpc.router import RouterClient
 
-__all__ = ["Source", "from_dns", "from_file", "from_ray", "from_router"]
+__all__ = ["Source", "from_dns", "from_file", "from_router"]
 
 
 def from_file(path: str | os.PathLike[str]) -> Source:
@@ -69,27 +65,3 @@ def from_dns(host: str, port: int, *, scheme: str = "http") -> Source:
 def _resolved(host: str, port: int, scheme: str) -> list[str]:
     found = sorted({str(place[4][0]) for place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
     return [f"{scheme}://{f'[{one}]' if ':' in one else one}:{port}" for one in found]
-
-
-def from_ray(actors: str | Callable[[], Iterable[Any]], *, namespace: str | None = None, **settings: Any) -> Source:
-    """Return the source that lists engines in Ray actors.
-
-    Args:
-        actors: the beginning of the actors' names, or a function that returns their handles or names.
-        namespace: where named actors are looked for; None for this job's namespace.
-        settings: for ``make_engine("ray", ...)``, such as ``pick``.
-    """
-    return partial(_in_ray, actors, namespace, settings)
-
-
-def _in_ray(actors: Any, namespace: str | None, settings: dict[str, Any]) -> list[EngineClient]:
-    import ray
-
-    if callable(actors):
-        found = list(actors())
-    else:
-        where = ray.get_runtime_context().namespace if namespace is None else namespace
-        listed = ray.util.list_named_actors(all_namespaces=True)
-        names = sorted(one["name"] for one in listed if one["namespace"] == where)
-        found = [ray.get_actor(name, namespace=where) for name in names if name.startswith(actors)]
-    return [engines.make("ray", engine=one, **settings) for one in found]

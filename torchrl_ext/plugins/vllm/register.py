@@ -11,6 +11,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -72,7 +73,7 @@ def register_trainers() -> None:
     """Register the trainer's end of the backend with vLLM's factory. May be called any number of times."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    if BACKEND not in WeightTransferTrainerFactory._registry:
+    with suppress(ValueError):  # it is registered already
         WeightTransferTrainerFactory.register_engine(BACKEND, _TRAINER, "TorchRLExtTrainerEngine")
 
 
@@ -135,8 +136,9 @@ def _reload(worker: Any, reload: Callable[..., None], *args: Any, **settings: An
 def _init_transfer(worker: Any, begin: Callable[..., None], *args: Any, **settings: Any) -> None:
     """Show our backend the draft model, which vLLM names to a backend only when an update of it starts."""
     engine = _engine_of(worker)
-    if engine is not None and hasattr(worker, "get_draft_model"):
-        engine.draft_model = worker.get_draft_model()
+    draft_model = getattr(worker, "get_draft_model", None)
+    if engine is not None and draft_model is not None:
+        engine.draft_model = draft_model()
     begin(*args, **settings)
 
 
