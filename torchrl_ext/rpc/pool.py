@@ -244,15 +244,16 @@ class Pool(EngineClient):
         return min(known) if known and len(known) == len(found) else None
 
     def adapter(self, name: str) -> Pool:
-        pool = Pool([one.adapter(name) for one in self.engines], members=partial(self._adapters, name))
-        pool.reconcile(_PROBE_S)  # from now on it follows this pool
-        return pool
-
-    def _adapters(self, name: str) -> list[EngineClient]:
-        return [one.adapter(name) for one in self._roster.settle(_PROBE_S / 2)]
+        return self._of_each(lambda engine: engine.adapter(name))
 
     def draft(self) -> Pool:
-        return Pool([engine.draft() for engine in self.engines])
+        return self._of_each(lambda engine: engine.draft())
+
+    def _of_each(self, part: Callable[[EngineClient], EngineClient]) -> Pool:
+        """Return the pool of a part of each engine; it has the members that this pool has."""
+        pool = Pool(list(map(part, self.engines)), members=lambda: list(map(part, self._roster.settle(_PROBE_S / 2))))
+        pool.reconcile(_PROBE_S)  # from now on it follows this pool
+        return pool
 
     def unload(self) -> None:
         self.everywhere("unload", lambda engine: engine.unload())

@@ -160,29 +160,6 @@ def test_trainer_that_raises(engine: Subject) -> None:
     _assert_goes_on(engine, version)
 
 
-@pytest.mark.parametrize("what", ["name", "shape"])
-def test_tensor_that_does_not_fit(engine: Subject, what: str) -> None:
-    """An update with a tensor that the engine does not have is an error, and the next update works."""
-    other, names = engine.other(6), list(engine.start)
-    name = names[len(names) // 2]
-    version = engine.outputs_of(other)
-    tensor = other.pop(name)
-    other |= {f"{name}.strange": tensor} if what == "name" else {name: tensor[..., 1:].contiguous()}
-    with pytest.raises(WeightSyncError), engine.trainer() as sender:
-        sender.update_weights(other)
-        pytest.fail(f"the engine reports success, and has nothing for {name} of this {what}")
-    _assert_goes_on(engine, version)
-
-
-def _assert_goes_on(engine: Subject, version: Outputs) -> None:
-    """Fail unless the engine serves the start weights, ``version`` or nothing, and takes the next update."""
-    engine.assert_consistent(engine.cold, version)
-    other = engine.other(0)
-    with engine.trainer() as sender:
-        sender.update_weights(other)
-    engine.assert_computes(other)
-
-
 def test_two_trainers(engine: Subject) -> None:
     """A second trainer takes over; when the first sends again, it is refused or takes over itself."""
     one, two, three = (engine.other(seed) for seed in (7, 8, 9))
@@ -231,3 +208,26 @@ def _crossed(found: tuple[float, ...], older: list[float], newer: list[float], b
     first = next((at for at, fits in enumerate(old) if not fits), len(old))
     assert all(new[first:]), f"token {first + new[first:].index(False)} of a request across an update is of no version"
     return 0 < first < len(old)
+
+
+@pytest.mark.parametrize("what", ["name", "shape"])
+def test_tensor_that_does_not_fit(engine: Subject, what: str) -> None:
+    """An update with a tensor that the engine does not have is an error, and the next update works."""
+    other, names = engine.other(6), list(engine.start)
+    name = names[len(names) // 2]
+    version = engine.outputs_of(other)
+    tensor = other.pop(name)
+    other |= {f"{name}.strange": tensor} if what == "name" else {name: tensor[..., 1:].contiguous()}
+    with pytest.raises(WeightSyncError), engine.trainer() as sender:
+        sender.update_weights(other)
+        pytest.fail(f"the engine reports success, and has nothing for {name} of this {what}")
+    _assert_goes_on(engine, version)
+
+
+def _assert_goes_on(engine: Subject, version: Outputs) -> None:
+    """Fail unless the engine serves the start weights, ``version`` or nothing, and takes the next update."""
+    engine.assert_consistent(engine.cold, version)
+    other = engine.other(0)
+    with engine.trainer() as sender:
+        sender.update_weights(other)
+    engine.assert_computes(other)
