@@ -34,9 +34,13 @@ class EngineClient(ABC):
         >>> engine.pause()  # whether it generated before
         True
         >>> engine.resume()
+
+    Attributes:
+        paused_by: for a draft's client, the client that `draft` was called on, whose turn its updates take.
     """
 
     kind: ClassVar[str]
+    paused_by: EngineClient | None = None
 
     @property
     @abstractmethod
@@ -188,11 +192,6 @@ class EngineClient(ABC):
                 refuses when a sender joins.
         """
         raise no_drafts(self.kind)
-
-    @property
-    def paused_by(self) -> EngineClient:
-        """The client whose turn an update through this client takes: itself, or the one that `draft` was called on."""
-        return self
 
     def unload(self) -> None:
         """Take this client's LoRA adapter out of service.

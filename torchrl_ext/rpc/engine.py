@@ -76,7 +76,6 @@ class Engine(EngineClient):
         self._before = EngineState(paused=None)  # before the current update
         self._since: float | None = None  # start of the pause
         self._row = EngineRow(engine=port.url, kind=self.kind, state="serving", proof="sent")
-        self._whose: EngineClient = self
         self._drafted = False  # `draft` was called, or a warning was logged
 
     @property
@@ -111,12 +110,8 @@ class Engine(EngineClient):
 
     def draft(self) -> EngineClient:
         found = Engine(self.port.draft())
-        found._whose, found._drafted, self._drafted = self, True, True
+        found.paused_by, found._drafted, self._drafted = self, True, True
         return found
-
-    @property
-    def paused_by(self) -> EngineClient:
-        return self._whose
 
     def unload(self) -> None:
         with self._step("unload it"):

@@ -52,13 +52,10 @@ class VLLMSource(WeightSource):
         self._full = _offers(source, "iter_full") or (source.__iter__ if self._local is None else None)
 
     def require(self, *, gathers: bool) -> None:
-        """Refuse a source that cannot give what a transport takes.
-
-        Args:
-            gathers: whether rank 0 takes full tensors (`Transport.gathers`), or each rank gives its own blocks.
+        """Refuse a source for a transport that ``gathers`` full tensors on rank 0, if rank 0 does not have them all.
 
         Raises:
-            ConfigError: the source yields no full tensors, or rank 0 owns only some; names the first that it lacks.
+            ConfigError: the source yields only pieces, or rank 0 does not own a parameter.
         """
         lacking = [meta.name for meta, told in self._declared if not self._owned_by(0, told)]
         why = f"a {type(self._source).__name__} yields only the pieces of its ranks" if self._full is None else ""
