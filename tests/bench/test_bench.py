@@ -27,6 +27,7 @@ SMALLEST = {
     "digest": "--mib 1",
     "first_use": "",
     "gpu": "--size tiny --densities 0.01 --device cpu",
+    "names": "--layers 1 --transport delta",
     "joining": "--versions 2",
     "peers": "--size small --part bits --part growth",
     "plan": "--tensors 30 --ranks 4 --workers 2",

@@ -38,7 +38,7 @@ def shards_of_dtensor(meta: ParamMeta, tensor: Any) -> Iterator[Shard]:
         return
     why = _unknown(tensor)
     if why:
-        yield Shard(meta, Block.whole(meta.shape), tensor.detach().full_tensor, gathers=True, why=why)
+        yield Shard(meta, Block.whole(meta.shape), partial(_full, tensor), gathers=True, why=why)
         return
     held = [_held(size, split, place) for size, (split, place) in zip(meta.shape, _splits(tensor), strict=True)]
     local, expected = _local(tensor).shape, tuple(sum(stop - start for start, stop, _ in runs) for runs in held)
@@ -54,6 +54,12 @@ def shards_of_dtensor(meta: ParamMeta, tensor: Any) -> Iterator[Shard]:
         if block.numel:
             there = tuple(slice(first, first + stop - start) for start, stop, first in runs)
             yield Shard(meta, block, partial(_local, tensor, there))
+
+
+def _full(tensor: Any) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = tensor.full_tensor()
+    return found.detach()  # not before: torch 2.13 forgets an unusual order of splits then, and 2.14 gathers
 
 
 def block_at(shape: Sequence[int], mesh: Sequence[int], dims: Sequence[int | None], coordinate: Sequence[int]) -> Block:
