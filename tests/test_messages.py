@@ -2,7 +2,10 @@
 
 import json
 import math
+import pickle
 import re
+import sys
+import types
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -17,7 +20,7 @@ from tests.hostile import HOSTILE, refused_or_right, worse_json
 from torchrl_ext import messages
 from torchrl_ext.collectors.worker_end import Keep
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.messages import Connected, Join, Load, Message, Poll, Prefetch, read
+from torchrl_ext.messages import Connected, Inspect, Join, Load, Message, Poll, Prefetch, Start, read
 from torchrl_ext.plugins.sglang.adapters import CheckLoaded
 from torchrl_ext.routes import ANSWERS, Flush, ListAdapters, answers_in, escaped, merged, unescaped
 from torchrl_ext.types import Count, Info, ParamMeta, Params, Part, Port, Seconds, Text, Wire
@@ -220,3 +223,16 @@ def test_answers_are_found_in_the_words_of_an_error_and_in_json():
     assert answers_in(words) == answers_in({"error": {"message": words}}) == [{"a": 1}, {"a": 2}]
     assert answers_in({"message": "done", "answer": {"a": 3}}) == [{"a": 3}]
     assert answers_in({"message": '{"a": 1} | {"a": 2}'}) == [{"a": 1}, {"a": 2}]
+
+
+class Lazy(types.ModuleType):
+    """A module that imports another one, which is not installed, for whatever is asked of it."""
+
+    def __getattr__(self, name):
+        raise ModuleNotFoundError(name)
+
+
+def test_messages_are_pickled_by_what_they_say_and_ask_no_module_for_a_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lazy_module", Lazy("lazy_module"))
+    for message in (Start(connection="a"), Start(target="draft"), Load(version=1, handoff={"path": "/a"}), Inspect()):
+        assert pickle.loads(pickle.dumps(message)) == message
