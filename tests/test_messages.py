@@ -233,6 +233,6 @@ class Lazy(types.ModuleType):
 
 
 def test_messages_are_pickled_by_what_they_say_and_ask_no_module_for_a_name(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lazy_module", Lazy("lazy_module"))
+    monkeypatch.setattr(sys, "modules", {"lazy_module": Lazy("lazy_module"), **sys.modules})
     for message in (Start(connection="a"), Start(target="draft"), Load(version=1, handoff={"path": "/a"}), Inspect()):
         assert pickle.loads(pickle.dumps(message)) == message
