@@ -16,6 +16,7 @@ EXTRAS = {
     "torchrl_ext.kernels.cuda_programs": "triton, which comes with a torch for CUDA",
     "torchrl_ext.plugins.sglang": "sglang",
     "torchrl_ext.plugins.vllm": "vllm",
+    "torchrl_ext.testing.engine": "testing",
     "torchrl_ext.testing.transports": "testing",
 }
 """Modules, and packages with all of theirs, by the extra or the package that they need."""
