@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -233,6 +234,8 @@ class Requests:
     async def _post(
         self, url: str, route: str, body: Any, session_id: Any, until: float, demand: Demand | None = None
     ) -> Any:
+        if session_id in (None, "") and demand is not None:
+            session_id = uuid.uuid4().hex  # a router that hashes requests may try another engine at each attempt
         headers = {} if session_id in (None, "") else dict.fromkeys(_SESSION_HEADERS, str(session_id))
         headers |= {} if demand is None else demand.headers
         left_s = until - time.monotonic()
