@@ -466,3 +466,18 @@ def test_a_policy_demands_what_its_lag_allows_also_in_another_process(of, engine
     for settings in ({"max_lag": 1}, {"version": lambda: 1}, {"max_lag": -1, "version": lambda: 1}):
         with pytest.raises(ConfigError, match="max_lag"):
             tx.RemoteLLMPolicy(client, input_mode="tokens", **settings)
+
+
+@pytest.mark.parametrize("session", [None, "s"])
+def test_each_attempt_of_a_demanded_request_without_a_session_may_reach_another_engine_of_a_router(session):
+    """A router sends equal requests, and those of one session, to one engine."""
+    heard = []
+
+    def answer(asked):
+        heard.append(asked.headers["x-session-id"])
+        told = {"finish_reason": {"type": "length"}, "weight_version": str(len(heard) // 2)}
+        return 200, {"output_ids": [1], "meta_info": told}
+
+    with sockets.serving(answer) as router, InferenceClient(router.url, kind="sglang") as client:
+        client.generate([[1, 2]], min_version=1, session_ids=None if session is None else [session])
+    assert len(heard) == 2 and len(set(heard)) == (2 if session is None else 1)
