@@ -11,12 +11,14 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.messages import Message
 from torchrl_ext.types import Info, least
 
 __all__ = [
     "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "OPEN_UPDATE", "TAKE_OVER", "Flush", "ListAdapters",
-    "answers_in", "asleep_by", "bears_key", "envelope", "escaped", "merged", "one_by_one", "refusal", "unescaped",
+    "answers_in", "asleep_by", "bears_key", "envelope", "escaped", "merged", "one_by_one", "out_of_step", "refusal",
+    "unescaped",
 ]  # fmt: skip
 
 BACKEND = "torchrl_ext"
@@ -106,6 +108,16 @@ def asleep_by(metrics: str) -> Info:
         both = frozenset({"weights", "kv_cache"})
         return {"paused": True, "asleep": both, "dropped": "discard_all" in found}
     return {"paused": True, "asleep": frozenset({"kv_cache"})}
+
+
+def out_of_step(**more: Any) -> EngineRefusedError:
+    """Return the error for a vLLM that answers a call with what its workers replied to another one."""
+    return EngineRefusedError(
+        "replies of the workers are out of step: vLLM answered with those to another call",
+        expected="the replies to this call; a call that failed left some unread",
+        hint="restart the engine",
+        **more,
+    )
 
 
 def escaped(words: str) -> str:

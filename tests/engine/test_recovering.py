@@ -14,7 +14,7 @@ import torchrl_ext as tx
 from tests.engine.served import sending
 from tests.models import tiny_model
 from tests.processes import calling, finished
-from tests.turns import die
+from tests.turns import CLOSE, PROMPTS, die, gap
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.types import ParamMeta
@@ -160,3 +160,18 @@ def test_a_master_that_cannot_be_reached_ends_in_an_error_and_meanwhile_the_serv
     transport.shutdown()
     assert generated and "did not join the transport" in str(told[0])
     assert served.says(model)
+
+
+@pytest.mark.parametrize("tensor_parallel", ["vllm"], indirect=True)
+def test_calls_of_others_that_fail_disturb_no_update(tensor_parallel, tmp_path):
+    served, engine = tensor_parallel, tx.make_engine("vllm", url=tensor_parallel.url)
+    for transport, seeds in {"delta": (80, 81, 82), "collective": (83, 84)}.items():
+        with sending(transport, tmp_path, served) as sender:
+            for seed in seeds:
+                model = tiny_model(seed)
+                served.assert_serves(model, sender.update_weights(model))
+                assert gap(model, engine.logprobs(PROMPTS)) < CLOSE
+                for method in ("nobody_has_this", "add_lora"):  # without LoRA, every worker raises
+                    assert served.http.call("POST", "/collective_rpc", {"method": method, "args": ["x"]}).status >= 400
+                held = served.http.post("/collective_rpc", {"method": "torchrl_ext_whole"})["results"]
+                assert held == ["True", "True"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,12 +64,14 @@ def test_a_vllm_that_takes_no_backend_starts_and_says_so_once(tmp_path, files, w
 
 
 CORE = "vllm/v1/engine/core.py"
+EXECUTOR = "vllm/v1/executor/multiproc_executor.py"
 WHOLE = {
     "vllm/__init__.py": "__version__ = '1000.0'",
     FACTORY: "class WeightTransferEngineFactory:\n register_engine = print\n"
     "class WeightTransferTrainerFactory:\n register_engine, _registry = print, {}",
     WORKERS: "class WorkerBase: pass",
     CORE: "class EngineCore:\n def resume_scheduler(self): pass",
+    EXECUTOR: "class MultiprocExecutor:\n def collective_rpc(self): return self.response_mqs",
 }
 
 
@@ -268,6 +271,84 @@ def test_a_vllm_that_holds_a_part_of_a_version_is_resumed_by_nobody(tmp_path):
     files = {**stand_in(), **WHOLE, CORE: core}
     done = finished(REGISTER + RESUMED, tmp_path / "site", "vllm", json.dumps(files))
     assert done.stdout.split("registered\n")[1:] == ["resumed\nrefused\n"], done.stderr
+
+
+class Queue(deque):
+    """A worker's replies; the first ``late`` reads come too early for any."""
+
+    late = 0
+
+    def dequeue(self, timeout=None):
+        if self.late:
+            self.late -= 1
+            raise TimeoutError
+        return self.popleft()
+
+
+class Executor:
+    """Two workers. A reply is what was called, the number of the call, and by whom; to what is unknown, an error."""
+
+    def __init__(self):
+        self.queues = self.response_mqs = [Queue(), Queue()]
+        self.futures, self.calls = [], 0
+
+    def collective_rpc(self, method, timeout=None, non_block=False, unique_reply_rank=None):
+        self.calls += 1
+        for rank, queue in enumerate(self.queues):
+            if unique_reply_rank in (None, rank):
+                queue.append((method != "unknown", (method, self.calls, rank)))
+        queues = self.response_mqs
+        if unique_reply_rank is not None:
+            queues = (queues[unique_reply_rank],)
+        future = SimpleNamespace(queues=queues, timeout=timeout, found=[])
+        self.futures.append(future)
+        return future if non_block else self.result(future)
+
+    def result(self, wanted):
+        while self.futures:
+            future = self.futures.pop(0)
+            try:
+                for queue in future.queues:
+                    good, reply = queue.dequeue(timeout=future.timeout)
+                    if not good:
+                        raise RuntimeError(reply)
+                    future.found.append(reply)
+            except (RuntimeError, TimeoutError):
+                if future is wanted:
+                    raise
+        return wanted.found
+
+
+@pytest.fixture
+def executor(monkeypatch):
+    module = SimpleNamespace(MultiprocExecutor=type("MultiprocExecutor", (Executor,), dict(vars(Executor))))
+    monkeypatch.setitem(sys.modules, "vllm.v1.executor.multiproc_executor", module)
+    vllm_register._keep_in_step()
+    return module.MultiprocExecutor()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_call_that_fails_leaves_no_reply_to_the_next(executor, late):
+    def both(method):
+        assert executor.collective_rpc(method) == [(method, executor.calls, rank) for rank in range(2)]
+
+    both("state")
+    for _ in range(2):
+        executor.queues[0].late = late
+        with pytest.raises(TimeoutError if late else RuntimeError):
+            executor.collective_rpc("unknown", timeout=1)
+        steps = [executor.collective_rpc("step", non_block=True, unique_reply_rank=0) for _ in range(2)]
+        executor.collective_rpc("unknown", non_block=True)
+        both("state")
+        assert [step.found for step in steps] == [[("step", executor.calls - 3 + place, 0)] for place in range(2)]
+        assert executor.collective_rpc("step", unique_reply_rank=1) == [("step", executor.calls, 1)]
+        both("state")
+    assert not any(executor.queues)
+
+
+def test_a_vllm_that_reads_replies_otherwise_is_left_alone(tmp_path):
+    said = registered(tmp_path, "vllm", WHOLE | {EXECUTOR: "class MultiprocExecutor:\n def collective_rpc(self): 1"})
+    assert said.count("WARNING") == 1 and "come one late" in said and "cannot follow a trainer" not in said
 
 
 REGISTRY = """

@@ -102,6 +102,13 @@ def test_the_words_of_a_worker_are_whole_and_those_about_another_backend_get_the
         client(fake).connect(JOIN)
 
 
+@pytest.mark.parametrize("route", ["POST /pause", "POST /start_weight_update", "POST /update_weights", "POST /resume"])
+def test_an_answer_to_another_call_says_that_replies_are_out_of_step(route, fake, trainer):
+    fake.answers[route] = failed(f'worker 0, 1: {ANSWERS}{{"whole": true}}')
+    with pytest.raises(EngineRefusedError, match=r"out of step.*Next: restart the engine"):
+        trainer.update(client(fake), 8)
+
+
 def test_a_server_without_dev_routes_gets_the_hint(fake):
     fake.answers = {"GET /server_info": GONE, "POST /pause": GONE}
     for call in (client(fake).info, lambda: client(fake).begin(1)):

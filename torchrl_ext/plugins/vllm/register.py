@@ -10,14 +10,15 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
 from torchrl_ext.messages import partial_version
 from torchrl_ext.plugins.found import enable, started_with
-from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER
+from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER, out_of_step
 
 __all__ = ["register", "register_trainers"]
 
@@ -48,6 +49,7 @@ def register() -> None:
         "trainers that use vLLM's API do not know our backend by its name": register_trainers,
         "an engine that was started without our backend cannot get it later, vime's trainers cannot make it pull "
         "versions, and a resume may let it serve a part of an update": _extend_workers,
+        "after a call of several workers that fails, replies come one late until it is restarted": _keep_in_step,
     }
     enable("vLLM", "vllm", _TESTED, needed)
     for name in _FAILURES:
@@ -175,7 +177,10 @@ def _refusing_parts(resume: Callable[[Any], None]) -> Callable[[Any], None]:
 
     @functools.wraps(resume)
     def resumed(core: Any) -> None:
-        if not all(core.model_executor.collective_rpc(_WHOLE)):
+        found = core.model_executor.collective_rpc(_WHOLE)
+        if not all(isinstance(whole, bool) for whole in found):
+            raise out_of_step()
+        if not all(found):
             raise partial_version("the engine")
         resume(core)
 
@@ -186,3 +191,67 @@ def _is_whole(worker: Any) -> bool:
     """Return whether a worker holds one version, whole; of another backend than ours nobody knows better."""
     engine = _engine_of(worker)
     return engine is None or bool(engine.whole)
+
+
+def _keep_in_step() -> None:
+    """Have vLLM's executor of several workers pass over the replies that it left unread when a call failed.
+
+    `MultiprocExecutor.collective_rpc` (0.27 to 0.32) reads the replies to a call in order of rank, and raises at the
+    first bad one: those behind it would answer the next call, and so on for good.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    call = MultiprocExecutor.collective_rpc
+    if "response_mqs" not in call.__code__.co_names:
+        raise AttributeError("MultiprocExecutor.collective_rpc does not read its response_mqs")
+
+    @functools.wraps(call)
+    def in_step(executor: Any, *args: Any, **settings: Any) -> Any:
+        if not isinstance(executor.response_mqs, _Replies):
+            executor.response_mqs = _Replies(executor.response_mqs)
+        return call(executor, *args, **settings)
+
+    MultiprocExecutor.collective_rpc = in_step
+
+
+class _Replies(Sequence[Any]):
+    """The queues of workers' replies: the next call reads either one worker's, or all of them in turn."""
+
+    def __init__(self, queues: Sequence[Any]) -> None:
+        self._queues = [(queue, deque[_Reply]()) for queue in queues]
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return _Reply(*self._queues[rank], [])
+
+    def __iter__(self) -> Iterator[Any]:
+        call: list[_Reply] = []
+        return iter([_Reply(*queue, call) for queue in self._queues])
+
+
+class _Reply:
+    """A worker's queue as one call reads it. Calls are read in the order in which they were sent.
+
+    Args:
+        queue: vLLM's `MessageQueue`.
+        due: the calls that the worker has answered, or will, and whose replies nobody has read.
+        call: the replies to this call; empty once the first was asked for, as all of its workers answer then.
+    """
+
+    def __init__(self, queue: Any, due: deque[_Reply], call: list[_Reply]) -> None:
+        self._queue, self._due, self._call = queue, due, call
+        call.append(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def dequeue(self, *args: Any, **settings: Any) -> Any:
+        while self._call:
+            one = self._call.pop()
+            one._due.append(one)
+        while True:
+            reply = self._queue.dequeue(*args, **settings)
+            if self._due.popleft() is self:
+                return reply

@@ -56,7 +56,16 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, EngineRefusedError, RouteAbsent
 from torchrl_ext.messages import Connected, Finish, Load, Message, Reset, Seal, Start, Verify
 from torchrl_ext.registry import Make
-from torchrl_ext.routes import ADAPTERS_ROUTE, ANSWERS, BACKEND, ListAdapters, answers_in, asleep_by, unescaped
+from torchrl_ext.routes import (
+    ADAPTERS_ROUTE,
+    ANSWERS,
+    BACKEND,
+    ListAdapters,
+    answers_in,
+    asleep_by,
+    out_of_step,
+    unescaped,
+)
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
 from torchrl_ext.rpc.makes.adapters import AdapterPort
@@ -320,6 +329,8 @@ def explained() -> Iterator[None]:
     except RouteAbsent as error:
         raise restated(error, error.what, expected="vLLM's RL routes", hint=_DEV_MODE) from error
     except EngineRefusedError as error:
+        if ANSWERS in error.reason:  # `VLLMPort._say` takes the answers to messages
+            raise out_of_step(status=error.status) from error
         more = {"expected": f"weight-transfer backend {BACKEND!r}", "hint": _FLAGS}
         found: Any = more if is_of_another_backend(error) else {}
         raise restated(error, _own_words(error.what), reason=_own_words(error.reason), **found) from error
