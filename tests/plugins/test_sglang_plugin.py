@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import pytest
 
 from tests.processes import python
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.messages import Finish, Start
 from torchrl_ext.plugins.found import started_with
 from torchrl_ext.plugins.sglang import register
 from torchrl_ext.serving.engines.sglang import SGLangServer
@@ -106,16 +109,105 @@ class Paused:
         return not self.waiting_queue
 
 
-@pytest.mark.parametrize("held", [(), (False, False), (False, True)])
-def test_requests_that_wait_without_keys_do_not_keep_the_cache(monkeypatch, held):
+@pytest.fixture
+def worker(monkeypatch):
+    """The module of the worker, without a model of SGLang's."""
     monkeypatch.setitem(sys.modules, "torchrl_ext.plugins.sglang.model", SimpleNamespace(SGLangModel=None))
-    _flush, manager = import_module("torchrl_ext.plugins.sglang.worker")._flush, Paused(held)
-    sys.modules.pop("torchrl_ext.plugins.sglang.worker")  # it has no model
+    yield import_module("torchrl_ext.plugins.sglang.worker")
+    sys.modules.pop("torchrl_ext.plugins.sglang.worker")
+
+
+@pytest.mark.parametrize("held", [(), (False, False), (False, True)])
+def test_requests_that_wait_without_keys_do_not_keep_the_cache(worker, held):
+    _flush, manager = worker._flush, Paused(held)
     waiting = list(manager.waiting_queue)
     assert _flush(manager) is (not any(held)) and manager.flushed == (not any(held))
     assert manager.waiting_queue == waiting  # none is lost
     manager._engine_paused = False
     assert _flush(manager) is (not held)  # a server that is not paused may begin them at any time
+
+
+class Overlapping:
+    """SGLang's scheduler where a batch is launched before the result of the last one is looked at, and its device.
+
+    A token is the version that computed it.
+    """
+
+    def __init__(self):
+        self.weights, self.label, self.launched = 1, "1", []
+        self.running_batch = self.last_batch = SimpleNamespace(reqs=[])
+        self.waiting_queue, self.result_queue, self.device_module = [], deque(), self
+        self.scheduler = self
+
+    def synchronize(self):
+        while self.launched:
+            reqs, tokens = self.launched.pop(0)
+            tokens += [self.weights] * len(reqs)
+
+    def step(self):
+        """One round of its loop, in which requests that wait are taken in."""
+        new, self.waiting_queue = self.waiting_queue, []
+        self.running_batch.reqs = [one for one in self.running_batch.reqs if len(one.output_ids) < one.count]
+        batch = SimpleNamespace(reqs=[*self.running_batch.reqs, *new])
+        self.launched.append((batch.reqs, []))
+        self.result_queue.append((batch, self.launched[-1][1]))
+        if len(self.result_queue) > 1:
+            self.process_batch_result(*self.result_queue.popleft())
+        self.running_batch, self.last_batch = SimpleNamespace(reqs=list(batch.reqs)), batch
+
+    def process_batch_result(self, batch, tokens):
+        self.synchronize()
+        for request, token in zip(batch.reqs, tokens, strict=True):
+            if len(request.output_ids) < request.count:
+                request.output_ids.append(token)
+                request.labels = spans(request, self.label)  # as they are sent with the token
+
+    def record_weight_version_change(self, new_version):
+        known = [*self.running_batch.reqs, *self.last_batch.reqs, *self.waiting_queue]
+        for request in {id(one): one for one in known}.values():
+            request.events.append((self.label, len(request.output_ids)))
+        self.label = new_version
+
+    def hooked(self, name):
+        return partial(getattr(register, name), getattr(type(self), name), self)
+
+
+def spans(request, label):
+    """The version of each token, as SGLang reckons it from the changes that it recorded."""
+    found = []
+    for version, end in [*request.events, (label, len(request.output_ids))]:
+        found += [int(version)] * (end - len(found))
+    return found
+
+
+def rollout(count, tokens=()):
+    return SimpleNamespace(count=count, output_ids=list(tokens), events=[], labels=[])
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_tokens_of_a_launched_batch_have_the_weights_and_label_before(worker, updates):
+    scheduler, ours = Overlapping(), object.__new__(worker.SGLangWorker)
+    for name in ("process_batch_result", "record_weight_version_change"):
+        setattr(scheduler, name, scheduler.hooked(name))
+    scheduler.record_weight_version_after_update = lambda label: scheduler.record_weight_version_change(label)
+    ours._model = SimpleNamespace(prepared=False)
+    ours.end = SimpleNamespace(handle=lambda message: setattr(scheduler, "weights", getattr(message, "version", 1)))
+    ends, goes_on, retracted, late = (rollout(3), rollout(9), rollout(9, [1, 1]), rollout(2))
+    scheduler.waiting_queue = [ends, goes_on]
+    for _ in range(3):
+        scheduler.step()
+    scheduler.waiting_queue = [retracted]
+    for version in range(2, 2 + updates):  # paused in place: the third batch is still on the device
+        ours.answer(Start(), scheduler)
+        ours.answer(Finish(version=version), scheduler)
+    scheduler.waiting_queue.append(late)
+    for _ in range(4):
+        scheduler.step()
+    new = 1 + updates
+    assert ends.output_ids == ends.labels == [1, 1, 1]
+    assert goes_on.output_ids == goes_on.labels == [1, 1, 1, new, new, new]
+    assert retracted.output_ids == retracted.labels == [1, 1, new, new, new]
+    assert late.output_ids == late.labels == [new, new] and scheduler.label == str(new)
 
 
 TOGETHER = """

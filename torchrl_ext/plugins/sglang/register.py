@@ -47,6 +47,8 @@ _held: weakref.WeakSet[Any] = weakref.WeakSet()
 """Schedulers that `load_from_disk` paused."""
 _loaded: weakref.WeakSet[Any] = weakref.WeakSet()
 """Models that SGLang loaded past us before they had a worker of ours."""
+_relabelled: weakref.WeakKeyDictionary[Any, tuple[Any, Callable[[], None]]] = weakref.WeakKeyDictionary()
+"""By scheduler: the last batch that ran on weights whose label has changed, and what records that change."""
 
 
 @functools.cache
@@ -54,6 +56,7 @@ def register() -> None:
     """Register the hooks. May be called any number of times; what a release does not have is logged."""
     needed = {
         "it cannot follow a trainer by our transports": lambda: _wrap(_worker_hooks()),
+        "a pause in place may label one token of each request with a version too new": lambda: _wrap(_label_hooks()),
         "it cannot load LoRA adapters from a trainer": lambda: _wrap(sglang_adapters.HOOKS),
         "slime's trainers cannot make it load versions": lambda: _wrap(sglang_routes.HOOKS),
     }
@@ -78,6 +81,13 @@ def _worker_hooks() -> dict[str, Callable[..., Any]]:
         **{f"{_UPDATER}.{name}": load_past_us for name in ways},
         f"{_UPDATER}.update_weights_from_disk": update_weights_from_disk,
         f"{_MANAGER}.update_weights_from_disk": load_from_disk,
+    }
+
+
+def _label_hooks() -> dict[str, Callable[..., Any]]:
+    return {
+        f"{_SCHEDULER}.record_weight_version_change": record_weight_version_change,
+        f"{_SCHEDULER}.process_batch_result": process_batch_result,
     }
 
 
@@ -120,6 +130,34 @@ def continue_generation(original: Callable[..., Any], scheduler: Any, *args: Any
         scheduler._engine_paused = True  # not so before, where requests were aborted
         return None
     return original(scheduler, *args, **kwargs)
+
+
+def record_weight_version_change(original: Callable[..., None], scheduler: Any, new_version: str | None) -> None:
+    """Wrap the scheduler's record of a new label: tokens of a batch that is launched already have the old one.
+
+    A pause in place leaves its result queued where batches overlap, and SGLang counts the tokens that it knows of.
+    """
+    record, queued = functools.partial(original, scheduler, new_version), getattr(scheduler, "result_queue", None)
+    if not queued:
+        record()
+    elif new_version is not None:
+        _relabelled[scheduler] = queued[-1][0], record
+
+
+def process_batch_result(original: Callable[..., None], scheduler: Any, batch: Any, result: Any) -> None:
+    """Wrap the scheduler's work on a result: after the last one of old weights it records their new label."""
+    original(scheduler, batch, result)
+    last, record = _relabelled.get(scheduler, (None, None))
+    if record is None or batch is not last:
+        return
+    del _relabelled[scheduler]
+    waiting = scheduler.waiting_queue
+    # some of the next batch may have left the queue with tokens of their own: requests that were retracted
+    scheduler.waiting_queue = [*waiting, *(request for ahead, _ in scheduler.result_queue for request in ahead.reqs)]
+    try:
+        record()
+    finally:
+        scheduler.waiting_queue = waiting
 
 
 def load_from_disk(original: Callable[..., Any], manager: Any, request: Any) -> Any:

@@ -7,6 +7,7 @@ SGLang hands a message to every worker at the same point of its loop, in the thr
 =================  ==============================================================================================
 `Flush`            drop cached keys and values. Answer: ``{"flushed": bool}``, false while requests hold on to them
 `State`            adds ``{"paused": bool, "asleep": [tags]}``
+`Start`            waits for the device, where a pause in place leaves a batch that still reads weights
 `Finish`           labels requests with the version from here on
 `CheckAdapter`     is asked by the process that looks names up (`torchrl_ext.plugins.sglang.adapters`)
 =================  ==============================================================================================
@@ -71,6 +72,7 @@ class SGLangWorker:
                 asleep = sorted(getattr(scheduler, "offload_tags", ()))
                 return {"paused": paused, "asleep": asleep, **self.end.handle(message)}
             case Start():
+                scheduler.scheduler.device_module.synchronize()
                 self._model.prepared = message.bracketed
         answer = self.end.handle(message)
         if isinstance(message, Finish):
