@@ -1,4 +1,4 @@
-"""Encoding of messages and answers in the routes of vLLM and SGLang, and the check of API keys on our own routes.
+"""Encoding of messages and answers in the routes of vLLM and SGLang, and the guard of our own routes.
 
 An engine's plugin and its client share these names and functions, and the messages that only SGLang's plugin handles.
 """
@@ -8,17 +8,17 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from torchrl_ext.errors import EngineRefusedError
+from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.messages import Message
 from torchrl_ext.types import Info, least
 
 __all__ = [
-    "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "OPEN_UPDATE", "TAKE_OVER", "Flush", "ListAdapters",
-    "answers_in", "asleep_by", "bears_key", "envelope", "escaped", "merged", "one_by_one", "out_of_step", "refusal",
-    "unescaped",
+    "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "FROM_A_PAGE", "MAX_BODY_BYTES", "OPEN_UPDATE", "TAKE_OVER",
+    "Flush", "Guard", "ListAdapters", "answers_in", "asleep_by", "bears_key", "envelope", "escaped", "merged",
+    "one_by_one", "out_of_step", "unescaped",
 ]  # fmt: skip
 
 BACKEND = "torchrl_ext"
@@ -38,6 +38,14 @@ OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
 
 ADAPTERS_ROUTE = "/torchrl_ext/adapters"
 """Route of our vLLM plugin that lists LoRA adapters (GET) and handles messages about them (POST)."""
+
+MAX_BODY_BYTES = 64 << 20
+"""The most that a body may have: far more than a hundred thousand parameters with long names need."""
+
+FROM_A_PAGE = "web pages may not call this engine: the request has the header Origin"
+"""Words of a refusal."""
+
+_Asgi = Callable[..., Awaitable[None]]
 
 _IF_ANY, _IF_ALL = ("working", "needed", "empty", "paused"), ("flushed", "restored", "whole")
 
@@ -167,7 +175,52 @@ def bears_key(authorization: str | None, keys: Collection[str]) -> bool:
     return not keys or (scheme.lower() == "bearer" and any(matches))
 
 
-def refusal() -> dict[str, Any]:
-    """Return the body of a 401 response, in the format of vLLM's errors."""
-    row = {"message": "this route requires the engine's API key", "type": "Unauthorized", "param": None, "code": 401}
-    return {"error": row}
+class Guard:
+    """ASGI middleware that refuses requests without the key, of web pages, and with a body of other types or sizes.
+
+    A page of any site can make its reader's browser post to a loopback address. The browser then sends the page's
+    ``Origin``, and asks the server's permission before it sends JSON; vLLM and SGLang give that to everybody.
+
+    Args:
+        app: the application behind it.
+        keys: a request needs one of them, if there are any; they may be filled in later.
+        open_routes: paths that need no key.
+    """
+
+    def __init__(self, app: _Asgi, keys: Collection[str] = (), open_routes: Collection[str] = ()) -> None:
+        self._app, self._keys, self._open_routes = app, keys, open_routes
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serve one connection."""
+        refused, size = self._refused(scope) if scope["type"] == "http" else None, 0
+
+        async def bounded() -> Any:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > MAX_BODY_BYTES:
+                raise ConfigError(f"the body has more than {MAX_BODY_BYTES} bytes", state="unchanged")
+            return message
+
+        if refused is None:
+            await self._app(scope, bounded, send)
+            return
+        status, kind, words = refused
+        body = {"error": {"message": words, "type": kind, "param": None, "code": status}}  # as vLLM's errors
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+
+    def _refused(self, scope: Any) -> tuple[int, str, str] | None:
+        """Return the status, type and words with which a request is refused; None if it is not."""
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["path"] not in self._open_routes and not bears_key(headers.get("authorization"), self._keys):
+            return 401, "Unauthorized", "this route requires the engine's API key"
+        if scope["method"] == "POST" and "origin" in headers:
+            return 403, "Refused", FROM_A_PAGE
+        if has_body and kind != "application/json":
+            words = f"the body is of type {kind or 'unknown'!r}; send content-type: application/json"
+            return 415, "Refused", words
+        return None

@@ -25,6 +25,7 @@ from torchrl_ext.compat.slime.first import build_flush, flush_name
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.server import make_app
 from torchrl_ext.messages import FORMAT
+from torchrl_ext.routes import MAX_BODY_BYTES
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import tensor_digest
 
@@ -168,6 +169,19 @@ def test_what_cannot_be_is_answered_with_400_and_the_engine_serves_what_it_serve
     ):
         assert words in ask(engine, route, body, expected=400)
     assert serves(engine, history[0]) and engine.label in ("0", "default") and not engine.paused
+
+
+def test_no_web_page_makes_an_engine_load_or_fetch(engine, history, tmp_path):
+    pull = {"local_checkpoint_dir": str(tmp_path / "local"), "source_dir": str(tmp_path / "root"), "target_version": 1}
+    for route, body in ((PULL, pull), (LOAD, delta(tmp_path, 1))):
+        content = json.dumps(body)
+        as_json = {"content-type": "application/json"}
+        found = [engine.http.post(route, content=content, headers={**as_json, "origin": "https://page.example"})]
+        if route == PULL or engine.kind != "sglang":  # whose own route takes JSON alone
+            found.append(engine.http.post(route, content=content, headers={"content-type": "text/plain"}))
+            found.append(engine.http.post(route, content=" " * MAX_BODY_BYTES + content, headers=as_json))
+        assert {answer.status_code for answer in found} <= {400, 403, 415}, [answer.text for answer in found]
+    assert not (tmp_path / "local").exists() and serves(engine, history[0]) and not engine.paused
 
 
 def test_an_engine_that_a_failed_load_left_paused_serves_again_with_the_next_good_one(

@@ -114,6 +114,11 @@ def test_a_body_is_json_that_says_so_and_no_web_page_sends_it(http, how, status,
     assert (answer.status_code, words in answer.text) == (status, True), answer.text
 
 
+def test_a_step_out_of_turn_is_refused(http):
+    answer = http.post("/finish_weight_update", json={"weight_version": "1"})
+    assert answer.status_code == 409, answer.text
+
+
 def test_what_fails_by_a_fault_of_ours_is_in_the_log_alone(http, server, monkeypatch, caplog):
     monkeypatch.setattr(server.engine, "logprobs", lambda prompts: {}["secret"])
     answer = http.post("/prompt_logprobs", json={"prompts": [[1]]})

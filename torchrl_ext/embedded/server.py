@@ -17,20 +17,26 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers, QueryParams
+from starlette.datastructures import QueryParams
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 import torchrl_ext
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest, Token
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, ManifestError, WeightSyncError
+from torchrl_ext.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineRefusedError,
+    ManifestError,
+    NotConnectedError,
+    WeightSyncError,
+)
 from torchrl_ext.messages import Start, State, read
 from torchrl_ext.rollout.demands import Admission
-from torchrl_ext.routes import bears_key, refusal
+from torchrl_ext.routes import Guard
 from torchrl_ext.sync.inspection import followed
 from torchrl_ext.types import Info, decoded
 
@@ -38,9 +44,8 @@ __all__ = ["make_app", "read_json"]
 
 log = logging.getLogger("torchrl_ext")
 
-_STATUS = {ConfigError: 400, ManifestError: 400, EngineRefusedError: 409, DeadlineError: 504}
+_STATUS = {ConfigError: 400, ManifestError: 400, EngineRefusedError: 409, NotConnectedError: 409, DeadlineError: 504}
 DRAIN_TIMEOUT_S = 600.0  # of ``pause?mode=wait``
-_MAX_BODY_BYTES = 64 << 20  # far more than a hundred thousand parameters with long names need
 _OPEN_ROUTE = "/health"  # cluster probes have no key; they learn only that the process lives
 
 
@@ -51,7 +56,7 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
         api_key: bearer token that every route but ``/health`` requires; None requires none.
         routes: additional routes, such as those that `torchrl_ext.compat` has for other trainers.
     """
-    scheduler = engine.scheduler
+    scheduler, keys = engine.scheduler, [api_key] if api_key else []
 
     async def health(request: Request) -> Response:
         return Response(status_code=200 if scheduler.alive else 503)
@@ -116,47 +121,18 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
     return Starlette(
         routes=[*own, *routes],
         exception_handlers={WeightSyncError: _refuse, Exception: _refuse},
-        middleware=[Middleware(_guarded, api_key=api_key), Middleware(Admission, label=version)],
+        middleware=[Middleware(Guard, keys=keys, open_routes=(_OPEN_ROUTE,)), Middleware(Admission, label=version)],
         lifespan=lifespan,
     )
-
-
-def _guarded(app: ASGIApp, api_key: str | None) -> ASGIApp:
-    """Return an app that refuses requests without the key, requests from web pages, and bodies not declared as JSON.
-
-    A page of any site can make its reader's browser post to a loopback address. The browser then sends the page's
-    ``Origin``, and asks the server's permission before it sends JSON.
-    """
-    keys = [api_key] if api_key else []
-
-    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
-        answer = app
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            has_body = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if scope["path"] != _OPEN_ROUTE and not bears_key(headers.get("authorization"), keys):
-                answer = JSONResponse(refusal(), status_code=401)
-            elif scope["method"] == "POST" and "origin" in headers:
-                answer = _error(403, "web pages may not call this engine: the request has the header Origin")
-            elif has_body and kind != "application/json":
-                answer = _error(415, f"the body is of type {kind or 'unknown'!r}; send content-type: application/json")
-        await answer(scope, receive, send)
-
-    return guard
 
 
 async def read_json(request: Request) -> Any:
     """Return the JSON of a request's body; an empty object if there is no body.
 
     Raises:
-        ConfigError: the body is not JSON, or is too large; reading stops at the limit.
+        ConfigError: the body is not JSON, or is too large (`Guard`).
     """
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _MAX_BODY_BYTES:
-            raise ConfigError(f"the body has more than {_MAX_BODY_BYTES} bytes", state="unchanged")
+    body = await request.body()
     try:
         return json.loads(body) if body else {}
     except (ValueError, RecursionError) as error:
@@ -256,6 +232,6 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return _error(status, words, type(error).__name__)
 
 
-def _error(status: int, words: str, kind: str = "Refused") -> JSONResponse:
+def _error(status: int, words: str, kind: str) -> JSONResponse:
     """Return an error response in vLLM's form."""
     return JSONResponse({"error": {"message": words, "type": kind, "param": None, "code": status}}, status_code=status)

@@ -22,7 +22,7 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import EngineError, EngineRefusedError
 from torchrl_ext.messages import Finish, Join, Message, Poll, Prefetch, Pull
 from torchrl_ext.rollout.demands import Admission
-from torchrl_ext.routes import CHANNEL, Flush, answers_in, merged
+from torchrl_ext.routes import CHANNEL, FROM_A_PAGE, Flush, Guard, answers_in, merged
 from torchrl_ext.types import Info
 
 __all__ = ["HOOKS"]
@@ -128,6 +128,8 @@ async def update(original: Callable[..., Any], manager: Any, told: Any, request:
     """Wrap the server's part of ``/update_weights_from_disk``: load versions, and let SGLang load anything else."""
     if told.load_format != "delta":
         return await original(manager, told, request)
+    if request is not None and "origin" in request.headers:
+        return False, FROM_A_PAGE, 0
     if told.abort_all_requests:
         manager.abort_request(abort_all=True)
 
@@ -154,6 +156,7 @@ def init(original: Callable[..., Any], manager: Any, *args: Any, **settings: Any
 
 def _add(app: Any, manager: Any) -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
+    from starlette.routing import request_response
 
     slime = importlib.import_module(_SLIME)
 
@@ -168,7 +171,8 @@ def _add(app: Any, manager: Any) -> None:
     for endpoint, method in ((pull_weights, "POST"), (get_weight_version, "GET")):
         path = f"/{endpoint.__name__}"
         if path not in there:
-            app.add_route(path, level(endpoint), methods=[method])
+            # SGLang's own check of keys comes first, and reads the level off the endpoint
+            app.add_route(path, level(Guard(request_response(endpoint))), methods=[method])
 
     async def label() -> Any:
         return manager.config_value("weight_version")

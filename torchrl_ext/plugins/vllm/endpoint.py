@@ -10,7 +10,7 @@ needs a server with ``--weight-transfer-config '{"backend": "torchrl_ext"}'``, w
 process; a checkpoint directory is loaded whole, beside any backend or none.
 
 Where the server has an API key, all of these but ``/is_sleeping`` want it too; vLLM's own check knows only the prefixes
-of its own (`vllm.entrypoints.serve.middleware.authenticate`).
+of its own (`vllm.entrypoints.serve.middleware.authenticate`). Web pages may not call them (`torchrl_ext.routes.Guard`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any, ClassVar
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
+from starlette.routing import Route, request_response
 
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.messages import Finish, Pull, Reset, State
 from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
 from torchrl_ext.rollout.demands import Admission
-from torchrl_ext.routes import ADAPTERS_ROUTE, BACKEND, asleep_by, bears_key, refusal
+from torchrl_ext.routes import ADAPTERS_ROUTE, BACKEND, Guard, asleep_by
 from torchrl_ext.rpc.port import EngineState
 from torchrl_ext.sync.engines.local import VLLMObjectPort
 from torchrl_ext.types import Info
@@ -73,7 +73,8 @@ class UpdateFromDisk:
             **{("POST", path): slime.handler(functools.partial(self._step, path)) for path in slime.PATHS},
         }
         routes = [
-            Route(path, self._behind_key(handler), methods=[method]) for (method, path), handler in handlers.items()
+            Route(path, Guard(request_response(handler), self._keys), methods=[method])
+            for (method, path), handler in handlers.items()
         ]
         if any(getattr(route, "path", None) == _STATE for route in app.routes):
             routes.append(Route(_STATE, self.state, methods=["GET"]))
@@ -86,7 +87,7 @@ class UpdateFromDisk:
         self._watch_label()
         self._engine = _SlimeEngine(engine_client, args.model, asyncio.get_running_loop())
         self._steps = importlib.import_module(_SLIME).steps_of(self._engine)
-        self._keys = [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]  # as vLLM finds them
+        self._keys += [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]  # as vLLM finds them
 
     async def state(self, request: Request) -> JSONResponse:
         """Answer one call of ``/is_sleeping``."""
@@ -117,14 +118,6 @@ class UpdateFromDisk:
 
     def _step(self, path: str, body: Info) -> Any:
         return self._steps[path](body)
-
-    def _behind_key(self, handler: _Handler) -> _Handler:
-        async def guarded(request: Request) -> JSONResponse:
-            if not bears_key(request.headers.get("authorization"), self._keys):
-                return JSONResponse(refusal(), status_code=401)
-            return await handler(request)
-
-        return guarded
 
 
 class _SlimeEngine(VLLMObjectPort):
