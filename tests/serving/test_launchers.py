@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
+from pathlib import Path
 
 import httpx
 import psutil
@@ -31,6 +33,48 @@ def test_an_engine_gets_the_device_that_its_number_means_among_those_of_the_job_
             assert httpx.get(f"{engine.url}/server_info", headers=headers).status_code == status
     finally:
         engine.stop()
+
+
+STAND_IN = f"""#!{sys.executable}
+import http.server, json, os, pathlib, sys
+port = next(word.partition("=")[2] for word in sys.argv if word.startswith("--port="))
+file = pathlib.Path(sys.argv[sys.argv.index("--config") + 1])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps([json.loads(file.read_text()), file.stat().st_mode & 0o777]).encode())
+    def log_message(self, *args):
+        pass
+http.server.HTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("admin", [{"admin_api_key": "other"}, {"extra_args": ["--admin-api-key=other"]}])
+def test_keys_of_sglang_stand_on_no_command_line(tmp_path, admin):
+    program = tmp_path / "python"
+    program.write_text(STAND_IN)
+    program.chmod(0o755)
+    launcher = LocalLauncher(devices=(), api_key="secret", python=program, plugin=False)
+    engine = launcher.launch(plan(tmp_path, kind="sglang", overrides={**admin, "mem_fraction_static": 0.5}))
+    try:
+        started = psutil.Process(engine.pid)
+        lines = [word for process in (started, started.parent()) for word in process.cmdline()]
+        assert "--mem-fraction-static" in lines and not {"secret", "other"} & set(
+            " ".join(lines).replace("=", " ").split()
+        )
+        assert httpx.get(engine.url).json() == [{"api-key": "secret", "admin-api-key": "other"}, 0o600]
+        file = Path(lines[lines.index("--config") + 1])
+    finally:
+        engine.stop()
+    assert not file.exists()
+
+
+def test_a_key_beside_a_configuration_file_of_the_users_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="write api-key into your file"):
+        LocalLauncher(api_key="secret", python="/x").launch(
+            plan(tmp_path, kind="sglang", overrides={"config": "a.yaml"})
+        )
 
 
 @pytest.mark.parametrize(

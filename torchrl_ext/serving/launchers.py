@@ -74,7 +74,7 @@ class LocalLauncher(EngineLauncher):
         devices: the devices that plans index, named as in ``CUDA_VISIBLE_DEVICES``; None uses those that this process
             sees. Without any, as on a machine without GPUs, a plan's numbers count workers and nothing is pinned.
         api_key: the key that engines require; with None they serve anyone who can reach 127.0.0.1, or their ``host``.
-            Engines get it in the environment; SGLang, which has no variable for it, gets it as an argument.
+            Engines get it in the environment; SGLang, which has no variable for it, in a file of this user alone.
         settings: fields of every engine's spec, such as ``dtype`` or ``python``; a plan's overrides take precedence.
     """
 

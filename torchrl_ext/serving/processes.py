@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import random
@@ -61,6 +62,8 @@ class GuardedProcess:
         shared_memory: name prefixes of files in /dev/shm that the program creates and may leave behind; `stop` removes
             those that the program has mapped.
         plugin: whether the program is an interpreter that has to find our package and its entry points.
+        private: arguments that are not put on the command line, which everybody on the machine can read, but into a
+            YAML file of this user alone, which the program gets as ``--config``.
 
     Attributes:
         pid: the program's process id.
@@ -84,6 +87,7 @@ class GuardedProcess:
         cancel: threading.Event | None = None,
         shared_memory: tuple[str, ...] = (),
         plugin: bool = False,
+        private: Mapping[str, str] | None = None,
     ) -> None:
         self.name, self.url, self._shared_memory = name, url, shared_memory
         self._folder = Path(tempfile.mkdtemp(prefix=f"torchrl-ext-{name}-"))
@@ -92,6 +96,11 @@ class GuardedProcess:
         try:
             if plugin:
                 variables["PYTHONPATH"] = on_path(make_overlay(self._folder / "overlay"), variables.get("PYTHONPATH"))
+            if private:
+                file = self._folder / "config.yaml"
+                file.touch(mode=0o600)
+                file.write_text(json.dumps(private))  # JSON is YAML
+                command = [*command, "--config", str(file)]
             with self.log_path.open("ab") as log:
                 self._began = log.tell()  # an earlier run may have used the same file
                 self._guard = subprocess.Popen(

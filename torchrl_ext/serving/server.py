@@ -83,6 +83,10 @@ class ServerSpec(ABC):
     def command(self, port: int) -> list[str]:
         """Return the program and its arguments."""
 
+    def private(self) -> dict[str, str]:
+        """Return the arguments that nobody else on the machine may read, for `GuardedProcess`."""
+        return {}
+
     def variables(self) -> dict[str, str]:
         """Return the environment variables that the server needs, except ``PYTHONPATH`` for our plugin."""
         return {}
@@ -196,6 +200,7 @@ def start(spec: ServerSpec) -> GuardedProcess:
         cancel=spec.cancel,
         shared_memory=spec.shared_memory,
         plugin=spec.plugin,
+        private=spec.private(),
     )
 
 

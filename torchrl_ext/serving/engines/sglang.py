@@ -28,6 +28,7 @@ _CPU_ARGUMENTS = {
     "max-total-tokens": "4096",
     "max-running-requests": "8",
 }
+_KEYS = ("--api-key", "--admin-api-key")  # no variables set them
 _SIZES = (
     ("--tp-size", "--tensor-parallel-size", "--tp"),
     ("--pp-size", "--pipeline-parallel-size", "--pp"),
@@ -64,6 +65,15 @@ class SGLangSpec(StockSpec):
             mode["disaggregation_bootstrap_port"] = bootstrap_port()
         return mode
 
+    def check(self) -> None:
+        super().check()
+        if self.private() and "--config" in self.extra_args:
+            raise ConfigError(
+                "SGLang reads one configuration file, and the key would need another",
+                expected="a key, or --config",
+                hint="write api-key into your file",
+            )
+
     def command(self, port: int) -> list[str]:
         cpu = self.on_cpu
         arguments = {
@@ -77,7 +87,10 @@ class SGLangSpec(StockSpec):
         }
         command = [str(self.interpreter), "-m", self.module, *as_flags(arguments), "--skip-server-warmup"]
         command += [*(_CPU_FLAGS if cpu else ()), *_lora(self.lora_rank, self.lora_adapters, cpu)]
-        return [*command, *(_SLEEP_FLAGS if self.sleep_mode and not cpu else ()), *self.extra_args]
+        return [*command, *(_SLEEP_FLAGS if self.sleep_mode and not cpu else ()), *_split(self.extra_args)[1]]
+
+    def private(self) -> dict[str, str]:
+        return _split(self.extra_args)[0]
 
     def variables(self) -> dict[str, str]:
         # do not import from the current folder, which may be a checkout of this library
@@ -121,6 +134,18 @@ def _lora(rank: int | None, adapters: int, cpu: bool) -> list[str]:
         raise ConfigError(f"lora_rank={rank}, lora_adapters={adapters}", expected="1 or more of each")
     flags = {"max-lora-rank": rank, "lora-target-modules": "all", "max-loras-per-batch": 1 + 2 * adapters}
     return ["--enable-lora", *as_flags({**flags, "lora-backend": "torch_native" if cpu else None})]
+
+
+def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the keys among arguments, by name without the dashes, and the other arguments."""
+    keys, others, words = dict[str, str](), list[str](), iter(arguments)
+    for word in words:
+        name, is_whole, value = word.partition("=")
+        if name in _KEYS:
+            keys[name.removeprefix("--")] = value if is_whole else next(words, "")
+        else:
+            others.append(word)
+    return keys, others
 
 
 def _workers(arguments: Sequence[str]) -> int:
