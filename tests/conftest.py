@@ -105,6 +105,14 @@ def pytest_report_header(config):
     return f"tier: {tier}{further}"
 
 
+@pytest.fixture
+def lagging(monkeypatch):
+    """The device of `tests.lagging`, as torch's accelerator."""
+    from tests.lagging import install  # imports torch
+
+    install(monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
     """Outcomes of the scenarios of a module (`tests.ranks`) on as many ranks as are asked for."""

@@ -1,12 +1,43 @@
-"""Devices: whether one that a setting names exists and can be used, and giving back what torch keeps of its memory."""
+"""Devices: whether one that a setting names exists and can be used, giving back what torch keeps of its memory, and
+order between threads.
+
+Each thread has a current stream of its own on an accelerator, and streams are not ordered: what one thread queued is
+read by another one only after an event (`recorded`, `wait_for`), or after the first has waited (`settle`).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 
 from torchrl_ext.errors import ConfigError
 
-__all__ = ["free_cached", "known_device", "usable_device"]
+__all__ = ["Recorded", "free_cached", "known_device", "recorded", "settle", "usable_device", "wait_for"]
+
+Recorded = list[tuple[torch.device, torch.Event]]
+"""A point in what a thread queued on some devices."""
+
+
+def recorded(devices: Iterable[torch.device]) -> Recorded:
+    """Record what this thread has queued on these devices, for `wait_for` in another one."""
+    return [(device, torch.accelerator.current_stream(device).record_event()) for device in _with_streams(devices)]
+
+
+def wait_for(events: Recorded) -> None:
+    """Let what this thread queues from now on run after what was recorded; the host does not wait."""
+    for device, event in events:
+        torch.accelerator.current_stream(device).wait_event(event)
+
+
+def settle(devices: Iterable[torch.device]) -> None:
+    """Wait until what this thread has queued on these devices is done."""
+    for device in _with_streams(devices):
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def _with_streams(devices: Iterable[torch.device]) -> set[torch.device]:
+    return {device for device in devices if device.type not in ("cpu", "meta")}
 
 
 def free_cached() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.codecs.models import flat, models, placed
+from tests.lagging import DEVICE, Lagging
 from torchrl_ext.codecs import streams
 from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.codecs.streams import StreamPatch, find, fold
@@ -142,3 +143,43 @@ def land(patches, bits):
         for own in patch.split():
             first = table.streams[0].first[table.number[own.meta.name]]
             apply_patch(own, torch.from_numpy(bits[first:][: own.meta.numel]).view(own.meta.dtype))
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_tensors_still_computed_on_the_callers_stream(threads, lagging, monkeypatch):
+    monkeypatch.setattr(streams, "BLOCK_UNITS", 64)
+    old = {f"w{n}": torch.arange(float(size)) for n, size in enumerate((5, 3, 200, 70))}
+    table = ParamTable.of([ParamMeta.of(name, tensor) for name, tensor in old.items()])
+
+    with Lagging():
+        there = [bits.to(DEVICE) for bits in flat(table, old)]
+
+        def computed():
+            for name, tensor in old.items():
+                (place,) = table.places[table.number[name]]
+                yield *place, tensor.to(DEVICE) * 3 + 1  # queued now, as by an optimizer or a gather
+
+        found = [
+            one
+            for many in find(table, there, computed(), changes_in, threads=threads, digest=LINEAR, follow=True)
+            for one in many
+        ]
+    with Lagging():  # what is new was copied before the last block was yielded
+        (after,) = (bits.cpu() for bits in there)
+    expected = torch.cat([tensor * 3 + 1 for tensor in old.values()])
+    assert torch.equal(after.view(torch.float32), expected)
+    assert sorted(found) == [*enumerate(expected.view(torch.int32).tolist())]
+
+
+def changes_in(block):
+    """Where a block changed, and the new bits."""
+    return [*zip((block.start + block.positions).tolist(), block.after.tolist(), strict=True)]
+
+
+def test_neighbours_on_two_devices_are_no_run():
+    block, near, far = streams._Open(0, 0, 10), torch.ones(2), torch.ones(2, device="meta")
+    for at, tensor in enumerate((near, near, far, near)):
+        block.add(2 * at, 2 * at + 2, tensor, True)
+    block.close()
+    runs = [(run.at, run.units, {one.device.type for one in run.tensors}) for run in block.runs]
+    assert runs == [(0, 4, {"cpu"}), (4, 2, {"meta"}), (6, 2, {"cpu"})]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded
 from torchrl_ext.codecs.units import units
+from torchrl_ext.devices import recorded, settle, wait_for
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.finite import nought_of
 
@@ -59,10 +60,14 @@ def encode_tensors(
     """
 
     def begun(name: str, old: Tensor, new: Tensor) -> Callable[[], Encoded]:
+        made = recorded((old.device, new.device))
+
         def coded() -> Encoded:
+            wait_for(made)
             found = codec.encode(ParamMeta.of(name, new), old, new)
             if follow and found.changed:
                 old.copy_(new)
+                settle((old.device, new.device))  # the caller reads the one, and may free the other
             return found
 
         return coded

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchrl_ext.codecs.patch import SparsePatch, StepPatch, index_dtype
 from torchrl_ext.codecs.units import unit_of
+from torchrl_ext.devices import Recorded, recorded, settle, wait_for
 from torchrl_ext.kernels.base import BITS, UNSIGNED, Diff, flat_bits, kernels_on, unsigned
 from torchrl_ext.kernels.host import keys_of
 from torchrl_ext.stores.table import ParamTable, Stream
@@ -69,7 +70,7 @@ class Found(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Tensors that follow one another in a block, from unit ``at`` of it on; a single one may be a part of a tensor."""
+    """Tensors of one device that follow one another in a block, from unit ``at`` on; a single one may be a part."""
 
     at: int
     units: int
@@ -89,7 +90,7 @@ class _Open:
     def add(self, first: int, end: int, tensor: Tensor, small: bool) -> None:
         """Add units ``first`` to ``end`` of the stream: elements of a small tensor, or bits of a large one."""
         if small:
-            if not self._small or first != self._end:
+            if not self._small or first != self._end or tensor.device != self._small[0].device:
                 self.close()
                 self._at = first
             self._small.append(tensor)
@@ -121,7 +122,8 @@ def find(
         table: its parameters and streams.
         olds: bits of each stream as it was, 1-D.
         tensors: stream, segment and new tensor, of the segment's shape; in order in each stream, of some or all
-            segments. Consumed by the caller's thread, about a GiB ahead of what is yielded.
+            segments, on any devices. Consumed by the caller's thread, about a GiB ahead of what is yielded; on an
+            accelerator they may still be computed on its current stream.
         then: called with each block that was looked at, in the thread that found what changed.
         threads: worker threads.
         digest: `torchrl_ext.kernels.base.POSITION` or ``LINEAR``.
@@ -142,9 +144,9 @@ def find(
         nonlocal ahead
         block.close()
         old = olds[block.stream][block.start : block.start + block.size]
-        waiting.append(
-            (block.nbytes, pool.submit(_done, table.streams[block.stream], old, block, digest, then, follow))
-        )
+        made = recorded(run.tensors[0].device for run in block.runs)
+        task = pool.submit(_done, table.streams[block.stream], old, block, made, digest, then, follow)
+        waiting.append((block.nbytes, task))
         ahead += block.nbytes
 
     def finished() -> _Result:
@@ -183,8 +185,15 @@ def find(
 
 
 def _done(
-    stream: Stream, live: Tensor, block: _Open, digest: str, then: Callable[[Found], _Result], follow: bool
+    stream: Stream,
+    live: Tensor,
+    block: _Open,
+    made: Recorded,
+    digest: str,
+    then: Callable[[Found], _Result],
+    follow: bool,
 ) -> _Result:
+    wait_for(made)
     found, listed = _found(stream, live, block, keys_of(digest))
     result = then(found)
     if follow and found.positions.size:
@@ -198,6 +207,7 @@ def _follow(found: Found, listed: list[tuple[Tensor, Diff]]) -> None:
     if live.device.type != "cpu":
         for old, diff in listed:
             kernels.scatter(old, diff.places, diff.after)
+        settle([live.device])  # the caller reads it on another stream
     elif 32 * found.positions.size > found.size and not listed:
         for at, new in found.news:
             np.copyto(found.old[at : at + new.size], new)  # torch would ask other threads for help
@@ -218,7 +228,7 @@ def _found(stream: Stream, live: Tensor, block: _Open, keys: np.ndarray) -> tupl
     for at, units, tensors in block.runs:
         flat = torch._utils._flatten_dense_tensors(tensors)  # contiguous; a tensor that is so is not copied
         old, new, rest = live[at : at + units], flat.view(BITS[live.element_size()]), [one[count:] for one in lists]
-        device = old.device if new.device.type == "cpu" else new.device
+        device = new.device if old.device.type == "cpu" else old.device
         kernels = kernels_on(device)
         if kernels.on_host:
             news.append((at, unsigned(new)))
