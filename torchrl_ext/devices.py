@@ -1,5 +1,4 @@
-"""Devices: whether one that a setting names exists and can be used, giving back what torch keeps of its memory, and
-order between threads.
+"""Devices: whether one that a setting names can be used, order between threads, and giving back cached memory.
 
 Each thread has a current stream of its own on an accelerator, and streams are not ordered: what one thread queued is
 read by another one only after an event (`recorded`, `wait_for`), or after the first has waited (`settle`).

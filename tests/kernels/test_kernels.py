@@ -172,7 +172,7 @@ def test_changes_land_where_the_view_has_them(way, ordered):
         case = (name, width, digest)
         assert torch.equal(target.cpu(), memory) and landed.words == words, case
         assert sorted(landed.offsets.tolist()) == sorted(where), case
-        assert own.scatter(piece.memory, landed.offsets, landed.values)
+        own.scatter(piece.memory, landed.offsets, landed.values)
         assert torch.equal(target.cpu(), expected), case
 
 
@@ -205,10 +205,24 @@ def test_one_list_is_written_into_many_tensors(way, width, index):
         expected[first + offsets] = values
         target = live[first : first + size]
         runs.append((target, offsets.to(index).to(device), values.to(device)))
-    assert own.write(Writes.of(runs)) == len(runs)
+    writes = Writes.of(runs)
+    sums = own.sums(*writes[2:]).tolist()
+    assert sums == [added_up(offsets, values) for _, offsets, values in runs]
+    assert own.write(writes).tolist() == sums
     assert torch.equal(live.cpu(), expected)
     twice = torch.zeros(2, dtype=index, device=device), live.new_tensor([1, 2])  # one element cannot hold both
-    assert own.write(Writes.of([*runs, (live[5000:5001], *twice)])) == len(runs)
+    writes = Writes.of([*runs, (live[5000:5001], *twice)])
+    assert own.write(writes).tolist()[:-1] == sums
+    assert own.write(writes).tolist()[-1] != own.sums(*writes[2:]).tolist()[-1]
+
+
+def added_up(offsets, values):
+    """The formula of `Kernels.sums`, by Python's integers."""
+    total, every = 0, (1 << 8 * values.element_size()) - 1
+    for place, value in zip(offsets.tolist(), values.tolist(), strict=True):
+        key, value = (place + 1) * 0x9E3779B97F4A7C15 % 2**64, value & every
+        total += ((value ^ value >> 32) + 1) * (key ^ key >> 32 | 1)
+    return (total + 2**63) % 2**64 - 2**63
 
 
 def test_what_works_is_chosen_by_the_device():

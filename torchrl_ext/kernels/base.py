@@ -278,20 +278,24 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
-        """Write ``target[offsets] = values``, and read it back; offsets lie in the target and differ.
+    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
+        """Write ``target[offsets] = values``; offsets lie in the target and differ. May return before it is done."""
 
-        Returns:
-            Bool, shape (), on the device: whether the target holds the values. May return before it is done.
+    @abstractmethod
+    def sums(self, ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
+        """Return what the values of each run of a list add up to: int64, shape (s,), on the device.
+
+        A value ``v`` at offset ``o`` counts as ``((v ^ v >> 32) + 1) * (key ^ key >> 32 | 1)``, modulo 2^64, with
+        ``key = (o + 1) * GOLDEN``. So one other value always shows, as factors are odd; several cancel as words that
+        behave as random do. May return before it is done.
+
+        Args:
+            ends, offsets, values: as in `Writes`.
         """
 
     @abstractmethod
-    def write(self, writes: Writes) -> int:
-        """Write a list, and read it back; no two of its elements are the same memory.
-
-        Returns:
-            The number of a run that does not hold its values, and the number of runs where all do.
-        """
+    def write(self, writes: Writes) -> Tensor:
+        """Write a list, and return the `sums` of what stands there then; no two of its elements are the same memory."""
 
 
 kernels = Registry("implementation of the kernels")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.kernels.base import LINEAR, POSITION, Diff, Kernels, Landed, Piece, Words, Writes, linear_keys
+from torchrl_ext.kernels.torch_ops import sums_of
 
 __all__ = ["TritonKernels"]
 
@@ -79,18 +80,17 @@ class TritonKernels(Kernels):
             offsets, values = offsets[fits], values[fits]
         return Landed(offsets=offsets, values=values, words=_words(out))
 
-    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
-        addresses = target.data_ptr() + offsets.to(torch.int64) * values.element_size()
-        return (self._stored(addresses, values) == values).all()
+    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
+        self._stored(target.data_ptr() + offsets.to(torch.int64) * values.element_size(), values)
 
-    def write(self, writes: Writes) -> int:
+    def sums(self, ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
+        return sums_of(ends, offsets, values)
+
+    def write(self, writes: Writes) -> Tensor:
         sizes, count = writes.ends.diff(prepend=writes.ends.new_zeros(1)), writes.values.numel()
         addresses = writes.addresses.repeat_interleave(sizes, output_size=count)
         addresses = addresses.add_(writes.offsets.to(torch.int64) * writes.values.element_size())
-        fits = self._stored(addresses, writes.values) == writes.values
-        if fits.all():
-            return len(writes.targets)
-        return int(torch.searchsorted(writes.ends, fits.to(torch.int8).argmin(), right=True))
+        return self.sums(writes.ends, writes.offsets, self._stored(addresses, writes.values))
 
     def _stored(self, addresses: Tensor, values: Tensor) -> Tensor:
         """Write values to their addresses, and return what stands there then."""

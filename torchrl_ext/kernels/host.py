@@ -91,19 +91,27 @@ class HostKernels(Kernels):
         found = land(target.view(unit), dims, piece.offset, *changes, *how, offsets, values, keys_of(digest), total)
         if found < where.size:  # the memory that waits for a pause is as long as what will be written in it
             offsets, values = offsets[:found].copy(), values[:found].copy()
-        values = values.view(target.dtype)
         none = np.empty(0, np.int64)
-        write(none, none, offsets[:0], values[:0])  # compiled before a pause needs it
-        words = int(total[0]), int(total[1])
-        return Landed(offsets=torch.from_numpy(offsets), values=torch.from_numpy(values), words=words)
+        write(none, none, offsets[:0], values[:0], none)  # compiled before a pause needs it
+        listed, words = torch.from_numpy(values.view(target.dtype)), (int(total[0]), int(total[1]))
+        return Landed(offsets=torch.from_numpy(offsets), values=listed, words=words)
 
-    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
+    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
         from torchrl_ext.kernels.host_loops import write
 
         run = np.array([target.data_ptr()]), np.array([offsets.numel()])
-        return torch.tensor(write(*run, offsets.numpy(), values.numpy()) == 1)
+        write(*run, offsets.numpy(), unsigned(values), np.empty(1, np.int64))
 
-    def write(self, writes: Writes) -> int:
+    def sums(self, ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
+        from torchrl_ext.kernels.host_loops import sums
+
+        found = torch.empty_like(ends)
+        sums(ends.numpy(), offsets.numpy(), unsigned(values), found.numpy())
+        return found
+
+    def write(self, writes: Writes) -> Tensor:
         from torchrl_ext.kernels.host_loops import write
 
-        return int(write(*(column.numpy() for column in writes[1:])))
+        found, (addresses, ends, offsets) = torch.empty_like(writes.ends), writes[1:4]
+        write(addresses.numpy(), ends.numpy(), offsets.numpy(), unsigned(writes.values), found.numpy())
+        return found

@@ -18,6 +18,7 @@ __all__ = [
     "linear_runs",
     "move",
     "scan",
+    "sums",
     "write",
 ]
 
@@ -216,33 +217,47 @@ def digest_segments(positions, before, after, firsts, starts, keys, words):
     _add_segments(_NONE, positions, before, after, positions.size, _NONE, firsts, starts, keys, words)
 
 
+@helper
+def _weighed(place, bits):
+    key = (np.uint64(place) + _1) * GOLDEN
+    return ((bits ^ bits >> _32) + _1) * (key ^ key >> _32 | _1)
+
+
 @njit
-def write(addresses, ends, offsets, values):
-    """Write runs of values into several tensors, and read them back while they lie in a cache.
+def sums(ends, offsets, values, totals):
+    """Set ``totals``, int64 shape (s,), to `torchrl_ext.kernels.base.Kernels.sums`; values are unsigned."""
+    at = 0
+    for run in range(ends.size):
+        total = np.uint64(0)
+        for k in range(at, ends[run]):
+            total += _weighed(offsets[k], np.uint64(values[k]))
+        totals[run], at = np.int64(total), ends[run]
+
+
+@njit
+def write(addresses, ends, offsets, values, totals):
+    """Write runs of values into several tensors, and add up what stands there then, while it lies in a cache.
 
     Whoever translated the offsets made sure that they lie within the tensors.
 
     Args:
         addresses: int64 shape (s,): where the tensor of each run begins.
         ends: int64 shape (s,): where each run ends in the next two.
-        offsets, values: shape (k,): elements from the first one of the tensor, and what is to stand there.
-
-    Returns:
-        How many runs were written before one that does not stand there; all of them where there is none.
+        offsets, values: shape (k,): elements from the first one of the tensor, and what is to stand there: unsigned.
+        totals: int64 shape (s,), filled with the `sums`.
     """
-    at, wrong = 0, values.dtype.type(0)
+    at = 0
     for run in range(ends.size):
+        total = np.uint64(0)
         target = carray(pointer(addresses[run]), (1,), values.dtype)
         while at < ends[run]:
             where, own = offsets[at : min(at + _LANDED, ends[run])], values[at : min(at + _LANDED, ends[run])]
             for k in range(own.size):
                 target[np.uint64(where[k])] = own[k]
-            for k in range(own.size):  # to its end: a loop that may stop takes twice as long
-                wrong |= target[np.uint64(where[k])] ^ own[k]
+            for k in range(own.size):
+                total += _weighed(where[k], np.uint64(target[np.uint64(where[k])]))
             at += own.size
-        if wrong != 0:
-            return run
-    return ends.size
+        totals[run] = np.int64(total)
 
 
 @njit

@@ -23,7 +23,7 @@ from torchrl_ext.kernels.base import (
     linear_keys,
 )
 
-__all__ = ["TorchKernels"]
+__all__ = ["TorchKernels", "sums_of"]
 
 _PIECE = 1 << 22  # elements whose words are held at a time, 8 bytes each in a handful of temporaries
 
@@ -139,17 +139,26 @@ class TorchKernels(Kernels):
         words = self._change_words(positions, before, values, digest)
         return Landed(offsets=offsets, values=values, words=words)
 
-    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
-        offsets = offsets.to(torch.int64)  # index_copy_ takes no other; those of `land` are
-        return (target.index_copy_(0, offsets, values).index_select(0, offsets) == values).all()
+    def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:
+        target.index_copy_(0, offsets.to(torch.int64), values)  # it takes no other; those of `land` are
 
-    def write(self, writes: Writes) -> int:
-        starts = [0, *writes.ends.tolist()]
-        fits = [
+    def sums(self, ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
+        return sums_of(ends, offsets, values)
+
+    def write(self, writes: Writes) -> Tensor:
+        found = []
+        for target, (at, end) in zip(writes.targets, itertools.pairwise([0, *writes.ends.tolist()]), strict=True):
             self.scatter(target, writes.offsets[at:end], writes.values[at:end])
-            for target, (at, end) in zip(writes.targets, itertools.pairwise(starts), strict=True)
-        ]
-        return [*torch.stack(fits).tolist(), False].index(False)
+            found.append(target.index_select(0, writes.offsets[at:end]))
+        return self.sums(writes.ends, writes.offsets, torch.cat(found))
+
+
+def sums_of(ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
+    """Return the sums of `torchrl_ext.kernels.base.Kernels.sums`."""
+    keys, wide = (offsets.to(torch.int64) + 1) * _GOLDEN, _wide(values)
+    total = (((wide ^ _down(wide, 32)) + 1) * (keys ^ _down(keys, 32) | 1)).cumsum(0)
+    upto = torch.cat([total.new_zeros(1), total]).index_select(0, ends)
+    return upto.diff(prepend=total.new_zeros(1))
 
 
 def _moved(before: Tensor, steps: Tensor, ordered: bool) -> Tensor:

@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -50,27 +50,45 @@ class _List(NamedTuple):
     writes: Writes
     kernels: Kernels
 
-    def put(self) -> str | None:
-        """Write, and return the name of a tensor that does not hold its values then."""
-        written = self.kernels.write(self.writes)
-        return self.names[written] if written < len(self.names) else None
+    def sums(self) -> Tensor:
+        """Return `Kernels.sums` of what is to stand in each tensor."""
+        return self.kernels.sums(*self.writes[2:])
+
+    def put(self) -> Tensor:
+        """Write, and return the same of what stands there then."""
+        return self.kernels.write(self.writes)
 
 
 class _Copy(NamedTuple):
-    """Bits for a whole tensor."""
+    """Bits for all of a tensor, 1-D."""
 
     name: str
     target: Tensor
     values: Tensor
+    kernels: Kernels
+
+    @property
+    def names(self) -> list[str]:
+        """The tensor's, for each part of it."""
+        return [self.name] * -(-self.target.numel() // _most(self.kernels))
+
+    def sums(self) -> Tensor:
+        """Return what is to stand in each part of the tensor, added up: int64; on a device it may not be done yet."""
+        return self._sums(self.values.split(_most(self.kernels)))
 
     def put(self) -> Tensor:
-        """Write, and return a bool of shape () on the device: whether the target holds the values."""
-        if self.target.device.type != "cpu":
-            return (self.target.copy_(self.values) == self.values).all()
-        same, most = True, _LISTED if self.target.dim() == 1 else max(1, self.target.numel())
-        for into, own in zip(*(torch.atleast_1d(one).split(most) for one in (self.target, self.values)), strict=True):
-            same = np.array_equal(into.copy_(own).numpy(), own.numpy()) and same  # while both lie in a cache
-        return torch.tensor(same)
+        """Write, and return the same of what stands there then."""
+        parts = (one.split(_most(self.kernels)) for one in (self.target, self.values))
+        return self._sums(into.copy_(own) for into, own in zip(*parts, strict=True))  # while both lie in a cache
+
+    def _sums(self, parts: Iterable[Tensor]) -> Tensor:
+        if self.kernels.on_host:  # then a digest takes a third of the time
+            pieces = (Piece(destination=part, offset=0, strides=(1,)) for part in parts)
+            return torch.tensor([self.kernels.words(piece, LINEAR)[0] - 2**63 for piece in pieces])
+        device, sums = self.target.device, self.kernels.sums
+        places = torch.arange(min(self.target.numel(), _most(self.kernels)), dtype=torch.int32, device=device)
+        sized = ((torch.full((1,), part.numel(), device=device), part) for part in parts)
+        return torch.cat([sums(end, places[: part.numel()], part) for end, part in sized])
 
 
 class _Lists:
@@ -103,6 +121,17 @@ class _Lists:
 
 def _most(kernels: Kernels) -> int:
     return _LISTED if kernels.on_host else _LISTED_ON_DEVICE
+
+
+def _numbers(sums: Sequence[Tensor]) -> list[list[int]]:
+    """Return `Kernels.sums` on the host; waits, once for each of their devices, for all that this thread queued."""
+    found: list[list[int]] = [[] for _ in sums]
+    for device in {one.device for one in sums}:
+        own = [at for at, one in enumerate(sums) if one.device == device]
+        numbers = iter(torch.cat([sums[at] for at in own]).tolist())
+        for at in own:
+            found[at] = [*islice(numbers, sums[at].numel())]
+    return found
 
 
 @functools.cache
@@ -166,6 +195,7 @@ class Patcher:
         self._staged: dict[str, PositionDigest] | None = None  # of the tensors that change
         self._lists: list[_List] = []  # this and the next wait for the pause
         self._copies: list[_Copy] = []
+        self._sums: list[list[int]] = []  # of what the copies and the lists are to write
         self._damage: IntegrityError | None = None  # found while the model was in use; the next commit raises it
         self.others: set[str] = set()
         sizes = {name: sum(piece.destination.nbytes for piece in own) for name, own in pieces.items()}
@@ -220,6 +250,8 @@ class Patcher:
                     known = staged[name] if name in staged else self._held[name]
                     staged[name] = known.plus(self._translate(patch, lists, copies))
         self._lists, self._copies, self._staged = lists.close(), [*chain(*copies.values())], staged
+        sums = [one.sums() for one in self._copies] + [one.sums() for one in self._lists]
+        self._sums = _numbers(sums)  # which waits, as `commit` is on another stream
         held = self._held | staged
         return {name: held[name] for name in self.pieces}
 
@@ -311,7 +343,7 @@ class Patcher:
             if own and target.nbytes <= offsets.nbytes + values.nbytes:  # quicker then, and less
                 every = target.clone()  # what other patches change in between is listed, and written later
                 kernels.scatter(every, offsets, values)
-                others.append(_Copy(patch.meta.name, target, every))
+                others.append(_Copy(patch.meta.name, target, every, kernels))
             else:
                 for at, its in zip(offsets.split(_most(kernels)), values.split(_most(kernels)), strict=True):
                     lists.add([patch.meta.name], Writes.of([(target, at, its)]), kernels)
@@ -339,7 +371,7 @@ class Patcher:
 
     def drop(self) -> None:
         """Forget what was staged."""
-        self._lists, self._copies, self._staged = [], [], None
+        self._lists, self._copies, self._sums, self._staged = [], [], [], None
 
     def commit(self) -> None:
         """Write what was staged, and read back what was written; nothing is written where `stage` found damage.
@@ -350,23 +382,22 @@ class Patcher:
         """
         if self._staged is None:
             raise NotConnectedError("there are no staged changes", hint="stage them first")
-        lists, copies, staged, damage = self._lists, self._copies, self._staged, self._damage
+        lists, copies, sums, staged, damage = self._lists, self._copies, self._sums, self._staged, self._damage
         self.drop()
         if damage is not None:
             self.forget()
             raise damage
-        flags = [one.put() for one in copies]
+        found = [one.put() for one in copies]
         if len(lists) > 1 and torch.get_num_threads() > 1 and all(one.kernels.on_host for one in lists):
-            lost = [*_threads().map(_List.put, lists)]  # no two of them meet
+            found += _threads().map(_List.put, lists)  # no two of them meet
         else:
-            lost = [one.put() for one in lists]
-        for device in {flag.device for flag in flags}:  # waited for once
-            own = [(one.name, flag) for one, flag in zip(copies, flags, strict=True) if flag.device == device]
-            same = torch.stack([flag for _, flag in own]).tolist()
-            lost += [name for (name, _), whole in zip(own, same, strict=True) if not whole]
+            found += [one.put() for one in lists]
         self._held.update(staged)
-        for name in filter(None, lost):
-            raise _damaged(name, "the bits that were written, found others")
+        names = [one.names for one in copies] + [one.names for one in lists]
+        for own, stands, should in zip(names, _numbers(found), sums, strict=True):
+            if stands != should:
+                other = next(at for at, (a, b) in enumerate(zip(stands, should, strict=True)) if a != b)
+                raise _damaged(own[other], "the bits that were staged, found others")
 
     def read_back(self, names: Iterable[str]) -> None:
         """Take digests of these tensors from the live bytes, and compare them with what they should be.
