@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
+from tests.lagging import DEVICE, Lagging
 from tests.processes import WAIT_S
 from tests.sync.by_hand import invitation, prepared
 from tests.transports.sharded_engine import Together as Agreeing
@@ -97,6 +98,18 @@ def test_a_question_whether_staging_is_over_is_answered_at_once(engine):
     going.set()
     assert idle(handle) == [{}, {}]
     assert handle(Poll()) == [{}, {}]  # as long as nothing else is begun
+
+
+def test_a_background_step_is_in_order_with_the_engines_stream(lagging):
+    found = {}
+    with Lagging():
+        held = torch.zeros(4).to(DEVICE)
+        end = WorkerEnd(TensorsLoader({"x": held}), rank=0, workers=1, agree=lambda text: [text], mode=Lagging)
+        end.receiver.prefetch = lambda told: found.update(staged=held * 2)
+        held.add_(1)  # which the engine's stream has still to do
+        end.handle(Prefetch(version=1))
+        idle(lambda message: [end.handle(message)])
+        assert found["staged"].tolist() == [2.0] * 4
 
 
 def test_a_failure_of_one_is_heard_by_all_also_one_beside_the_engines_work(engine):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.lagging import DEVICE, Lagging
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.testing import WAIT_S
@@ -45,3 +46,21 @@ def test_an_engine_keeps_no_copy_in_the_channel():
     assert sender.update_weights({"x": torch.ones(1)}).version == 1
     with pytest.raises(IntegrityError, match="is not in memory channel 'served'"):
         held_by(transport)
+
+
+def test_copies_are_computed_before_another_stream_reads_them(lagging):
+    trainer, worker = tx.MemoryTransport("streams"), tx.MemoryTransport("streams")
+    with Lagging():
+        trainer.send_weights({"x": torch.arange(5).to(DEVICE) + 1})
+    with Lagging():
+        held = {"x": torch.zeros(5, dtype=torch.int64).to(DEVICE)}
+        worker.receive_weights(WAIT_S, weights=held)
+        assert held["x"].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_an_engine_of_this_process_computes_with_what_was_loaded(lagging):
+    with Lagging():  # its thread loads on another stream
+        held = {"x": torch.zeros(5, dtype=torch.int64).to(DEVICE)}
+        sender = tx.WeightSender(tx.MemoryTransport(), tx.make_engine("inprocess", engine=held))
+        assert sender.update_weights({"x": torch.arange(5).to(DEVICE) + 1}).proof == "in place"
+        assert held["x"].tolist() == [1, 2, 3, 4, 5]

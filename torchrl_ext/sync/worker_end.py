@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from torchrl_ext.deadline import in_thread
+from torchrl_ext.devices import recorded, settle, wait_for
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
 from torchrl_ext.landing.loader import WeightLoader
 from torchrl_ext.messages import Inspect, Join, Load, Message, Poll, Prefetch, Pull, Rehearse, State
@@ -159,13 +160,17 @@ class WorkerEnd:
 
     def _begin(self, work: Callable[[], None]) -> Future[None]:
         """Start ``work`` in a background thread."""
-        device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        devices = [] if kind is None else [torch.device(kind.type, torch.accelerator.current_device_index())]
+        before = recorded(devices)  # the engine may still be writing what ``work`` reads
 
         def aside() -> None:
-            if device is not None:  # a new thread starts on device 0
+            for device in devices:  # a new thread starts on device 0
                 torch.accelerator.set_device_index(device)
             with self._mode():
+                wait_for(before)
                 work()
+                settle(devices)
 
         return in_thread(aside, "torchrl_ext")
 

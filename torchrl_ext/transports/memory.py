@@ -10,6 +10,7 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
+from torchrl_ext.devices import settle
 from torchrl_ext.errors import IntegrityError, TransportError
 from torchrl_ext.transports.base import Arrival, Handoff, Update, Worker, WorkerEnd
 from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
@@ -83,6 +84,7 @@ class MemoryTransport(StandaloneTransport):
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         tensors = {meta.name: tensor.clone() for meta, tensor in checked(update.source)}
+        settle(tensor.device for tensor in tensors.values())  # a worker reads them in a thread of its own
         self._channel.tensors, self._channel.version, self._sends = tensors, update.version, True
         return Handoff(served=self._release)
 
@@ -129,6 +131,7 @@ class _MemoryWorker(WorkerEnd):
             )
         for name, tensor in tensors.items():
             yield name, tensor.clone()
+        settle(tensor.device for tensor in tensors.values())  # before the trainer drops them, or somebody computes
 
     def close(self) -> None:
         """Keep nothing: the channel is the trainer's."""
