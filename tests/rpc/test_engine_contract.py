@@ -5,14 +5,17 @@ whose weights were touched stays paused until they are whole, and the next good 
 """
 
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from threading import Barrier
 
 import pytest
 
 import torchrl_ext as tx
+from tests.processes import WAIT_S
 from tests.rpc.engines import PORTS, Trainer, client, running, weights
 from torchrl_ext.errors import ConfigError, EngineRefusedError, WeightSyncError
 from torchrl_ext.rpc.pool import Pool
@@ -297,7 +300,33 @@ def test_a_row_says_what_an_engine_says_of_itself_when_it_is_looked_at(port, tra
                 fake.inject(how)
             found = engine.look()
             fake.heal()
-            assert found[0].state == state
+            assert found[0].state == state and engine.rows()[0].state == "serving"
+
+
+def test_a_late_answer_about_its_state_leaves_a_failed_updates_row(trainers):
+    with running("embedded") as fake, ThreadPoolExecutor(1) as other:
+        engine = client(fake)
+        steps = prepared(engine, fake, "load", trainers[0])
+        asked, failed = threading.Event(), threading.Event()
+        state = engine.port.state
+
+        def late():
+            found = replace(state(), paused=False)  # as before the update
+            asked.set()
+            assert failed.wait(WAIT_S)
+            return found
+
+        engine.port.state = late
+        looked = other.submit(engine.look)
+        assert asked.wait(WAIT_S)
+        engine.port.state = state
+        fake.inject("fail", "POST /update_weights")
+        with pytest.raises(WeightSyncError, match="it fails here"):
+            steps["load"]()
+        failed.set()
+        looked.result(WAIT_S)
+        assert engine.rows()[0].state == "paused" and not fake.serving
+        heal(fake, trainers[0])
 
 
 def test_a_server_that_cannot_say_what_of_it_sleeps_is_told_to_wake_all_the_same():
@@ -336,7 +365,7 @@ def test_engines_are_paused_at_the_same_time_however_many_they_are(make):
     fakes = [FakeEngine(make) for _ in range(MANY)]
     try:
         fleet = tx.connect(*(fake.url for fake in fakes))
-        together = Barrier(MANY)
+        together = threading.Barrier(MANY)
         for fake in fakes:
             fake.inject("pass", PAUSES[make], first=lambda: together.wait(30))
         assert fleet.pause()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -181,3 +183,122 @@ def test_a_source_decides_who_takes_part_and_its_errors_change_nothing(tmp_path,
         pool.members()
     listed = [Scripted("b")]
     assert pool.members() == ("b",)
+
+
+STEPS = ("prefetch", "begin", "load", "compare", "commit")
+QUESTIONS = {
+    "look": Pool.look,
+    "info": Pool.info,
+    "infos": Pool.infos,
+    "world_size": lambda pool: pool.world_size,
+    "members": Pool.members,
+    "pause": Pool.pause,
+    "resume": Pool.resume,
+}
+
+
+class Asked(Scripted):
+    """Has another thread call ``ask``, to its end, within each step of an update from ``since`` on."""
+
+    since, ask, ready = "", staticmethod(lambda: None), None
+
+    def take(self, name):
+        if name in STEPS and self.since and STEPS.index(name) >= STEPS.index(self.since):
+            assert self.ready is None or self.ready.wait(WAIT_S)
+            with ThreadPoolExecutor(1) as other:
+                other.submit(self.ask).result(WAIT_S)
+        super().take(name)
+
+
+class Failing(Scripted):
+    def __init__(self, url):
+        super().__init__(url)
+        self.failed = threading.Event()
+
+    def take(self, name):
+        try:
+            super().take(name)
+        except EngineUnreachableError:
+            self.failed.set()
+            raise
+
+
+def update(pool, version):
+    """Update a pool as a sender does, and return the rows of its report."""
+    pool.members()
+    pool.prefetch(version)
+    with pool.updating(version):
+        pool.load({})
+        pool.verify({"x": "its digest"})
+    return pool.rows()
+
+
+class TestAnotherThreadAsks:
+    @pytest.mark.parametrize("question", QUESTIONS)
+    @pytest.mark.parametrize("step", STEPS)
+    def test_an_engine_that_failed_a_step_takes_no_later_one(self, step, question):
+        steady, failing = Asked("steady"), Failing("failing")
+        pool = Pool([steady, failing])
+        update(pool, 1)
+        failing.fails, failing.calls = {step}, []
+        steady.since, steady.ask, steady.ready = step, lambda: QUESTIONS[question](pool), failing.failed
+        with pytest.raises(EngineError, match=f"failing does not {step}; 1 of 2 engines did not take version 2"):
+            update(pool, 2)
+        assert [call for call in failing.calls if call in STEPS] == list(STEPS[: STEPS.index(step) + 1])
+        assert steady.version == "2" and failing.version == "1"
+        failing.fails, steady.since = set(), ""
+        assert [row.error for row in update(pool, 3)] == [None, None] and failing.version == "3"
+
+    @pytest.mark.parametrize("question", QUESTIONS)
+    def test_an_engine_that_does_not_answer_it_takes_the_update(self, question):
+        steady, busy = Asked("steady"), Scripted("busy")
+        pool = Pool([steady, busy])
+        update(pool, 1)
+
+        def ask():
+            busy.fails = {"info", "pause", "resume"}
+            with suppress(EngineError):
+                QUESTIONS[question](pool)
+            busy.fails = set()
+
+        steady.since, steady.ask = "prefetch", ask
+        assert [row.error for row in update(pool, 2)] == [None, None]
+        assert steady.version == busy.version == "2"
+
+    @pytest.mark.parametrize("since", STEPS)
+    def test_engines_that_come_within_an_update_take_the_next_one(self, since):
+        steady, late, new = Asked("steady"), Scripted("late"), Scripted("new")
+        pool = Pool([steady, late])
+        update(pool, 1)
+        pool.lose(late, EngineUnreachableError("it does not answer"))
+        late.fails, late.calls = {"info"}, []
+
+        def ask():
+            late.fails = set()
+            pool.add(new)
+            assert pool.members() == ("steady", "late", "new")
+
+        steady.since, steady.ask = since, ask
+        with pytest.raises(EngineError, match="late does not info; 1 of 2 engines did not take version 2"):
+            update(pool, 2)
+        assert not {*STEPS} & {*late.calls, *new.calls} and (late.version, new.version) == ("1", "")
+        steady.since = ""
+        update(pool, 3)
+        assert steady.version == late.version == new.version == "3"
+
+    def test_each_of_two_callers_hears_of_its_own_failures(self):
+        class Slow(Scripted):
+            def resume(self):
+                if not second.is_set() and failing.failed.wait(WAIT_S):
+                    second.set()
+                    failing.fails = set()
+                    with ThreadPoolExecutor(1) as other:
+                        other.submit(pool.resume).result(WAIT_S)
+                super().resume()
+
+        second, failing = threading.Event(), Failing("failing")
+        pool = Pool([Slow("slow"), failing])
+        failing.fails = {"resume"}
+        with pytest.raises(EngineError, match="failing does not resume; 1 of 2 engines did not resume") as caught:
+            pool.resume()
+        assert [row.error for row in caught.value.rows] == [None, "failing does not resume."]

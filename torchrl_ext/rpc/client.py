@@ -239,7 +239,7 @@ class EngineClient(ABC):
         """Return the result of the last update, one row per engine."""
 
     def look(self) -> tuple[EngineRow, ...]:
-        """Return `rows` with the state that each engine reports now, if it can report one."""
+        """Return `rows` with the state that each engine reports now, if it can report one; `rows` stays as it is."""
         return self.rows()
 
     @abstractmethod

@@ -495,16 +495,15 @@ class Engine(EngineClient):
         return (self._row,)
 
     def look(self) -> tuple[EngineRow, ...]:
+        row = self._row  # a question changes nothing: its answer may come when a step has noted more than it knows
         try:
             state = self.port.state()
         except EngineUnreachableError:
-            self._note("unreachable")
+            return (replace(row, state="unreachable"),)
         except (EngineError, DeadlineError):
-            self._note("paused")  # or worse
-        else:
-            if state.paused is not None:
-                self._note("serving" if state.serves else "paused")
-        return self.rows()
+            return (replace(row, state="paused"),)  # or worse
+        known = state.paused is not None
+        return (replace(row, state="serving" if state.serves else "paused") if known else row,)
 
     def close(self) -> None:
         connection, self._connection = self._connection, ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, as_completed, wait
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,6 +22,21 @@ log = logging.getLogger("torchrl_ext")
 
 _PROBE_S = 2.0  # how long an update waits for an engine that is already lost
 _LOST, _FAILED = "pool", "update"  # the reporters of a pool's complaints in `Health`
+
+
+@dataclass(kw_only=True)
+class _Update:
+    """What the steps of one update know of it. No other call of a pool writes it, whatever its thread.
+
+    Attributes:
+        engines: the engines that it began with.
+        lost: the engines that were lost when it began, and why.
+        failed: the engines that failed one of its steps, which the later steps leave out, and why.
+    """
+
+    engines: tuple[EngineClient, ...]
+    lost: dict[EngineClient, Exception]
+    failed: dict[EngineClient, Exception] = field(default_factory=dict)
 
 
 class Pool(EngineClient):
@@ -78,7 +93,7 @@ class Pool(EngineClient):
         self._group = data_parallel_size
         self._met = False
         self._reported: set[EngineClient] = set()  # engines that an error has already named since they last served
-        self._failed: dict[EngineClient, Exception] = {}  # in this update
+        self._update: _Update | None = None  # the one that runs, or ran last
         self._probes: dict[EngineClient, Future[EngineInfo]] = {}
         self._decoding: set[EngineClient] = set()
 
@@ -125,12 +140,12 @@ class Pool(EngineClient):
         self.reconcile(_PROBE_S)
         if not self.engines:
             raise self._nobody()
-        lost = self._lost()
-        suspects = [engine for engine in self.engines if not self._met or engine in self._failed or engine in lost]
+        lost, failed = self._lost(), self._update.failed if self._update is not None else {}
+        engines = self.engines
+        suspects = [engine for engine in engines if not self._met or engine in failed or engine in lost]
         silent = self._silent(suspects)
-        if len(silent) == len(self.engines):
-            self._failed = silent
-            raise self._missed("no engine of the fleet answered")
+        if len(silent) == len(engines):
+            raise self._missed("no engine of the fleet answered", {**lost, **silent})
         self._met = True
         for engine in suspects:
             if engine in silent:
@@ -138,7 +153,6 @@ class Pool(EngineClient):
             elif engine in lost:
                 log.warning("engine %s is back", engine.url)
                 self.health.mend(engine.url, by=_LOST)
-        self._failed.clear()
         self._reported &= self._lost().keys()
         return tuple(engine.url for engine in self.each())
 
@@ -194,7 +208,7 @@ class Pool(EngineClient):
             offsets.update(dict.fromkeys(members, offset))
             offset += workers
         self.everywhere(
-            "join the transport", lambda one: one.connect({**info, "rank_offset": offsets[one]}), on_failure
+            "join the transport", lambda one: one.connect({**info, "rank_offset": offsets[one]}), on_failure, offsets
         )
 
     def _deployments(self, described: Mapping[EngineClient, EngineInfo]) -> list[tuple[list[EngineClient], int]]:
@@ -207,7 +221,7 @@ class Pool(EngineClient):
         return next(filter(None, self.everywhere("say who has joined", lambda one: one.replaced(connection))), "")
 
     def prefetch(self, version: int, part: Part | None = None) -> None:
-        self._failed.clear()
+        self._update = None
         self._while_any("prefetch", lambda engine: engine.prefetch(version, part))
 
     def begin(self, version: int) -> None:
@@ -225,14 +239,15 @@ class Pool(EngineClient):
         Raises:
             EngineError: an engine failed or is lost; has a row per engine.
         """
-        active = set(self.each())
+        update = self._begun()
+        active = set(update.engines)
         for engines in (active - self._decoding, active & self._decoding):
             for engine in self._while_any("commit", lambda engine: engine.commit(version), among=engines):
                 self.health.mend(engine.url, by=_FAILED)
-        lost = self._lost()
-        if self._failed or lost.keys() - self._reported:
-            missed = len(self._failed) + len(lost)
-            raise self._missed(f"{missed} of {len(self.engines)} engines did not take version {version}")
+        missed = {**update.lost, **update.failed}
+        if update.failed or update.lost.keys() - self._reported:
+            everyone = len(update.engines) + len(update.lost)
+            raise self._missed(f"{len(missed)} of {everyone} engines did not take version {version}", missed)
 
     def each(self) -> tuple[EngineClient, ...]:
         lost = self._lost()
@@ -264,19 +279,16 @@ class Pool(EngineClient):
         Raises:
             EngineError: an engine did not pause; has a row per engine.
         """
-        self._failed.clear()
         engines = self.each()
-        served = self._fan_out(engines, lambda engine: engine.pause())
-        if self._failed:
-            unpaused, self._failed = self._failed, {}
-            self._fan_out([engine for engine in served if served[engine]], lambda engine: engine.resume())
-            still = ", ".join(engine.url for engine in self._failed)
-            self._failed = {**self._failed, **unpaused}
+        served, unpaused = self._fan_out(engines, lambda engine: engine.pause())
+        if unpaused:
+            _, still = self._fan_out([one for one in served if served[one]], lambda engine: engine.resume())
+            except_for = ", ".join(engine.url for engine in still)
             raise self._error(
-                self._failed,
+                {**still, **unpaused},
                 f"{len(unpaused)} of {len(engines)} engines did not pause",
                 "engines that had paused were asked to resume and report that they serve"
-                + (f", except {still}" if still else ""),
+                + (f", except {except_for}" if except_for else ""),
             )
         return any(served.values())
 
@@ -292,23 +304,33 @@ class Pool(EngineClient):
         self.everywhere("wake up", lambda engine: engine.wake_up(tags))
 
     def rows(self) -> tuple[EngineRow, ...]:
+        failed = self._update.failed if self._update is not None else {}
+        # not those that were resumed, or took the version later
+        return self._rows({one: failed[one] for one in failed if self.health.why(one.url, by=_FAILED) is not None})
+
+    def _rows(
+        self, errors: Mapping[EngineClient, Exception], looked: Mapping[EngineClient, EngineRow] | None = None
+    ) -> tuple[EngineRow, ...]:
         rows, lost = [], self._lost()
         for engine in self.engines:
-            (row,) = engine.rows()
-            error = self._failed.get(engine) or lost.get(engine)
+            (row,) = [looked[engine]] if looked and engine in looked else engine.rows()
+            error = errors.get(engine) or lost.get(engine)
             row = replace(row, state="unreachable") if engine in lost else row
             rows.append(row if error is None else replace(row, error=str(error)))
         return tuple(rows)
 
     def look(self) -> tuple[EngineRow, ...]:
-        self.everywhere("say how they are", lambda engine: engine.look())
-        return self.rows()
+        return self._rows({}, dict(self.everywhere("say how they are", lambda engine: (engine, *engine.look()))))
 
     def close(self) -> None:
         self.everywhere("close", lambda engine: engine.close())
 
     def everywhere(
-        self, what: str, call: Callable[[Any], object], on_failure: Callable[[], None] = _nothing
+        self,
+        what: str,
+        call: Callable[[Any], object],
+        on_failure: Callable[[], None] = _nothing,
+        among: Collection[EngineClient] | None = None,
     ) -> list[Any]:
         """Run ``call`` with each engine that is not lost, concurrently, and return the results in order.
 
@@ -316,17 +338,17 @@ class Pool(EngineClient):
             what: the call's name in the error: "2 of 3 engines did not ``what``".
             call: takes an engine's client.
             on_failure: called as soon as one engine fails.
+            among: the engines to call, in place of those that are not lost now.
 
         Raises:
             EngineError: an engine failed; has a row per engine. A fleet of one raises that engine's own error.
         """
-        self._failed.clear()
-        engines = self.each()
-        results = self._fan_out(engines, call, on_failure)
-        if self._failed:
+        engines = self.each() if among is None else among
+        results, errors = self._fan_out(engines, call, on_failure)
+        if errors:
             raise self._error(
-                self._failed,
-                f"{len(self._failed)} of {len(engines)} engines did not {what}",
+                errors,
+                f"{len(errors)} of {len(engines)} engines did not {what}",
                 "the other engines succeeded; error.rows lists the state of each engine",
             )
         return [results[engine] for engine in engines]
@@ -338,20 +360,29 @@ class Pool(EngineClient):
 
     def _silent(self, engines: Sequence[EngineClient]) -> dict[EngineClient, Exception]:
         """Return the engines that do not answer, and why. A lost one gets `_PROBE_S`; later answers count next time."""
-        for engine in engines:
-            if engine not in self._probes:
-                self._probes[engine] = in_thread(engine.info, f"probe {engine.url}")
+        probes = {}
+        for engine in engines:  # another thread may ask at the same time
+            probes[engine] = self._probes.get(engine) or self._probes.setdefault(
+                engine, in_thread(engine.info, f"probe {engine.url}")
+            )
         silent, lost = {}, self._lost()
-        wait([self._probes[engine] for engine in engines if engine in lost], _PROBE_S)
+        wait([probes[engine] for engine in engines if engine in lost], _PROBE_S)
         for engine in engines:
-            if engine in lost and not self._probes[engine].done():
+            if engine in lost and not probes[engine].done():
                 silent[engine] = lost[engine]
                 continue
+            self._probes.pop(engine, None)
             try:
-                self._probes.pop(engine).result()
+                probes[engine].result()
             except Exception as error:  # noqa: BLE001 - any error belongs in this engine's row
                 silent[engine] = error
         return silent
+
+    def _begun(self) -> _Update:
+        """Return the update that runs; one begins with the members of now."""
+        if self._update is None:
+            self._update = _Update(engines=self.each(), lost=self._lost())
+        return self._update
 
     def _while_any(
         self,
@@ -365,32 +396,33 @@ class Pool(EngineClient):
         Raises:
             EngineError: every engine of the update has failed.
         """
-        active = self.each()
-        wanted = [engine for engine in active if engine not in self._failed and (among is None or engine in among)]
-        took = self._fan_out(wanted, call, on_failure)
-        for engine, error in self._failed.items():
+        update = self._begun()
+        left = [engine for engine in update.engines if engine not in update.failed]
+        took, errors = self._fan_out([one for one in left if among is None or one in among], call, on_failure)
+        update.failed.update(errors)
+        for engine, error in update.failed.items():
             self.health.fail(engine.url, error, by=_FAILED)
-        self._reported.update(self._failed)  # the error that ends this update has rows that name them
-        if len(self._failed) == len(active):
-            raise self._missed(f"every engine failed to {step}")
+        self._reported.update(update.failed)  # the error that ends this update has rows that name them
+        if len(update.failed) == len(update.engines):
+            raise self._missed(f"every engine failed to {step}", {**update.lost, **update.failed})
         return took
 
     def _fan_out(
         self,
-        engines: Sequence[EngineClient],
+        engines: Collection[EngineClient],
         call: Callable[[EngineClient], object],
         on_failure: Callable[[], None] = _nothing,
-    ) -> dict[EngineClient, object]:
-        """Run ``call`` for all engines concurrently; return results and keep errors in ``_failed``."""
+    ) -> tuple[dict[EngineClient, object], dict[EngineClient, Exception]]:
+        """Run ``call`` for all engines concurrently; return the results and the errors."""
         jobs = {in_thread(partial(call, engine), f"drive {engine.url}"): engine for engine in engines}
-        results = {}
+        results, errors = {}, {}
         for job in as_completed(jobs):
             try:
                 results[jobs[job]] = job.result()
             except Exception as error:  # noqa: BLE001 - any error belongs in this engine's row
-                self._failed[jobs[job]] = error
+                errors[jobs[job]] = error
                 on_failure()
-        return results
+        return results, errors
 
     def _nobody(self) -> EngineError:
         return EngineError(
@@ -399,9 +431,8 @@ class Pool(EngineClient):
             hint="add an engine, or have the source of members list one that answers",
         )
 
-    def _missed(self, what: str) -> Exception:
+    def _missed(self, what: str, missed: Mapping[EngineClient, Exception]) -> Exception:
         """Return the error for engines that did not take a version, and mark them as reported."""
-        missed = {**self._lost(), **self._failed}
         self._reported.update(missed)
         return self._error(
             missed,
@@ -416,10 +447,10 @@ class Pool(EngineClient):
     ) -> Exception:
         """Return the error for a call that failed on some members; a pool of one returns that engine's own error."""
         if len(self.engines) == 1:
-            return errors[self.engines[0]]
+            return next(iter(errors.values()))
         causes = {engine.url: why(error) for engine, error in errors.items()}
         words = "; ".join(cause if url in cause else f"{cause} ({url})" for url, cause in causes.items())
-        return EngineError(f"{words}; {what}", rows=self.rows(), state=state, hint=hint)
+        return EngineError(f"{words}; {what}", rows=self._rows(errors), state=state, hint=hint)
 
 
 def _flat(engines: Iterable[EngineClient | str]) -> list[Any]:

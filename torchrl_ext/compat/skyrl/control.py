@@ -467,7 +467,7 @@ class EngineControl:
             try:
                 return call(fleet)
             except (EngineError, DeadlineError) as error:
-                errors = [row.error for row in fleet.rows()]
+                errors = [row.error for row in getattr(error, "rows", ())] or [str(error)]  # a fleet of one: its own
                 rows = [replace(row, error=one) for row, one in zip(fleet.look(), errors, strict=True)]
                 parts = {"expected": error.expected, "state": error.state, "hint": error.hint}
                 raise EngineError(error.what, rows=tuple(rows), **parts) from error
