@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from torchrl_ext.deadline import in_thread
 
 __all__ = ["Health"]
 
@@ -22,7 +26,7 @@ class Health:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._complaints: defaultdict[str, dict[str, tuple[Exception, float]]] = defaultdict(dict)
+        self._complaints: dict[str, dict[str, tuple[Exception, float]]] = {}
         self._subscribers: list[Changed] = []
 
     def __reduce__(self) -> tuple[type[Health], tuple[()]]:
@@ -38,8 +42,10 @@ class Health:
             for_s: seconds until the complaint expires.
         """
         with self._lock:
-            before = self._why(url)
-            self._complaints[url][by] = (why, time.monotonic() + for_s)
+            before, now = self._why(url), time.monotonic()
+            for known in list(self._complaints):
+                self._keep(known, {by: one for by, one in self._complaints[known].items() if one[1] > now})
+            self._complaints.setdefault(url, {})[by] = (why, now + for_s)
         if before is None:
             self._tell(url, why)
 
@@ -47,7 +53,7 @@ class Health:
         """Withdraw the complaint of ``by`` about an engine, if there is one."""
         with self._lock:
             before = self._why(url)
-            self._complaints[url].pop(by, None)
+            self._keep(url, {party: one for party, one in self._complaints.get(url, {}).items() if party != by})
             after = self._why(url)
         if before is not None and after is None:
             self._tell(url, None)
@@ -65,14 +71,27 @@ class Health:
     def subscribe(self, changed: Changed) -> None:
         """Call ``changed(url, reason)`` when an engine becomes unhealthy and ``changed(url, None)`` when it recovers.
 
-        The call runs in the reporter's thread. The expiry of a complaint is not announced.
+        The call runs in the reporter's thread; for a reporter on an event loop, in a thread of its own, because it may
+        wait for that loop. The expiry of a complaint is not announced.
         """
         self._subscribers.append(changed)
 
     def _why(self, url: str, by: str | None = None) -> Exception | None:
-        now, complaints = time.monotonic(), self._complaints[url].items()
+        now, complaints = time.monotonic(), self._complaints.get(url, {}).items()
         return next((why for party, (why, until) in complaints if until > now and by in (None, party)), None)
+
+    def _keep(self, url: str, complaints: dict[str, tuple[Exception, float]]) -> None:
+        if complaints:
+            self._complaints[url] = complaints
+        else:
+            self._complaints.pop(url, None)
 
     def _tell(self, url: str, why: Exception | None) -> None:
         for changed in self._subscribers:
-            changed(url, why)
+            loop = None
+            with suppress(RuntimeError):
+                loop = asyncio.get_running_loop()
+            if loop is None:
+                changed(url, why)
+            else:
+                in_thread(partial(changed, url, why), f"tell of {url}")
