@@ -288,6 +288,25 @@ def test_an_engine_that_does_not_resume_is_not_said_to_serve(port, status, words
 
 
 @pytest.mark.parametrize("port", RESUME)
+def test_another_engine_that_resumes_did_not_take_the_version(port, trainers):
+    with running(port) as fake, running(port) as other:
+        engine = client(fake)
+        steps = prepared(engine, fake, "commit", trainers[0])
+        release = engine.port.release
+
+        def moved():  # the name means another engine now
+            engine.port.http = client(other).port.http
+            release()
+
+        engine.port.release = moved
+        with pytest.raises(EngineRefusedError, match=r"no sender has joined.*did not resume"):
+            steps["commit"]()
+        assert other.serving and set(other.versions.values()) == {0}
+        assert not fake.serving and set(fake.versions.values()) == {NEXT}
+        assert [(row.state, row.version) for row in engine.rows()] == [("unreachable", None)]
+
+
+@pytest.mark.parametrize("port", RESUME)
 def test_a_row_says_what_an_engine_says_of_itself_when_it_is_looked_at(port, trainers):
     with running(port) as fake:
         engine = client(fake)

@@ -51,6 +51,7 @@ log = logging.getLogger("torchrl_ext")
 
 _UNTOUCHED = "the engine's weights and its pause are unchanged"
 _PART = "part of an update"
+_REPLACED = "another sender drives the engine; this call changed nothing"
 _KV = frozenset({"kv_cache"})
 _WEIGHTS = frozenset({"weights"})
 _PROBE = [*range(3, 19)]
@@ -296,7 +297,7 @@ class Engine(EngineClient):
     def commit(self, version: int) -> None:
         with self._step(f"finish version {version}", state=self._paused(_PART)):
             self.tell(Finish(version=version))
-        self._torn = False
+        self._torn, before = False, self._row.version
         with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
             self.port.label_as(version)
             if not self.port.drops_first:
@@ -304,10 +305,28 @@ class Engine(EngineClient):
             self._row = replace(self._row, version=version)
             self._wake(_KV, self._before, serving=False)
             self._serve()
+        if self._connection and self.port.proves:
+            self._refuse_stranger(version, before)
         if self.port.drafts and not self._drafted:
             self._drafted = True
             words = "%s keeps the weights of its draft model (%s): client.draft() updates it, or says why not"
             log.warning(words, self.url, self.port.drafts)
+
+    def _refuse_stranger(self, version: int, before: int | None) -> None:
+        """Raise an error unless the engine that answered the resume is the one that took ``version``.
+
+        It may have been started again since, or its name may mean another one.
+        """
+        row, self._row = self._row, replace(self._row, state="unreachable", version=before)
+        with self._step(
+            f"resume with version {version}",
+            state=f"{self.url} was asked to resume with version {version}, and does not say whether it is the engine "
+            "that took it",
+            replaced=f"{self.url} is not, or not any more, the engine that took version {version} from this sender: "
+            "that one has another sender now, was started again, or stays paused at another address",
+        ):
+            self.port.tell(State(connection=self._connection))
+        self._row = row
 
     # pause and sleep
 
@@ -516,19 +535,22 @@ class Engine(EngineClient):
         return f"{self.url} is paused and holds {holding}; the next successful update resumes it"
 
     @contextmanager
-    def _step(self, what: str, state: str | None = None, undo: Callable[[], str] | None = None) -> Iterator[None]:
+    def _step(
+        self, what: str, state: str | None = None, undo: Callable[[], str] | None = None, replaced: str = _REPLACED
+    ) -> Iterator[None]:
         """Add the step and the engine's state to an error of the body, and keep the error for the report.
 
         Args:
             what: the step, for "the engine did not ``what``".
             state: the engine's state after a failure, as text.
             undo: instead of ``state``: restores the engine and returns its state as text.
+            replaced: the state after a refusal because another sender has joined, or none has since a new start.
         """
         try:
             yield
         except (EngineError, DeadlineError) as error:
             if REPLACED in error.what:  # no undo: the other sender may be in the middle of an update
-                state = "another sender drives the engine; this call changed nothing"
+                state = replaced
             elif undo is not None:
                 state = undo()
             elif isinstance(error, EngineUnreachableError):
