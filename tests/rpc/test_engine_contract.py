@@ -287,6 +287,18 @@ def test_an_engine_that_does_not_resume_is_not_said_to_serve(port, status, words
         heal(fake, trainers[0])
 
 
+@pytest.mark.parametrize(("how", "holds"), [("fail", "is paused and holds"), ("hang", "may hold"), ("cut", "may hold")])
+def test_a_sender_says_only_what_an_engine_that_answers_holds(how, holds, trainers):
+    with running("embedded") as fake:
+        engine = client(fake, **({"timeout_s": 0.5, "load_timeout_s": 0.5} if how == "hang" else {}))
+        steps = prepared(engine, fake, "load", trainers[0])
+        for _ in range(2):  # a request whose connection breaks may be sent once more
+            fake.inject(how, "POST /update_weights")
+        with pytest.raises(WeightSyncError) as caught:
+            steps["load"]()
+        assert f"{holds} part of an update" in caught.value.state
+
+
 @pytest.mark.parametrize("port", RESUME)
 def test_another_engine_that_resumes_did_not_take_the_version(port, trainers):
     with running(port) as fake, running(port) as other:

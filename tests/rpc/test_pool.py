@@ -233,6 +233,22 @@ def update(pool, version):
     return pool.rows()
 
 
+@pytest.mark.parametrize("step", ["begin", "load", "commit"])
+def test_an_interrupted_update_names_the_engines_that_may_stay_paused(step, caplog):
+    class Interrupted(Scripted):
+        def take(self, name):
+            super().take(name)
+            if name == step:
+                raise KeyboardInterrupt
+
+    for engine in (Interrupted("one"), Pool([Interrupted("one"), Scripted("other")])):
+        caplog.clear()
+        with pytest.raises(KeyboardInterrupt), engine.updating(2):
+            engine.load({})
+        ((level, words),) = [(record.levelname, record.getMessage()) for record in caplog.records]
+        assert level == "ERROR" and all(one.url in words for one in engine.each())
+
+
 class TestAnotherThreadAsks:
     @pytest.mark.parametrize("question", QUESTIONS)
     @pytest.mark.parametrize("step", STEPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["EngineClient", "NullEngine"]
+
+log = logging.getLogger("torchrl_ext")
 
 
 def _nothing() -> None:
@@ -255,9 +258,17 @@ class EngineClient(ABC):
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
         """Run the body between `begin` and `commit`; if it raises, the engine stays paused and may be half updated."""
-        self.begin(version)
-        yield
-        self.commit(version)
+        try:
+            self.begin(version)
+            yield
+            self.commit(version)
+        except Exception:
+            raise  # it says what each engine serves
+        except BaseException:
+            if left := ", ".join(engine.url for engine in self.each()):
+                words = "the update to version %d was interrupted; %s may stay paused until resume() or the next update"
+                log.error(words, version, left)
+            raise
 
 
 class NullEngine(EngineClient):

@@ -284,21 +284,21 @@ class Engine(EngineClient):
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self._torn = True
         known = {"params"} if self.port.proves else ()  # from the join; megabytes of very many would lengthen the pause
-        with self._step("load the new weights", state=self._paused(_PART)):
+        with self._step("load the new weights", holding=_PART):
             self.tell(Load.of({name: value for name, value in info.items() if name not in known}))
 
     @final
     def _compare(self, digests: Mapping[str, str]) -> None:
         self._torn = True
-        with self._step("keep the digests of the new weights", state=self._paused(_PART)):
+        with self._step("keep the digests of the new weights", holding=_PART):
             self.tell(Verify(digests={**digests}))
 
     @final
     def commit(self, version: int) -> None:
-        with self._step(f"finish version {version}", state=self._paused(_PART)):
+        with self._step(f"finish version {version}", holding=_PART):
             self.tell(Finish(version=version))
         self._torn, before = False, self._row.version
-        with self._step(f"resume with version {version}", state=self._paused(f"version {version}, whole")):
+        with self._step(f"resume with version {version}", holding=f"version {version}, whole"):
             self.port.label_as(version)
             if not self.port.drops_first:
                 self.port.drop_cached()
@@ -364,7 +364,7 @@ class Engine(EngineClient):
             return
         with self._step(f"sleep at level {level}", undo=partial(self._undone, before)):
             self.port.make_idle()
-        with self._step(f"sleep at level {level}", state=self._paused("its previous weights, or none")):
+        with self._step(f"sleep at level {level}", holding="its previous weights, or none"):
             if level == 2 and "weights" in wanted:
                 self._tell_gone()
             self.port.sleep(level, None if tags is None else wanted, before)
@@ -528,15 +528,22 @@ class Engine(EngineClient):
         connection, self._connection = self._connection, ""
         self.port.close(connection)
 
-    def _paused(self, holding: str) -> str:
+    def _paused(self, holding: str, *, answered: bool = True) -> str:
         if not self.port.pauses:
             version = "no version" if self._row.version is None else f"version {self._row.version}"
             return f"{self.url} still serves, with {version}"
+        if not answered:  # another sender may have taken it meanwhile
+            return f"{self.url} was paused when it answered last, and may hold {holding}; the next update says more"
         return f"{self.url} is paused and holds {holding}; the next successful update resumes it"
 
     @contextmanager
     def _step(
-        self, what: str, state: str | None = None, undo: Callable[[], str] | None = None, replaced: str = _REPLACED
+        self,
+        what: str,
+        state: str | None = None,
+        undo: Callable[[], str] | None = None,
+        holding: str | None = None,
+        replaced: str = _REPLACED,
     ) -> Iterator[None]:
         """Add the step and the engine's state to an error of the body, and keep the error for the report.
 
@@ -544,6 +551,7 @@ class Engine(EngineClient):
             what: the step, for "the engine did not ``what``".
             state: the engine's state after a failure, as text.
             undo: instead of ``state``: restores the engine and returns its state as text.
+            holding: instead of ``state``: what a paused engine holds after a failure.
             replaced: the state after a refusal because another sender has joined, or none has since a new start.
         """
         try:
@@ -555,6 +563,9 @@ class Engine(EngineClient):
                 state = undo()
             elif isinstance(error, EngineUnreachableError):
                 self._note("unreachable")
+            if state is None and holding is not None:
+                silent = isinstance(error, (DeadlineError, EngineUnreachableError))
+                state = self._paused(holding, answered=not silent)
             reason, rest = parsed(
                 error.reason if isinstance(error, EngineRefusedError) and error.reason else error.what
             )
