@@ -154,8 +154,11 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def own(self) -> None:
-        """Become the store's only writer. Calling it twice is allowed.
+    def own(self) -> bool:
+        """Become the store's only writer; called before each version, as what the name means may have changed.
+
+        Returns:
+            Whether it was not the writer of what is there now before: versions that it published may not be there.
 
         Raises:
             StoreError: another writer owns the store, or it cannot be created.
@@ -278,8 +281,9 @@ class MemoryStore(Store):
             if known == key or known.startswith(inside):
                 self._values.pop(known, None)
 
-    def own(self) -> None:
-        self.owned = True
+    def own(self) -> bool:
+        before, self.owned = self.owned, True
+        return not before
 
     def disown(self) -> None:
         self.owned = False

@@ -78,6 +78,7 @@ class Chain:
         self.known: dict[int, Version] = {}
         self.view, self._lease_s = view, lease_s
         self._keyframes: dict[int, bool] = {}
+        self._published = 0
         self._offered: tuple[int, str | None] = (0, None)
         self._told: set[str] = set()
 
@@ -92,8 +93,11 @@ class Chain:
         return sorted(found)
 
     def newest(self) -> int:
-        """Return the highest number that was ever used here, whether the pointer moved or not; 0 before the first."""
-        return max([self._pointed(), *self.numbers()])
+        """Return the highest number that was used here, whether the pointer moved or not; 0 before the first.
+
+        Those that this object published count where they are gone, too: in one run, a number stands for one version.
+        """
+        return max([self._published, self._pointed(), *self.numbers()])
 
     def latest(self) -> int:
         """Return the number of the newest published version, also of another library; 0 before the first.
@@ -123,6 +127,7 @@ class Chain:
             )
         if version > pointed:
             self.store.put(_LATEST, b"%d\n" % version)
+        self._published = version
         if keyframe is not None:
             self._keyframes[version] = keyframe
 

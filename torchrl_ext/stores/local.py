@@ -73,14 +73,18 @@ class LocalStore(Store):
 
     # writer
 
-    def own(self) -> None:
+    def own(self) -> bool:
         """Make and lock the root, and remove what a killed writer left; as `Store.own`.
 
         The lock is on the directory itself, so nothing is left in it, and the kernel drops it with the process. It
-        belongs to the open directory: a forked child closes its copy, and so cannot keep the lock.
+        belongs to the open directory: a forked child closes its copy, and so cannot keep the lock. Where the root's
+        name means another directory by now (it was removed and made again, mounted anew, or is a link that was moved),
+        that one is locked instead.
         """
         if self.owned:
-            return
+            if self._is_here():
+                return False
+            self.disown()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -91,11 +95,13 @@ class LocalStore(Store):
         except BaseException:
             os.close(descriptor)
             raise
+        self._descriptor = descriptor
         self._unlock = weakref.finalize(self, _release, descriptor, os.getpid())
         self.owned = True
         _HELD.add(self)
         if locked:
             self._sweep()
+        return True
 
     def disown(self) -> None:
         """Unlock the root, so that another writer may own it."""
@@ -104,6 +110,7 @@ class LocalStore(Store):
             self._unlock()
 
     def put(self, key: str, data: bytes) -> None:
+        self._refuse_moved()
         folder, _, name = f"{self.url}/{checked_key(key)}".rpartition("/")
         temporary = f"{folder}/.{name}{TEMPORARY}{uuid.uuid4().hex}"
         try:
@@ -165,6 +172,7 @@ class LocalStore(Store):
             raise self._failed("write", error, len(data)) from error
 
     def delete(self, key: str) -> None:
+        self._refuse_moved()
         folder, _, name = f"{self.url}/{checked_key(key)}".rpartition("/")
         gone = f"{folder}/.{name}{TEMPORARY}{uuid.uuid4().hex}"
         try:
@@ -256,6 +264,22 @@ class LocalStore(Store):
         return found
 
     # its helpers
+
+    def _is_here(self) -> bool:
+        """Return whether the directory that is locked is what the root's name means now."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.root))
+        except OSError:
+            return False
+
+    def _refuse_moved(self) -> None:
+        if self.owned and not self._is_here():
+            raise StoreError(
+                f"{self.root} is another directory now than the one into which this trainer publishes",
+                expected="a root that stays",
+                state="nothing was changed in it",
+                hint="send the weights again: the trainer takes what is there now, unless another trainer has it",
+            )
 
     def _lock(self, descriptor: int) -> bool:
         try:

@@ -67,9 +67,9 @@ class ObjectStore(Store):
 
     # writer
 
-    def own(self) -> None:
+    def own(self) -> bool:
         if self.owned:
-            return
+            return False
         self._owners.enter()
         self.owned = True
         if self._creates:  # some accept the condition and ignore it
@@ -80,6 +80,7 @@ class ObjectStore(Store):
                 "publish the same version at the same moment, would not notice each other",
                 self.url,
             )
+        return True
 
     def disown(self) -> None:
         self.owned = False

@@ -108,7 +108,8 @@ class DiskTransport(StandaloneTransport):
 
     def prepare(self, update: Update, within: Deadline) -> Handoff:
         source, version, stats, began = update.source, update.version, TransferStats(), time.perf_counter()
-        self._store.own()
+        if self._store.own():
+            self._shared.moved()
         self._shared.clear()  # workers that joined have found the probe
         with ExitStack() as held:
             base = None if source.part is None else held.enter_context(closing(self._own_version(source.part.base)))
@@ -129,7 +130,8 @@ class DiskTransport(StandaloneTransport):
         return {"run_id": self._run_id, "path": str(self._seen_at / version_name(version))}
 
     def kept(self, version: int) -> Handoff | None:
-        return Handoff(info=self._info(version)) if version in self._versions.numbers() else None
+        there = version in self._versions.numbers() and not self._versions.replaced(version, self._run_id)
+        return Handoff(info=self._info(version)) if there else None
 
     def _own_version(self, version: int) -> PublishedVersion:
         """Open a version that this trainer published, which a part is to build on.

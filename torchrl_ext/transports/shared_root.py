@@ -8,7 +8,7 @@ import uuid
 from contextlib import suppress
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import IntegrityError, StoreError
+from torchrl_ext.errors import IntegrityError, StaleBaseError, StoreError
 from torchrl_ext.stores import Store
 from torchrl_ext.stores.local import TEMPORARY
 from torchrl_ext.types import Info, Wire
@@ -86,14 +86,31 @@ class SharedRoot:
     def __init__(self, store: Store, token: str) -> None:
         self._store, self._token = store, token
         self._probe: str | None = None  # the key of the one that lies there
+        self._invited = False
 
     def invite(self) -> Info:
         """Write a probe, and return the fields of an `Invitation`."""
         self.clear()
         self._probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
         self._store.put(self._probe, self._token.encode())
+        self._invited = True
         host = socket.gethostname()
         return {"root": self._store.url, "probe": self._probe, "run_id": self._token, "host": host}
+
+    def moved(self) -> None:
+        """Refuse a version for workers that were invited into the directory that the root was before.
+
+        Raises:
+            StaleBaseError: there are such workers, who may still see that one; the sender has them join again.
+        """
+        if self._invited:
+            self._invited = False
+            raise StaleBaseError(
+                f"{self._store.url} is another directory now than the one that workers joined",
+                expected="a root that stays",
+                state="nothing was sent",
+                hint="send the weights again: workers then join what is there now",
+            )
 
     def clear(self) -> None:
         """Remove the probe, if there is one."""

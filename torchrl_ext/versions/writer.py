@@ -98,7 +98,8 @@ class ChainWriter:
         since the version before (`WeightSource.part`), nothing else is looked at, and all else stays as it was.
 
         After an attempt that fails, which leaves nothing in the store, the next version is a keyframe. So it is after a
-        version that not every engine acknowledged, since a delta on that one may be of no use.
+        version that not every engine acknowledged, since a delta on that one may be of no use; and where the version
+        before is not in the store any more, which somebody emptied.
 
         Raises:
             StoreError: no space, no permission, no connection.
@@ -107,6 +108,8 @@ class ChainWriter:
         """
         baseline = self._baseline or self._first_baseline(source)
         base = baseline.version if baseline.fits(source) else None
+        if base is not None and not (base[1] < version and (base[1] == 0 or base[1] in self._chain.numbers())):
+            base = None
         keyframe |= base is None or not self._acknowledged or 0 < self._keyframe_every <= self._since_keyframe + 1
         if not self._acknowledged:
             self.acknowledge(keyframes=_UNACKNOWLEDGED)
@@ -161,6 +164,11 @@ class ChainWriter:
     def restart(self) -> None:
         """Forget what was published, so that the next version is a full one, or a delta on the base checkpoint."""
         self._baseline = None
+
+    def forget(self) -> None:
+        """Make the next version a full one alone: what was published is not in the store."""
+        if self._baseline is not None:
+            self._baseline.version = None
 
     def renew(self) -> None:
         """Make the next version a keyframe, for readers that hold neither the base nor a version of this chain."""

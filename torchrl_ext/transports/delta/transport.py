@@ -168,7 +168,7 @@ class DeltaTransport(StandaloneTransport):
                 expected="carrier 'disk', one of this library's encodings, and a single rank that writes",
                 hint="leave tiles out",
             )
-        run_id = uuid.uuid4().hex
+        run_id = self._run_id = uuid.uuid4().hex
         self._store: Store
         self._full: WritesFull
         self._group: VLLMCollectiveTransport | None = None
@@ -228,7 +228,8 @@ class DeltaTransport(StandaloneTransport):
         self._connected = True
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
-        self._store.own()
+        if self._store.own():
+            self._writer.forget()
         self._connected = True
         warming = self._begin(params)
         opening = Handoff() if self._group is None else self._group.open(workers, (), within)
@@ -267,8 +268,9 @@ class DeltaTransport(StandaloneTransport):
         if update.anew and self._base is not None:  # else the chain begins with a keyframe, which workers can read
             self._writer.renew()
         began, stats = time.perf_counter(), TransferStats()
-        if not self._store.owned:
-            self._store.own()
+        if self._store.own():
+            self._writer.forget()
+            self._shared.moved()
         delta = self._writer.publish(update.source, update.version)
         if self._wrote is not None:
             self._wrote(self.root, version_name(update.version))
@@ -315,7 +317,8 @@ class DeltaTransport(StandaloneTransport):
         return self._chain.newest()
 
     def kept(self, version: int) -> Handoff | None:
-        return Handoff() if self._group is None and version in self._chain.numbers() else None
+        there = self._group is None and version in self._chain.numbers()
+        return Handoff() if there and not self._chain.replaced(version, self._run_id) else None
 
     def check_connection(self) -> bool:
         reached = self._store.available() if self._group is None else self._group.check_connection()

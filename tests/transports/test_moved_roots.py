@@ -1,0 +1,134 @@
+"""Roots that are emptied, replaced, or links that are moved while a trainer publishes into them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import torchrl_ext as tx
+from tests.transports.chains import same, step, weights
+from torchrl_ext.errors import StoreError
+from torchrl_ext.stores import LocalStore
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
+
+
+@pytest.fixture
+def link(tmp_path):
+    """A root that is a link to a directory."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "root").symlink_to("first")
+    return tmp_path / "root"
+
+
+def emptied(link, **_):
+    for path in link.resolve().iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def made_again(link, **_):
+    folder = link.resolve()
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def flipped(link, **_):
+    (link.parent / "second").mkdir()
+    (link.parent / "new").symlink_to("second")
+    os.replace(link.parent / "new", link)
+
+
+def flipped_to_another_run(link, transport, count):
+    flipped(link)
+    other = tx.make_transport(transport, root=link)
+    for number in range(count):
+        other.send_weights(weights(seed=100 + number))
+    other.shutdown()
+
+
+WAYS = [emptied, made_again, flipped, flipped_to_another_run]
+
+
+@pytest.mark.parametrize("transport", ["delta", "disk"])
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+class TestOneTrainer:
+    def test_readers_get_the_next_version_and_no_number_is_used_twice(self, link, way, count, transport):
+        trainer, held = (tx.make_transport(transport, root=link) for _ in range(2))
+        own = weights()
+        for _ in range(count):
+            step(own, 1)
+            trainer.send_weights(own)
+        assert same(held.receive_weights(0.0), own)
+        way(link, transport=transport, count=count)
+        for version in (count + 1, count + 2):
+            step(own, version)
+            trainer.send_weights(own)
+            for reader in (held, tx.make_transport(transport, root=link)):
+                assert same(reader.receive_weights(0.0), own)
+                assert reader.received_version == version
+        trainer.shutdown()
+
+    def test_engines_take_the_next_update_from_where_the_root_is_now(self, link, way, count, transport):
+        own, served = weights(), weights(seed=7)
+        sender = tx.WeightSender(tx.make_transport(transport, root=link), InProcessEngine(served))
+        for version in range(1, count + 3):
+            if version == count + 1:
+                way(link, transport=transport, count=count)
+            step(own, version)
+            report = sender.update_weights(own)
+            assert report.verified and report.version >= version
+            assert same(served, own)
+        assert Path(link, f"weight_v{report.version:06d}").is_dir()
+        sender.shutdown()
+
+
+@pytest.mark.parametrize("transport", ["delta", "disk"])
+@pytest.mark.parametrize("way", [made_again, flipped], ids=lambda way: way.__name__)
+def test_a_trainer_is_refused_where_its_root_is_anothers_now(link, way, transport):
+    first, second, held = (tx.make_transport(transport, root=link) for _ in range(3))
+    own, others = weights(), weights(seed=9)
+    first.send_weights(own)
+    assert same(held.receive_weights(0.0), own)
+    way(link)
+    for number in (1, 2):
+        step(others, number)
+        second.send_weights(others)
+        before = sorted(link.rglob("*"))
+        with pytest.raises(StoreError, match="another trainer publishes into"):
+            first.send_weights(own)
+        assert sorted(link.rglob("*")) == before
+        assert same(held.receive_weights(0.0), others)
+    second.shutdown()
+    step(own, 3)
+    first.send_weights(own)  # as soon as the other one has left
+    for reader in (held, tx.make_transport(transport, root=link)):
+        assert same(reader.receive_weights(0.0), own)
+    first.shutdown()
+
+
+@pytest.mark.parametrize("transport", ["delta", "disk"])
+def test_another_runs_version_of_a_number_is_not_kept_for_late_engines(link, transport):
+    trainer = tx.make_transport(transport, root=link)
+    trainer.send_weights(weights())
+    assert trainer.kept(1) is not None
+    flipped_to_another_run(link, transport, count=1)
+    assert (link / "weight_v000001").is_dir() and trainer.kept(1) is None
+    trainer.shutdown()
+
+
+def test_a_writer_changes_nothing_in_a_directory_that_it_did_not_lock(link):
+    store, other = LocalStore(link), LocalStore(link)
+    store.own()
+    flipped(link)
+    other.own()
+    other.put("latest", b"1")
+    for change in (lambda: store.put("latest", b"2"), lambda: store.delete("latest")):
+        with pytest.raises(StoreError, match="is another directory now"):
+            change()
+    assert other.get("latest") == b"1"
+    other.disown()
+    assert store.own() and not store.own()
+    store.disown()
