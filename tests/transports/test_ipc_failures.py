@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import select
 import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.processes import calling, python
+from tests.processes import calling, python, running_python
 from tests.transports import ipc_ends
 from tests.transports.ipc_ends import SMALL_BYTES, exchange, frame, joined, opened, prepared, weights
 from tests.transports.members import Interrupted, broken
@@ -32,11 +34,12 @@ from torchrl_ext.transports.ipc import transport as ipc
 from torchrl_ext.transports.ipc.memory import HostHandle, create
 from torchrl_ext.transports.ipc.messages import Announce, Load
 from torchrl_ext.transports.ipc.workers import ConnectedWorkers
-from torchrl_ext.transports.links import new_address
+from torchrl_ext.transports.links import LocalListener, new_address, shared_address
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import MappingSource
 
 channel, make = ipc_ends.channel, ipc_ends.make
+NOBODY = 65534
 
 
 @contextmanager
@@ -87,7 +90,7 @@ class TestFailures:
     def test_two_trainers_on_one_channel_are_refused(self, make):
         first, second, worker = make(), make(), make()
         exchange(first, worker)
-        with pytest.raises(TransportError, match="another trainer of this user already sends on this channel"):
+        with pytest.raises(TransportError, match=rf"process of this user \(pid {os.getpid()}\) already listens"):
             second.send_weights(weights())
 
     @pytest.mark.parametrize("how", ["stop", "close"])
@@ -199,8 +202,82 @@ class TestHandles:
                 HostHandle(pid=os.getpid(), fd=file.fileno(), inode=inode, bytes=128).attach()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+class TestOtherUsers:
+    def test_one_who_connects_all_the_time_keeps_nobody_waiting(self, make, channel):
+        trainer, worker = make(timeout_s=WAIT_S), make()
+        exchange(trainer, worker)
+        with calling_as_nobody(connects_all_the_time, shared_address(channel)) as stranger:
+            worker.shutdown()
+            exchange(trainer, make())
+            trainer.shutdown()
+            with pytest.raises(DeadlineError, match="1 of 1 workers did not connect"):
+                make(timeout_s=0.2).send_weights(weights())
+            assert select.select([stranger.stdout], [], [], 0)[0] == []  # it still goes on
+
+    def test_one_who_has_the_address_first_is_named_by_both_ends(self, make, channel):
+        with calling_as_nobody(listens, shared_address(channel)) as stranger:
+            with pytest.raises(TransportError, match=rf"user {NOBODY} \(pid {stranger.pid}\) already listens"):
+                make().send_weights(weights())
+            with pytest.raises(TransportError, match=rf"pid {stranger.pid}\) belongs to user {NOBODY}"):
+                make().receive_weights(WAIT_S)
+
+    def test_one_who_has_the_address_and_does_not_listen_may_be_anybody(self, make, channel):
+        words = "another process, perhaps of another user, already listens"
+        with calling_as_nobody(binds, shared_address(channel)), pytest.raises(TransportError, match=words):
+            make().send_weights(weights())
+
+
+def test_a_trainer_that_may_open_no_more_files_says_so():
+    assert "Too many open files" in python(calling(accepts_without_descriptors, new_address()))
+
+
+def accepts_without_descriptors(address):
+    with closing(LocalListener(address)) as listener, socket.socket(socket.AF_UNIX) as worker:
+        worker.connect("\0" + address)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (worker.fileno() + 1, worker.fileno() + 1))
+        try:
+            listener.accept(Deadline(WAIT_S))
+        except TransportError as error:
+            print(error)
+
+
+@contextmanager
+def calling_as_nobody(function, address):
+    """A process of another user that calls ``function`` beside the block; the block begins when it is at work."""
+    with running_python(calling(function, address)) as stranger:
+        assert stranger.stdout.readline() == "at work\n"
+        yield stranger
+
+
+def binds(address, listening=False):
+    os.setuid(NOBODY)
+    with socket.socket(socket.AF_UNIX) as endpoint:
+        endpoint.bind("\0" + address)
+        if listening:
+            endpoint.listen()
+        print("at work", flush=True)
+        sys.stdin.read()
+
+
+def listens(address):
+    binds(address, listening=True)
+
+
+def connects_all_the_time(address):
+    """For half a minute, and a little longer after it has said so, which whoever waits for its end can read."""
+    os.setuid(NOBODY)
+    print("at work", flush=True)
+    for within in (Deadline(30.0), Deadline(0.5)):
+        while not within.over:
+            with socket.socket(socket.AF_UNIX) as endpoint, suppress(OSError):
+                endpoint.setblocking(False)
+                endpoint.connect("\0" + address)
+        print("ended", flush=True)
+
+
 def attaches_as_nobody(handle):
-    os.setuid(65534)
+    os.setuid(NOBODY)
     try:
         HostHandle.from_json(handle).attach()
     except TransportError as error:

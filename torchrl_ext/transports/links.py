@@ -36,6 +36,8 @@ LONGEST_BYTES = 256 << 20
 
 _PROTOCOL = "ipc4"
 _LOCAL_ADDRESS = re.compile(rf"torchrl_ext-{_PROTOCOL}-[0-9]+-[0-9a-f]{{32}}")
+_MOST_STRANGERS = 1024  # as many as may wait at once
+_TURN = struct.pack("@ll", 0, 50_000)  # for how long connecting waits behind those who crowd an address, as a timeval
 _SLICE_S = 0.05
 _NO_ROOM_S = 0.05
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
@@ -220,20 +222,34 @@ class LocalListener:
         except OSError as error:
             self._socket.close()
             raise TransportError(
-                f"another trainer of this user already sends on this channel ({address}): {error}",
+                f"{_holder(address)} already listens on this channel ({address}): {error}",
                 state="nothing was sent",
-                hint="shut that trainer down, or give both ends of this transport another channel name",
+                hint="end that process, or give both ends of this transport another channel name",
             ) from error
-        self._socket.listen(1024)
+        self._socket.listen(_MOST_STRANGERS)
         close_in_children(self)
 
     def accept(self, within: Deadline) -> Link | None:
-        """Return the next connection, or None when none came within the deadline."""
+        """Return the next connection, or None when none came within the deadline, or only ones of other users.
+
+        Raises:
+            TransportError: this process may open no more files.
+        """
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
-        while poll.poll(1e3 * within.left_s):
-            with contextlib.suppress(BlockingIOError, TransportError):
+        for _ in range(_MOST_STRANGERS):  # any user may connect, again and again, and everybody has a deadline
+            if not poll.poll(1e3 * within.left_s):
+                break
+            try:
                 return _link_to(self._socket.accept()[0], "a worker")
+            except (BlockingIOError, ConnectionAbortedError, TransportError):
+                continue
+            except OSError as error:
+                raise TransportError(
+                    f"no worker can connect at {self.address}: {error}",
+                    state="nothing was sent to workers that wait there",
+                    hint="raise this process's limit of open files (ulimit -n), or find out what holds them",
+                ) from error
         return None
 
     def close(self) -> None:
@@ -256,10 +272,10 @@ def connect_locally(address: Any) -> Link | None:
             hint="use one release of torchrl_ext in trainer and engine",
         )
     endpoint = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    endpoint.setblocking(False)
+    endpoint.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TURN)
     try:
         endpoint.connect("\0" + address)
-    except OSError:  # nobody there, or too many at once: either way, try again
+    except OSError:  # nobody there, or still too many at once: either way, try again
         endpoint.close()
         return None
     return _link_to(endpoint, "the trainer")
@@ -267,8 +283,7 @@ def connect_locally(address: Any) -> Link | None:
 
 def _link_to(endpoint: socket.socket, what: str) -> Link:
     """Return a link over a connected Unix socket; ``what``, at the other end, is a process of this user or of root."""
-    raw = endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", raw)
+    pid, uid = _owner(endpoint)
     if uid not in (os.geteuid(), 0):
         endpoint.close()
         raise TransportError(
@@ -277,6 +292,25 @@ def _link_to(endpoint: socket.socket, what: str) -> Link:
             state="nothing was read",
         )
     return Link(endpoint, f"{what} (pid {pid})")
+
+
+def _owner(endpoint: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end of a connected Unix socket."""
+    raw = endpoint.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", raw)
+    return pid, uid
+
+
+def _holder(address: str) -> str:
+    """Return whose an address is, which any user may have taken first."""
+    with socket.socket(socket.AF_UNIX) as endpoint:
+        endpoint.setblocking(False)
+        try:
+            endpoint.connect("\0" + address)
+        except OSError:
+            return "another process, perhaps of another user,"
+        pid, uid = _owner(endpoint)
+    return f"another process of this user (pid {pid})" if uid == os.geteuid() else f"user {uid} (pid {pid})"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

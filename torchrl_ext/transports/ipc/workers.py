@@ -109,7 +109,7 @@ class ConnectedWorkers:
             link = self._listener.accept(within.within(_LOOK_S if waiting else 0.0))
             if link is not None:
                 try:
-                    hello = _hello(link)
+                    hello = _hello(link, within.within(_HELLO_S))
                 except WeightSyncError as error:
                     log.warning("not let in: %s", error)
                     away[error.what] = None
@@ -205,14 +205,14 @@ def _await_word(workers: list[_Worker], within: Deadline) -> None:
     poll.poll(within.left_s * 1e3)
 
 
-def _hello(link: Link) -> Hello:
+def _hello(link: Link, within: Deadline) -> Hello:
     """Return the message of a worker that connected.
 
     Raises:
         TransportError: it does not identify itself.
         WeightSyncError: it is gone, or does not follow the protocol.
     """
-    hello = read(link, Deadline(_HELLO_S))
+    hello = read(link, within)
     if not isinstance(hello, Hello):
         raise TransportError(f"{link.peer} does not identify itself", expected="a worker of torchrl_ext")
     return hello
