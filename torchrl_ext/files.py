@@ -11,7 +11,7 @@ from typing import ClassVar, final
 
 from torchrl_ext.errors import IntegrityError
 
-__all__ = ["LocalFile", "OpenFile", "open_regular", "sync"]
+__all__ = ["LocalFile", "OpenFile", "identity", "open_regular", "sync"]
 
 _Path = str | os.PathLike[str]
 
@@ -111,6 +111,16 @@ def open_regular(path: _Path, *, within: _Path | None = None) -> tuple[int, int]
         os.close(descriptor)
         raise _special(path)
     return descriptor, found.st_size
+
+
+def identity(path: _Path) -> tuple[int, int, int, int]:
+    """Return what changes when a file gets another content: its device, inode, size in bytes and last write in ns.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def sync(path: _Path) -> None:

@@ -117,6 +117,27 @@ class TestModule:
             run(engine.update_model_weights_from_state_dict(nn.Linear(3, 2).state_dict()))
         assert same(served, good.state_dict()) and engine.serving.is_set()
 
+    def test_a_checkpoint_that_was_saved_into_is_not_put_back(self, monkeypatch, tmp_path):
+        weights, load, failures = [states(nn.Linear(3, 2)) for _ in range(3)], TensorsLoader.load, []
+
+        def failing(loader, pairs):
+            load(loader, [next(iter(pairs))] if failures else pairs)
+            if failures:
+                raise failures.pop()
+
+        monkeypatch.setattr(TensorsLoader, "load", failing)
+        served = nn.Linear(3, 2)
+        engine = tx.make_engine("inprocess", engine=served)
+        save_file(weights[0], tmp_path / "model.safetensors")
+        run(engine.update_model_weights(tmp_path))
+        save_file(weights[1], tmp_path / "model.safetensors")  # the trainer's next one, for which nobody asked
+        failures.append(RuntimeError("out of memory"))
+        with pytest.raises(UpdateError, match=r"out of memory(.|\n)*not be restored either: .*model\.safetensors"):
+            run(engine.update_model_weights_from_state_dict(weights[2]))
+        assert not engine.serving.is_set() and not torch.equal(served.bias, weights[1]["bias"])
+        run(engine.update_model_weights(tmp_path))
+        assert engine.serving.is_set() and same(served, weights[1])
+
     def test_two_clients_of_one_module_know_of_each_others_pauses_and_updates(self):
         served, policy = nn.Linear(3, 2), nn.Linear(3, 2)
         one, other = (tx.make_engine("inprocess", engine=served) for _ in range(2))
@@ -187,6 +208,26 @@ class TestEmbedded:
         assert engine.scheduler.paused
         run(online.update_model_weights(place / "seed1"))
         assert self.says(engine) == greedy(tiny_model(1), PROMPT, 8)
+
+    def test_a_start_directory_that_was_saved_into_is_not_put_back(self, tmp_path, monkeypatch):
+        tiny_checkpoint(tmp_path, 0)
+        engine = Engine(str(tmp_path), dtype="float32")
+        online = tx.make_engine("inprocess", engine=engine)
+        tiny_checkpoint(tmp_path, 3)
+        finish, failures = TensorsLoader.finish, [TransportError("it fails")]
+
+        def failing(*args):
+            if failures:
+                raise failures.pop()
+            finish(*args)
+
+        monkeypatch.setattr(TensorsLoader, "finish", failing)
+        with pytest.raises(UpdateError, match=r"it fails(.|\n)*could not be restored either: .*model\.safetensors"):
+            run(online.update_model_weights_from_state_dict(tiny_model(1).state_dict()))
+        assert engine.scheduler.paused
+        run(online.update_model_weights(tmp_path))
+        assert self.says(engine) == greedy(tiny_model(3), PROMPT, 8)
+        engine.close()
 
     @pytest.mark.parametrize("way", ["state dict", "checkpoint"])
     def test_one_layer_is_switched_alone_and_costs_one_layer(self, engine, place, way):
@@ -288,6 +329,17 @@ class TestVLLM:
             assert freed == [{"kv_cache"}] and llm.fake.serving and same(llm.model, states(net(0)))
             report = await engine.update_model_weights(folders / "1")
             assert report.verified and llm.fake.serving and same(llm.model, states(net(1))) and not llm.fake.wrongs
+
+        run(main())
+
+    def test_a_start_directory_that_was_saved_into_is_not_put_back(self, folders):
+        async def main():
+            llm, engine = self.served(folders)
+            save_file(states(net(5)), folders / "0" / "model.safetensors")
+            llm.fake.inject("fail", "POST /update_weights")
+            with pytest.raises(UpdateError, match=r"it fails here(.|\n)*could not be restored either: .*0/model\.safe"):
+                await engine.update_model_weights(folders / "1")
+            assert not llm.fake.serving and not same(llm.model, states(net(5)))
 
         run(main())
 

@@ -2,17 +2,20 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import torchrl_ext as tx
 from tests.models import tiny_checkpoint, tiny_model
-from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.errors import ConfigError, IntegrityError, UpdateError
 from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.checkpoint import CheckpointSource, companion_files, local_checkpoint, revised
-from torchrl_ext.weights.source import checked
+from torchrl_ext.weights.source import WeightSource, checked
 
 
 @pytest.fixture
@@ -72,14 +75,102 @@ def test_files_that_contradict_each_other_or_hold_no_weights_are_refused(tmp_pat
         CheckpointSource(tmp_path)
     with pytest.raises(ConfigError, match="no directory"):
         companion_files(tmp_path / "nowhere")
-    save_file({"x": torch.zeros(1)}, tmp_path / "a.safetensors")
-    source = CheckpointSource(tmp_path)
     save_file({"y": torch.zeros(1)}, tmp_path / "a.safetensors")
-    with pytest.raises(IntegrityError, match=r"a\.safetensors holds no tensor 'x'"):
-        dict(source)
     save_file({"y": torch.zeros(1)}, tmp_path / "b.safetensors")
     with pytest.raises(IntegrityError, match=r"'y' is in a\.safetensors and in b\.safetensors"):
         CheckpointSource(tmp_path)
+
+
+A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def in_place(tensors, path):
+    fresh = path.with_suffix(".fresh")
+    save_file(tensors, fresh)
+    path.write_bytes(fresh.read_bytes())
+    os.utime(path, ns=(0, 0))  # a clock may tick slower than two saves
+
+
+def renamed(tensors, path):
+    save_file(tensors, path.with_suffix(".fresh"))
+    os.replace(path.with_suffix(".fresh"), path)
+
+
+class SavedAnew(WeightSource):
+    """A directory of two shards into which somebody saves once the first tensor was read."""
+
+    def __init__(self, folder, how):
+        self.folder, self.how = folder, how
+        for file, name in ((A, "a"), (B, "b")):
+            save_file({name: torch.ones(9)}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": A, "b": B}}))
+        self.inner = CheckpointSource(folder)
+
+    def save(self):
+        for file, name in ((A, "a"), (B, "b")):
+            self.how({name: torch.full((9,), 2.0)}, self.folder / file)
+
+    def params(self):
+        return self.inner.params()
+
+    def __iter__(self):
+        pairs = iter(self.inner)
+        yield next(pairs)
+        self.save()
+        yield from pairs
+
+    def shards(self):
+        for shard in self.inner.shards():
+            yield replace(shard, take=partial(self.taken, shard))
+
+    def taken(self, shard):
+        try:
+            return shard.take()
+        finally:
+            self.save()
+
+
+class TestDirectoriesThatAreSavedInto:
+    @pytest.mark.parametrize("how", [renamed, in_place], ids=["renamed", "in place"])
+    @pytest.mark.parametrize("transport", ["memory", "disk"])
+    def test_no_mixture_of_two_checkpoints_is_accepted(self, transport, how, tmp_path):
+        (tmp_path / "source").mkdir()
+        source, held = SavedAnew(tmp_path / "source", how), {"a": torch.zeros(9), "b": torch.zeros(9)}
+        settings = {} if transport == "memory" else {"root": tmp_path / "root"}
+        transport, engine = tx.make_transport(transport, **settings), tx.make_engine("inprocess", engine=held)
+        with tx.WeightSender(transport, engine) as sender:
+            with pytest.raises(UpdateError, match=B):
+                sender.update_weights(source)
+            assert not held["a"].any() and not held["b"].any()
+            assert sender.update_weights(str(source.folder)).verified
+        assert held["a"].eq(2).all() and held["b"].eq(2).all()
+
+    def test_no_shard_of_a_later_checkpoint_is_taken(self, tmp_path):
+        first, second = SavedAnew(tmp_path, renamed).shards()
+        assert first.take().eq(1).all()
+        with pytest.raises(IntegrityError, match=B):
+            second.take()
+
+    @pytest.mark.parametrize("change", [Path.unlink, lambda path: os.utime(path, ns=(0, 0))], ids=["gone", "older"])
+    def test_a_pass_ends_with_a_look_at_every_file(self, tmp_path, change):
+        source = SavedAnew(tmp_path, renamed).inner
+        pairs = iter(source)
+        assert [next(pairs)[0], next(pairs)[0]] == ["a", "b"]
+        change(tmp_path / A)
+        with pytest.raises(IntegrityError, match=A):
+            next(pairs)
+
+
+@pytest.mark.parametrize("single", [1.0, 2.0])
+def test_a_single_file_beside_an_index_of_others_is_refused(tmp_path, single):
+    SavedAnew(tmp_path, renamed)
+    save_file({"a": torch.full((9,), single), "b": torch.full((9,), single)}, tmp_path / "model.safetensors")
+    with pytest.raises(IntegrityError, match=r"model\.safetensors lies beside model\.safetensors\.index\.json"):
+        CheckpointSource(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    for file in (A, B):
+        (tmp_path / file).unlink()
+    assert all(tensor.eq(single).all() for tensor in dict(CheckpointSource(tmp_path)).values())
 
 
 class TestNamesOfTheHub:

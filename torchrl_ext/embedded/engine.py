@@ -23,7 +23,7 @@ from torchrl_ext.proof.scoring import score
 from torchrl_ext.sync.inspection import followed, inspect
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import Info, ParamMeta, dtype_from_name
-from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.checkpoint import CheckpointSource, opened
 from torchrl_ext.weights.source import named_tensors
 
 __all__ = ["Engine"]
@@ -55,6 +55,7 @@ class Engine:
 
     def __init__(self, model_dir: str, *, dtype: str = "auto", device: str = "cpu", context: int | None = None) -> None:
         self.model_dir, self.dtype = model_dir, dtype
+        self.checkpoint = opened(model_dir)
         model = _load_model(model_dir, dtype).to(usable_device(device)).eval().requires_grad_(False)
         self.context = context or model.config.max_position_embeddings
         self._model = model

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -17,14 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_ext.errors import ConfigError, IntegrityError
+from torchrl_ext.files import identity
 from torchrl_ext.types import ParamMeta, dtype_name
 from torchrl_ext.weights.shards.blocks import Block, Shard
 from torchrl_ext.weights.source import WeightSource
 from torchrl_ext.weights.tensorfile import TensorFile
 
-__all__ = ["CheckpointSource", "companion_files", "local_checkpoint", "model_files", "revised", "with_dtype"]
+__all__ = ["CheckpointSource", "companion_files", "local_checkpoint", "model_files", "opened", "revised", "with_dtype"]
 
-_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_INDEX = f"{_SINGLE}.index.json"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?", re.ASCII)
 _COMPANIONS = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".spm"}
 _NOT_COMPANIONS = ("manifest.json", ".index.json")
@@ -128,21 +130,35 @@ def with_dtype(files: Mapping[str, bytes], dtype: torch.dtype) -> dict[str, byte
 class CheckpointSource(WeightSource):
     """The tensors of a checkpoint directory, in the order of its files (and of each file's header).
 
+    It is the checkpoint that lay there when the source was made: once one of its files is written anew, removed or
+    replaced, nothing more can be read of it.
+
     Args:
         directory: holds ``model.safetensors.index.json`` and the files that it names, or ``*.safetensors`` files; or a
             name of the Hub, for what is in the local cache (`local_checkpoint`).
 
     Raises:
         ConfigError: there is no checkpoint.
-        IntegrityError: names the file that is missing, truncated or damaged.
+        IntegrityError: names the file that is missing, truncated or damaged, or that has changed since; or a single
+            file of weights beside an index of others.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = local_checkpoint(directory)
         if not self.directory.is_dir():
             raise ConfigError(f"there is no checkpoint directory {self.directory}")
-        index = self.directory / _INDEX
-        where = _weight_map(index) if index.is_file() else None
+        self._seen: dict[str, tuple[int, ...]] = {}
+        where = None
+        if (self.directory / _INDEX).is_file():
+            self._see(_INDEX)
+            where = _weight_map(self.directory / _INDEX)
+            if _SINGLE not in where.values() and (self.directory / _SINGLE).exists():
+                raise IntegrityError(
+                    f"{self.directory / _SINGLE} lies beside {_INDEX}, which names other files",
+                    expected="one checkpoint: vLLM and SGLang load what the index names, transformers the single file",
+                    state="nothing was read",
+                    hint="remove the older of the two, the single file, or the index and the files that it names",
+                )
         names = sorted(
             {path.name for path in self.directory.glob("*.safetensors")} if where is None else {*where.values()}
         )
@@ -151,6 +167,7 @@ class CheckpointSource(WeightSource):
         self._files: dict[str, str] = {}
         self._params: tuple[ParamMeta, ...] = ()
         for name in names:
+            self._see(name)
             with closing(self._open(name)) as file:  # again for each pass: hundreds of files are not kept open
                 file.no_payloads()
             kept = [meta for meta in file.params() if where is None or where.get(meta.name) == name]
@@ -171,6 +188,8 @@ class CheckpointSource(WeightSource):
         for meta in self._params:
             if names is None or meta.name in names:
                 yield meta.name, read(meta.name)
+        for name in self._seen:
+            self._require_unchanged(name)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self.pairs()
@@ -191,10 +210,31 @@ class CheckpointSource(WeightSource):
         def read(name: str) -> Tensor:
             nonlocal file
             if file is None or os.path.basename(file.path) != self._files[name]:
+                self._require_unchanged(self._files[name])
                 file = self._open(self._files[name])
-            return file.read(name)[0]
+            tensor, _ = file.read(name)
+            self._require_unchanged(self._files[name])  # after it was read: a shard may be the last that is taken
+            return tensor
 
         return read
+
+    def _see(self, name: str) -> None:
+        """Note what a file is, before anything in it is read."""
+        with suppress(FileNotFoundError):  # opening it says so
+            self._seen[name] = identity(self.directory / name)
+
+    def _require_unchanged(self, name: str) -> None:
+        try:
+            if identity(self.directory / name) == self._seen[name]:
+                return
+        except FileNotFoundError:
+            pass
+        raise IntegrityError(
+            f"{self.directory / name} is another file than when the checkpoint was opened, or was written anew",
+            expected="a directory that nobody saves into while it is read",
+            state="what was read of it may be of two checkpoints, and counts for nothing",
+            hint="save each checkpoint into a directory of its own, or start again when the save has ended",
+        )
 
     def _open(self, name: str) -> TensorFile:
         try:
@@ -205,6 +245,14 @@ class CheckpointSource(WeightSource):
                 expected=f"every file of {self.directory}",
                 hint="copy the checkpoint again",
             ) from error
+
+
+def opened(directory: str) -> CheckpointSource | None:
+    """Return the checkpoint that an engine starts with, as it is now, to fall back on; None where there is none."""
+    try:
+        return CheckpointSource(directory)
+    except (ConfigError, IntegrityError):  # of another format; who needs it asks again, and is told why
+        return None
 
 
 def _weight_map(index: Path) -> dict[str, str]:

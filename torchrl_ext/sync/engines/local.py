@@ -29,7 +29,7 @@ from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER, answers_in, merged, 
 from torchrl_ext.rpc.port import EngineState, Port
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import EngineInfo, Info
-from torchrl_ext.weights.checkpoint import CheckpointSource
+from torchrl_ext.weights.checkpoint import CheckpointSource, opened
 from torchrl_ext.weights.source import WeightSource, as_source
 
 __all__ = ["EmbeddedObjectPort", "LocalPort", "ModulePort", "VLLMObjectPort"]
@@ -180,7 +180,7 @@ class EmbeddedObjectPort(LocalPort):
         self._engine.wake_up(sorted(tags & state.asleep))
 
     def start_weights(self) -> WeightSource:
-        return CheckpointSource(self._engine.model_dir)
+        return self._engine.checkpoint or CheckpointSource(self._engine.model_dir)
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._engine.logprobs(prompts)
@@ -211,6 +211,7 @@ class VLLMObjectPort(LocalPort):
         self._asynchronous = inspect.iscoroutinefunction(llm.collective_rpc)
         self._inner = llm if self._asynchronous else llm.llm_engine
         self._config = self._inner.vllm_config
+        self._checkpoint = opened(self._config.model_config.model)
         if keep_cache and self._config.kv_transfer_config is not None:
             raise ConfigError(
                 "this vLLM has a KV connector, which would go on serving keys and values of the old weights",
@@ -302,7 +303,7 @@ class VLLMObjectPort(LocalPort):
                 raise EngineError("vLLM is asleep", expected="one that is awake", hint="await engine.wake_up() first")
 
     def start_weights(self) -> WeightSource:
-        return CheckpointSource(self._config.model_config.model)
+        return self._checkpoint or CheckpointSource(self._config.model_config.model)
 
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         if not prompts:
