@@ -157,6 +157,17 @@ def test_blocks_are_looked_at_where_they_are_taken():
         second.take()
 
 
+def test_blocks_are_looked_at_as_they_are_cast():
+    large = torch.tensor([0.0, 1.0, 2.0, 1e6])
+    first, second = UpdateSource(Halves({"weight": large}), dtype=torch.float16, finite=FiniteCheck("refuse")).shards()
+    first.take()
+    with pytest.raises(ManifestError, match="'weight'"):
+        second.take()
+    check = FiniteCheck("warn")
+    assert [shard.take().dtype for shard in UpdateSource(Halves({"weight": large}), finite=check).shards()]
+    assert check.finite is True
+
+
 def test_only_values_that_are_not_finite_are_found():
     for dtype, shape in itertools.product(DTYPES, [(), (1,), (7, 11), (0, 3)]):
         most = torch.finfo(dtype).max

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from tensordict import TensorDict, TensorDictParams
 from torch import nn
 
-from torchrl_ext.errors import ConfigError, ManifestError
+import torchrl_ext as tx
+from torchrl_ext.errors import ConfigError, ManifestError, UpdateError
 from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.derived import MappedSource, as_mapper
+from torchrl_ext.weights.digests import byte_view, tensor_digest
 from torchrl_ext.weights.source import MappingSource, WeightSource, as_source, checked
 
 
@@ -59,6 +61,60 @@ def test_tensors_that_share_memory_travel_once_under_the_modules_name():
     model = nn.ModuleDict({"z_embed": nn.Embedding(5, 3), "a_head": nn.Linear(3, 5, bias=False)})
     model["a_head"].weight = model["z_embed"].weight
     assert names(TensorDict.from_module(model)) == names(model) == ["z_embed.weight"]
+
+
+def lazily():
+    real, pairs = torch.randn(4), torch.randn(4, dtype=torch.complex64)
+    return {
+        "real": real, "negative": torch._neg_view(real), "large": torch._neg_view(torch.randn(1 << 15)),
+        "pairs": pairs, "conjugate": pairs.conj(), "imaginary": pairs.conj().imag,
+    }  # fmt: skip
+
+
+def test_a_lazy_negative_is_not_tied_to_its_original():
+    weights = lazily()
+    assert names(weights) == sorted(weights) and MappingSource(weights).tied() == {}
+    assert names({"a": weights["negative"], "b": weights["negative"].view(4)}) == ["a"]
+    held = torch.zeros(4)
+    sender = tx.WeightSender(tx.MemoryTransport(), tx.make_engine("inprocess", engine={"a": held, "b": held}))
+    with pytest.raises(UpdateError):
+        sender.update_weights({"a": weights["real"], "b": weights["negative"]})
+
+
+class Raw(WeightSource):
+    """Yields tensors as they are, as a source of somebody else may."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    def params(self):
+        return tuple(itertools.starmap(ParamMeta.of, self.weights.items()))
+
+    def __iter__(self):
+        return iter(self.weights.items())
+
+
+@pytest.mark.parametrize("source", [MappingSource, Raw])
+@pytest.mark.parametrize("transport", ["memory", "disk", "delta"])
+def test_lazy_negatives_and_conjugates_arrive(transport, source, tmp_path):
+    weights = lazily()
+    if transport == "delta":  # its loops over wider elements take long to compile
+        weights = {name: tensor for name, tensor in weights.items() if not tensor.is_complex()}
+    held = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in weights.items()}
+    settings = {} if transport == "memory" else {"root": tmp_path}
+    with tx.WeightSender(tx.make_transport(transport, **settings), tx.make_engine("inprocess", engine=held)) as sender:
+        for _ in range(2):
+            assert sender.update_weights(source(weights)).verified
+            assert all(torch.equal(held[name], tensor) for name, tensor in weights.items())
+            for tensor in weights.values():
+                tensor += 1
+
+
+@pytest.mark.parametrize("lazy", [torch._neg_view, torch.conj])
+def test_bytes_are_those_of_the_values(lazy):
+    tensor = lazy(torch.randn(5, dtype=torch.complex64))
+    assert torch.equal(byte_view(tensor), byte_view(tensor.resolve_neg().resolve_conj().clone()))
+    assert tensor_digest(tensor) == tensor_digest(tensor.resolve_neg().resolve_conj())
 
 
 def test_a_tensordict_has_one_order_whatever_its_own():

@@ -163,7 +163,7 @@ def find(
                 block.add(first, end, tensor, small)
                 block.nbytes += tensor.nbytes
                 continue
-            flat = tensor.reshape(-1) if small else flat_bits(tensor)
+            flat = tensor.resolve_neg().reshape(-1) if small else flat_bits(tensor)
             for at in range(first - first % BLOCK_UNITS, end, BLOCK_UNITS):
                 if block is None or block.start != at:
                     if block is not None:

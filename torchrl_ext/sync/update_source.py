@@ -147,7 +147,7 @@ class UpdateSource(WeightSource):
             one.take()
         tensor = shard.take()
         if self.look is None:
-            self.finite.look(shard.meta.name, tensor, shard.block)
+            self.finite.look(shard.meta.name, tensor, shard.block, shard.meta.dtype)  # a cast may make infinities
         return tensor
 
     def _begin(self) -> Iterator[tuple[str, Tensor]]:

@@ -52,8 +52,11 @@ __all__ = ["PositionDigest", "block_words", "byte_view", "position_digest", "ten
 
 
 def byte_view(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes in C order, uint8 of shape ``(nbytes,)``, which share its memory if it is contiguous."""
-    whole = tensor.detach().contiguous()
+    """Return a tensor's bytes in C order, uint8 of shape ``(nbytes,)``.
+
+    They share its memory if it is contiguous, and not a lazy conjugate or negative.
+    """
+    whole = tensor.detach().contiguous().resolve_conj().resolve_neg()
     return whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # strides of one element or none may be any
 
 

@@ -40,8 +40,10 @@ class FiniteCheck:
         self._policy, self.left = policy, left and policy != "send"
         self._noughts: dict[tuple[str, Hashable], Tensor] = {}  # by name and block: see `nought_of`
 
-    def look(self, name: str, tensor: Tensor, block: Hashable = None) -> Tensor | None:
-        """Look at a tensor, or at a ``block`` of it.
+    def look(
+        self, name: str, tensor: Tensor, block: Hashable = None, dtype: torch.dtype | None = None
+    ) -> Tensor | None:
+        """Look at a tensor, or at a ``block`` of it, as it is once it was cast to ``dtype``.
 
         Returns:
             A scalar on the tensor's device: 0 where it is finite, else NaN; None where there is nothing to look at.
@@ -52,7 +54,7 @@ class FiniteCheck:
         if self._policy == "send" or not tensor.is_floating_point() or not tensor.numel():
             return None
         if (name, block) not in self._noughts:
-            self._noughts[name, block] = nought_of(tensor.detach())
+            self._noughts[name, block] = nought_of(tensor.detach().to(dtype))
         nought = self._noughts[name, block]
         if self._policy == "refuse" and nought.item() != 0.0:
             raise ManifestError(

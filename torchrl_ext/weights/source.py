@@ -164,21 +164,29 @@ def is_distributed(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def _made(tensor: Tensor) -> bool:
+    """Return whether `full` makes another tensor."""
+    return tensor.is_neg() or tensor.is_conj() or is_distributed(tensor)
+
+
 def full(tensor: Tensor) -> Tensor:
-    """Return the whole tensor: a DTensor is gathered (a collective over its mesh), anything else only detached."""
+    """Return the whole tensor: a DTensor is gathered (a collective over its mesh), a lazy conjugate or negative is
+    computed, anything else only detached."""
     with torch.no_grad():
         whole: Tensor = tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[attr-defined]
+        whole = whole.resolve_conj().resolve_neg()
     return whole.detach()  # not before: of an unusual order of splits torch 2.13 forgets it to detach a DTensor
 
 
 def same_memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that tied tensors share: same bytes, shape and strides; valid while the tensors live.
+    """Return a key that tied tensors share: same bytes, shape, strides and values; valid while the tensors live.
 
     A DTensor is only itself: its local part may be empty on one rank and not on another, and all ranks must agree.
     """
     if is_distributed(tensor) or tensor.numel() == 0 or tensor.device.type == "meta":  # meta: no memory to share
         return (id(tensor),)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    lazy = tensor.is_conj(), tensor.is_neg()  # memory does not hold the values of these
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), lazy)
 
 
 class Row(NamedTuple):
@@ -273,7 +281,7 @@ class _TensorsSource(RowSource):
         return {name: first[same_memory(tensor)] for name, tensor in self.tensors() if name not in sent}
 
     def held(self) -> Mapping[str, Tensor]:
-        return {name: tensor.detach() for name, tensor in self.sent().items() if not is_distributed(tensor)}
+        return {name: tensor.detach() for name, tensor in self.sent().items() if not _made(tensor)}
 
 
 class MappingSource(_TensorsSource):
