@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict, TensorDictParams
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictParams
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import torchrl_ext as tx
-from torchrl_ext.errors import ConfigError, ManifestError, UpdateError
+from torchrl_ext.errors import ConfigError, ManifestError, UpdateError, WeightSyncError
 from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import CheckpointSource
@@ -117,6 +118,68 @@ def test_bytes_are_those_of_the_values(lazy):
     assert tensor_digest(tensor) == tensor_digest(tensor.resolve_neg().resolve_conj())
 
 
+def placeholder():
+    """A parameter as DeepSpeed's ZeRO-3 leaves it on a rank."""
+    parameter = nn.Parameter(torch.empty(0))
+    parameter.ds_id, parameter.ds_numel, parameter.ds_shape = 0, 6, (2, 3)
+    return parameter
+
+
+def stacked(*columns):
+    return LazyStackedTensorDict(*(TensorDict({"net": {"weight": torch.zeros(size)}}, []) for size in columns))
+
+
+@pytest.mark.filterwarnings("ignore")  # most of these are betas, or on their way out
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: torch.eye(3).to_sparse(), "sparse_coo.*to_dense"),
+        (lambda: torch.eye(3).to_sparse_csr(), "sparse_csr.*to_dense"),
+        (lambda: torch.eye(3).to_mkldnn(), "mkldnn.*to_dense"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "qint8.*dequantize"),
+        (lambda: TwoTensor(torch.ones(3), torch.ones(3)), "TwoTensor.*plain tensors"),
+        (nn.UninitializedParameter, "lazy parameter.*run its module"),
+        (placeholder, "ZeRO-3.*GatheredParameters"),
+        (lambda: torch.ones(3, device="meta"), "meta device.*load"),
+    ],
+)
+def test_what_no_memory_holds_is_refused_by_name(made, said):
+    held, module = {"net.weight": torch.zeros(3)}, nn.ModuleDict({"net": nn.Module()})
+    module["net"].register_buffer("weight", made())
+    for weights in ({"net": {"weight": made()}}, module):
+        with pytest.raises(ManifestError, match=rf"'net\.weight'.*{said}"):
+            tx.MemoryTransport().send_weights(weights)
+        with pytest.raises(WeightSyncError, match=r"net\.weight"):
+            tx.WeightSender(tx.MemoryTransport(), tx.make_engine("inprocess", engine=held)).update_weights(weights)
+    assert held["net.weight"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [(stacked(2, 3), r"'net\.weight'.*lazy stack"), (TensorDict({"a": torch.zeros(2), "b": "text"}, []), "'b'")],
+)
+def test_leaves_of_a_tensordict_that_are_no_tensors_are_named(weights, said):
+    with pytest.raises(ManifestError, match=said):
+        as_source(weights).params()
+    assert names(stacked(2, 2)) == ["net.weight"]
+
+
+def test_a_warning_names_the_modules_whose_extra_state_stays(caplog):
+    class Scaled(nn.Linear):
+        def get_extra_state(self):
+            return torch.ones(1)
+
+    policy = nn.Sequential(nn.Linear(2, 2), Scaled(2, 2), nn.Sequential(Scaled(2, 2)))
+    for model, modules in ((policy, "1, 2.0"), (Scaled(2, 2), "the model"), (nn.Linear(2, 2), None)):
+        caplog.clear()
+        for _ in range(2):
+            tx.MemoryTransport().send_weights(model)
+        told = [row.getMessage() for row in caplog.records if "get_extra_state" in row.getMessage()]
+        assert [f" {modules} " in line for line in told] == [True] * (modules is not None)
+
+
 def test_a_tensordict_has_one_order_whatever_its_own():
     tensors = {"b": torch.zeros(1), "a": {"y": torch.zeros(2), "x": torch.zeros(3)}}
     backwards = {"a": {"x": torch.zeros(3), "y": torch.zeros(2)}, "b": torch.zeros(1)}
@@ -126,7 +189,6 @@ def test_a_tensordict_has_one_order_whatever_its_own():
 def test_a_tensordict_of_a_module_has_the_modules_names():
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     assert names(TensorDict.from_module(model)) == sorted(names(model))
-    assert names(TensorDict({"a": torch.zeros(2), "text": "hello"}, [])) == ["a"]
     assert names(TensorDictParams(TensorDict.from_module(model).data.clone())) == sorted(names(model))
 
 

@@ -109,6 +109,22 @@ def test_shards_hold_at_most_their_bound_or_one_tensor_and_align_every_tensor(me
 
 
 def test_dtypes_and_names_that_the_format_lacks_are_refused_by_name():
-    for meta in (ParamMeta("x", torch.complex128, (1,)), ParamMeta("__metadata__", torch.float32, (1,))):
-        with pytest.raises(ManifestError, match=meta.name):
-            Layout.of("file", [meta])
+    with pytest.raises(ManifestError, match=r"x.*a dtype of"):
+        Layout.of("file", [ParamMeta("x", torch.complex128, (1,))])
+    for name, said in (("__metadata__", "'__metadata__'.*rename"), ("w\udc80", r"'w\\udc80'.*rename")):
+        with pytest.raises(ManifestError, match=said):
+            Layout.of("file", [ParamMeta(name, torch.float32, (1,))])
+
+
+def test_a_header_that_no_reader_accepts_begins_another_shard():
+    metas = [ParamMeta(f"{number}" + "n" * (1 << 20), torch.float32, (1,)) for number in range(100)]
+    shards = plan_shards(metas, 1 << 30)
+    assert [meta for shard in shards for meta in shard.params] == metas and len(shards) > 1
+    assert max(len(shard.header) for shard in shards) <= 100_000_000  # of the reference implementation
+
+
+def test_a_pointer_of_git_lfs_is_called_one(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n")
+    with pytest.raises(IntegrityError, match=r"pointer of Git LFS.*git lfs pull"):
+        TensorFile(path)

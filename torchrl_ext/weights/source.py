@@ -7,12 +7,14 @@ the two, so that a disagreement raises an error with a name instead of a hang.
 
 from __future__ import annotations
 
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, starmap
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +26,11 @@ from torchrl_ext.weights.shards.dtensor import require_whole, shards_of_dtensor
 
 __all__ = ["MappingSource", "ModuleSource", "WeightSource", "as_source", "checked", "inner_model"]
 
+log = logging.getLogger("torchrl_ext")
+
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _PLAIN = frozenset({Tensor, nn.Parameter})
+_examined: WeakSet[nn.Module] = WeakSet()  # modules whose extra state was looked for
 
 
 class WeightSource(ABC):
@@ -164,6 +169,45 @@ def is_distributed(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def require_memory(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose values no memory holds, at one place for each element, or not on this rank.
+
+    Raises:
+        ManifestError: names it, and says what to send in its place.
+    """
+    kind, plain = type(tensor), type(tensor) in _PLAIN
+    if not plain and is_distributed(tensor):
+        return
+    if not plain and nn.parameter.is_lazy(tensor):
+        found, hint = "a lazy parameter, whose shape is not known yet", "run its module once"
+    elif tensor.is_nested:
+        found, hint = "a nested tensor", "send its parts, or to_padded_tensor()"
+    elif tensor.layout is not torch.strided:
+        found, hint = f"a tensor of layout {tensor.layout}".replace("torch.", ""), "send to_dense()"
+    elif tensor.is_quantized:
+        found, hint = f"a tensor of {tensor.dtype}, whose scale is apart", "send dequantize(), or int_repr() and scales"
+    elif not plain and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        found, hint = f"a {kind.__name__}, which makes its values of other tensors", "send plain tensors"
+    elif not tensor.numel() and getattr(tensor, "ds_numel", 0):
+        found = "an empty placeholder of DeepSpeed's ZeRO-3"
+        hint = "gather them (GatheredParameters) on every rank while the weights are sent"
+    else:
+        return
+    raise ManifestError(
+        f"{name!r} is {found}", expected="a tensor whose memory holds its values", state="nothing was sent", hint=hint
+    )
+
+
+def _taken(name: str, tensor: Tensor) -> Tensor:
+    """Return the whole tensor; raises ManifestError where there is none."""
+    if tensor.device.type == "meta":
+        raise ManifestError(
+            f"{name!r} is on the meta device, which holds no data",
+            hint="load the weights, or reload offloaded ones, before sending them",
+        )
+    return full(tensor)
+
+
 def _made(tensor: Tensor) -> bool:
     """Return whether `full` makes another tensor."""
     return tensor.is_neg() or tensor.is_conj() or is_distributed(tensor)
@@ -256,6 +300,7 @@ class _TensorsSource(RowSource):
         for name, tensor in self.tensors():
             if name in sent or name in tied:
                 raise ManifestError(f"two tensors are called {name!r}", hint="rename one of them")
+            require_memory(name, tensor)
             address = (not is_distributed(tensor) and tensor.data_ptr()) or id(tensor)
             if address in firsts:
                 key = same_memory(tensor)
@@ -270,7 +315,7 @@ class _TensorsSource(RowSource):
 
     def rows(self) -> Iterable[Row]:
         for name, tensor in self.sent().items():
-            yield Row(name, tensor, partial(full, tensor))
+            yield Row(name, tensor, partial(_taken, name, tensor))
 
     def params(self) -> tuple[ParamMeta, ...]:
         return tuple(starmap(ParamMeta.of, self.sent().items()))
@@ -307,9 +352,9 @@ def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
     """Yield the tensors of nested mappings; keys join with ``.``.
 
     Raises:
-        ManifestError: a leaf is not a tensor, or is a flat piece of FSDP1's.
+        ManifestError: a leaf is not a tensor, is a flat piece of FSDP1's, or stacks tensors of different shapes.
     """
-    for key, value in weights.items():
+    for key, value in _items(weights, prefix):
         name = prefix + (key if type(key) is str else ".".join(key) if isinstance(key, tuple) else str(key))
         if isinstance(value, Tensor):
             if "_fsdp_wrapped_module" in name or name == "_flat_param" or name.endswith("._flat_param"):
@@ -325,13 +370,30 @@ def flatten(weights: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str,
             raise ManifestError(f"{name!r} is a {type(value).__name__}", expected="a tensor")
 
 
+def _items(weights: Mapping[Any, Any], prefix: str) -> Iterable[tuple[Any, Any]]:
+    try:
+        return [*weights.items()]
+    except RuntimeError as error:
+        for key in weights.keys():  # noqa: SIM118 - iteration over a TensorDict is over its rows
+            try:
+                weights.get(key)
+            except RuntimeError:
+                raise ManifestError(
+                    f"{prefix + str(key)!r} is no tensor, but several in a lazy stack: {error}",
+                    expected="tensors of one shape",
+                    state="nothing was sent",
+                    hint="send the TensorDicts of the stack under names of their own",
+                ) from error
+        raise
+
+
 def is_mapping(value: Any) -> bool:
     """Return whether ``value`` is a mapping or a TensorDict (asked without importing tensordict)."""
     if isinstance(value, Mapping):
         return True
-    return any(base.__module__.startswith("tensordict.") for base in type(value).__mro__) and not isinstance(
-        value, nn.Module
-    )
+    bases = type(value).__mro__
+    ours = any(base.__module__.startswith("tensordict.") for base in bases) and not isinstance(value, nn.Module)
+    return ours and not any(base.__name__.startswith("NonTensor") for base in bases)
 
 
 class ModuleSource(_TensorsSource):
@@ -392,6 +454,7 @@ def as_source(weights: Any) -> WeightSource:
         from torchrl_ext.weights.peft import PeftSource, is_peft
 
         require_whole(weights)
+        _tell_of_extra_state(weights)
         return converted(PeftSource(weights) if is_peft(weights) else ModuleSource(weights), weights)
     if is_mapping(weights) or is_tensordict_module(weights):
         return MappingSource(weights)
@@ -403,6 +466,17 @@ def as_source(weights: Any) -> WeightSource:
         f"a {type(weights).__name__} holds no weights that can be sent",
         expected="an nn.Module, a TensorDict, a mapping of tensors, a checkpoint directory or a WeightSource",
     )
+
+
+def _tell_of_extra_state(module: nn.Module) -> None:
+    """Warn once of what a module has beside its parameters and buffers, which is not sent."""
+    if module in _examined:
+        return
+    _examined.add(module)
+    inherited, parts = nn.Module.get_extra_state, module.named_modules()
+    found = [unwrapped(path) or "the model" for path, part in parts if type(part).get_extra_state is not inherited]
+    if found:
+        log.warning("get_extra_state of %s is not sent: only parameters and buffers are", ", ".join(found))
 
 
 def inner_model(model: Any) -> Any:

@@ -34,6 +34,7 @@ At 4 MiB a publication took twice the processor time (two cores with 2 MiB each)
 """
 
 _HEADER_LIMIT = 100_000_000  # of the reference implementation
+_ROW_BYTES = 128  # of a tensor in a header, beside its name and shape; more than there are
 _HEADER_AHEAD = 256 << 10  # bytes, which hold most headers
 _TORCH_NAMES = {  # in the order of the reference writer, last first
     "BOOL": "bool",
@@ -91,9 +92,15 @@ class Layout:
         rows, encode = [b'{"__metadata__":{"format":"pt"}'], msgspec.json.encode
         at, offsets = 0, {}
         for meta in sorted(params, key=attrgetter("dtype.itemsize"), reverse=True):
-            if meta.dtype not in FORMAT_NAMES or meta.name == "__metadata__":
+            if meta.dtype not in FORMAT_NAMES:
                 raise ManifestError(
                     f"a safetensors file cannot hold {meta}", expected=f"a dtype of {', '.join(sorted(_DTYPES))}"
+                )
+            if meta.name == "__metadata__" or not _is_text(meta.name):
+                raise ManifestError(
+                    f"a safetensors file cannot hold a tensor called {meta.name!r}",
+                    expected="a name in Unicode; __metadata__ is the format's own",
+                    hint="rename the tensor, with mapper= for example",
                 )
             offsets[meta.name], end = at, at + meta.nbytes
             dtype, shape = FORMAT_NAMES[meta.dtype].encode(), encode(meta.shape)
@@ -115,21 +122,33 @@ class Layout:
 def plan_shards(params: Iterable[ParamMeta], shard_bytes: int, stem: str = "model") -> list[Layout]:
     """Split ``params``, in order, over files of at most ``shard_bytes`` of tensors (one larger tensor: a file alone).
 
+    A file also ends before its header would be larger than readers accept.
+
     File names are those of Hugging Face checkpoints: ``model.safetensors``, or ``model-00001-of-00003.safetensors``;
     ``stem`` is what stands in place of ``model``.
     """
     groups: list[list[ParamMeta]] = [[]]
-    filled = 0
+    filled = header = 0
     for meta in params:
-        if groups[-1] and filled + meta.nbytes > shard_bytes:
+        row = _ROW_BYTES + 6 * len(meta.name) + 21 * len(meta.shape)  # at most
+        if groups[-1] and (filled + meta.nbytes > shard_bytes or header + row > _HEADER_LIMIT):
             groups.append([])
-            filled = 0
+            filled = header = 0
         groups[-1].append(meta)
         filled += meta.nbytes
+        header += row
     if len(groups) == 1:
         return [Layout.of(f"{stem}.safetensors", groups[0])]
     total = len(groups)
     return [Layout.of(f"{stem}-{i:05d}-of-{total:05d}.safetensors", group) for i, group in enumerate(groups, 1)]
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return True
 
 
 class TensorFile:
@@ -174,6 +193,8 @@ class TensorFile:
             if self.nbytes < 8:
                 raise self._damaged(f"has only {self.nbytes} bytes")
             self._fill(memoryview(size), 0)
+            if size == b"version ":
+                raise self._damaged("is a pointer of Git LFS, not the file", "fetch the file: git lfs pull")
             length = int.from_bytes(size, "little")
             if length > min(_HEADER_LIMIT, self.nbytes - 8):
                 raise self._damaged(f"claims a header of {length:,} bytes")
@@ -274,8 +295,8 @@ class TensorFile:
                 raise self._damaged(f"ends at byte {offset:,}")
             view, offset = view[count:], offset + count
 
-    def _damaged(self, how: str) -> IntegrityError:
-        return IntegrityError(f"{self.path} {how}", expected="a complete safetensors file", hint="write it again")
+    def _damaged(self, how: str, hint: str = "write it again") -> IntegrityError:
+        return IntegrityError(f"{self.path} {how}", expected="a complete safetensors file", hint=hint)
 
 
 HEADER_DAMAGE = (ValueError, TypeError, KeyError, AttributeError, RecursionError, ManifestError)
