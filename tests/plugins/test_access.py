@@ -10,18 +10,21 @@ import time
 
 import httpx
 import pytest
+import torch
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, tiny_model
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, EngineRefusedError
-from torchrl_ext.messages import Inspect, Join, Load, Rehearse, Verify
+from torchrl_ext.messages import Inspect, Join, Load, Prefetch, Rehearse, Start, Verify
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.routes import bears_key
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.opening import ROOTS_VARIABLE, admit
 from torchrl_ext.sync.inspection import inspect
+from torchrl_ext.testing import WAIT_S
+from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.types import API_KEY_VARIABLE, ParamMeta
 from torchrl_ext.weights.source import as_source
@@ -79,12 +82,20 @@ def test_a_trainer_whose_root_the_engine_was_not_started_for_is_refused(guarded,
 @pytest.mark.parametrize(
     ("root", "named", "allowed"),
     [
-        ("/shared/updates", "", True),
-        ("relative", "", False),
-        ("s3://bucket/x", "", True),
-        ("ftp://127.0.0.1/x", "", False),
-        ("http://169.254.169.254/latest", "", False),
+        ("/shared/updates", None, True),
+        ("file:///shared/updates", None, True),
+        ("relative", None, False),
+        ("file://relative", None, False),
+        ("s3://bucket/x", None, True),
+        ("ftp://127.0.0.1/x", None, False),
+        ("http://169.254.169.254/latest", None, False),
+        ("/shared/updates", "", False),
+        ("s3://bucket/x", " , ", False),
+        ("relative", "/", False),
         ("/shared/updates", "/shared", True),
+        ("file:///shared/updates", "/shared", True),
+        ("/shared/updates", "file:///shared", True),
+        ("file:///shared/../etc", "file:///shared", False),
         ("/shared", "/shared", True),
         ("/shared2", "/shared", False),
         ("/shared/../etc", "/shared", False),
@@ -92,18 +103,72 @@ def test_a_trainer_whose_root_the_engine_was_not_started_for_is_refused(guarded,
         ("s3://bucket/prefix2", "s3://bucket/prefix", False),
         ("s3://bucket/prefix/../x", "s3://bucket/prefix", False),
         ("sftp://host/x", "/shared,sftp://host", True),
-        (7, "", False),
-        ("", "", False),
-        ("/a\0b", "", False),
+        (7, None, False),
+        ("", None, False),
+        ("/a\0b", None, False),
     ],
 )
 def test_roots_that_an_engine_may_open(monkeypatch, root, named, allowed):
-    monkeypatch.setenv(ROOTS_VARIABLE, named)
+    if named is not None:
+        monkeypatch.setenv(ROOTS_VARIABLE, named)
     if allowed:
-        admit(root)
+        assert admit(root) == root.removeprefix("file://")
     else:
         with pytest.raises(ConfigError):
             admit(root)
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_link_is_admitted_as_what_it_leads_to(monkeypatch, tmp_path, scheme):
+    (tmp_path / "allowed" / "run").mkdir(parents=True)
+    (tmp_path / "private").mkdir()
+    (tmp_path / "allowed" / "out").symlink_to(tmp_path / "private")
+    (tmp_path / "into").symlink_to(tmp_path / "allowed" / "run")
+    monkeypatch.setenv(ROOTS_VARIABLE, f"{scheme}{tmp_path / 'allowed'}")
+    assert admit(f"{scheme}{tmp_path / 'into'}") == str(tmp_path / "allowed" / "run")
+    for other in ("allowed/out", "allowed/../private"):
+        with pytest.raises(ConfigError, match="does not open"):
+            admit(f"{scheme}{tmp_path / other}")
+
+
+@pytest.mark.parametrize("transport", ["delta", "disk"])
+def test_a_link_that_is_moved_after_the_join_opens_nothing_else(monkeypatch, tmp_path, transport):
+    roots = {name: tmp_path / name for name in ("allowed", "private")}
+    values = dict(zip(roots, (1.0, 2.0), strict=True))
+    for name, root in roots.items():
+        other = tx.make_transport(transport, root=root / "run")
+        other.send_weights({"w": torch.full((8,), values[name])})
+        other.shutdown()
+    (tmp_path / "allowed" / "now").symlink_to("run")
+    monkeypatch.setenv(ROOTS_VARIABLE, str(roots["allowed"]))
+    held = {"w": torch.zeros(8)}
+    receiver = tx.WeightReceiver(held)
+    params = tuple(ParamMeta.of(name, tensor) for name, tensor in held.items())
+    trainer = tx.make_transport(transport, root=tmp_path / "allowed" / "now")
+    offer = trainer.open(1, params, Deadline(WAIT_S)).info
+    receiver.handle(Join(connection="a", transport=transport, params=params, offer=offer))
+    (tmp_path / "allowed" / "next").symlink_to(roots["private"] / "run")
+    os.replace(tmp_path / "allowed" / "next", tmp_path / "allowed" / "now")
+    receiver.handle(Prefetch(connection="a", version=1))
+    receiver.handle(Start(connection="a"))
+    receiver.handle(Load(connection="a", version=1, handoff={}))
+    assert held["w"].tolist() == [values["allowed"]] * 8
+    trainer.shutdown()
+
+
+def test_the_root_that_holds_a_named_version_has_to_be_admitted(monkeypatch, tmp_path):
+    trainer = tx.DiskTransport(tmp_path / "run")
+    trainer.send_weights({"w": torch.ones(4)})
+    trainer.shutdown()
+    version = tmp_path / "run" / "weight_v000001"
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "weight_v000001").symlink_to(version)
+    monkeypatch.setenv(ROOTS_VARIABLE, str(tmp_path / "run"))
+    found, number = PublishedRoot.of_path(str(tmp_path / "elsewhere" / "weight_v000001"))
+    assert (found.root, number) == (str(tmp_path / "run"), 1)
+    monkeypatch.setenv(ROOTS_VARIABLE, str(version))
+    with pytest.raises(ConfigError, match=f"does not open {tmp_path / 'run'}"):
+        PublishedRoot.of_path(str(version))
 
 
 def test_a_refused_root_is_named_without_its_password():
@@ -116,6 +181,8 @@ def test_a_directory_for_local_copies_is_made_only_in_one_that_is_there(tmp_path
     admit(str(tmp_path / "new"), made=True)
     with pytest.raises(ConfigError, match="a new one in a directory"):
         admit(str(tmp_path / "far" / "new"), made=True)
+    with pytest.raises(ConfigError, match="an absolute path"):
+        admit("new", made=True)
 
 
 def asked(http, **question):
@@ -136,7 +203,7 @@ def test_a_stranger_learns_nothing_of_files_that_are_no_probes(http, tmp_path):
         (tmp_path, ".probe.tmp-../../secret", "content"),
         ("/dev", "zero", "content"),
     ):
-        invitation = {"root": str(root), "probe": probe, "run_id": content, "host": "here"}
+        invitation = {"root": str(root), "probe": probe, "run_id": content, "trainer": "here"}
         answer = asked(http, root=invitation)["root"]
         told.append({**answer, "why": answer["why"].replace(repr(probe), "...")})
     assert all(answer == told[0] for answer in told) and not told[0]["seen"]

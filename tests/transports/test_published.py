@@ -105,7 +105,7 @@ def test_a_label_stands_for_versions_without_changes_unless_the_engine_loaded_by
 def test_an_adapters_root_is_opened_where_roots_may_be_and_nowhere_else(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHRL_EXT_ROOTS", str(tmp_path / "allowed"))
     for place, words in (("allowed", "does not contain the file that the trainer wrote"), ("other", "does not open")):
-        root = {"root": str(tmp_path / place), "host": "a", "run_id": "b", "probe": f".probe.tmp-{'0' * 32}"}
+        root = {"root": str(tmp_path / place), "trainer": "a", "run_id": "b", "probe": f".probe.tmp-{'0' * 32}"}
         with pytest.raises(WeightSyncError, match=words):
             check_adapter(CheckAdapter(params=(), root=root), enabled=True, max_rank=None)
     with pytest.raises(ConfigError, match="LoRA is not enabled"):

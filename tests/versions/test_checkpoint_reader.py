@@ -34,7 +34,7 @@ class TestVisibility:
             elsewhere = tx.DiskTransport(root, seen_at=other)
             with pytest.raises(StoreError, match="only the trainer sees") as told:
                 joined(elsewhere)
-            assert str(other) in str(told.value)
+            assert f"{other} on " in str(told.value) and f"the trainer wrote into {root} on " in str(told.value)
 
     def test_a_root_that_cannot_be_made_is_told(self, tmp_path):
         (tmp_path / "file").write_text("")

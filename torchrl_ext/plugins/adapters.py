@@ -39,8 +39,8 @@ class AdapterTable(ABC):
             case CheckAdapter():
                 await self.check(message)
             case StageAdapter():
-                admit(message.path)
-                await self.stage(message.name, adapter_label(message.name, message.version), message.path)
+                path = admit(message.path)
+                await self.stage(message.name, adapter_label(message.name, message.version), path)
             case ServeAdapter():
                 more = self.serve(message.name, adapter_label(message.name, message.version))
             case UnloadAdapter():
@@ -96,9 +96,8 @@ def check_adapter(message: CheckAdapter, *, enabled: bool, max_rank: int | None)
             hint=f"start the server with --max-lora-rank {rank} or more",
         )
     if message.root is not None:
-        admit(message.root.get("root"))
-        offer = Invitation.from_json(message.root, "the root of an adapter")
-        offer.find(open_store(offer.root), Deadline(VISIBLE_S))
+        store = open_store(admit(message.root.get("root")))
+        Invitation.from_json(message.root, "the root of an adapter").find(store, Deadline(VISIBLE_S))
 
 
 def refuse_layers(

@@ -13,39 +13,48 @@ from torchrl_ext.stores.local import LocalStore
 
 __all__ = ["ROOTS_VARIABLE", "admit", "open_store"]
 
+_FILE = "file://"
+
 ROOTS_VARIABLE = "TORCHRL_EXT_ROOTS"
 """Environment variable of an engine: a comma-separated list of directories and URLs that contain trainers' roots.
 
-If it is not set, an engine opens any absolute directory, and any URL of a file system or an object store.
+If it is not set, an engine opens any absolute directory, and any URL of an object store; if it is empty, nothing.
 """
 
-_STORES = ("file", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss")
+_STORES = ("memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss")
 
 
-def admit(root: Any, *, made: bool = False) -> None:
-    """Refuse a root in a message if this engine may not open it.
+def admit(root: Any, *, made: bool = False) -> str:
+    """Return where a root in a message is, if this engine may open it; the caller opens it there and nowhere else.
 
-    A client that can send messages to an engine may not read every location that the engine can reach.
+    A client that can send messages to an engine may not read every location that the engine can reach. Links are
+    resolved once, so that one which is moved afterwards changes nothing.
 
     Args:
-        root: a directory or a URL.
+        root: a directory, ``file://`` and a directory, or another URL.
         made: the root is a directory, which is created if it is missing.
+
+    Returns:
+        The absolute path of the directory, without links; or the URL.
 
     Raises:
         ConfigError: ``root`` is not a directory or URL, or the engine's settings exclude it.
     """
     if not isinstance(root, str) or not root or "\0" in root:
         raise ConfigError(f"{root!r:.80} is not a root", expected="a directory or a URL", state="unchanged")
-    named = [name.strip() for name in os.environ.get(ROOTS_VARIABLE, "").split(",") if name.strip()]
-    scheme, separator, _ = root.partition("://")
-    if named:
-        allowed, expected = any(_below(root, name) for name in named), f"a root below {', '.join(named)}"
+    place, listed = _place(root), os.environ.get(ROOTS_VARIABLE)
+    scheme, separator, _ = place.partition("://")
+    if not separator and not os.path.isabs(root.removeprefix(_FILE)):
+        allowed, expected = False, "an absolute path, or a URL"
+    elif listed is not None:
+        named = [name.strip() for name in listed.split(",") if name.strip()]
+        allowed = any(_below(place, _place(name)) for name in named)
+        expected = f"a root below {', '.join(named)}" if named else f"none, as {ROOTS_VARIABLE} is set but empty"
     elif separator:
         allowed, expected = scheme in _STORES, f"a directory, or a URL that begins with one of {', '.join(_STORES)}"
-    elif made:
-        allowed, expected = Path(root).parent.is_dir(), "a directory, or the name of a new one in a directory"
     else:
-        allowed, expected = os.path.isabs(root), "an absolute path, or a URL"
+        allowed = not made or Path(place).parent.is_dir()
+        expected = "a directory, or the name of a new one in a directory"
     if not allowed:
         raise ConfigError(
             f"this engine does not open {_without_password(root)}",
@@ -53,13 +62,19 @@ def admit(root: Any, *, made: bool = False) -> None:
             state="unchanged",
             hint=f"add it to {ROOTS_VARIABLE} in the engine's environment, and start the engine again",
         )
+    return place
 
 
-def _below(root: str, name: str) -> bool:
-    if "://" in root or "://" in name:
-        parts = root.split("/")
-        return ".." not in parts and f"{root.rstrip('/')}/".startswith(f"{name.rstrip('/')}/")
-    return Path(os.path.realpath(root)).is_relative_to(os.path.realpath(name))
+def _place(name: str) -> str:
+    """Return a directory's absolute path without links, also of a ``file://`` URL; any other URL as it is."""
+    path = name.removeprefix(_FILE)
+    return path if "://" in path else os.path.realpath(path)
+
+
+def _below(place: str, name: str) -> bool:
+    if "://" in place:
+        return ".." not in place.split("/") and f"{place.rstrip('/')}/".startswith(f"{name.rstrip('/')}/")
+    return Path(place).is_relative_to(name)
 
 
 def _without_password(root: str) -> str:
@@ -87,10 +102,10 @@ def open_store(root: str | os.PathLike[str], options: Mapping[str, Any] | None =
             expected="a URL without them",
             hint="give them as storage_options, or in the environment of each side",
         )
-    if "://" in name and not name.startswith("file://"):
+    if "://" in name and not name.startswith(_FILE):
         from torchrl_ext.stores.object import ObjectStore
 
         return ObjectStore(name, **(options or {}))
     if options:
         raise ConfigError(f"{name} is a directory, which takes no storage_options", expected="a URL such as s3://...")
-    return LocalStore(name.removeprefix("file://"))
+    return LocalStore(name.removeprefix(_FILE))

@@ -87,8 +87,7 @@ def _look(invitation: Info) -> Info:
     """Look for the probe of `doctor`, and write one for `doctor` to find."""
     found: Info = {"seen": False, "why": "", "remedy": "", "free_bytes": None, "probe": None}
     try:
-        admit(invitation.get("root"))
-        store = open_store(invitation["root"])
+        store = open_store(admit(invitation.get("root")))
         Invitation.from_json(invitation, "the root to look at").find(store, Deadline(2.0))
         found["seen"] = True
         if "://" not in store.url:

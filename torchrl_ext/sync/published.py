@@ -167,8 +167,7 @@ class DiskLoads:
                 self._labels = set()  # another caller resumed the engine or loaded other weights
             if load_format == "delta":
                 return f"{self._land(path, label, files, serves, flush)} is in service"
-            admit(path)
-            folder = Path(path).absolute()
+            folder = Path(admit(path))
             if not folder.is_dir() or not any(folder.glob("*.safetensors")):
                 raise StoreError(f"{path} is not a checkpoint directory", state="nothing was loaded")
             self._joined = None

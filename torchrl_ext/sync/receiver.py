@@ -160,17 +160,19 @@ class WeightReceiver:
             return
         raise replaced(f"{self._sender or 'another one'} has joined" if self.connection else NOBODY)
 
-    def check(self, message: messages.Join) -> None:
-        """Check the paths and the parameters of a join before it connects anything.
+    def check(self, message: messages.Join) -> Info:
+        """Check the paths and the parameters of a join before it connects anything; return its offer, paths resolved.
 
         Raises:
             ManifestError: the trainer's parameters do not fit the model.
             ConfigError: the offer names a path that this engine may not open.
         """
+        offer = dict(message.offer)
         for name in ("root", "base", "local_dir"):
-            if message.offer.get(name) is not None:
-                admit(message.offer[name], made=name == "local_dir")
+            if offer.get(name) is not None:
+                offer[name] = admit(offer[name], made=name == "local_dir")
         self._require_loader().check(message.params)
+        return offer
 
     def connect(self, message: messages.Join) -> None:
         """Join the transport that ``message`` names.
@@ -180,7 +182,7 @@ class WeightReceiver:
             EngineRefusedError: a rehearsal showed that updates would go wrong.
         """
         loader = self._require_loader()
-        self.check(message)
+        offer = self.check(message)
         self.connection, self._sender = message.connection, message.sender
         kind = transports.load(message.transport)
         if isinstance(loader, Sliceable):
@@ -189,7 +191,7 @@ class WeightReceiver:
             loader.refuse_unsound(unproved=message.unproved)
             loader.vouch(message.compares)
         self.close()
-        timeout_s = message.offer.get("timeout_s", _TIMEOUT_S)
+        timeout_s = offer.get("timeout_s", _TIMEOUT_S)
         self._timeout_s = decoded(timeout_s, float, "timeout_s of the offer")
         here = Worker(
             rank=message.rank_offset + self._rank,
@@ -198,7 +200,7 @@ class WeightReceiver:
             whole=loader.whole() if isinstance(loader, Sliceable) else {},
             copies=lambda name: not (isinstance(loader, Patchable) and loader.patchable(name)),
         )
-        self._end = kind.join(message.offer, here, self._deadline())
+        self._end = kind.join(offer, here, self._deadline())
         if self.held.base:  # that number belongs to the previous sender or connection
             self.held = replace(self.held, base=None)
         self._staged, self._joined = None, message.params

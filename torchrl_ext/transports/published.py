@@ -74,12 +74,12 @@ class PublishedRoot:
             ConfigError: this engine may not open the path.
             StoreError: there is no version.
         """
-        admit(path)
-        given = Path(path).absolute()
+        given = Path(admit(path))
         version = version_number(given.name)
         if version is None and not given.is_dir():
             raise StoreError(f"{path} is not a directory", state=_UNCHANGED)
-        root = cls(given if version is None else given.parent, base if base and os.path.isdir(base) else None)
+        opened = given if version is None else admit(str(given.parent))
+        root = cls(opened, base if base and os.path.isdir(base) else None)
         version = root._chain().latest() if version is None else version
         if not version:
             raise StoreError(f"{path} holds no version", state=_UNCHANGED)

@@ -28,13 +28,13 @@ class Invitation(Wire, frozen=True, kw_only=True):
         root: of the versions, as workers see it.
         probe: the key of the probe.
         run_id: names the trainer's run; the content of the probe.
-        host: of the trainer.
+        trainer: where the trainer wrote the probe: the path there, and the host.
     """
 
     root: str
     probe: str
     run_id: str
-    host: str
+    trainer: str
 
     def find(self, store: Store, within: Deadline) -> None:
         """Look for the trainer's probe (worker end).
@@ -54,7 +54,7 @@ class Invitation(Wire, frozen=True, kw_only=True):
                 expected="a name as the trainer gives one",
                 state="nothing was read",
             )
-        here, trainer = f"{store.url} on {socket.gethostname()}", f"{self.root} on {self.host}"
+        here, trainer = f"{store.url} on {socket.gethostname()}", self.trainer
         found = None
         for _ in within.within(VISIBLE_S).pauses(shortest_s=_LOOK_S, longest_s=_LOOK_S):
             with suppress(FileNotFoundError):
@@ -71,7 +71,8 @@ class Invitation(Wire, frozen=True, kw_only=True):
                 else f"{here} and {trainer} are different directories",
                 expected=f"the file {self.probe} in one directory that both ends see",
                 state=_NOT_SENT,
-                hint="choose a root on a filesystem that is mounted on both hosts under the same path",
+                hint="choose a root on a filesystem that is mounted on both hosts, under the same path or the one that "
+                "seen_at= names",
             )
 
 
@@ -94,8 +95,8 @@ class SharedRoot:
         self._probe = TEMPORARY.join((".probe", uuid.uuid4().hex))
         self._store.put(self._probe, self._token.encode())
         self._invited = True
-        host = socket.gethostname()
-        return {"root": self._store.url, "probe": self._probe, "run_id": self._token, "host": host}
+        trainer = f"{self._store.url} on {socket.gethostname()}"
+        return {"root": self._store.url, "probe": self._probe, "run_id": self._token, "trainer": trainer}
 
     def moved(self) -> None:
         """Refuse a version for workers that were invited into the directory that the root was before.

@@ -58,7 +58,7 @@ class Offer(Wire, frozen=True, kw_only=True):
     root: str | None = None
     probe: str = ""
     run_id: str = ""
-    host: str = ""
+    trainer: str = ""
 
 
 @final
@@ -108,7 +108,7 @@ class DeltaReader(WorkerEnd, Mailbox):
         if offer.group is None:
             root = offer.root or ""
             store = open_store(root)
-            invitation = Invitation(root=root, probe=offer.probe, run_id=offer.run_id, host=offer.host)
+            invitation = Invitation(root=root, probe=offer.probe, run_id=offer.run_id, trainer=offer.trainer)
             invitation.find(store, within)
         else:
             if offer.format != FORMAT:
