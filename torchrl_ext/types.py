@@ -33,6 +33,15 @@ API_KEY_VARIABLE = "TORCHRL_EXT_API_KEY"
 """Environment variable with the API key that an embedded engine requires and that our commands send to engines."""
 
 
+VERSIONS = 10**18
+"""Versions have smaller numbers, since their names and the pointer to the newest take 18 digits."""
+
+
+def label_number(label: str) -> int | None:
+    """Return the version number that an engine's label is; None for a name, as longer numbers are, too."""
+    return int(label) if label.isascii() and label.isdecimal() and len(label) < len(str(VERSIONS)) else None
+
+
 @functools.cache
 def _dtypes() -> dict[str, torch.dtype]:
     """Return torch's dtypes by name: a table, since a manifest names one for each of very many parameters."""

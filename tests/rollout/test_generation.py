@@ -96,5 +96,5 @@ def test_what_is_no_list_of_token_ids_is_refused_with_its_place(prompt):
 
 
 def test_a_version_without_a_number_is_unknown():
-    assert [version_number(label) for label in ("12", "default", "", "main-abc")] == [12, 0, -1, -1]
+    assert [version_number(label) for label in ("12", "default", "", "main-abc", "9" * 5000)] == [12, 0, -1, -1, -1]
     assert Generation(token_ids=(1, 2)).token_versions() == [-1, -1]

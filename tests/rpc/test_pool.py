@@ -93,6 +93,27 @@ def test_the_version_of_a_pool_is_its_oldest_and_no_number_of_any_engine_is_used
     assert report.version == 10 and [engine.version for engine in engines] == ["10", "10"]
 
 
+@pytest.mark.parametrize("label", ["1732789123456789012", "4611686018427387903", "9" * 5000, "\u0663"])
+def test_a_label_with_more_digits_than_versions_have_is_a_name(tmp_path, label):
+    engine = Scripted("a", version=label)
+    sender = tx.WeightSender(tx.DiskTransport(tmp_path), Pool([engine]), verify=False)
+    for version in (1, 2):
+        assert sender.update_weights({"x": torch.ones(2)}).version == version
+    sender.shutdown()
+    assert engine.version == "2" and tx.DiskTransport(tmp_path).latest_version() == 2
+
+
+@pytest.mark.parametrize("transport", ["delta", "disk"])
+def test_a_number_that_no_version_can_have_is_refused_before_it_is_written(tmp_path, transport):
+    engine = Scripted("a", version="9" * 18)
+    sender = tx.WeightSender(tx.make_transport(transport, root=tmp_path), Pool([engine]), verify=False)
+    with pytest.raises(UpdateError, match=f"{10**18} cannot be the number of a version"):
+        sender.update_weights({"x": torch.ones(2)})
+    sender.shutdown()
+    assert engine.version == "9" * 18 and "load" not in engine.calls
+    assert not list(tmp_path.glob("weight_v*")) and not (tmp_path / "latest").exists()
+
+
 def test_others_hear_which_engines_an_update_or_a_probe_lost(tmp_path):
     heard, health = [], Health()
     health.subscribe(lambda url, why: heard.append((url, why is None)))

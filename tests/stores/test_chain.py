@@ -170,6 +170,19 @@ def test_versions_are_listed_oldest_first_and_the_pointer_only_moves_forward(tmp
     assert chain.latest() == 5
 
 
+@pytest.mark.parametrize("transport", ["delta", "disk"])
+@pytest.mark.parametrize("pointer", [b"", b"1732789123456789013\n"])
+def test_a_pointer_that_can_name_no_version_stops_nobody(tmp_path, pointer, transport):
+    trainer, reader = (tx.make_transport(transport, root=tmp_path) for _ in range(2))
+    trainer.send_weights({"x": torch.ones(3)})
+    (tmp_path / "latest").write_bytes(pointer)
+    assert reader.receive_weights(0.0) is None
+    trainer.send_weights({"x": torch.full((3,), 2.0)})
+    assert reader.receive_weights(0.0)["x"].tolist() == [2.0] * 3
+    assert (reader.received_version, (tmp_path / "latest").read_text()) == (2, "2\n")
+    trainer.shutdown()
+
+
 BAD_LEASES = {
     "no version": '{"first": Infinity, "until": 9e9}',
     "a version that is no number": '{"first": NaN, "until": 9e9}',

@@ -16,6 +16,7 @@ import numpy
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError
+from torchrl_ext.types import label_number
 
 if TYPE_CHECKING:
     from torchrl_ext.rollout.demands import Demand
@@ -135,7 +136,8 @@ def version_number(label: str) -> int:
     """Return 7 for ``"7"``, 0 for ``"default"`` (the engines' label of initial weights), else `UNKNOWN_VERSION`."""
     if label == "default":
         return 0
-    return int(label) if label.isdecimal() else UNKNOWN_VERSION
+    number = label_number(label)
+    return UNKNOWN_VERSION if number is None else number
 
 
 @dataclass(frozen=True, kw_only=True)

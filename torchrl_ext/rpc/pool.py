@@ -14,7 +14,7 @@ from torchrl_ext.errors import ConfigError, EngineError, why
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.health import Health
 from torchrl_ext.rpc.roster import Roster, Source
-from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, least
+from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, label_number, least
 
 __all__ = ["Pool"]
 
@@ -465,4 +465,4 @@ def discovered(url: str, **settings: Any) -> EngineClient:
 
 
 def _number(weight_version: str) -> int:
-    return int(weight_version) if weight_version.isdecimal() else 0
+    return label_number(weight_version) or 0

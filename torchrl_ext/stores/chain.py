@@ -31,6 +31,7 @@ from torchrl_ext.errors import IntegrityError, StoreError, WeightSyncError
 from torchrl_ext.stores.base import Store, seconds_left
 from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, Manifest
 from torchrl_ext.stores.versions import NAME, ChainView, Held, Version, read_version, version_name
+from torchrl_ext.types import label_number
 
 __all__ = ["Chain", "Route"]
 
@@ -133,16 +134,20 @@ class Chain:
 
     def _pointed(self) -> int:
         try:
-            text = self.store.get(_LATEST, at_most=_LONGEST)
+            text = self.store.get(_LATEST, at_most=_LONGEST).strip()
         except FileNotFoundError:
             return 0
-        if not text.strip().isdigit() or len(text.strip()) > 18:  # as many digits as a name takes
+        if text and not text.isdigit():
             raise IntegrityError(
                 f"the pointer {_LATEST!r} in {self.store.url} holds {text[:40]!r}",
                 expected="a version number",
                 hint="write the newest version's number into it",
             )
-        return int(text)
+        number = label_number(text.decode())
+        if text and number is None and _LATEST not in self._told:  # no version is called so; the next one replaces it
+            self._told.add(_LATEST)
+            log.warning("the pointer %r in %s is ignored: no version has the number %r", _LATEST, self.store.url, text)
+        return number or 0  # it is empty while somebody copies the root
 
     def _complete(self, pointed: int) -> int:
         """Return the newest complete version of ours: ``pointed``, or in a store without locks what has a manifest."""

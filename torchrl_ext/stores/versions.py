@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
 
-from torchrl_ext.errors import IntegrityError
+from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.stores.base import Store
 from torchrl_ext.stores.manifest import LARGEST, MANIFEST, DeltaManifest, Manifest, read_manifest
-from torchrl_ext.types import ParamMeta
+from torchrl_ext.types import VERSIONS, ParamMeta
 
 __all__ = ["BESIDE", "NAME", "ChainView", "Held", "Version", "read_version", "version_name", "version_number"]
 
@@ -26,7 +26,18 @@ Held = tuple[str, int]
 
 
 def version_name(version: int) -> str:
-    """Return the directory of a version: 7 -> ``"weight_v000007"``."""
+    """Return the directory of a version: 7 -> ``"weight_v000007"``.
+
+    Raises:
+        StoreError: the number is negative or has more digits than a name takes.
+    """
+    if not 0 <= version < VERSIONS:
+        raise StoreError(
+            f"{version} cannot be the number of a version",
+            expected=f"a number below {VERSIONS}",
+            state="nothing was written",
+            hint="an engine's label, the pointer 'latest' or a caller gave the number before; correct that one",
+        )
     return f"weight_v{version:06d}"
 
 

@@ -19,7 +19,7 @@ from torchrl_ext.reports import Spans
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.transports.base import Handoff
-from torchrl_ext.types import EngineRow, ParamMeta, SyncReport
+from torchrl_ext.types import EngineRow, ParamMeta, SyncReport, label_number
 
 __all__ = ["Connection", "update_error"]
 
@@ -157,7 +157,7 @@ class Connection:
         # a pool reports its oldest version, but no version number that any of its engines has may be used again
         infos = engine.infos() if isinstance(engine, Pool) else [found]
         labels = [info.weight_version for info in infos]
-        self.newest = max([self.newest, *(int(label) for label in labels if label.isdecimal())])
+        self.newest = max([self.newest, *(label_number(label) or 0 for label in labels)])
         within = Deadline(self._timeout_s, f"the workers of {engine.url}")
         with spans.of("connect"):
             handoff = self._invite(found.world_size, params, within)

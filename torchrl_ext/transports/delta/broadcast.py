@@ -17,10 +17,9 @@ from torchrl_ext.errors import IntegrityError, ManifestError, StaleBaseError
 from torchrl_ext.stores import Chain, Manifest, Placed, Store, version_name
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
-from torchrl_ext.stores.versions import version_number
 from torchrl_ext.transports.base import Arrival, Update
 from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
-from torchrl_ext.types import Count, ParamMeta, Wire
+from torchrl_ext.types import VERSIONS, Count, ParamMeta, Wire
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import MappingSource, WeightSource, checked
 
@@ -176,7 +175,7 @@ class Broadcast:
             return False
         coming = Coming.from_json(arrival.info, "what the trainer announces")
         version, base = arrival.version, coming.base
-        if version_number(version_name(version)) != version or MANIFEST not in coming.files:
+        if not 0 <= version < VERSIONS or MANIFEST not in coming.files:
             raise IntegrityError(
                 f"the trainer announces version {version} with {', '.join(coming.files)}",
                 expected=f"a number of at most 18 digits, and a file {MANIFEST}",
