@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import socket
@@ -208,6 +209,95 @@ def test_a_connection_that_breaks_or_speaks_no_http_is_unreachable(words, server
         HTTPSession(f"127.0.0.1:{other.port}").get("/health")
     with pytest.raises(EngineUnreachableError, match="http://"):
         HTTPSession(f"https://127.0.0.1:{server.port}").get("/x")
+
+
+def heard_by(connection):
+    """The body of the next request, a number; None at the end."""
+    data = b""
+    while (piece := connection.recv(1 << 16)) or data:
+        data += piece
+        _, found, body = data.partition(b"\r\n\r\n")
+        if found and body:
+            return int(body)
+        if not piece:
+            break
+    return None
+
+
+@pytest.mark.parametrize(
+    ("keep_s", "words", "heard", "answers"),
+    [
+        (60, b"", [(1, 1), (1, 2), (2, 2)], True),
+        (60, b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n{", [(1, 1), (1, 2)], False),  # it was begun
+        (0, b"", [(1, 1), (2, 2), (3, 3)], True),  # each on a connection of its own
+    ],
+)
+def test_only_a_request_that_a_kept_connection_took_away_is_sent_anew(keep_s, words, heard, answers):
+    """A server may close an idle connection while a request is on its way."""
+    connections, calls = itertools.count(1), []
+
+    def talk(connection, _):
+        number = next(connections)
+        while (asked := heard_by(connection)) is not None:
+            calls.append((number, asked))
+            if number == 1 and asked == 2:
+                connection.sendall(words)
+                return
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n%d" % asked)
+
+    with talking(talk) as server:
+        session = HTTPSession(f"127.0.0.1:{server.port}", timeout_s=LIMIT_S, keep_s=keep_s)
+        assert session.post("/generate", 1) == 1
+        if answers:
+            assert session.post("/generate", 2) == 2
+            keep_s or session.post("/generate", 3)
+        else:
+            with pytest.raises(EngineUnreachableError, match="the connection broke"):
+                session.post("/generate", 2)
+        session.close()
+    assert calls == heard
+
+
+@pytest.mark.parametrize(("keep_s", "most"), [(60, 2), (0, 1)])
+def test_a_server_that_answers_nothing_more_is_asked_once_more_at_most(keep_s, most):
+    calls = []
+
+    def talk(connection, _):
+        while (asked := heard_by(connection)) is not None:
+            calls.append(asked)
+            if asked == 2:
+                return
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n1")
+
+    with talking(talk) as server:
+        session = HTTPSession(f"127.0.0.1:{server.port}", timeout_s=LIMIT_S, keep_s=keep_s)
+        session.post("/generate", 1)
+        with pytest.raises(EngineUnreachableError, match="the connection broke"):
+            session.post("/generate", 2)
+        session.close()
+    assert calls == [1] + [2] * most
+
+
+def test_the_connection_of_the_second_attempt_is_new():
+    both, connections, calls = threading.Barrier(2), itertools.count(1), []
+
+    def talk(connection, _):
+        number = next(connections)
+        while (asked := heard_by(connection)) is not None:
+            if asked == 1:
+                both.wait(LIMIT_S)
+            else:
+                calls.append(number)
+                if number <= 2:
+                    return
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n%d" % asked)
+
+    with talking(talk) as server, ThreadPoolExecutor(2) as pool:
+        session = HTTPSession(f"127.0.0.1:{server.port}", timeout_s=LIMIT_S, keep_s=60)
+        assert list(pool.map(lambda _: session.post("/generate", 1), range(2))) == [1, 1]
+        assert session.post("/generate", 2) == 2
+        session.close()
+    assert len(calls) == 2 and calls[1] == 3
 
 
 def test_a_port_that_was_not_named_is_named_where_nobody_answers():

@@ -13,7 +13,7 @@ import math
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -172,7 +172,8 @@ class HTTPSession:
         until: deadline of all calls together, in seconds of `time.monotonic`.
         check: called with a similar session before each `call`, within its deadline, until it has succeeded once.
         keep_s: how long an idle connection on the shared event loop is kept, in seconds; choose less than the server's
-            own keep-alive (uvicorn: 5 s), or a call may use a connection that the server is closing.
+            own keep-alive (uvicorn: 5 s). A call over a connection that the server was just closing is sent once more,
+            so that only sessions whose calls may be repeated should keep connections.
         connection_limit: maximum number of connections, with ``keep_s``; 0 for no limit.
         connect_timeout_s: how long connecting may take, over all addresses of a name, in seconds.
 
@@ -273,12 +274,8 @@ class HTTPSession:
             headers = {**(headers or {}), "content-type": "application/json"}
         try:
             for bearer in self._bearers:
-                left_s = max(_SHORTEST_S, until - time.monotonic())
-                given["timeout"] = aiohttp.ClientTimeout(total=left_s, connect=self._connect_timeout_s)
-                async with (
-                    self._client() as client,
-                    client.request(method, url, headers={**bearer, **(headers or {})}, **given) as response,
-                ):
+                given["headers"] = {**bearer, **(headers or {})}
+                async with self._response(method, url, until, **given) as response:
                     answer = await self._read(response, where)
                 if answer.status != _UNAUTHORIZED:
                     break
@@ -309,16 +306,37 @@ class HTTPSession:
         _drop(self._kept)
 
     @asynccontextmanager
-    async def _client(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Yield the running loop's client, or a temporary one for this call."""
+    async def _response(self, method: str, url: URL, until: float, **how: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Yield the response to a request, which is sent anew if a kept connection ends before it brings one."""
+
+        async def send(client: aiohttp.ClientSession, reused: list[bool]) -> aiohttp.ClientResponse:
+            left_s = max(_SHORTEST_S, until - time.monotonic())
+            timeout = aiohttp.ClientTimeout(total=left_s, connect=self._connect_timeout_s)
+            return await client.request(method, url, timeout=timeout, trace_request_ctx=reused, **how)
+
+        async with AsyncExitStack() as stack:
+            reused: list[bool] = []
+            try:
+                response = await send(await stack.enter_async_context(self._client()), reused)
+            except aiohttp.ClientConnectionError:
+                if not reused:
+                    raise
+                response = await send(await stack.enter_async_context(self._client(fresh=True)), reused)
+            yield await stack.enter_async_context(response)
+
+    @asynccontextmanager
+    async def _client(self, *, fresh: bool = False) -> AsyncIterator[aiohttp.ClientSession]:
+        """Yield the running loop's client, or a temporary one for this call; if ``fresh``, in any case."""
         loop = asyncio.get_running_loop()
-        client, kept = self._kept.get(loop), self._keep_s and not can_wait()  # a caller's loop may end at any time
+        kept = self._keep_s and not fresh and not can_wait()  # a caller's loop may end at any time
+        client = None if fresh else self._kept.get(loop)
         if client is None or client.closed:
             keep: dict[str, Any] = {"keepalive_timeout": self._keep_s} if kept else {"force_close": True}
             client = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._limit, resolver=Resolver(), **keep),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
+                trace_configs=[_reuse()],
             )
             if kept:
                 self._kept[loop] = client
@@ -340,6 +358,17 @@ class HTTPSession:
                 )
         named = {name.lower(): value for name, value in response.headers.items()}
         return Answer(where=where, status=response.status, text=found.decode("utf-8", "replace"), headers=named)
+
+
+def _reuse() -> aiohttp.TraceConfig:
+    """Return the trace that notes, in the list that a request brings as its context, that a connection is reused."""
+
+    async def note(session: aiohttp.ClientSession, context: Any, params: Any) -> None:
+        context.trace_request_ctx.append(True)
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(note)
+    return trace
 
 
 def _drop(kept: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession]) -> None:
