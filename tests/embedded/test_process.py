@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 from tests.models import PROMPT, greedy, tiny_checkpoint
 from tests.processes import WAIT_S, calling, running_python
 from torchrl_ext.embedded.__main__ import main
+from torchrl_ext.embedded.listening import patient
 from torchrl_ext.errors import EngineError
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.serving.engines.embedded import EmbeddedServer
@@ -77,6 +78,7 @@ def test_routes_of_others_are_served_where_the_command_names_them(run, checkpoin
     for options, there in (((), False), (("--routes", SLIMES), True)):
         status, ((app, settings),) = run(checkpoint, *options, "--host", "0.0.0.0")
         assert (status, settings["host"], settings["port"]) == (0, "0.0.0.0", 7)
+        assert settings["http"].__module__ == patient.__module__  # test_listening.py tells what it does
         with TestClient(app) as client:
             assert client.get("/health").status_code == 200
             assert (client.get("/get_weight_version").status_code == 200) == there

@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import uvicorn
 
     from torchrl_ext.embedded.engine import Engine
+    from torchrl_ext.embedded.listening import patient
     from torchrl_ext.embedded.server import make_app
 
     if args.threads:
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.warning(
             "anyone who can reach %s can replace this engine's weights: set %s", args.host, API_KEY_VARIABLE
         )
-    settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 2, "ws": "none"}
+    settings: dict[str, Any] = {"log_level": "warning", "timeout_graceful_shutdown": 2, "ws": "none", "http": patient()}
     uvicorn.run(make_app(engine, api_key=api_key, routes=more), host=args.host, port=args.port, **settings)
     return 0
 

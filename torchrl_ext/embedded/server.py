@@ -13,6 +13,7 @@ import math
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -24,6 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 import torchrl_ext
+from torchrl_ext.deadline import in_thread
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest, Token
 from torchrl_ext.errors import (
@@ -46,6 +48,7 @@ log = logging.getLogger("torchrl_ext")
 
 _STATUS = {ConfigError: 400, ManifestError: 400, EngineRefusedError: 409, NotConnectedError: 409, DeadlineError: 504}
 DRAIN_TIMEOUT_S = 600.0  # of ``pause?mode=wait``
+BODY_TIMEOUT_S = 60.0
 _OPEN_ROUTE = "/health"  # cluster probes have no key; they learn only that the process lives
 
 
@@ -97,9 +100,11 @@ def make_app(engine: Engine, *, api_key: str | None = None, routes: Sequence[Bas
             lambda query, body: {"digests": engine.digests(), "weight_version": scheduler.version}
         ),
         "POST /prompt_logprobs": _run(lambda query, body: _logprobs(engine, body)),
-        "POST /pause": _run(lambda query, body: engine.pause(_mode(query), DRAIN_TIMEOUT_S), status="paused"),
+        "POST /pause": _run(
+            lambda query, body: engine.pause(_mode(query), DRAIN_TIMEOUT_S), waits=True, status="paused"
+        ),
         "POST /resume": _run(lambda query, body: engine.resume(), status="resumed"),
-        "POST /sleep": _run(lambda query, body: _sleep(engine, query), status="sleeping"),
+        "POST /sleep": _run(lambda query, body: _sleep(engine, query), waits=True, status="sleeping"),
         "POST /wake_up": _run(lambda query, body: _wake_up(engine, query.getlist("tags") or None)),
         "POST /release_kv_cache_memory": _run(
             lambda query, body: engine.release_kv_cache(), status="kv_cache_released"
@@ -131,20 +136,39 @@ async def read_json(request: Request) -> Any:
 
     Raises:
         ConfigError: the body is not JSON, or is too large (`Guard`).
+        DeadlineError: it did not come in time.
     """
-    body = await request.body()
+    body = bytearray()
+
+    async def read() -> None:
+        async for chunk in request.stream():
+            body.extend(chunk)
+
+    try:
+        await asyncio.wait_for(read(), BODY_TIMEOUT_S)
+    except asyncio.TimeoutError:
+        what = f"only {len(body)} bytes of the body came within {BODY_TIMEOUT_S:g} s"
+        raise DeadlineError(what, state="unchanged") from None
     try:
         return json.loads(body) if body else {}
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the body is not JSON: {error}") from None
 
 
-def _run(step: Callable[[QueryParams, Info], Info | None], **fields: Any) -> Callable[[Request], Any]:
-    """Return a handler that runs ``step`` in a thread and responds with ``fields`` and the result of ``step``."""
+def _run(
+    step: Callable[[QueryParams, Info], Info | None], *, waits: bool = False, **fields: Any
+) -> Callable[[Request], Any]:
+    """Return a handler that runs ``step`` in a thread and responds with ``fields`` and the result of ``step``.
+
+    A step that ``waits`` for minutes has a thread of its own, and takes none of those that all others share.
+    """
 
     async def handler(request: Request) -> Response:
         body = decoded(await read_json(request), Info, "the body")
-        returned: Info | None = await run_in_threadpool(step, request.query_params, body)
+        call = partial(step, request.query_params, body)
+        returned = await (
+            asyncio.wrap_future(in_thread(call, "torchrl-ext-wait")) if waits else run_in_threadpool(call)
+        )
         return JSONResponse({**fields, **(returned or {})})
 
     return handler

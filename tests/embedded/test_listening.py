@@ -1,0 +1,123 @@
+"""What strangers and waits leave of the server for others: half requests, late bodies, and pauses that last."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from types import SimpleNamespace
+
+import httpx
+from starlette.testclient import TestClient
+
+from tests.embedded import served_here
+from tests.processes import WAIT_S
+from torchrl_ext.deadline import Deadline
+from torchrl_ext.embedded import server as server_module
+from torchrl_ext.embedded.listening import patient
+
+KEY = "K"
+HALF = b"POST /pause HTTP/1.1\r\nHost: engine\r\nX-"
+BODILESS = b"POST /pause HTTP/1.1\r\nHost: engine\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
+LONG_S = 10 * WAIT_S
+
+
+class Held:
+    """An engine whose pauses last until they are let go."""
+
+    def __init__(self):
+        self.scheduler = SimpleNamespace(alive=True, version="7", paused=False, running=0)
+        self.begun, self.let_go = threading.Semaphore(0), threading.Event()
+
+    def pause(self, mode, timeout_s):
+        self.begun.release()
+        assert self.let_go.wait(WAIT_S)
+
+    def close(self):
+        self.let_go.set()
+
+
+@contextmanager
+def served(api_key=KEY, **limits):
+    engine = Held()
+    with served_here(engine, api_key=api_key, http=patient(**limits)) as server, ExitStack() as stack:
+        server.connect = lambda: stack.enter_context(
+            socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=WAIT_S)
+        )
+        stack.callback(engine.let_go.set)
+        yield server
+
+
+def begins(server, data=HALF):
+    connection = server.connect()
+    connection.sendall(data)
+    return connection
+
+
+def label(server):
+    answer = httpx.get(f"{server.url}/weight_info", headers={"authorization": f"Bearer {KEY}"}, timeout=WAIT_S)
+    return answer.json()["weight_version"]
+
+
+def test_half_requests_beyond_a_number_leave_soon_and_others_get_in():
+    with served(head_s=LONG_S, most=2, crowded_s=0.1) as server:
+        halves = [begins(server) for _ in range(5)]
+        assert label(server) == "7" and httpx.get(f"{server.url}/health").status_code == 200
+        closed, within = set(), Deadline(WAIT_S)
+        while len(closed) < 3 and not within.over:
+            closed.update(select.select(halves, [], [], 0.1)[0])
+        assert [one.recv(1) for one in closed] == [b""] * 3  # and the two that came first have their time
+        assert label(server) == "7"
+
+
+def test_parts_of_a_head_prolong_nothing_and_a_request_in_work_lasts():
+    with served(head_s=0.2) as server, ThreadPoolExecutor(1) as pool:
+        paused = pool.submit(
+            httpx.post, f"{server.url}/pause", headers={"authorization": f"Bearer {KEY}"}, timeout=WAIT_S
+        )
+        assert server.engine.begun.acquire(timeout=WAIT_S)
+        dripping, within = begins(server), Deadline(WAIT_S)
+        with suppress(ConnectionError):
+            while not within.over and not select.select([dripping], [], [], 0.02)[0]:
+                dripping.sendall(b"x")
+            assert dripping.recv(1) == b""
+        server.engine.let_go.set()
+        assert paused.result(WAIT_S).json() == {"status": "paused"}
+
+
+def test_without_the_key_a_request_is_refused_before_its_body():
+    with served(head_s=0.2) as server:
+        connection = begins(server, BODILESS + b"\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 401")
+        with suppress(ConnectionError):
+            while connection.recv(1 << 16):
+                continue
+
+
+def test_no_route_but_that_of_probes_is_open():
+    app = server_module.make_app(Held(), api_key=KEY)
+    with TestClient(app) as stranger:
+        rows = [(method, route.path) for route in app.routes for method in route.methods]
+        found = {path: stranger.request(method, path).status_code for method, path in rows}
+    assert found.pop("/health") == 200 and len(found) > 10 and set(found.values()) == {401}
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(server_module, "BODY_TIMEOUT_S", 0.1)
+    with served(api_key=None) as server:
+        connection = begins(server, BODILESS + b"\r\n{")
+        answer = connection.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 504") and b"only 1 bytes of the body" in answer
+        assert not server.engine.begun.acquire(blocking=False)
+
+
+def test_pauses_that_wait_take_no_thread_of_other_calls():
+    client = httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=WAIT_S)
+    with served() as server, ThreadPoolExecutor(45) as pool, client:
+        waiting = [pool.submit(client.post, f"{server.url}/pause?mode=wait") for _ in range(45)]
+        begun = [server.engine.begun.acquire(timeout=WAIT_S / 10) for _ in range(45)]
+        version = label(server) if all(begun) else None
+        server.engine.let_go.set()
+        assert version == "7" and {one.result(WAIT_S).status_code for one in waiting} == {200}
