@@ -42,6 +42,21 @@ def test_a_router_lists_its_workers(script):
         assert source() == [engine.url]
 
 
+def test_who_is_only_in_a_routers_list_gets_no_key(caplog):
+    """A router takes workers from whoever reaches it; ``localhost`` is a host that nobody named."""
+    router_lists = Gateway()
+    with serving(router_lists) as router, FakeEngine("vllm") as engine, serving(Engine()) as stranger:
+        RouterClient(router.url).add(engine.url)
+        far = f"http://localhost:{stranger.port}"
+        RouterClient(router.url).add(far)
+        asked = len(stranger.keys)
+        fleet = tx.connect(members=from_router(router.url), api_key="K")
+        assert fleet.members() == fleet.members() == (engine.url,)
+        assert stranger.keys[asked:] == [] and caplog.text.count(f"lists {far}, which nobody named") == 1
+        fleet.close()
+        assert from_router(router.url, hosts=["localhost"])() == [engine.url, far]
+
+
 def test_a_name_lists_each_of_its_addresses_once(monkeypatch):
     assert "http://127.0.0.1:8000" in from_dns("localhost", 8000)()
     found = [(None, None, None, "", (one, 80)) for one in ("10.0.0.2", "10.0.0.1", "10.0.0.2", "fd00::1")]

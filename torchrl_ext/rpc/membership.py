@@ -7,17 +7,22 @@ fleet calls it before each update, in a thread. If it raises, nothing changes.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.rpc.http import Keys
+from torchrl_ext.rpc.http import Keys, normalise_url
 from torchrl_ext.rpc.roster import Source
 from torchrl_ext.rpc.router import RouterClient
 
 __all__ = ["Source", "from_dns", "from_file", "from_router"]
+
+log = logging.getLogger("torchrl_ext")
 
 
 def from_file(path: str | os.PathLike[str]) -> Source:
@@ -38,8 +43,11 @@ def _listed(path: Path) -> list[str]:
     return list(found)
 
 
-def from_router(url: str, *, api_key: Keys = None) -> Source:
+def from_router(url: str, *, hosts: Collection[str] = (), api_key: Keys = None) -> Source:
     """Return the source that asks a router (vLLM's or SGLang's) for its workers, healthy or not.
+
+    Whoever reaches a router may add workers to it. Those that are neither on its own host nor on one of ``hosts`` get
+    neither a key nor weights; the log names them.
 
     For the router of a `torchrl_ext.serving.routing.Routing`, take `Routing.fleet` instead, which also lists engines
     that are out of the router because an update has yet to reach them.
@@ -47,11 +55,21 @@ def from_router(url: str, *, api_key: Keys = None) -> Source:
     Raises:
         ConfigError: the address is invalid.
     """
-    return partial(_routed, RouterClient(url, api_key=api_key, timeout_s=2.0))
+    router, strangers = RouterClient(url, api_key=api_key, timeout_s=2.0), set[str]()
+    return partial(_routed, router, {_host(router.url), *(host.strip("[]").lower() for host in hosts)}, strangers)
 
 
-def _routed(router: RouterClient) -> list[str]:
-    return [worker.url for worker in router.workers()]
+def _routed(router: RouterClient, hosts: Collection[str], strangers: set[str]) -> list[str]:
+    urls = [worker.url for worker in router.workers()]
+    new = {url for url in urls if _host(url) not in hosts} - strangers
+    strangers |= new
+    for url in sorted(new):
+        log.warning("%s lists %s, which nobody named: it takes no part unless hosts= has it", router.url, url)
+    return [url for url in urls if _host(url) in hosts]
+
+
+def _host(url: str) -> str:
+    return urlsplit(normalise_url(url)).hostname or ""
 
 
 def from_dns(host: str, port: int, *, scheme: str = "http") -> Source:
