@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import torchrl_ext as tx
 from tests.hostile import refused_or_right, worse_json, worse_text
 from tests.processes import calling, finished
+from tests.rpc.sockets import talking
 from tests.transports.members import SHORT_S, WAIT_S, beside, enter, group, member, same, weights
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError
@@ -32,7 +33,7 @@ from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import Update, Worker
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.transports.group import notes as notes_module
-from torchrl_ext.transports.group.meeting import Note, host
+from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership, Note, host
 from torchrl_ext.transports.group.meeting import enter as enter_room
 from torchrl_ext.transports.group.notes import NOTE_BYTES, HostedNotes, RemoteNotes
 from torchrl_ext.transports.group.peers import Seat
@@ -79,6 +80,11 @@ def test_a_port_that_listens_and_says_nothing_is_given_up_at_the_deadline():
     with silent_port() as port, pytest.raises(DeadlineError, match=rf"127.0.0.1:{port} did not answer within 1 s"):
         member(port, 1, 2, timeout_s=SHORT_S).init_all_workers_group({})
     assert time.monotonic() - began < WAIT_S / 4
+
+
+def test_why_the_last_attempt_failed_is_in_the_error():
+    with talking(lambda connection, _: None) as port, pytest.raises(DeadlineError, match="it closed the connection"):
+        member(port.port, 1, 2, timeout_s=SHORT_S).init_all_workers_group({})
 
 
 def test_an_abort_ends_the_wait_for_a_port_that_says_nothing():
@@ -152,6 +158,39 @@ def test_only_those_who_know_the_secret_are_let_in():
     assert enter(*members) == [None, None]
     for one in members:
         one.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("address", "secret", "key", "warned"),
+    [
+        ("0.0.0.0", "", STANDALONE_GROUP, 1),
+        ("0.0.0.0", "rose", STANDALONE_GROUP, 0),
+        ("127.0.0.1", "", STANDALONE_GROUP, 0),
+        ("0.0.0.0", "", "a room of a control layer", 0),  # which passes a secret on
+    ],
+)
+def test_a_trainer_without_a_secret_says_so_unless_it_is_on_loopback(caplog, address, secret, key, warned):
+    own = Membership(address, 0, secret, device=torch.device("cpu"), backend="gloo", timeout_s=WAIT_S)
+    assert own.notes(key) is own.notes(key)
+    own.notes(key).close()
+    assert caplog.text.count("set secret=") == warned
+
+
+def has_ipv6():
+    with socket.socket(socket.AF_INET6) as probe, suppress(OSError):
+        probe.bind(("::1", 0))
+        return True
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6 loopback")
+def test_an_ipv6_address_may_have_brackets_as_in_a_url():
+    with group(2, in_brackets) as (trainer, worker):
+        _, received = beside(lambda: trainer.send_weights("policy", weights()), worker.receive_weights)
+        assert same(received, weights()) and trainer.master_address == "::1"
+
+
+def in_brackets(port, rank, size):
+    return VLLMCollectiveTransport("[::1]", port, rank, size, "cpu", timeout_s=WAIT_S)
 
 
 def test_a_control_layer_passes_on_a_secret_that_nobody_can_know_before():

@@ -23,6 +23,7 @@ from torchrl_ext.errors import (
     TransportError,
     WeightSyncError,
 )
+from torchrl_ext.serving.processes import free_port
 from torchrl_ext.stores import Chain, version_name
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
@@ -39,6 +40,17 @@ def weights(value=0.0):
 def member(port, rank, size, **settings):
     settings = {"encoding": "xor", "timeout_s": WAIT_S, **settings}
     return tx.DeltaTransport(carrier="collective", master_port=port, rank=rank, world_size=size, **settings)
+
+
+def test_only_a_worker_that_knows_the_secret_is_let_in():
+    port = free_port()
+    trainer, worker = member(port, 0, 2, secret="rose", timeout_s=1.0), member(port, 1, 2, secret="tulip")
+    absent, refused = enter(trainer, worker)
+    assert isinstance(absent, DeadlineError) and "give every rank the same secret" in str(refused)
+    members = [trainer, member(port, 1, 2, secret="rose")]
+    assert enter(*members) == [None, None]
+    for one in members:
+        one.shutdown()
 
 
 def exchange(trainer, *workers, value):

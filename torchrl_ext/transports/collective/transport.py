@@ -92,7 +92,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
-        self.master_address, self.master_port = master_address, int(master_port)
+        self.master_port = int(master_port)
         self.rank, self.world_size = rank or 0, world_size
         self.device, self.backend = choose_backend(device, backend)
         self.bucket_bytes, self.vllm_engine = bucket_bytes, vllm_engine
@@ -106,6 +106,7 @@ class VLLMCollectiveTransport(StandaloneTransport):
         self.member = Membership(
             master_address, self.master_port, secret, device=self.device, backend=self.backend, timeout_s=timeout_s
         )
+        self.master_address = self.member.address
         self._worker = CollectiveWorker(self.member)
         self._agreed: dict[str, ParamMeta] = {}
         self._handoffs = 0

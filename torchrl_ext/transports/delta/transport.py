@@ -83,8 +83,8 @@ class DeltaTransport(StandaloneTransport):
         by_shard: every rank of the trainer creates this transport, keeps a baseline of only its own blocks
             (`WeightSource.shards`), and writes its own files of a version; workers read the files that they need.
             Requires carrier ``"disk"`` and one of this library's own encodings.
-        master_address, master_port, rank, world_size, device: settings of the group of carrier ``"collective"``, as in
-            `VLLMCollectiveTransport`.
+        master_address, master_port, rank, world_size, device, secret: settings of the group of carrier
+            ``"collective"``, as in `VLLMCollectiveTransport`.
         timeout_s: deadline of every wait, in seconds.
 
     Attributes:
@@ -134,6 +134,7 @@ class DeltaTransport(StandaloneTransport):
         rank: int | None = 0,
         world_size: int | None = None,
         device: Any = None,
+        secret: str = "",
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
@@ -176,7 +177,7 @@ class DeltaTransport(StandaloneTransport):
             self._store, self._full = MemoryStore(), (kept := KeptTensors())
             self._kept = kept
             self._group = VLLMCollectiveTransport(
-                master_address, master_port, rank, world_size, device, timeout_s=timeout_s
+                master_address, master_port, rank, world_size, device, secret=secret, timeout_s=timeout_s
             )
         else:
             self._store, self._full = open_store(root, storage_options), FullWriter(shard_bytes, files)

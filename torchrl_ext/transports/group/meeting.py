@@ -5,6 +5,7 @@ Ranks that do not come are named. Notes come from other processes, so each is ch
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import uuid
@@ -23,11 +24,13 @@ from torchrl_ext.transports.group.notes import HostedNotes, NoteStore, RemoteNot
 from torchrl_ext.transports.group.peers import Member, PeerGroup, Seat, severed
 from torchrl_ext.transports.group.process_group import form_group
 from torchrl_ext.transports.links import ranks_text
-from torchrl_ext.types import Count, ParamMeta, Params, Port, Seconds, Text, Wire
+from torchrl_ext.types import Count, ParamMeta, Params, Port, Seconds, Text, Wire, is_loopback
 
 __all__ = [
     "LAST_WORDS_S", "LOOK_S", "STANDALONE_GROUP", "Membership", "Note", "Offer", "enter", "host",
 ]  # fmt: skip
+
+log = logging.getLogger("torchrl_ext")
 
 STANDALONE_GROUP = "standalone"
 """The rendezvous key of ranks without a control layer."""
@@ -94,7 +97,8 @@ class Membership(Member):
         self, address: str, port: int, secret: str, *, device: torch.device, backend: str, timeout_s: float
     ) -> None:
         super().__init__()
-        self.address, self.port, self.device, self.backend, self.timeout_s = address, port, device, backend, timeout_s
+        self.address = address.removeprefix("[").removesuffix("]")  # of IPv6, as URLs have it
+        self.port, self.device, self.backend, self.timeout_s = port, device, backend, timeout_s
         self._secret, self._private = secret, secret or uuid.uuid4().hex
         self._notes: NoteStore | None = None
         self._generations = 0
@@ -108,6 +112,8 @@ class Membership(Member):
         secret = self._secret if key == STANDALONE_GROUP else self._private
         if self._notes is not None and self._notes.secret != secret:
             self._end_notes()
+        if self._notes is None and not secret and not is_loopback(self.address):
+            log.warning("anyone who can reach %s can join the group and take the weights: set secret=", self.address)
         return self._notes or self._keep(HostedNotes(self.address, self.port, secret))
 
     def invite(self, room: str, size: int) -> Offer:

@@ -254,13 +254,17 @@ class RemoteNotes(NoteStore):
         super().__init__(host, port, secret)
         self.patience_s = within.timeout_s
         self._lock, self._number = threading.Lock(), 0
+        failure = "no attempt was made"
         for _ in within.pauses(shortest_s=_PAUSE_S, longest_s=_SLICE_S):
-            self._link = Link(dial(host, port, within), f"the process that listens at {self.address}")
-            with suppress(NotConnectedError):  # a trainer that is just leaving; the next one may listen soon
+            self._link = Link(dial(host, port, within, failure), f"the process that listens at {self.address}")
+            try:
                 greeting = self._heard(within)
-                self._prove(greeting, within)
-                self._link.peer = f"the trainer (rank 0) at {self.address}"
-                return
+            except NotConnectedError as error:  # a trainer that is just leaving; the next one may listen soon
+                failure = error.what
+                continue
+            self._prove(greeting, within)
+            self._link.peer = f"the trainer (rank 0) at {self.address}"
+            return
         raise self._silent(within)
 
     def _prove(self, greeting: Info, within: Deadline) -> None:

@@ -41,14 +41,16 @@ def listen(address: str, port: int) -> socket.socket:
     return socket.create_server(("0.0.0.0", port), backlog=_BACKLOG)
 
 
-def dial(address: str, port: int, within: Deadline) -> socket.socket:
+def dial(address: str, port: int, within: Deadline, failure: str = "no attempt was made") -> socket.socket:
     """Return a connection to the process that listens at this address and port, as soon as one does.
+
+    Args:
+        failure: why the attempt before failed, for the error.
 
     Raises:
         DeadlineError: nobody does in time.
         TransportError: another thread ended the wait.
     """
-    failure = "no attempt was made"
     for left_s in within.pauses(shortest_s=_PAUSE_S, longest_s=_SLICE_S):
         try:
             made = in_time(partial(socket.create_connection, (address, port), max(0.1, left_s)), within)
