@@ -13,7 +13,7 @@ from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import WAIT_S
 from tests.rollout.aborts import aborted
 from tests.rpc.servers import in_turn
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
 from torchrl_ext.rollout.client import Generation, InferenceClient, VersionSpan
 from torchrl_ext.rpc.health import Health
 from torchrl_ext.testing import FakeEngine
@@ -49,6 +49,14 @@ def test_what_an_engine_aborts_is_continued_and_never_taken_for_an_answer(server
     drawn = aborted(server.url, lambda: client.generate(prompts, n=3, seed=4, **settings))
     assert [len(one.token_ids) for one in drawn] == [100] * 6
     assert len({one.token_ids for one in drawn}) == 6
+
+
+def test_an_engine_of_another_kind_is_found_by_the_way_that_the_error_names():
+    with FakeEngine("sglang") as engine, closing(InferenceClient(engine.url)) as client:
+        with pytest.raises(RouteAbsent, match="answered 404") as refused:
+            client.generate([PROMPT], max_tokens=2)
+        assert refused.value.status == 404 and "InferenceClient.connect" in refused.value.hint
+        assert refused.value.expected == "an engine with the route /inference/v1/generate"
 
 
 def part(*tokens, reason="abort", version=1):

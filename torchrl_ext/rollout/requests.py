@@ -12,7 +12,14 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
+from torchrl_ext.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    EngineRefusedError,
+    EngineUnreachableError,
+    RouteAbsent,
+)
 from torchrl_ext.registry import engines
 from torchrl_ext.rollout.demands import CONFLICT, Demand, Unmet, at
 from torchrl_ext.rollout.dialects import Dialect
@@ -242,7 +249,12 @@ class Requests:
         answer = await self._sessions[url].exchange("POST", route, body, headers=headers, timeout_s=left_s)
         if answer.status == CONFLICT and demand is not None:
             raise Unmet(url, demand, _version(answer))
-        return answer.checked_json()
+        try:
+            return answer.checked_json()
+        except RouteAbsent as error:
+            hint = "let InferenceClient.connect find the kinds of engines, or name them with kind="
+            status = {"status": error.status, "reason": error.reason}
+            raise RouteAbsent(error.what, expected=f"an engine with the route {route}", hint=hint, **status) from None
 
     async def _of_any(
         self, call: Callable[[str], Awaitable[_T]], until: float, request: GenerationRequest | None = None
