@@ -34,6 +34,51 @@ def test_what_cannot_land_is_named_before_anything_is_touched(params, said):
         as_loader(nn.Linear(2, 3)).check(as_source(params).params())
 
 
+@pytest.mark.parametrize(
+    ("buffer", "said"),
+    [
+        (torch.rand(1).expand(4), "share memory"),
+        (torch.rand(6).as_strided((3, 2), (1, 1)), "share memory"),
+        (torch.rand(4, device="meta"), "meta device"),
+    ],
+)
+@pytest.mark.parametrize("transport", ["memory", "disk", "delta"])
+def test_what_cannot_be_written_is_named_before_the_pause(transport, buffer, said, tmp_path):
+    model, settings = nn.Linear(2, 3), {} if transport == "memory" else {"root": tmp_path}
+    model.register_buffer("mask", buffer)
+    before, sent = model.weight.clone(), {"weight": torch.zeros(3, 2), "bias": torch.zeros(3)}
+    engine = InProcessEngine(model)
+    with tx.WeightSender(tx.make_transport(transport, **settings), engine) as sender:
+        with pytest.raises(UpdateError, match=f"'mask'.*{said}"):
+            sender.update_weights(sent | {"mask": torch.rand(buffer.shape)})
+        assert torch.equal(model.weight, before) and engine.serving.is_set()
+        model.mask = torch.rand(buffer.shape)
+        assert sender.update_weights(sent | {"mask": torch.rand(buffer.shape)}).verified
+        assert not model.weight.any()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_model_of_several_dtypes_takes_what_the_hint_says(dtype, tmp_path):
+    trainer, model = nn.Linear(2, 3), nn.Linear(2, 3)
+    model.weight = nn.Parameter(model.weight.detach().bfloat16())
+    sender = tx.WeightSender(tx.DiskTransport(tmp_path), InProcessEngine(model), dtype=dtype)
+    with sender, pytest.raises(UpdateError, match=r"leave dtype= out, .*update_weights\({name: tensor.to"):
+        sender.update_weights(trainer)
+    own = {"weight": torch.bfloat16, "bias": torch.float32}
+    with tx.WeightSender(tx.DiskTransport(tmp_path), InProcessEngine(model)) as sender:
+        sender.update_weights({name: tensor.to(own[name]) for name, tensor in trainer.state_dict().items()})
+    assert torch.equal(model.weight, trainer.weight.bfloat16()) and torch.equal(model.bias, trainer.bias)
+
+
+def test_a_parametrized_trainer_sends_products_as_the_hint_says(tmp_path):
+    trainer, model = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)), nn.Linear(2, 3)
+    with tx.WeightSender(tx.DiskTransport(tmp_path), InProcessEngine(model)) as sender:
+        with pytest.raises(UpdateError, match="send a mapping with the products"):
+            sender.update_weights(trainer)
+        sender.update_weights({"weight": trainer.weight, "bias": trainer.bias})
+    assert torch.equal(model.weight, trainer.weight)
+
+
 def test_a_loader_stays_as_it_is_and_other_things_are_refused():
     loader = TensorsLoader({})
     assert as_loader(loader) is loader

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.kernels.base import Piece
 from torchrl_ext.types import ParamMeta, dtype_name
-from torchrl_ext.weights.view import View
+from torchrl_ext.weights.view import View, has_each_once
 
 __all__ = ["Landing", "Placement", "record"]
 
@@ -196,7 +196,7 @@ class _Observer(TorchDispatchMode):
                     expected=f"{list(target.shape)}, {dtype_name(target.dtype)}",
                     state="nothing was changed",
                 )
-            if exact and not _each_once(source):
+            if exact and not has_each_once(source):
                 log.info(
                     "elements of %s are copied to several places of %s, so its changes cannot be written one by one",
                     name,
@@ -218,16 +218,6 @@ class _Observer(TorchDispatchMode):
 
 
 _WRITES = {torch.ops.aten.copy_, torch.ops.aten.fill_, torch.ops.aten.zero_}
-
-
-def _each_once(view: Tensor) -> bool:
-    """Return whether a view has each element once: an expanded one has a stride of 0, and windows overlap."""
-    reach = 1
-    for stride, size in sorted(zip(view.stride(), view.shape, strict=True)) if view.numel() else ():
-        if size > 1 and stride < reach:
-            return False
-        reach += (size - 1) * stride
-    return True
 
 
 def _key(tensor: Tensor) -> int:

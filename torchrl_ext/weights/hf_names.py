@@ -27,7 +27,7 @@ from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta, cast_hint
 from torchrl_ext.weights.shards.blocks import Shard
 from torchrl_ext.weights.source import full, is_distributed, named_tensors, same_memory, unwrapped
-from torchrl_ext.weights.view import View, Walk
+from torchrl_ext.weights.view import View, Walk, has_each_once
 
 __all__ = ["Group", "Spelling", "groups_of", "shards_of_part"]
 
@@ -399,7 +399,15 @@ class Spelling:
         for meta in params:
             if meta.name not in known:
                 raise _unknown(meta.name, known)
-            own = known[meta.name]
+            own, place = known[meta.name], self.places.get(meta.name)
+            if place is not None and (place.is_meta or not (is_distributed(place) or has_each_once(place))):
+                raise ManifestError(
+                    f"parameter {meta.name!r} of the model cannot be written: "
+                    + ("it is on the meta device" if place.is_meta else "some of its elements share memory"),
+                    expected="a tensor with memory for each element",
+                    state="nothing was changed",
+                    hint="materialise the model first" if place.is_meta else "clone() it in the engine's model",
+                )
             if own != meta:
                 raise ManifestError(
                     f"parameter {meta.name!r} arrives as {meta}",

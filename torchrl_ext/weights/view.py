@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Block", "Step", "View", "Walk", "merged", "overlap", "tiles", "without"]
+__all__ = ["Block", "Step", "View", "Walk", "has_each_once", "merged", "overlap", "tiles", "without"]
 
 _Index = TypeVar("_Index", int, np.ndarray, Tensor)
 
@@ -255,6 +255,18 @@ class Walk(NamedTuple):
         strides = [sum(map(mul, step.by, begun.stride())) for step in self.steps]
         found = begun.as_strided([step.size for step in self.steps], strides, begun.storage_offset())
         return found.reshape(self.sizes)
+
+
+def has_each_once(tensor: Tensor) -> bool:
+    """Return whether no two elements of a tensor share memory, as in an expanded one, or where windows overlap."""
+    reach = 1
+    if tensor.is_contiguous() or not tensor.numel():
+        return True
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return False
+        reach += (size - 1) * stride
+    return True
 
 
 def tiles(blocks: Sequence[Block], shape: Sequence[int]) -> tuple[Block, ...]:
