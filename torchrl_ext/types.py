@@ -65,9 +65,23 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
-def cast_hint(dtype: torch.dtype) -> str:
-    """Return the hint for an engine that expects weights in ``dtype`` when the trainer's have another dtype."""
-    name = dtype_name(dtype)
+def cast_hint(wanted: Iterable[tuple[str, torch.dtype]]) -> str:
+    """Return the hint for an engine that expects tensors in these dtypes when the trainer's have others.
+
+    Args:
+        wanted: names and dtypes; only floating-point ones can be cast.
+    """
+    names: dict[torch.dtype, list[str]] = {}
+    for name, dtype in wanted:
+        if dtype.is_floating_point:
+            names.setdefault(dtype, []).append(name)
+    if len(names) > 1:  # WeightSender's dtype= is one for all
+        said = "; ".join(f"{dtype_name(dtype)} for {len(own)}, such as {own[0]!r}" for dtype, own in names.items())
+        return (
+            f"the engine keeps tensors in several dtypes ({said}): leave dtype= out, and send a mapping of them in "
+            "those, update_weights({name: tensor.to(...)})"
+        )
+    name = dtype_name(next(iter(names), torch.float32))
     return f"give WeightSender dtype=torch.{name}, `torchrl-ext push` --dtype {name}, or the engine another --dtype"
 
 

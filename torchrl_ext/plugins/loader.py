@@ -289,7 +289,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
                 f"parameter {meta.name!r} arrives as {dtype_name(meta.dtype)}, and the engine would round it",
                 expected=f"{dtype_name(landing.dtype)}, in which the engine computes",
                 state=UNCHANGED,
-                hint=cast_hint(landing.dtype),
+                hint=cast_hint((name, one.dtype) for name, own in placement.landings.items() for one in own[:1]),
             )
 
     def _refuse_absent(self, names: Iterable[str], sent: Collection[str]) -> None:

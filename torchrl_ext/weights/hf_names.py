@@ -45,7 +45,9 @@ def _unknown(name: str, known: Iterable[str]) -> ManifestError:
         f"the model has no parameter {name!r}",
         expected=f"a name that it has, such as {near[0]!r}" if near else None,
         state="nothing was changed",
-        hint="give WeightSender a mapper=, which takes each name and returns the engine's",
+        hint="give WeightSender a mapper=, which takes each name and returns the engine's"
+        if ".parametrizations." not in f".{name}"
+        else "no name maps to a product: remove_parametrizations, or send a mapping with the products",
     )
 
 
@@ -395,7 +397,7 @@ class Spelling:
         Raises:
             ManifestError: names a parameter that is unknown, missing, given twice, or of another shape or dtype.
         """
-        known = self._metas()
+        known, params = self._metas(), tuple(params)
         for meta in params:
             if meta.name not in known:
                 raise _unknown(meta.name, known)
@@ -413,7 +415,9 @@ class Spelling:
                     f"parameter {meta.name!r} arrives as {meta}",
                     expected=str(own),
                     state="nothing was changed",
-                    hint=cast_hint(own.dtype) if own.shape == meta.shape else None,
+                    hint=cast_hint((one.name, known[one.name].dtype) for one in params if one.name in known)
+                    if own.shape == meta.shape
+                    else None,
                 )
         given = {meta.name for meta in params}
         absent = self._absent(given)

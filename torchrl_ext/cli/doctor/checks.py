@@ -323,7 +323,7 @@ def _model(engine: Context) -> Iterator[Finding]:
     refused = not engine.info.stock and (exact or not keeps_values(dtype_from_name(dtype), wanted))
     level = failure if refused and trainer.model is not None else warning
     found = f"the engine computes in {theirs}: it refuses other weights, or casts them"
-    yield level("dtype", found, f"{dtype}, as in {start}", cast_hint(wanted))
+    yield level("dtype", found, f"{dtype}, as in {start}", cast_hint([("", wanted)]))
 
 
 CHECKS: tuple[Callable[[Context], Iterator[Finding]], ...] = (
