@@ -186,7 +186,8 @@ class Join(Connected, frozen=True, kw_only=True):
 class Rehearse(Connected, frozen=True, kw_only=True):
     """Tells workers to check that an update leads to the same state as a cold start (`torchrl_ext.proof.rehearsal`).
 
-    The answer has ``needed`` (for an ``ask``: whether a rehearsal would run), ``proof`` and the rehearsal's findings.
+    The answer has ``needed`` (for an ``ask``: whether a rehearsal would run), ``proof``, ``shared`` (the parameters of
+    the join that land in one memory, `torchrl_ext.weights.shared`) and the rehearsal's findings.
 
     Attributes:
         how: ``"once"`` per start of the engine, ``"never"`` or ``"always"``.

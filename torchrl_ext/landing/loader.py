@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.digests import position_digest, tensor_digest
 from torchrl_ext.weights.hf_names import Spelling, groups_of
 from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.weights.shared import Place, differing, refuse_digests, two_values
 from torchrl_ext.weights.source import (
     MappingSource,
     ModuleSource,
@@ -65,6 +66,9 @@ class WeightLoader(ABC):
     It may also be `Patchable`, `Sliceable` or `Rehearsable`; otherwise it loads whole tensors and proves what it reads
     back.
     """
+
+    shared: Sequence[Sequence[Place]] = ()
+    """Of the checked parameters, those that land in one memory of the model (`torchrl_ext.weights.shared`)."""
 
     @property
     def idle(self) -> bool:
@@ -256,7 +260,9 @@ class TensorsLoader(WeightLoader, Patchable):
         self._whole: dict[str, Tensor] = {}
 
     def targets(self) -> Mapping[str, Tensor]:
-        return self._spelled().places
+        """Return the live tensors but those that share memory: the second to be filled would overwrite the first."""
+        places, meet = self._spelled().places, self._meet()
+        return {name: place for name, place in places.items() if name not in meet} if meet else places
 
     def check(self, params: Iterable[ParamMeta]) -> None:
         params = tuple(params)
@@ -264,6 +270,11 @@ class TensorsLoader(WeightLoader, Patchable):
         spelled = self._spelled(sent)
         spelled.check(params, dict(self._target.tensors()), partial=self._partial)
         self._sent, self._copied, self._named = sent, frozenset(spelled.copied), None
+        self.shared = spelled.shared(meta.name for meta in params)
+
+    def _meet(self) -> set[str]:
+        """Return the names that share memory with others."""
+        return {place.name for places in self.shared for place in places}
 
     def part(self, names: frozenset[str] | None) -> None:
         if names is not None:
@@ -272,8 +283,11 @@ class TensorsLoader(WeightLoader, Patchable):
 
     @torch.no_grad()
     def load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        spelled, whole = self._spelled(), {}
+        spelled, whole, meet = self._spelled(), dict[str, Tensor](), self._meet()
+        came: dict[str, Tensor] = {}
         for name, tensor in pairs:
+            if name in meet:
+                came[name] = tensor
             if name in spelled.copied:
                 whole[name] = tensor
                 continue
@@ -290,6 +304,9 @@ class TensorsLoader(WeightLoader, Patchable):
         if whole:
             spelled.assemble(whole)
         self.invalidate()
+        for places in self.shared if came else ():
+            if two := differing([place for place in places if place.name in came], came):
+                raise two_values(*two, state="the model holds a part of the update")
 
     def invalidate(self) -> None:
         self._patcher = self._spelling = None  # what they hold of the model's memory could not be given back
@@ -307,6 +324,7 @@ class TensorsLoader(WeightLoader, Patchable):
     def stage(self, changes: Changes) -> None:
         from torchrl_ext.landing.patcher import compare
 
+        refuse_digests(self.shared, changes.digests)
         found = self._patches().stage(changes)
         copied = self._copied & changes.digests.keys()
         self._whole = dict(changes.whole(copied)) if copied else {}

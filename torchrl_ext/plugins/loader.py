@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, final
 import torch
 from torch import Tensor, distributed, nn
 
-from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
+from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StaleBaseError
 from torchrl_ext.landing.loader import Changes, Patchable, Rehearsable, Sliceable, WeightLoader
 from torchrl_ext.landing.patcher import Patcher, Piece, compare, holds, read
 from torchrl_ext.landing.placement import Landing, Placement, record
@@ -29,10 +29,10 @@ from torchrl_ext.types import Info, ParamMeta, cast_hint, dtype_name
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import PositionDigest, position_digest, tensor_digest
 from torchrl_ext.weights.shards.blocks import Block
+from torchrl_ext.weights.shared import UNCHANGED, Place, refuse_digests, shared
 
 __all__ = ["UNCHANGED", "EngineLoader", "EngineModel", "StandIns", "rebalanced", "swapped"]
 
-UNCHANGED = "nothing was changed; the engine still serves its previous weights"
 _EVERY = "every parameter of the checkpoint that the engine was started with"
 
 
@@ -143,7 +143,8 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
 
     `digests` reads a tensor back from the live model if this worker holds all of it, unchanged. For other tensors it
     returns the digest of the tensor that the model's loader received: a packed or quantised form cannot be read in
-    checkpoint coordinates, so the rehearsal must show that it is right.
+    checkpoint coordinates, so the rehearsal must show that it is right. Tensors that land in one memory have to have
+    one digest.
 
     Args:
         model: the worker's model.
@@ -167,6 +168,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         self._placement: Placement | None = None
         self._stand_ins = StandIns({}, {})
         self._pieces: dict[str, list[Piece]] = {}
+        self._addresses: dict[str, int] = {}  # of the memory in which they lie, by runtime name
         self._slices: Slices | None = None  # of this placement and these pieces, once they were asked for
         self._patcher = Patcher({})
         self._agreed: dict[str, tuple[Landing, ...]] = {}  # read at the start, and found to be the checkpoint's bytes
@@ -192,6 +194,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         if self.model.rejection is not None:
             raise self.model.rejection
         if self._params == params:
+            self._follow()
             return
         for meta in params:  # loaders of sharded layers narrow before they compare, and would let a larger one pass
             expected = self._shapes.get(meta.name, meta.shape)
@@ -201,11 +204,38 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
                     expected=f"{list(expected)}, as in the checkpoint that the engine was started with",
                     state=UNCHANGED,
                 )
-        self._placement = self._placed(params)
-        self._params, self._pieces, self._patcher, self._slices = params, {}, Patcher({}), None
+        self._placement, self._params = self._placed(params), params
+        self.shared = () if self._placement is None else shared(self._places(self._placement))
+        self._find()
+
+    def _find(self) -> None:
+        """Find what can be written in place in the tensors that the model computes with now."""
+        self._pieces, self._slices = {}, None
         if self._placement is not None and not self._whole_model:
             self._pieces = self._in_place(self._placement)
-            self._patcher = Patcher(self._pieces)
+        self._patcher, self._addresses = Patcher(self._pieces), {}
+        params = {landing.param for name in self._pieces for landing in self.landings(name)}
+        self._addresses = self._where(params)
+
+    def _where(self, params: Collection[str]) -> dict[str, int]:
+        live = self._live() if params else {}
+        return {param: live[param].data_ptr() for param in params if param in live}
+
+    def _follow(self) -> bool:
+        """Return whether the engine has put tensors into other memory; then find anew what can be written in place."""
+        if self._where(self._addresses) == self._addresses:
+            return False
+        self._find()
+        return True
+
+    def _refuse_moved(self) -> None:
+        if self._follow():
+            raise StaleBaseError(
+                "the engine has replaced the memory of parameters since the last update",
+                expected="the tensors on which the changes build",
+                state=UNCHANGED,
+                hint="send again: the next update is sent whole",
+            )
 
     def landings(self, name: str) -> tuple[Landing, ...]:
         """Return the copies of a checkpoint tensor into runtime parameters (`Reading.key`) of this worker."""
@@ -216,7 +246,8 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
 
     def land_whole(self) -> None:
         """From now on, apply changes by loading the whole model."""
-        self._pieces, self._patcher, self._slices, self._whole_model = {}, Patcher({}), None, True
+        self._whole_model = True
+        self._find()
 
     def start_weights(self) -> Iterable[tuple[str, Tensor]] | None:
         """Return a new pass over the engine's start weights, under an update's names; None if unknown.
@@ -266,11 +297,45 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
                     hint=f"register the draft without {name!r}",
                 )
 
+    def _places(self, placement: Placement) -> Iterator[tuple[Any, Place]]:
+        """Yield where tensors land as they are, each with its memory; a tied head also lands where its embedding does.
+
+        Engines differ in what they do with a tied head that comes: they pass over it, or write it over the embedding.
+        """
+        live = dict(self._named())
+        embedding = self._embedding(placement)
+        for meta in placement.params:
+            landings = placement.landings[meta.name]
+            if embedding and self._is_tied_head(meta.name):
+                landings = (*landings, *placement.landings[embedding])
+            for landing in landings:
+                if landing.exact and landing.numel:
+                    tensor, form = live.get(landing.param), self._stand_ins.tensors[landing.param]
+                    memory, offset = id(tensor) if tensor is not None else landing.param, 0
+                    if tensor is not None and (tensor.shape, tensor.stride()) == (form.shape, form.stride()):
+                        memory, offset = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
+                    target = landing.target._replace(offset=landing.target.offset + offset)
+                    yield (memory, landing.dtype), Place(meta.name, target, landing.source)
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter and buffer under each of its runtime names."""
+        yield from self.model.module.named_parameters(remove_duplicate=False)
+        yield from self.model.module.named_buffers(remove_duplicate=False)
+
+    def _embedding(self, placement: Placement) -> str:
+        """Return the name of the tensor that lands in the memory of a tied head; "" if none does on this worker."""
+        heads = {id(tensor) for name, tensor in self._named() if self._is_tied_head(name)}
+        params = {name for name, tensor in self._named() if id(tensor) in heads}
+        landed = {name: own for name, own in placement.landings.items() if own and not self._is_tied_head(name)}
+        found = (name for name, landings in landed.items() if any(landing.param in params for landing in landings))
+        return next(found, None) or next((name for name in landed if name.endswith("embed_tokens.weight")), "")
+
     def _refuse(self, placement: Placement, needed: Mapping[str, int]) -> None:
         """Refuse names that land nowhere, parameters that would stay incomplete, and values that would be rounded."""
         for name in placement.nowhere():
             elsewhere = self.model.shared and (name in self._shapes or not self._shapes)
-            if not (elsewhere or self._is_tied_head(name) or name.endswith("rotary_emb.inv_freq")):
+            tied = self._is_tied_head(name) and (self.model.shared or self._embedding(placement))
+            if not (elsewhere or tied or name.endswith("rotary_emb.inv_freq")):
                 raise _unknown(name)
         for param, numel in needed.items():
             written = placement.written[param]
@@ -325,8 +390,9 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         agreed = {name for name in found if self._agreed.get(name) == placement.landings[name]}
         alone = sharing_no_layer(agreed, placement.landings, self._stays)
         kept = {name: pieces for name, pieces in found.items() if name in alone}
-        embedding = next((pieces for name, pieces in kept.items() if name.endswith("embed_tokens.weight")), [])
-        return kept | {name: embedding if self._is_tied_head(name) else [] for name in placement.nowhere()}
+        nowhere = placement.nowhere()
+        embedding = kept.get(self._embedding(placement), []) if nowhere else []
+        return kept | {name: embedding if self._is_tied_head(name) else [] for name in nowhere}
 
     def _is_plain(self, live: Mapping[str, Tensor], param: str) -> bool:
         """Return whether the engine keeps a tensor in its loaded form, and no packed copy beside it."""
@@ -393,18 +459,23 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         sliced = self._coming()
         direct = names & self._patcher.pieces.keys() if sliced is None else names - {*sliced.loaded}
         opening = sorted(names - direct)
-        lacking = sorted({*self._load_together(opening)} - names)
+        tied = (place.name for places in self.shared for place in places if any(one.name in names for one in places))
+        lacking = sorted({*self._load_together(opening), *tied} - names)
         if lacking:
             more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
             raise ManifestError(
-                f"of a part with {', '.join(map(repr, opening[:3]))} the engine rebuilds layers and lacks "
-                f"{', '.join(map(repr, lacking[:3]))}{more} for them",
+                f"of a part with {', '.join(map(repr, (opening or sorted(names))[:3]))} the engine rebuilds layers or "
+                f"shares memory, and lacks {', '.join(map(repr, lacking[:3]))}{more} for them",
                 state=UNCHANGED,
                 hint="name them too: only= with the path of the whole layer; or leave only= out",
             )
         self._part, self._direct = names, direct
 
     def start(self) -> None:
+        if self._part is None:
+            self._follow()
+        else:
+            self._refuse_moved()
         self.forget()
         self.modified = self.modified or not self._rehearsing
         sliced = self._coming()
@@ -425,9 +496,13 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         """Yield what the model's loader takes; slices have no digests, as the transport has checked each block."""
         sliced = self._coming()
         direct = self._direct if sliced is None else sliced.direct
+        tied = set() if self._rehearsing else {place.name for places in self.shared for place in places}
         for name, tensor in pairs:
-            digested = self._needs_digests and not self.takes_slices and not self._readable(name)
-            self._handed[name] = tensor_digest(tensor) if digested else ""
+            digested = name in tied or (self._needs_digests and not self._readable(name))
+            digest = tensor_digest(tensor) if digested and not self.takes_slices else ""
+            if name in tied:
+                refuse_digests(self.shared, {**self._handed, name: digest})
+            self._handed[name] = digest
             if name not in direct:
                 yield name, tensor
             elif tensor is not self._targets.get(name):
@@ -478,11 +553,13 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
     def reloaded(self) -> None:
         self._loading = False
         self._repair(list(self.model.module.modules()))
+        self._follow()
 
     def vouch(self, wanted: bool) -> None:
         self._needs_digests = wanted
 
     def digests(self) -> dict[str, str]:
+        self._follow()
         found = dict(self._handed)
         for meta in self._params:
             if meta.name in found and self._readable(meta.name):
@@ -512,6 +589,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         Raises:
             ConfigError: neither is available.
         """
+        self._follow()
         if self.model.alone and self._params and all(self.patchable(meta.name) for meta in self._params):
             return {name: held.hex() for name, held in self._together(self._patcher.held(digest)).items()}
         start = None if self.modified else self.start_weights()
@@ -525,6 +603,9 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
     def stage(self, changes: Changes) -> None:
         """Translate changes of tensors that can be patched; update the others on the host."""
         self._whole = []
+        self._refuse_moved()
+        if not self._rehearsing:
+            refuse_digests(self.shared, changes.digests)
         self._staged, self._expected = self._patcher.stage(changes), changes.digests
         names = self._load_together(self._patcher.others)
         self._whole = list(changes.whole(names)) if names else []
@@ -541,6 +622,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
 
     @torch.no_grad()
     def commit(self) -> None:
+        self._refuse_moved()
         self._handed, self.modified = {}, self.modified or not self._rehearsing
         self._patcher.commit()
         whole, self._whole = self._whole, []

@@ -210,21 +210,21 @@ class WeightReceiver:
         """Check that an update leads to the same state as a cold start (`torchrl_ext.proof.rehearsal`).
 
         Returns:
-            ``needed`` (for an ``ask``: whether a rehearsal would run), ``proof`` (`WeightLoader.proof`) and the
-            rehearsal's findings.
+            ``needed`` (for an ``ask``: whether a rehearsal would run), ``proof`` (`WeightLoader.proof`), ``shared``
+            (`WeightLoader.shared`) and the rehearsal's findings.
 
         Raises:
             EngineRefusedError, IntegrityError: an update leads to another state.
         """
         loader = self._require_loader()
         if not isinstance(loader, Rehearsable):
-            return {"needed": False, "proof": loader.proof(), "why": _NOTHING_TO_REHEARSE}
+            return {"needed": False, "proof": loader.proof(), "why": _NOTHING_TO_REHEARSE, "shared": loader.shared}
         needed = message.how != "never" and loader.unrehearsed(again=message.how == "always")
         if needed and not message.ask:
             with self._comparing(landing=self.version):  # IntegrityError: it could not restore the weights
                 loader.rehearse()
             needed = False
-        return {"needed": needed, "proof": loader.proof(), **loader.rehearsal()}
+        return {"needed": needed, "proof": loader.proof(), "shared": loader.shared, **loader.rehearsal()}
 
     def prefetch(self, message: messages.Prefetch) -> None:
         """Fetch, check, decode and stage a version as far as possible while the engine serves.

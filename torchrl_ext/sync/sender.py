@@ -43,6 +43,7 @@ from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import PROOFS, Info, ParamMeta, Part, SyncReport, least
 from torchrl_ext.weights.derived import as_mapper, converted
 from torchrl_ext.weights.finite import FiniteCheck
+from torchrl_ext.weights.shared import differing, shared_in, tied_by_config, two_values
 from torchrl_ext.weights.source import MappingSource, as_source, inner_model, is_tensordict_module
 
 if TYPE_CHECKING:
@@ -389,7 +390,13 @@ class WeightSender:
                     self._outputs.asked(weights, self._model())
 
             steps = steps_of(self._transport, source)
-            return {"limit": lambda order: source.limit(order["base"]), "outputs": outputs, **steps}
+
+            def compare(order: Info) -> None:
+                for _ in source.whole.pairs(order["names"]):
+                    pass
+
+            own: Steps = {"limit": lambda order: source.limit(order["base"]), "outputs": outputs, "compare": compare}
+            return {**own, **steps}
 
         ended = self._ranks.following(own_steps, apart=("outputs", "gather"))
         self.version = self.version + 1 if ended.version is None else ended.version
@@ -454,6 +461,7 @@ class WeightSender:
             source.limit(base)
             source.digesting = self._verify and self.engine.verifies and not self._transport.proves
             source.version = self._next_version()
+            self._refuse_two_values(source)
             try:
                 self._update(source, anew)
             except WeightSyncError as error:
@@ -470,6 +478,25 @@ class WeightSender:
             if lost is not None:
                 raise lost
             return
+
+    def _refuse_two_values(self, source: UpdateSource) -> None:
+        """Refuse different values for tensors that an engine keeps in one memory, before any of them is sent.
+
+        Engines that do not say which those are, and readers without an engine, go by the checkpoint's configuration.
+
+        Raises:
+            ManifestError: names two such tensors.
+        """
+        groups = [places for report in self.engine.rehearsed for places in shared_in(report)]
+        if not self.engine.verifies:
+            groups += tied_by_config(source.whole)
+        names = sorted({place.name for places in groups for place in places})
+        if names:
+            self._ranks.session.order("compare", always=True, names=names)
+            tensors = dict(source.whole.pairs(names))
+            for places in groups:
+                if two := differing(places, tensors):
+                    raise two_values(*two)
 
     def _builds_on_what_is_not_there(self, source: UpdateSource, error: WeightSyncError) -> bool:
         """Return whether engines refused the version's base and changed nothing, so that all tensors can be sent."""

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import ParamMeta, cast_hint
 from torchrl_ext.weights.shards.blocks import Shard
+from torchrl_ext.weights.shared import Place, shared
 from torchrl_ext.weights.source import full, is_distributed, named_tensors, same_memory, unwrapped
 from torchrl_ext.weights.view import View, Walk, has_each_once
 
@@ -431,6 +432,21 @@ class Spelling:
                 f"first {min(absent[name] for name in missing.values())!r}",
                 state="nothing was changed",
             )
+
+    def shared(self, names: Iterable[str]) -> tuple[tuple[Place, ...], ...]:
+        """Return which of these names land in one memory."""
+        memories: dict[Any, list[tuple[str, Tensor]]] = {}
+        for name in names:
+            if (place := self.places.get(name)) is not None:
+                part = is_distributed(place)  # of a tensor that is itself in each of its names
+                memory = id(self._own[self.source_of[name]]) if part else place.untyped_storage().data_ptr()
+                memories.setdefault((memory, place.dtype), []).append((name, place))
+        found = []
+        for memory, own in memories.items():
+            for name, place in own if len(own) > 1 else ():
+                whole = View.whole(place.shape)
+                found.append((memory, Place(name, whole if is_distributed(place) else View.seen(place), whole)))
+        return shared(found)
 
     def _metas(self) -> dict[str, ParamMeta]:
         copied = set(self.copied.values())

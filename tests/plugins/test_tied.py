@@ -1,0 +1,179 @@
+"""A worker whose output head has no memory of its own, or whose engine puts parameters into other memory."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import torchrl_ext as tx
+from tests.landing.changes import Listed
+from tests.proof import processed
+from torchrl_ext.errors import ManifestError, StaleBaseError, UpdateError
+from torchrl_ext.plugins.loader import EngineLoader, StandIns, swapped
+from torchrl_ext.proof.known_weights import changed, reverting_changes
+from torchrl_ext.proof.runtime import reachable
+from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.types import ParamMeta
+from torchrl_ext.weights.digests import position_digest, tensor_digest
+
+SHAPE = 6, 4
+
+
+class TiedModel(nn.Module):
+    """An embedding under a name of its own, and a head that is the same parameter.
+
+    Args:
+        folder: the checkpoint that it was started with.
+        form: ``"plain"``; ``"packed"``, which cannot be read back; or ``"written over"``: a head that comes is written
+            over the embedding, and otherwise passed over.
+    """
+
+    dtype, dummy, rejection, tied = torch.float32, None, None, True
+    group, alone, shared, by_layer, kept, repairs = SimpleNamespace(size=lambda: 1), True, False, False, (), {}
+
+    def __init__(self, folder, form):
+        super().__init__()
+        self.checkpoint = str(folder)
+        self.words, self.lm_head = nn.Embedding(*SHAPE), nn.Linear(*SHAPE[::-1], bias=False)
+        self.lm_head.weight, self._form = self.words.weight, form
+
+    @property
+    def module(self):
+        return self
+
+    @contextmanager
+    def stand_ins(self):
+        def form(layer):
+            own = {name: tensor for name, tensor in layer._parameters.items() if tensor is not None}
+            return {name: nn.Parameter(torch.empty_like(tensor, device="meta")) for name, tensor in own.items()}, {}
+
+        copied = [self.words.weight.data_ptr()] if self._form == "packed" else []
+        with swapped(self, form) as tensors:
+            yield StandIns(tensors, {name: tensor.numel() for name, tensor in tensors.items()}, copied)
+
+    def load_weights(self, pairs):
+        for name, tensor in pairs:
+            if name == "words.weight" or self._form == "written over":
+                self.get_parameter(name).data.copy_(tensor)
+
+    def open(self, layers):
+        return ()
+
+    def close(self, layers):
+        return None
+
+    def readings(self):
+        return reachable(self)
+
+
+def weights(head=0.0, seed=0):
+    values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+    return {"lm_head.weight": values + head, "words.weight": values.clone()}
+
+
+@pytest.fixture(params=["plain", "packed", "written over"])
+def model(request, tmp_path):
+    start = {"words.weight": weights()["words.weight"]}
+    (tmp_path / "start").mkdir()
+    save_file(start, tmp_path / "start" / "model.safetensors")
+    found = TiedModel(tmp_path / "start", request.param)
+    found.load_weights(start.items())
+    return found
+
+
+@pytest.mark.parametrize("transport", ["memory", "disk", "delta"])
+def test_a_head_that_lands_nowhere_has_to_equal_its_embedding(model, transport, tmp_path):
+    settings = {} if transport == "memory" else {"root": tmp_path / "root"}
+    engine = InProcessEngine(tx.WeightReceiver(EngineLoader(model)))
+    with tx.WeightSender(tx.make_transport(transport, **settings), engine) as sender:
+        for version in range(1, 4):
+            before = model.words.weight.clone()
+            with pytest.raises(UpdateError, match="one memory"):
+                sender.update_weights(weights(head=1, seed=version))
+            assert torch.equal(model.words.weight, before)
+            assert engine.serving.is_set()
+            sender.update_weights(weights(seed=version))
+            assert torch.equal(model.lm_head.weight, weights(seed=version)["words.weight"])
+
+
+def test_a_worker_never_holds_a_head_that_was_only_handed_over(model):
+    loader = EngineLoader(model)
+    loader.check(ParamMeta.of(*pair) for pair in weights().items())
+    loader.start()
+    with pytest.raises(ManifestError, match="one memory"):
+        loader.load(weights(head=1).items())
+    handed = {name: tensor_digest(tensor) for name, tensor in weights(head=1).items()}
+    assert not loader.digests().items() >= handed.items()
+    loader.start()
+    loader.load(weights().items())
+    loader.finish()
+    assert loader.digests() == {name: tensor_digest(tensor) for name, tensor in weights().items()}
+
+
+def test_changes_that_would_part_a_head_from_its_embedding_are_not_staged(model):
+    loader, parted = EngineLoader(model), weights(head=1)
+    loader.check(ParamMeta.of(*pair) for pair in weights().items())
+    before = model.words.weight.clone()
+    with pytest.raises(ManifestError, match="one memory"):
+        loader.stage(Listed(digests={name: position_digest(tensor).hex() for name, tensor in parted.items()}))
+    assert torch.equal(model.words.weight, before)
+
+
+def test_a_part_without_the_embedding_of_its_head_is_refused(model):
+    loader = EngineLoader(model)
+    loader.check(ParamMeta.of(*pair) for pair in weights().items())
+    with pytest.raises(ManifestError, match=r"lacks 'words\.weight'"):
+        loader.part(frozenset({"lm_head.weight"}))
+    loader.part(frozenset(weights()))
+
+
+def test_a_head_whose_embedding_is_unknown_is_refused(tmp_path):
+    model = TiedModel(tmp_path, "plain")
+    model.lm_head = nn.Linear(*SHAPE[::-1], bias=False)
+    with pytest.raises(ManifestError, match=r"no parameter 'lm_head\.weight'"):
+        EngineLoader(model).check(ParamMeta.of(*pair) for pair in weights().items())
+
+
+class TestReplacedMemory:
+    """An engine that puts a parameter into other memory between two updates."""
+
+    @pytest.mark.parametrize("transport", ["memory", "disk", "delta"])
+    @pytest.mark.parametrize("told", [False, True])
+    def test_the_next_update_lands_in_what_the_model_computes_with(self, transport, told, tmp_path):
+        loader = processed.processed(tmp_path)
+        module = loader.model.module
+        settings = {} if transport == "memory" else {"root": tmp_path / "root"}
+        receiver = tx.WeightReceiver(loader)
+        with tx.WeightSender(tx.make_transport(transport, **settings), InProcessEngine(receiver)) as sender:
+            for seed in range(1, 5):
+                if seed > 2:
+                    layer = module.blocks[0]["Fused"]
+                    layer.weight = nn.Parameter(layer.weight.data.clone(), requires_grad=False)
+                    if told:
+                        receiver.handle(tx.messages.Reset(weights="reloaded"))
+                report = sender.update_weights(processed.checkpoint(seed))
+                assert report.verified
+                assert torch.equal(module(processed.PROBE), processed.outputs(processed.checkpoint(seed)))
+
+    def test_staged_changes_are_not_written_to_memory_that_was_given_up(self, tmp_path):
+        loader, start = processed.processed(tmp_path), processed.checkpoint(0)
+        layer = loader.model.module.blocks[0]["Fused"]
+        loader.check(ParamMeta.of(*pair) for pair in start.items())
+        loader.start()
+        loader.load((name, changed(name, tensor)) for name, tensor in start.items())
+        loader.finish()
+        digests = {name: position_digest(tensor).hex() for name, tensor in start.items()}
+        loader.stage(reverting_changes(start.items, digests, loader.patchable))
+        given_up, before = layer.weight, layer.weight.clone()
+        layer.weight = nn.Parameter(given_up.data.clone(), requires_grad=False)
+        with pytest.raises(StaleBaseError):
+            loader.commit()
+        assert torch.equal(layer.weight, before) and torch.equal(given_up, before)
+        loader.stage(reverting_changes(start.items, digests, loader.patchable))
+        loader.commit()
+        assert torch.equal(loader.model.module(processed.PROBE), processed.outputs(start))
