@@ -67,8 +67,8 @@ def test_tensors_that_share_memory_travel_once_under_the_modules_name():
 def lazily():
     real, pairs = torch.randn(4), torch.randn(4, dtype=torch.complex64)
     return {
-        "real": real, "negative": torch._neg_view(real), "large": torch._neg_view(torch.randn(1 << 15)),
-        "pairs": pairs, "conjugate": pairs.conj(), "imaginary": pairs.conj().imag,
+        "pairs": pairs, "conjugate": pairs.conj(), "imaginary": pairs.conj().imag, "real": real,
+        "large": torch._neg_view(torch.randn(1 << 15)), "negative": torch._neg_view(real),
     }  # fmt: skip
 
 

@@ -93,7 +93,7 @@ class _Open:
             if not self._small or first != self._end or tensor.device != self._small[0].device:
                 self.close()
                 self._at = first
-            self._small.append(tensor)
+            self._small.append(tensor.resolve_neg())  # of these, bits are taken by a view
         else:
             self.close()
             self.runs.append(_Run(first - self.start, end - first, [tensor]))
@@ -163,7 +163,7 @@ def find(
                 block.add(first, end, tensor, small)
                 block.nbytes += tensor.nbytes
                 continue
-            flat = tensor.resolve_neg().reshape(-1) if small else flat_bits(tensor)
+            flat = tensor.reshape(-1) if small else flat_bits(tensor)
             for at in range(first - first % BLOCK_UNITS, end, BLOCK_UNITS):
                 if block is None or block.start != at:
                     if block is not None:
