@@ -161,6 +161,23 @@ class TestDirectoriesThatAreSavedInto:
             next(pairs)
 
 
+def test_tokenizers_of_other_names_go_along_and_folders_are_named(tmp_path, caplog):
+    carried = {
+        "tokenizer.model": b"1",
+        "tokenizer.model.v3": b"2",
+        "vocab.bpe": b"3",
+        "vocab.txt": b"4",
+        "code.py": b"5",
+    }
+    left = {"additional_chat_templates/tool.jinja": b"6", "package/helper.py": b"7", "optimizer.pt": b"8"}
+    for name, content in (carried | left).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert companion_files(tmp_path) == companion_files(tmp_path) == carried
+    (told,) = [row.getMessage() for row in caplog.records]
+    assert told.endswith(": additional_chat_templates/, package/")
+
+
 @pytest.mark.parametrize("single", [1.0, 2.0])
 def test_a_single_file_beside_an_index_of_others_is_refused(tmp_path, single):
     SavedAnew(tmp_path, renamed)
