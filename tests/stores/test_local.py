@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import resource
 import signal
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -131,6 +133,45 @@ def test_a_new_writer_sweeps_only_temporaries(store):
     (store.root / ".nfs0001").write_text("")
     store.own()
     assert names(store) == [".nfs0001", "kept"]
+
+
+@contextmanager
+def descriptors(free):
+    """Leave the process so many file descriptors in the block: renaming takes none, removing a directory takes one."""
+    limits, lowest = resource.getrlimit(resource.RLIMIT_NOFILE), os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_what_could_not_be_removed_is_removed_before_the_next_version(store):
+    with store.draft("folder") as draft:
+        draft.write("file", b"1")
+    with descriptors(0):
+        store.delete("folder")
+    assert store.list() == [] and len(names(store)) == 1
+    assert not store.own() and names(store) == []
+
+
+@pytest.mark.parametrize(("free", "said"), [(0, "could not be removed yet"), (9, "the temporary files were removed")])
+def test_an_error_calls_temporaries_removed_only_where_they_were(store, free, said):
+    with pytest.raises(StoreError) as failed, descriptors(free), store.draft("folder"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert said in failed.value.state and bool(names(store)) == (not free)
+    store.own()
+    assert names(store) == []
+
+
+def test_a_root_whose_temporaries_cannot_be_listed_stays_free(store):
+    store.disown()
+    with pytest.raises(StoreError, match="cannot open"), descriptors(1):
+        store.own()
+    other = LocalStore(store.root)
+    other.own()
+    other.disown()
 
 
 def test_a_store_that_cannot_be_written_says_where(tmp_path):

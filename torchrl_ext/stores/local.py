@@ -70,6 +70,7 @@ class LocalStore(Store):
         self.root = Path(os.path.abspath(root))
         self.url = str(self.root)
         self._unlock: weakref.finalize[[int, int], LocalStore] | None = None
+        self._left: set[str] = set()  # temporaries that could not be removed yet
 
     # writer
 
@@ -83,24 +84,25 @@ class LocalStore(Store):
         """
         if self.owned:
             if self._is_here():
+                self._remove()
                 return False
             self.disown()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                if self._lock(descriptor):
+                    hidden = (name for name in os.listdir(self.root) if name.startswith(".") and TEMPORARY in name)
+                    self._remove(*(f"{self.url}/{name}" for name in hidden))
+            except BaseException:
+                os.close(descriptor)
+                raise
         except OSError as error:
             raise self._failed("open", error) from error
-        try:
-            locked = self._lock(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
         self._descriptor = descriptor
         self._unlock = weakref.finalize(self, _release, descriptor, os.getpid())
         self.owned = True
         _HELD.add(self)
-        if locked:
-            self._sweep()
         return True
 
     def disown(self) -> None:
@@ -122,8 +124,7 @@ class LocalStore(Store):
                     os.fsync(file.fileno())
                 os.replace(temporary, f"{folder}/{name}")
             except BaseException:
-                with suppress(OSError):
-                    os.unlink(temporary)
+                self._remove(temporary)
                 raise
             sync(folder)
         except OSError as error:
@@ -148,7 +149,7 @@ class LocalStore(Store):
                 sync(temporary)
                 os.rename(temporary, path)
             except BaseException:
-                shutil.rmtree(temporary, ignore_errors=True)
+                self._remove(temporary)
                 raise
             sync(self.url)
         except WeightSyncError:  # what the block raised; some are OSErrors too
@@ -180,12 +181,9 @@ class LocalStore(Store):
                 os.rename(f"{folder}/{name}", gone)  # no new reader finds it from here on; who has it open reads on
             except FileNotFoundError:
                 return
-            if os.path.isdir(gone) and not os.path.islink(gone):
-                shutil.rmtree(gone)
-            else:
-                os.unlink(gone)
         except OSError as error:
             raise self._failed("remove", error) from error
+        self._remove(gone)
 
     # reader
 
@@ -300,11 +298,17 @@ class LocalStore(Store):
             return False
         return True
 
-    def _sweep(self) -> None:
-        for name in os.listdir(self.root):
-            if name.startswith(".") and TEMPORARY in name:
-                path = self.root / name
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    def _remove(self, *temporaries: str) -> None:
+        """Remove temporaries, and those that could not be removed before; what stays is tried again by a later call."""
+        for path in (*self._left, *temporaries):
+            try:
+                if os.path.lexists(path):
+                    shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+                self._left.discard(path)
+            except OSError as error:
+                if path not in self._left:
+                    log.warning("%s is not removed yet, and is tried again later: %s", path, error)
+                self._left.add(path)
 
     def _failed(self, doing: str, error: OSError, needed: int | None = None) -> StoreError:
         """Return what to raise for an error of the operating system; where space ran out, with what is needed and free.
@@ -328,10 +332,11 @@ class LocalStore(Store):
                 room = f"room for {needed:,} bytes" if needed else "room for one more version"
                 limit = ", so a quota or a limit on file sizes may be the cause" if free else ""
                 expected = f"{room} under {self.root}, where {free:,} bytes are free{limit}"
+        temporary = f"{min(self._left)} could not be removed yet" if self._left else "the temporary files were removed"
         return StoreError(
             what,
             expected=expected,
-            state="the temporary files were removed; older versions are still in place",
+            state=f"{temporary}; older versions are still in place",
             hint="free some space, or use another root, and send again",
         )
 
