@@ -253,8 +253,8 @@ class Requests:
             return answer.checked_json()
         except RouteAbsent as error:
             hint = "let InferenceClient.connect find the kinds of engines, or name them with kind="
-            status = {"status": error.status, "reason": error.reason}
-            raise RouteAbsent(error.what, expected=f"an engine with the route {route}", hint=hint, **status) from None
+            expected, status = f"an engine with the route {route}", error.status
+            raise RouteAbsent(error.what, expected=expected, hint=hint, status=status, reason=error.reason) from None
 
     async def _of_any(
         self, call: Callable[[str], Awaitable[_T]], until: float, request: GenerationRequest | None = None
