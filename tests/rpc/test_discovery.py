@@ -74,6 +74,9 @@ def test_the_second_route_is_asked_when_the_first_does_not_help_and_one_error_ha
         (200, {"vllm_config": CONFIG | {"parallel_config": {"data_parallel_size": 1e300}}}),
         (200, b'{"engine": "embedded", "parallel_config": {"tensor_parallel_size": NaN}}'),
         (200, SGLANG | {"tp_size": 10**12}),
+        (200, SGLANG | {"tp_size": 0}),
+        (200, SGLANG | {"enable_dp_attention": "false"}),
+        (200, SGLANG | {"encoder_only": 0}),
         (302, b"", {"location": "http://127.0.0.1:1/server_info"}),
         (200, endless),
     ],
@@ -122,6 +125,7 @@ def test_every_address_that_fails_is_in_the_one_error_without_those_of_other_lib
         with pytest.raises(EngineUnreachableError, match="; 2 of 3 engines did not describe themselves") as caught:
             ask(gone[0], well.url, gone[1], timeout_s=5)
         assert all(url in caught.value.what for url in gone) and well.url not in caught.value.what
+        assert "GET" not in caught.value.what  # nobody asked for the first route that is tried
         told = "".join(traceback.format_exception(caught.value))
         assert "direct cause" not in told and "aiohttp" not in told
         with pytest.raises(EngineError, match=f"(?s){gone[0]}.*{strange.url} does not describe an engine"):

@@ -92,6 +92,13 @@ def test_bodies_queries_and_keys_arrive_and_no_proxy_of_the_environment_is_used(
         HTTPSession("host:1", api_key=("good", "bad\n"))
 
 
+def test_what_terminals_would_obey_in_an_engines_words_is_shown():
+    words = "it \x1b[2J\x1b]0;fails\x07 \u202eliaf \u00e4\u4e2d\n  here"
+    assert Answer(where="", status=500, text=words).message() == (
+        "it \\x1b[2J\\x1b]0;fails\\x07 \\u202eliaf \u00e4\u4e2d here"
+    )
+
+
 SHAPES = ("{}", '{{"error": {}}}', '{{"detail": {}}}', '{{"message": {}}}', '{{"error": {{"message": {}}}}}')
 
 

@@ -126,7 +126,8 @@ class Answer:
                 found = found[key]
         text = found if isinstance(found, str) else json.dumps(found)
         text = " ".join(text.split())
-        return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
+        text = text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
+        return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)  # terminals obey control characters
 
     def checked(self) -> Answer:
         """Return this answer if its status is 2xx.
@@ -282,14 +283,14 @@ class HTTPSession:
         except aiohttp.ConnectionTimeoutError:  # aiohttp's tracebacks add nothing to any of these errors
             if limit_s <= self._connect_timeout_s:
                 raise _late(where, limit_s) from None
-            raise _unreachable(where, f"no connection within {self._connect_timeout_s:g} s", _CROWDED) from None
+            raise _unreachable(self.url, f"no connection within {self._connect_timeout_s:g} s", _CROWDED) from None
         except asyncio.TimeoutError:
             raise _late(where, limit_s) from None
         except aiohttp.ClientConnectorCertificateError as error:
-            raise _unreachable(where, str(error.certificate_error)) from None
+            raise _unreachable(self.url, str(error.certificate_error)) from None
         except aiohttp.ClientConnectorError as error:
             unnamed = f"; it names no port, and port {url.port} was tried" if url.explicit_port is None else ""
-            raise _unreachable(where, str(error.os_error), _CHECK + unnamed) from None
+            raise _unreachable(self.url, str(error.os_error), _CHECK + unnamed) from None
         except (aiohttp.ClientError, OSError) as error:
             raise _unreachable(where, f"the connection broke: {error or type(error).__name__}") from None
         if 300 <= answer.status < 400:
