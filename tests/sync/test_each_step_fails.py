@@ -122,8 +122,10 @@ class Trained:
         if error is RuntimeError:
             number = told.value.report.version
             assert number > accepted and not told.value.report.verified
-            words = f"RuntimeError: the {step} broke; weights version {number} did not reach every engine"
-            assert told.value.what.startswith(words)
+            what = (
+                "the weights" if step in ("open", "connect") else f"weights version {number}"
+            )  # numbered from then on
+            assert told.value.what.startswith(f"RuntimeError: the {step} broke; {what} did not reach every engine")
             assert str(told.value).count("State:") == 1 and isinstance(told.value.__cause__, RuntimeError)
             assert (told.value.rows[0].state, told.value.rows[0].version) == self.row
         if step in BEFORE_THE_PAUSE or (step, moment) == ("begin", "before"):

@@ -16,7 +16,7 @@ from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedE
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.testing import WAIT_S, same_bits
+from torchrl_ext.testing import WAIT_S, FakeEngine, same_bits
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
 
@@ -134,10 +134,10 @@ class TestRegistration:
 
 class TestFailures:
     @pytest.mark.parametrize("name", ["disk", "delta"])
-    def test_a_root_that_is_no_directory_is_named_with_the_version_that_was_tried(self, name, tmp_path):
+    def test_a_root_that_is_no_directory_is_named(self, name, tmp_path):
         (tmp_path / "file").touch()
         sender = tx.WeightSender(tx.make_transport(name, root=tmp_path / "file"), InProcessEngine(nn.Linear(3, 2)))
-        with sender, pytest.raises(UpdateError, match=r"latest: Not a directory; weights version 1 did") as told:
+        with sender, pytest.raises(UpdateError, match=r"latest: Not a directory; the weights did") as told:
             sender.update_weights(nn.Linear(3, 2))
         assert told.value.report.version == 1
 
@@ -340,3 +340,32 @@ def test_a_replaced_sender_that_shuts_down_leaves_the_engine_to_the_new_one(shar
     with pytest.raises(NotConnectedError):
         receiver.start()
     assert equal(policy, served) and client.serving.is_set()
+
+
+def test_an_engine_that_refuses_to_join_keeps_its_version_in_its_row(tmp_path):
+    with FakeEngine("embedded") as fake:
+        fake.label = "84"
+        with tx.WeightSender(tx.DiskTransport(tmp_path), tx.connect(fake.url)) as sender:
+            with pytest.raises(UpdateError, match="the weights did not reach every engine") as told:
+                sender.update_weights({"unknown": torch.ones(3)})
+            assert [(row.state, row.version) for row in told.value.rows] == [("serving", 84)]
+            assert sender.update_weights(fake.tensors).version == 85
+
+
+def test_an_engine_that_ended_between_updates_missed_the_version(tmp_path):
+    with (
+        FakeEngine("vllm") as well,
+        FakeEngine("vllm") as ended,
+        tx.WeightSender(tx.DeltaTransport(root=tmp_path), tx.connect(well.url, ended.url)) as sender,
+    ):
+        sender.update_weights(well.tensors)
+        ended.close()
+        with pytest.raises(UpdateError) as told:
+            sender.update_weights(well.tensors)
+        clauses = told.value.what.split("; ")
+        assert clauses[0].startswith(f"{ended.url}: ")
+        assert clauses[1:] == [
+            f"{ended.url} did not prefetch version 2",
+            "1 of 2 engines did not take version 2",
+        ]
+        assert [(row.state, row.version) for row in told.value.rows] == [("serving", 2), ("unreachable", 1)]

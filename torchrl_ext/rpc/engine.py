@@ -250,7 +250,9 @@ class Engine(EngineClient):
 
     @final
     def prefetch(self, version: int, part: Part | None = None) -> None:
-        self._wake_weights()  # staging checks the changes against the weights
+        with self._step(f"prefetch version {version}", state=f"{self.url} was asked for nothing"):
+            state = self.port.state() if self.port.pauses else None
+        self._wake_weights(state)  # staging checks the changes against the weights
         with self._step(f"prefetch version {version}", state="the engine still serves its previous weights"):
             self.tell(Prefetch(version=version, part=part))
             self._settle(f"stage version {version}")
@@ -532,9 +534,9 @@ class Engine(EngineClient):
         if not self.port.pauses:
             version = "no version" if self._row.version is None else f"version {self._row.version}"
             return f"{self.url} still serves, with {version}"
-        if not answered:  # another sender may have taken it meanwhile
-            return f"{self.url} was paused when it answered last, and may hold {holding}; the next update says more"
-        return f"{self.url} is paused and holds {holding}; the next successful update resumes it"
+        # one that does not answer may have another sender by now
+        is_holding = "is paused and holds" if answered else "was paused when it answered last, and may hold"
+        return f"{self.url} {is_holding} {holding}; the next successful update resumes it"
 
     @contextmanager
     def _step(

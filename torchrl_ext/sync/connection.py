@@ -10,10 +10,11 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import final
 
 from torchrl_ext.deadline import Deadline, beside, one_at_a_time
-from torchrl_ext.errors import ConcurrentUpdateError, UpdateError, WeightSyncError, why
+from torchrl_ext.errors import ConcurrentUpdateError, EngineError, UpdateError, WeightSyncError, why
 from torchrl_ext.progress import progress
 from torchrl_ext.reports import Spans
 from torchrl_ext.rpc.client import EngineClient
@@ -65,7 +66,7 @@ class Connection:
         self._joined: tuple[tuple[ParamMeta, ...], tuple[EngineClient, ...]] | None = None
         self._id = ""
         self._reserved = ExitStack(), set[EngineClient]()  # in this turn
-        self.newest = 0
+        self.newest, self._labels = 0, dict[str, str]()
         self.delivered: int | None = None
 
     @contextmanager
@@ -152,12 +153,17 @@ class Connection:
         rows = [row for engine in self.engine.each() for row in engine.rows()]
         return {(row.version or 0) if row.state == "serving" else None for row in rows}
 
+    def labelled(self, row: EngineRow) -> EngineRow:
+        """Return a row with the version that its engine reported before it joined, if it has taken none since."""
+        return row if row.version is not None else replace(row, version=label_number(self._labels.get(row.engine, "")))
+
     def _join(self, engine: EngineClient, params: tuple[ParamMeta, ...], spans: Spans, connection: str = "") -> None:
         found = engine.info()
         # a pool reports its oldest version, but no version number that any of its engines has may be used again
         infos = engine.infos() if isinstance(engine, Pool) else [found]
         labels = [info.weight_version for info in infos]
         self.newest = max([self.newest, *(label_number(label) or 0 for label in labels)])
+        self._labels = {info.url: info.weight_version for info in infos}
         within = Deadline(self._timeout_s, f"the workers of {engine.url}")
         with spans.of("connect"):
             handoff = self._invite(found.world_size, params, within)
@@ -214,8 +220,9 @@ def update_error(
     if len(rows) == 1 and rows[0].engine not in (state or ""):  # a state that names the engine is more precise
         serves = rows[0].state == "serving" and rows[0].version is not None  # else it may hold part of another version
         state = f"the engine is {rows[0].state}{f', at version {rows[0].version}' if serves else ''}"
+    counted = isinstance(error, EngineError) and error.rows  # a fleet's error says how many engines
     return UpdateError(
-        f"{why(error)}; {version} did not reach every engine",
+        why(error) if counted else f"{why(error)}; {version} did not reach every engine",
         report=report,
         rows=tuple(rows),
         expected=known.expected,

@@ -430,7 +430,9 @@ class WeightSender:
                 self._keep(source)
             report = self._report(source, started, error)
             # for any error, tell the caller what each engine serves
-            raise update_error(error, f"weights version {source.version}", report.engines, report) from error
+            begun = self._attempted == source.version  # else the number is free again
+            what = f"weights version {source.version}" if begun else "the weights"
+            raise update_error(error, what, report.engines, report) from error
         self.version = self._connection.delivered = source.version
         self._keep(source)
         return self._report(source, started)
@@ -643,7 +645,9 @@ class WeightSender:
         moved = source.bytes if stats.bytes is None else stats.bytes
         asked = self._verify and self.engine.verifies
         rows = [
-            row if asked and (row.state, row.version) == ("serving", source.version) else replace(row, proof=PROOFS[0])
+            row
+            if asked and (row.state, row.version) == ("serving", source.version)
+            else replace(self._connection.labelled(row), proof=PROOFS[0])
             for row in self.engine.rows()
         ]
         timed = [self._spans, stats.spans]
