@@ -31,10 +31,10 @@ def test_nobody_is_called_on_an_event_loop(loop):
 
 def test_addresses_of_which_nobody_complains_are_not_kept():
     health = Health()
-    assert health.why("asked") is None
-    health.mend("well", by="pool")
     health.fail("passing", EngineError("it was busy"), by="requests", for_s=0.0)
     health.fail("mended", EngineError("it hangs"), by="pool")
     health.mend("mended", by="pool")
     health.fail("lost", EngineError("it is lost"), by="pool")
+    assert health.why("asked") is None
+    health.mend("well", by="pool")
     assert health._complaints.keys() == {"lost"}
