@@ -8,10 +8,12 @@ from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 import torchrl_ext as tx
 from tests.collectors.collecting import same
 from tests.models import tiny_model, tiny_tokenizer
+from tests.sync.by_hand import invitation, prepared
 from torchrl_ext.errors import ManifestError, NotConnectedError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader, WeightLoader
-from torchrl_ext.messages import Join
+from torchrl_ext.messages import Finish, Join, Prefetch, Start
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
+from torchrl_ext.sync.receiver import Held
 from torchrl_ext.testing import same_bits
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
@@ -162,3 +164,35 @@ def test_a_loader_that_takes_whole_tensors_needs_no_method_for_anything_else(tmp
             assert sender.update_weights(policy).proof == "sent"
             assert same_bits(loader.live["weight"], policy["weight"])
         sender.shutdown()
+
+
+def test_weights_that_are_lost_as_staging_ends_are_not_built_on(tmp_path):
+    policy, held, transport, looks = nn.Linear(3, 2), nn.Linear(3, 2), tx.DeltaTransport(tmp_path), []
+
+    class Staging(TensorsLoader):
+        def stage(self, changes):
+            super().stage(changes)
+            looks[:] = "before", "now"
+
+    class Lost(Held):
+        """By what the engine's thread does right after the last look."""
+
+        def __getattribute__(self, name):
+            found = super().__getattribute__(name)
+            if name == "intact" and looks and looks.pop() == "before":
+                held.weight.data.zero_()
+                receiver.invalidate()
+            return found
+
+    receiver = tx.WeightReceiver(Staging(held))
+    receiver.handle(invitation(transport, policy))
+    for version in (1, 2):
+        with torch.no_grad():
+            policy.weight[0, 0] += 1
+        load = prepared(transport, policy, version)
+        for message in (Prefetch(version=version), Start(), load, Finish(version=version)):
+            receiver.handle(message)
+        assert torch.equal(held.weight, policy.weight)
+        receiver.held = Lost(base=version, intact=True)
+    assert not looks
+    transport.shutdown()

@@ -254,7 +254,9 @@ class WeightReceiver:
         if changes is not None:
             with self._comparing():
                 self._require_patchable().stage(changes)
+        self._staged = changes  # before the look at `held`: `invalidate` changes that before it drops what is staged
         if before.intact and not self.held.intact:  # the engine's thread changed it meanwhile
+            self._staged = None
             self._expect(None)
             raise StaleBaseError(
                 f"the engine loaded other weights while version {version} was staged",
@@ -262,7 +264,6 @@ class WeightReceiver:
                 state=f"version {version} was not loaded; the engine serves the other weights",
                 hint=_AGAIN,
             )
-        self._staged = changes
 
     def _expect(self, part: Part | None) -> None:
         """Note which part comes next, also in the loader; None means all tensors."""
