@@ -78,7 +78,7 @@ class PublishedRoot:
         version = version_number(given.name)
         if version is None and not given.is_dir():
             raise StoreError(f"{path} is not a directory", state=_UNCHANGED)
-        opened = given if version is None else admit(str(given.parent))
+        opened = given if version is None else Path(admit(str(given.parent)))
         root = cls(opened, base if base and os.path.isdir(base) else None)
         version = root._chain().latest() if version is None else version
         if not version:
