@@ -224,11 +224,12 @@ class _Replies(Sequence[Any]):
         return len(self._queues)
 
     def __getitem__(self, rank: Any) -> Any:
-        return _Reply(*self._queues[rank], [])
+        queue, due = self._queues[rank]
+        return _Reply(queue, due, [])
 
     def __iter__(self) -> Iterator[Any]:
         call: list[_Reply] = []
-        return iter([_Reply(*queue, call) for queue in self._queues])
+        return iter([_Reply(queue, due, call) for queue, due in self._queues])
 
 
 class _Reply:
