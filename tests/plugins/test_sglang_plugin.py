@@ -141,8 +141,11 @@ class Overlapping:
 
     def synchronize(self):
         while self.launched:
-            reqs, tokens = self.launched.pop(0)
-            tokens += [self.weights] * len(reqs)
+            self.compute()
+
+    def compute(self):
+        reqs, tokens = self.launched.pop(0)
+        tokens += [self.weights] * len(reqs)
 
     def step(self):
         """One round of its loop, in which requests that wait are taken in."""
@@ -156,7 +159,8 @@ class Overlapping:
         self.running_batch, self.last_batch = SimpleNamespace(reqs=list(batch.reqs)), batch
 
     def process_batch_result(self, batch, tokens):
-        self.synchronize()
+        while len(tokens) < len(batch.reqs):
+            self.compute()
         for request, token in zip(batch.reqs, tokens, strict=True):
             if len(request.output_ids) < request.count:
                 request.output_ids.append(token)
