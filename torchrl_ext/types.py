@@ -183,8 +183,13 @@ class ParamMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         """
         return decoded(row, cls, f"the row {reprlib.repr(row)} of a parameter", ManifestError)
 
+    @property
+    def form(self) -> str:
+        """Its dtype and shape: ``float32[2, 3]``."""
+        return f"{dtype_name(self.dtype)}{list(self.shape)}"
+
     def __str__(self) -> str:
-        return f"{self.name} {dtype_name(self.dtype)}{list(self.shape)}"
+        return f"{self.name} {self.form}"
 
 
 Params = tuple[ParamMeta, ...]

@@ -18,14 +18,14 @@ from torchrl_ext.weights.source import as_source
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        ({"weight": torch.zeros(3, 2)}, "missing from the update, first 'bias'"),
+        ({"weight": torch.zeros(3, 2)}, "missing from the update, first 'bias'.*Next: register"),
         ({"weight": torch.zeros(3, 2), "bias": torch.zeros(3), "x": torch.zeros(1)}, "no parameter 'x'"),
         ({"weight": torch.zeros(3, 2), "actor.bias": torch.zeros(3)}, "such as 'bias'.*mapper"),
         ({"wieght": torch.zeros(3, 2), "bias": torch.zeros(3)}, "such as 'weight'.*mapper"),
-        ({"weight": torch.zeros(2, 3), "bias": torch.zeros(3)}, r"'weight' arrives as weight float32\[2, 3\]"),
+        ({"weight": torch.zeros(2, 3), "bias": torch.zeros(3)}, r"'weight' arrives as float32\[2, 3\]\. .*Next: start"),
         (
             {"weight": torch.zeros(3, 2), "bias": torch.zeros(3).half()},
-            "'bias' arrives as bias float16.*WeightSender dtype=torch.float32, .* --dtype float32",
+            "'bias' arrives as float16.*WeightSender dtype=torch.float32, .* --dtype float32",
         ),
     ],
 )

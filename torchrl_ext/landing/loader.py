@@ -296,8 +296,8 @@ class TensorsLoader(WeightLoader, Patchable):
             target = spelled.places[name]
             if ParamMeta.of(name, target) != ParamMeta.of(name, tensor):
                 raise ManifestError(
-                    f"parameter {name!r} arrives as {ParamMeta.of(name, tensor)}",
-                    expected=str(ParamMeta.of(name, target)),
+                    f"parameter {name!r} arrives as {ParamMeta.of(name, tensor).form}",
+                    expected=ParamMeta.of(name, target).form,
                 )
             if tensor.data_ptr() != target.data_ptr() or tensor.stride() != target.stride():
                 target.copy_(tensor)

@@ -360,7 +360,12 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
     def _refuse_absent(self, names: Iterable[str], sent: Collection[str]) -> None:
         for name in names:
             if name not in sent and not self._is_tied_head(name):
-                raise ManifestError(f"parameter {name!r} is missing from the update", expected=_EVERY, state=UNCHANGED)
+                raise ManifestError(
+                    f"parameter {name!r} is missing from the update",
+                    expected=_EVERY,
+                    state=UNCHANGED,
+                    hint="register the whole model, or name a part with only=",
+                )
 
     def _is_tied_head(self, name: str) -> bool:
         """Return whether ``name`` is the output embedding of a model in which that is the input embedding."""

@@ -413,12 +413,12 @@ class Spelling:
                 )
             if own != meta:
                 raise ManifestError(
-                    f"parameter {meta.name!r} arrives as {meta}",
-                    expected=str(own),
+                    f"parameter {meta.name!r} arrives as {meta.form}",
+                    expected=own.form,
                     state="nothing was changed",
                     hint=cast_hint((one.name, known[one.name].dtype) for one in params if one.name in known)
                     if own.shape == meta.shape
-                    else None,
+                    else "start the engine from the trainer's checkpoint",
                 )
         given = {meta.name for meta in params}
         absent = self._absent(given)
@@ -431,6 +431,7 @@ class Spelling:
                 f"{len(missing)} parameters of the model are missing from the update, "
                 f"first {min(absent[name] for name in missing.values())!r}",
                 state="nothing was changed",
+                hint="register the whole model, or name a part with only=",
             )
 
     def shared(self, names: Iterable[str]) -> tuple[tuple[Place, ...], ...]:
