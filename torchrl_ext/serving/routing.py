@@ -373,5 +373,9 @@ def _bootstrap_port(info: EngineInfo) -> int | None:
 def _check(infos: Sequence[EngineInfo]) -> None:
     if len({engines.part(info.kind, "dialect") for info in infos}) > 1:
         kinds = ", ".join(sorted({info.kind for info in infos}))
-        raise ConfigError(f"{kinds} need different request formats", expected="engines of one kind behind a router")
+        raise ConfigError(
+            f"{kinds} need different request formats",
+            expected="engines of one kind behind a router",
+            hint="without a router, tx.connect(...) updates and InferenceClient.connect(...) asks engines of any kinds",
+        )
     check_pools("a router", {info.worker_type for info in infos})
