@@ -249,6 +249,11 @@ class Pool(EngineClient):
             everyone = len(update.engines) + len(update.lost)
             raise self._missed(f"{len(missed)} of {everyone} engines did not take version {version}", missed)
 
+    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Ask the engine, if there is just one; see `EngineClient.logprobs`."""
+        engines = self.each()
+        return engines[0].logprobs(prompts) if len(engines) == 1 else super().logprobs(prompts)
+
     def each(self) -> tuple[EngineClient, ...]:
         lost = self._lost()
         return tuple(engine for engine in self.engines if engine not in lost)
