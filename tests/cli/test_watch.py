@@ -108,6 +108,14 @@ def test_a_terminal_of_80_columns_shows_charts_and_whole_addresses(engine, tmp_p
     assert main(["watch", *watched]) == 0 and not {*"▁▂▃█"} & {*capsys.readouterr().out}  # a pipe gets plain lines
 
 
+def test_a_directory_without_a_slash_is_a_root(tmp_path, monkeypatch):
+    (tmp_path / "feat").mkdir()
+    monkeypatch.chdir(tmp_path)
+    watch = Watch(["feat", "127.0.0.1:1"], api_key=None, timeout_s=5.0, versions=8)
+    engines, roots = next(watch.looks(0.05, 1))
+    assert [root["root"] for root in roots] == ["feat"] and [one.engine for one in engines] == ["127.0.0.1:1"]
+
+
 def test_a_spark_is_a_bar_per_value_up_to_the_largest():
     assert spark([0, 1, 2, 4, 8, None]) == "▁▂▃▅█·"
     assert spark([0, 0]) == "▁▁" and spark([None]) == "·" and spark([]) == ""

@@ -204,6 +204,8 @@ def test_the_command_takes_sizes_from_a_checkpoint(tmp_path, capsys):
     for wrong in (["--density", "2", "--parameters", "1M"], ["--engines", "2"], ["--parameters", "1.5"]):
         assert main(["plan", *wrong, "--json"]) == 2
         assert json.loads(capsys.readouterr().out)["error"]
+    assert main(["plan", "--parameters", "8X", "--json"]) == 2
+    assert "8X is not a number, which may end in k, M, G, B, T" in json.loads(capsys.readouterr().out)["error"]
 
 
 def test_the_command_shows_a_page_with_reasons(capsys):

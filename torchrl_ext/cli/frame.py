@@ -57,6 +57,7 @@ _STATUSES: dict[type[BaseException], int] = {
 }
 """Class of an error -> exit status; the first class that fits counts (`DeadlineError` is an `OSError`, too)."""
 
+_UNWRAPPED = 1 << 20
 _JSON = "`--json`, anywhere in the line, prints one JSON document on standard output."
 _ADDRESS = re.compile(r"https?://\S+|[^\s/=]+:\d+/?")
 
@@ -84,6 +85,8 @@ def answer(document: Mapping[str, Any], *shown: RenderableType, status: int = 0)
         print(json.dumps(document), flush=True)
         return status
     console = Console(soft_wrap=True, highlight=False, markup=False)  # paths and errors have brackets, too
+    if not console.is_terminal:
+        console.width = _UNWRAPPED  # a pipe's lines stay whole, for grep
     for part in shown:
         if isinstance(part, str):
             print(part, flush=True)

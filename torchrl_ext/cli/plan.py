@@ -39,7 +39,10 @@ def _seconds(value: float) -> str:
 
 def _number(text: str) -> float:
     scale = _SCALES.get(text[-1:])
-    return float(text) if scale is None else float(text[:-1]) * scale
+    try:
+        return float(text) if scale is None else float(text[:-1]) * scale
+    except ValueError:
+        raise typer.BadParameter(f"{text} is not a number, which may end in {', '.join(_SCALES)}") from None
 
 
 def _whole(text: str) -> int:

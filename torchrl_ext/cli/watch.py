@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,7 +67,7 @@ app = Typer()
 def watch(
     targets: Annotated[
         list[str],
-        Argument(metavar="TARGET...", help="An engine's host:port or http(s) URL; a root's path with a slash, or URL."),
+        Argument(metavar="TARGET...", help="An engine's host:port or http(s) URL; a root's path or URL."),
     ],
     interval_s: Annotated[float, Option(min=0.05, max=3600, help="From one look to the next, in seconds.")] = 1.0,
     looks: Annotated[
@@ -204,7 +205,7 @@ class Watch:
 
 def _is_root(target: str) -> bool:
     scheme, separator, _ = target.partition("://")
-    return scheme not in ("http", "https") if separator else "/" in target
+    return scheme not in ("http", "https") if separator else "/" in target or os.path.isdir(target)
 
 
 def spark(values: Sequence[float | None]) -> str:
