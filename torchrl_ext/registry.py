@@ -45,6 +45,7 @@ class Registry:
         aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._kind, self._group, self._aliases = kind, group, aliases
+        self._others = f"register it, or install its package, which names it in {group!r}" if group else None
         self._loading = threading.Lock()
         self._entries = {name: (f"torchrl_ext.{path}", summary) for name, (path, summary) in entries.items()}
 
@@ -83,7 +84,7 @@ class Registry:
         return ConfigError(
             f"there is no {self._kind} called {name!r}",
             expected=f"one of {', '.join(names)}",
-            hint=f"did you mean {close[0]!r}?" if close else None,
+            hint=f"did you mean {close[0]!r}?" if close else self._others,
         )
 
     def make(self, name: str, **settings: Any) -> Any:

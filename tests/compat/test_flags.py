@@ -71,6 +71,7 @@ def test_engines_that_share_no_broadcast_are_named_with_both_remedies():
         ({"rollout_external_engine_addrs": ("ftp://h:1",)}, "not an engine address"),
         ({"rollout_external_engine_addrs": ("h:1", "http://h:1/")}, "twice"),
         ({"vllm_router_ip": "10.0.0.1"}, "vllm_router_port"),
+        ({"sglang_router_ip": "10.0.0.1"}, "sglang_router_port"),
         ({"sglang_router_ip": "10.0.0.1", "sglang_router_port": 0}, "router_port is 0"),
         ({"rollout_num_gpus": 0}, "rollout_num_gpus is 0"),
         ({"rollout_num_gpus_per_engine": 0}, "per_engine is 0"),

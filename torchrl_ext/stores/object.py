@@ -58,9 +58,9 @@ class ObjectStore(Store):
 
             self._fs, path = url_to_fs(url, use_listings_cache=False, **storage_options)
         except (ImportError, ValueError) as error:
-            raise ConfigError(
-                f"{url} cannot be opened: {error}", hint="pip install fsspec, and the package for the protocol (s3fs)"
-            ) from error
+            s3 = url.startswith(("s3://", "s3a://"))
+            needs = "'torchrl_ext[s3]'" if s3 else "fsspec, and the package for the protocol"
+            raise ConfigError(f"{url} cannot be opened: {error}", hint=f"pip install {needs}") from error
         self.url, self._path = url.rstrip("/"), path.rstrip("/")
         self._owners = Owners(self)
         self._creates = _creates(self._fs)

@@ -223,9 +223,10 @@ class WeightUpdateConfig:
             f"{prefill} prefill engines of {each} GPUs leave none of {gpus} for decoding",
             "raise rollout_num_gpus",
         )
+        server = "vllm" if self.sglang_router_ip is None and self.sglang_router_port is None else "sglang"
         yield (
             (self.vllm_router_ip is None) != (self.vllm_router_port is None),
-            "a router needs vllm_router_ip and vllm_router_port",
+            f"a router needs {server}_router_ip and {server}_router_port",
             "set both or none",
         )
 
