@@ -25,7 +25,7 @@ EXTRAS = {
     # for torch without CUDA or with CUDA 12, and brings nothing but itself; with CUDA 13, install nixl-cu13 by its name.
     # The package `nixl` itself would bring both, with CUDA's libraries
     "nixl": ['nixl-cu12>=1.5; platform_system == "Linux"'],
-    "router": ["vllm-router>=0.1.17"],  # else made in an environment of its own on first use
+    "router": ["vllm-router>=0.1.17"],  # vLLM's; a job that starts its own routers needs it
     "vllm": ["vllm>=0.31"],  # a CUDA build; `torchrl-ext serve vllm` installs the CPU one by itself
     "sglang": ["sglang>=0.5.19"],  # likewise: `torchrl-ext serve sglang`
     "docs": ["sphinx>=7", "myst-nb>=1.2", "furo", "hydra-core>=1.3"],
