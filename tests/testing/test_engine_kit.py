@@ -334,6 +334,18 @@ def test_a_case_that_fails_fails_the_run_with_its_reason(models, tmp_path):
     assert "passed         The start checkpoint, sent again, changes no log-probability." in said
 
 
+def test_an_engine_of_another_trainer_ends_the_run_with_one_sentence(models, tmp_path):
+    def updated(fake):
+        fake.label = "11"
+        for tensor in fake.tensors.values():
+            tensor.mul_(1.5)
+
+    with acting(models["dense"], change=updated) as fake:
+        done = finished(KIT, tmp_path, "--url", fake.url, "--model", models["dense"], "--root", tmp_path / "root")
+    assert done.returncode == 2 and "at version 11 of another trainer" in done.stdout, done.stdout + done.stderr
+    assert " failed" not in done.stdout and " error" not in done.stdout
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("transport", ["disk", "delta", "collective"])
 def test_an_engine_of_ours_passes(transport, models, tmp_path):

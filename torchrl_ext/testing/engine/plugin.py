@@ -55,7 +55,7 @@ def pytest_runtest_makereport(
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print the table."""
     subject = config.stash.get(SUBJECT, None)
-    if subject is None:
+    if subject is None or ROWS not in config.stash:  # the run ended before its first case
         return
     terminalreporter.section(" ".join(filter(None, subject.describe().values())))
     for row in config.stash[ROWS].values():

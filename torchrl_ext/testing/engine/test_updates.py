@@ -16,6 +16,7 @@ import torchrl_ext as tx
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, WeightSyncError, why
 from torchrl_ext.testing.engine.plugin import SUBJECT
 from torchrl_ext.testing.engine.subject import Outputs, Subject, Tensors
+from torchrl_ext.types import label_number
 
 _GROUPS, _GROUPS_ALONE = 8, 64  # updates of the case of every tensor, with transformers beside it and without
 _TOKENS, _TRIES = 96, 4
@@ -37,6 +38,13 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     except WeightSyncError as error:
         found.assert_consistent(found.cold)
         pytest.skip(f"refused: {why(error)}")
+    off, label = found.off(found.cold), found.info.weight_version
+    if off > found.noise and label_number(label):  # a fresh engine is at none, so its own loading is wrong
+        pytest.exit(
+            f"{found.url} was at version {label} of another trainer, {off:.2g} nats from the checkpoint in "
+            f"{found.model}. Next: restart the engine.",
+            returncode=2,
+        )
     return found
 
 
