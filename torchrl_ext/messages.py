@@ -1,6 +1,6 @@
 """Messages from a trainer's control layer to an engine's workers: one frozen struct per step of an update.
 
-A message is one JSON object: ``{"format": 4, "release": "0.1.0", "kind": "prefetch", "version": 7}``. ``format`` is the
+A message is one JSON object: ``{"format": 5, "release": "0.1.0", "kind": "prefetch", "version": 7}``. ``format`` is the
 protocol version, ``release`` is the sender's release (for error messages), and the other fields belong to the message.
 The engine's client (`torchrl_ext.rpc`) and plugin choose the route. Workers handle messages in
 `torchrl_ext.sync.worker_end.WorkerEnd.handle`, or, for weights in this process, in
@@ -33,7 +33,7 @@ __all__ = [
     "read", "replaced", "replaced_by", "stamped",
 ]  # fmt: skip
 
-FORMAT = 4
+FORMAT = 5
 """Protocol version; `docs/formats.md` lists the changes."""
 
 REPLACED = "torchrl_ext: this sender must join again"
@@ -158,7 +158,8 @@ class Join(Connected, frozen=True, kw_only=True):
         params: all parameters of the update, in order.
         rank_offset: rank of the engine's first worker; the trainer is rank 0.
         world_size: 1 (the trainer) + the workers of all engines; None if the transport does not need it.
-        compares: whether `Verify` will ask for digests.
+        compares: whether the trainer wants to know that the model holds what it sent: by the digests of a `Verify`, or
+            by those that travel with the weights.
         unproved: whether the trainer skips the rehearsal, and so accepts updates without proof.
         offer: the `Wire` from the transport's trainer end to its worker ends.
     """
@@ -300,9 +301,19 @@ class Seal(Connected, frozen=True, kw_only=True):
 
 
 class Finish(Connected, frozen=True, kw_only=True):
-    """Tells workers that the loaded version is in service; they first end a load that was not sealed."""
+    """Tells workers that the loaded version is in service; they first end a load that was not sealed.
+
+    Workers refuse it unless that many loads of this version, and of no other, have landed since the `Start`. The answer
+    has ``version`` and ``digest``, which say what they hold (`torchrl_ext.sync.receiver.WeightReceiver.finish`), and
+    ``workers``, the number of those that agree on it.
+
+    Attributes:
+        version: the version.
+        loads: how many loads it had.
+    """
 
     version: Count
+    loads: Count = 1
 
 
 class Reset(Message, frozen=True, kw_only=True):

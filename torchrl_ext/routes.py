@@ -17,8 +17,8 @@ from torchrl_ext.types import Info, least
 
 __all__ = [
     "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "FROM_A_PAGE", "MAX_BODY_BYTES", "OPEN_UPDATE", "TAKE_OVER",
-    "Flush", "Guard", "ListAdapters", "answers_in", "asleep_by", "bears_key", "envelope", "escaped", "merged",
-    "one_by_one", "out_of_step", "unescaped",
+    "Flush", "Guard", "ListAdapters", "answers_in", "asleep_by", "bears_key", "each_answer", "envelope", "escaped",
+    "merged", "one_by_one", "out_of_step", "unescaped",
 ]  # fmt: skip
 
 BACKEND = "torchrl_ext"
@@ -98,6 +98,24 @@ def envelope(message: Message, heard: Collection[str], world_size: int | None) -
     """
     size = {} if world_size is None else {"world_size": world_size}
     return {"heard": sorted(heard), "message": message.to_json(), "rank_offset": 1, **size}
+
+
+def each_answer(ask: Callable[[Info], list[Info]], message: Message, world_size: int | None = None) -> list[Info]:
+    """Return the answers of several engines behind one address, of which a question brings one: ask until none is left.
+
+    Args:
+        ask: sends a body (`envelope`), and returns the answers that came.
+        message: for every engine; those that were not heard yet get it again.
+        world_size: see `envelope`.
+    """
+    found, heard = list[Info](), set[str]()
+    while True:
+        fresh = [answer for answer in ask(envelope(message, heard, world_size)) if "engine" in answer]
+        fresh = [answer for answer in fresh if answer["engine"] not in heard]
+        if not fresh:
+            return found
+        found += fresh
+        heard |= {answer["engine"] for answer in fresh}
 
 
 def asleep_by(metrics: str) -> Info:

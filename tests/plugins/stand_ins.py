@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import Finish, Start, read
+from torchrl_ext.messages import Start, read
 from torchrl_ext.plugins.sglang import routes as sglang_routes
 from torchrl_ext.plugins.vllm import endpoint
 from torchrl_ext.routes import ANSWERS, CHANNEL, Flush
@@ -63,7 +63,11 @@ class VLLM(Engine):
         transfer = None if backend is None else SimpleNamespace(backend=backend)
         config = SimpleNamespace(multimodal_config=None)
         self.vllm_config = SimpleNamespace(
-            weight_transfer_config=transfer, model_config=config, kv_transfer_config=None, lora_config=None
+            weight_transfer_config=transfer,
+            model_config=config,
+            kv_transfer_config=None,
+            lora_config=None,
+            parallel_config=SimpleNamespace(data_parallel_size=1),
         )
         self.output_processor = SimpleNamespace(request_states={})
 
@@ -91,13 +95,13 @@ class VLLM(Engine):
 
     async def collective_rpc(self, method, kwargs=None):
         await self.reached({"start_weight_update": "start", "update_weights": "load"}.get(method, method))
-        if method == "pull_weights":
+        if method in ("pull_weights", "finish_weight_update"):
             return
         if method == "reload_weights":
             self.loaded.append(kwargs["weights_path"])
             return
         own = {"connection": self.end.receiver.connection}  # as the plugin takes it for routes without a body
-        message = {"start_weight_update": Start(**own), "finish_weight_update": Finish(version=1, **own)}.get(method)
+        message = Start(**own) if method == "start_weight_update" else None
         answer = self.end.handle(read(next(iter(kwargs.values()))) if message is None else message)
         if answer:
             raise RuntimeError(ANSWERS + json.dumps(answer))

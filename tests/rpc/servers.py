@@ -18,7 +18,12 @@ KNOWN = ["collective", "delta", "disk", "ipc", "courier"]
 
 def initialised(asked):
     """What the workers answer to a message that loads nothing."""
-    if asked.get("init_info", {}).get("kind") == "inspect":
+    body = asked.get("init_info", {})
+    message, heard = body.get("message", body), body.get("heard", ())
+    if message.get("kind") == "finish" and len(heard) < CONFIG["parallel_config"]["data_parallel_size"]:
+        told = {"version": message["version"], "digest": "", "workers": 2, "engine": f"replica {len(heard)}"}
+        return failed(f"{ANSWERS}{json.dumps(told)}")
+    if message.get("kind") == "inspect":
         told = [{"worker": rank, "torchrl_ext": "0", "host": "here", "transports": KNOWN} for rank in range(2)]
         return failed("; ".join(f"worker {one['worker']}: {ANSWERS}{json.dumps(one)}" for one in told))
     return 200, {"message": "done"}
@@ -31,7 +36,7 @@ GOOD = {
     "GET /weight_info": (200, {"weight_version": "7"}),
     "GET /is_sleeping": (200, {"is_sleeping": False}),  # as without our endpoint plugin: workers say what is whole
     "POST /init_weight_transfer_engine": initialised,
-    **{f"POST /{route}": (200, {"message": "done"}) for route in STEPS},
+    **{f"POST /{route}": (200, {"message": "done", "success": True}) for route in STEPS},
 }
 
 

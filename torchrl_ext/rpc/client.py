@@ -139,19 +139,28 @@ class EngineClient(ABC):
 
     @abstractmethod
     def commit(self, version: int) -> None:
-        """Finish ``version``, drop stale caches and resume the engine."""
+        """Finish ``version``, drop stale caches and resume the engine.
 
-    def verify(self, digests: Mapping[str, str]) -> None:
-        """Make every worker compare its weights with the trainer's digests; do nothing if there are no digests.
+        Raises:
+            EngineRefusedError: a worker with our plugin does not hold what was sent; the engine stays paused.
+        """
+
+    def verify(self, digests: Mapping[str, str], digest: str = "") -> None:
+        """Make every worker compare its weights with the trainer's digests; do nothing if there are none.
+
+        Args:
+            digests: of tensors, by name; empty if they travel with the weights.
+            digest: over all of them (`torchrl_ext.weights.digests.digest_of`), which workers have to name in `commit`;
+                "" if it is not known.
 
         Raises:
             EngineRefusedError, IntegrityError: a worker's weights differ; names the tensor.
         """
-        if digests:
-            self._compare(digests)
+        if digests or digest:
+            self._compare(digests, digest)
 
-    def _compare(self, digests: Mapping[str, str]) -> None:
-        """Compare as `verify` does; ``digests`` is not empty."""
+    def _compare(self, digests: Mapping[str, str], digest: str) -> None:
+        """Compare as `verify` does; not both are empty."""
         raise ConfigError(f"{self.url} compares no digests", hint="give WeightSender verify=False")
 
     def oldest(self, version: int) -> int | None:

@@ -6,6 +6,7 @@ It never lets an engine serve with a part of a version, or without weights.
 from __future__ import annotations
 
 import logging
+import reprlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,7 @@ class Engine(EngineClient):
         self._before = EngineState(paused=None)  # before the current update
         self._since: float | None = None  # start of the pause
         self._row = EngineRow(engine=port.url, kind=self.kind, state="serving", proof="sent")
+        self._loads, self._digest, self._workers = 0, "", 1  # of the current update; and that have to confirm it
         self._drafted = False  # `draft` was called, or a warning was logged
 
     @property
@@ -85,6 +87,7 @@ class Engine(EngineClient):
 
     def info(self) -> EngineInfo:
         info = self.port.describe()
+        self._workers = max(1, info.world_size // max(1, info.dp_size))  # another process may serve each replica
         return info if info.weight_version else replace(info, weight_version=str(self._row.version or ""))
 
     @property
@@ -260,6 +263,7 @@ class Engine(EngineClient):
     @final
     def begin(self, version: int) -> None:
         """See `EngineClient.begin`. On failure no weight has changed, and an engine that served serves again."""
+        self._loads, self._digest = 0, ""
         before = self._before = self._halt(f"pause for version {version}")
         undo = partial(self._undone, before)
         with self._step(f"drop what it cached for version {version}", undo=undo):
@@ -288,17 +292,20 @@ class Engine(EngineClient):
         known = {"params"} if self.port.proves else ()  # from the join; megabytes of very many would lengthen the pause
         with self._step("load the new weights", holding=_PART):
             self.tell(Load.of({name: value for name, value in info.items() if name not in known}))
+        self._loads += 1
 
     @final
-    def _compare(self, digests: Mapping[str, str]) -> None:
-        self._torn = True
+    def _compare(self, digests: Mapping[str, str], digest: str) -> None:
+        self._torn, self._digest = True, digest
         with self._step("keep the digests of the new weights", holding=_PART):
-            self.tell(Verify(digests={**digests}))
+            if digests:
+                self.tell(Verify(digests={**digests}))
 
     @final
     def commit(self, version: int) -> None:
-        with self._step(f"finish version {version}", holding=_PART):
-            self.tell(Finish(version=version))
+        holding = _PART if self._loads else "its previous weights"
+        with self._step(f"finish version {version}", holding=holding):
+            self._refuse_unconfirmed(version, self.tell(Finish(version=version, loads=self._loads)))
         self._torn, before = False, self._row.version
         with self._step(f"resume with version {version}", holding=f"version {version}, whole"):
             self.port.label_as(version)
@@ -329,6 +336,21 @@ class Engine(EngineClient):
         ):
             self.port.tell(State(connection=self._connection))
         self._row = row
+
+    def _refuse_unconfirmed(self, version: int, answers: Sequence[Info]) -> None:
+        """Raise EngineRefusedError unless every worker says that it holds the version, as the trainer knows it.
+
+        Something between may have answered in the engine's place. Engines without our plugin say nothing, and prove
+        nothing.
+        """
+        wanted = {"version": version, **({"digest": self._digest} if self._digest else {})}
+        others = [one for one in answers if any(one.get(name) != value for name, value in wanted.items())]
+        if self.port.proves and (others or sum(one.get("workers", 1) for one in answers) < self._workers):
+            raise EngineRefusedError(
+                f"{self.url} does not confirm version {version}: it answers {reprlib.repr(others or [*answers])}",
+                expected=f"{wanted} of {self._workers} worker(s)",
+                hint="check that nothing between trainer and engine answers in the engine's place; send again",
+            )
 
     # pause and sleep
 

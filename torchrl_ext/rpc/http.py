@@ -12,7 +12,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -145,14 +145,30 @@ class Answer:
             f"{self.where} answered {self.status}: {words}", status=self.status, reason=words if says_why else ""
         )
 
-    def checked_json(self) -> Any:
+    def checked_json(self, *fields: str) -> Any:
         """Return the JSON body if the status is 2xx.
 
+        Args:
+            fields: what the server's true answer has. With them, a body that says ``"success": false``, or lacks a
+                field, is no success, whatever its status: a gateway may have answered in the server's place.
+
         Raises:
-            RouteAbsent, EngineRefusedError: as for `checked`, or the body is not JSON.
+            RouteAbsent, EngineRefusedError: as for `checked`, or the body is not JSON, or no success.
         """
         try:
-            return self.checked().json()
+            found = self.checked().json()
+            if not fields:
+                return found
+            if isinstance(found, dict) and found.get("success", True) is True and found.keys() >= {*fields}:
+                return found
+            words = self.message()
+            raise EngineRefusedError(
+                f"{self.where} answered {self.status}: {words or 'nothing'}",
+                expected=f"an answer with {', '.join(map(repr, fields))} that reports success",
+                hint="check that this is the engine's own address; nothing else may answer in its place",
+                status=self.status,
+                reason=words,
+            )
         except ValueError:
             raise EngineRefusedError(
                 f"{self.where} answered with something other than JSON: {self.text[:120]!r}",
@@ -212,18 +228,21 @@ class HTTPSession:
         """How long a call that starts now may take, in seconds."""
         return max(_SHORTEST_S, min(self.timeout_s, self._until - time.monotonic()))
 
-    def get(self, route: str, **how: Any) -> Any:
+    def get(self, route: str, *, fields: Sequence[str] = (), **how: Any) -> Any:
         """Call ``GET route`` with the arguments of `call`; return the JSON answer (``{}`` if it is empty).
+
+        Args:
+            fields: see `Answer.checked_json`.
 
         Raises:
             EngineUnreachableError, EngineRefusedError, DeadlineError, ConfigError: as for `exchange`, and for
                 `Answer.checked_json`.
         """
-        return self.call("GET", route, **how).checked_json()
+        return self.call("GET", route, **how).checked_json(*fields)
 
-    def post(self, route: str, body: Any = None, **how: Any) -> Any:
+    def post(self, route: str, body: Any = None, *, fields: Sequence[str] = (), **how: Any) -> Any:
         """Call ``POST route`` with ``body`` as JSON; return and raise as `get` does."""
-        return self.call("POST", route, body, **how).checked_json()
+        return self.call("POST", route, body, **how).checked_json(*fields)
 
     def call(
         self,

@@ -230,8 +230,8 @@ class Pool(EngineClient):
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self._while_any("load", lambda engine: engine.load(info), on_failure)
 
-    def _compare(self, digests: Mapping[str, str]) -> None:
-        self._while_any("load", lambda engine: engine.verify(digests))
+    def _compare(self, digests: Mapping[str, str], digest: str) -> None:
+        self._while_any("load", lambda engine: engine.verify(digests, digest))
 
     def commit(self, version: int) -> None:
         """See `EngineClient.commit`. Decode engines resume last, after prefill engines dropped the old caches.

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchrl_ext import messages
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.devices import free_cached
-from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError, StaleBaseError
+from torchrl_ext.errors import ConfigError, EngineRefusedError, IntegrityError, NotConnectedError, StaleBaseError
 from torchrl_ext.landing.loader import Changes, Patchable, Rehearsable, Sliceable, WeightLoader, as_loader
 from torchrl_ext.messages import NOBODY, Message, replaced
 from torchrl_ext.registry import transports
@@ -21,6 +21,7 @@ from torchrl_ext.stores.opening import admit
 from torchrl_ext.transports.base import Arrival, Worker, WorkerEnd
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta, Part, decoded
+from torchrl_ext.weights.digests import digest_of, position_digest, tensor_digest
 from torchrl_ext.weights.source import as_source
 
 if TYPE_CHECKING:
@@ -91,9 +92,19 @@ class WeightReceiver:
         self._staged: Changes | None = None
         self._part: Part | None = None  # set while a partial update is under way
         self._sealed = self._loading = False  # a load, past its `finish`; a load, not a commit of changes
+        self._loads: list[int] = []  # versions of the loads that landed since `start`
+        self._compared = ""  # digest over the digests with which the model was compared since then
+        self._reads_back = False  # the trainer sends no digests, and wants to know what the model holds
+        self._arrived: dict[str, str] = {}  # digests of what arrived, if so; and those that the trainer knows
+        self._sent: dict[str, str] = {}
         self._joined: tuple[ParamMeta, ...] = ()
         self._rows: tuple[list[Any], tuple[ParamMeta, ...]] = [], ()
         self.version = 0
+
+    @property
+    def landed(self) -> int:
+        """The version that the last load since `start` brought; without one, the version in service."""
+        return self._loads[-1] if self._loads else self.version
 
     @property
     def whole(self) -> bool:
@@ -131,7 +142,7 @@ class WeightReceiver:
             case messages.Seal():
                 self.seal()
             case messages.Finish():
-                self.finish(message.version)
+                return self.finish(message)
             case messages.Reset():
                 self.invalidate(empty=message.weights == "gone")
                 if message.weights == "reloaded":
@@ -189,7 +200,8 @@ class WeightReceiver:
             loader.by_slices(kind.slices)
         if isinstance(loader, Rehearsable):
             loader.refuse_unsound(unproved=message.unproved)
-            loader.vouch(message.compares)
+            loader.vouch(message.compares and not kind.carries_digests)
+        self._reads_back = message.compares and kind.carries_digests
         self.close()
         timeout_s = offer.get("timeout_s", _TIMEOUT_S)
         self._timeout_s = decoded(timeout_s, float, "timeout_s of the offer")
@@ -203,7 +215,7 @@ class WeightReceiver:
         self._end = kind.join(offer, here, self._deadline())
         if self.held.base:  # that number belongs to the previous sender or connection
             self.held = replace(self.held, base=None)
-        self._staged, self._joined = None, message.params
+        self._staged, self._joined, self._loads = None, message.params, []
         self._expect(None)
 
     def rehearse(self, message: messages.Rehearse) -> Info:
@@ -285,6 +297,7 @@ class WeightReceiver:
         """Prepare for loading in the idle engine; without staged changes, also free torch's cached device memory."""
         self._require_end()
         self._sealed = self._loading = False
+        self._loads, self._compared, self._arrived, self._sent = [], "", {}, {}
         if self._staged is None:
             self._begin()
 
@@ -303,10 +316,12 @@ class WeightReceiver:
         """
         loader, end = self._require_loader(), self._require_end()
         staged, self._staged = self._staged, None
+        loads, self._loads, self._compared = self._loads, [], ""  # forgotten if it fails
         if staged is not None and staged.reached[1] == message.version:
             self._spoil(landing=message.version)
             self._require_patchable().commit()
             end.landed(staged)
+            self._loads, self._compared = [*loads, message.version], digest_of(staged.digests)
             return
         if message.handoff.get("onto") != (None if self._part is None else self._part.base):
             raise IntegrityError(
@@ -320,7 +335,8 @@ class WeightReceiver:
         self._spoil(landing=message.version)  # before receiving, because a transport may write into the model's memory
         arrival = Arrival(version=message.version, params=self.params_of(message), info=message.handoff)
         with closing(_passed_on(end.receive(arrival, loader.targets(), self._deadline()))) as pairs:
-            loader.load(pairs)
+            loader.load(self._noted(pairs) if self._reads_back else pairs)
+        self._loads = [*loads, message.version]
 
     def params_of(self, message: messages.Load) -> tuple[ParamMeta, ...]:
         """Return the parameters of a handoff; listed ones are cached, because most handoffs have the same ones."""
@@ -341,7 +357,11 @@ class WeightReceiver:
             IntegrityError: a parameter differs from what the trainer sent; the message names the first one.
         """
         self.seal()
-        found = self._require_loader().digests()
+        loads, self._loads = self._loads, []  # forgotten if they differ
+        self._compare(expected, self._require_loader().digests())
+        self._loads, self._compared = loads, digest_of(expected)
+
+    def _compare(self, expected: Mapping[str, str], found: Mapping[str, str]) -> None:
         for name, digest in expected.items():
             if found.get(name) != digest:
                 raise IntegrityError(
@@ -351,23 +371,58 @@ class WeightReceiver:
                     hint="send the version again",
                 )
 
+    def _noted(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the same pairs, and note what the tensors are; slices have been compared where they lie."""
+        for name, tensor in pairs:
+            if isinstance(tensor, Tensor):
+                self._arrived[name] = tensor_digest(tensor)
+                self._sent[name] = position_digest(tensor).hex()
+            yield name, tensor
+
     def seal(self) -> None:
         """End the load and free its memory, so that `finish` does no work that can fail; a commit leaves none."""
         if not self._sealed:
+            loads, self._loads = self._loads, []  # forgotten if it fails
             self._require_loader().finish()
             if self._loading:
                 free_cached()
-            self._sealed = True
+            if self._arrived:
+                held = self._require_loader().digests().items()
+                # "" stands for what cannot be read back, and was handed over
+                self._compare(self._arrived, {name: one or self._arrived.get(name, "") for name, one in held})
+                self._compared = digest_of(self._sent)
+            self._loads, self._sealed = loads, True
 
-    def finish(self, version: int) -> None:
-        """Note that the model holds all of ``version``; end the load first if `seal` did not.
+    def due(self, message: messages.Finish) -> None:
+        """Refuse a `finish` that does not fit what landed; end the load if `seal` did not.
 
-        Where a load has named its version, that one counts: vLLM's workers hear no version at the end.
+        Raises:
+            EngineRefusedError: fewer loads of the version landed than it had, or none, or one of another version.
         """
+        version, landed = message.version, self._loads.count(message.version)
+        if landed < max(1, message.loads) or landed < len(self._loads):
+            others = sorted({*self._loads} - {version})
+            raise EngineRefusedError(
+                f"version {version} was finished, and this worker got {landed} of its {message.loads} load(s)"
+                + (f", and others of version {', '.join(map(str, others))}" if others else ""),
+                expected="every load of a version, and then its end",
+                state=f"it holds {'its previous weights' if self.held.landing is None else 'a part of an update'}",
+                hint=_AGAIN,
+            )
         self.seal()
-        self.version = version if self.held.landing is None else self.held.landing
+
+    def finish(self, message: messages.Finish) -> Info:
+        """Note that the model holds all of a version, as it was `due`.
+
+        Returns:
+            ``version``, which it holds now; and ``digest``, `torchrl_ext.weights.digests.digest_of` the digests with
+            which all of its tensors were compared since `start`, or "" if they were not.
+        """
+        self.due(message)
+        self.version = message.version
         self.held, self._sealed = Held(base=self.version, intact=True), False
         self._expect(None)
+        return {"version": self.version, "digest": self._compared}
 
     def invalidate(self, *, empty: bool = False, torn: bool = False) -> None:
         """Note that the model no longer holds what this receiver loaded, so the next version does not build on it.
@@ -378,7 +433,7 @@ class WeightReceiver:
         """
         landing = self.version if torn else self.held.landing
         self.held = Held(landing=landing, empty=empty)  # first, as a version may be staged in another thread
-        self._staged = None
+        self._staged, self._loads = None, []
         self._expect(None)
         self._require_loader().invalidate()
 

@@ -42,6 +42,7 @@ from torchrl_ext.transports.ranks import Steps, TrainerRanks, drives, numbered
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import PROOFS, Info, ParamMeta, Part, SyncReport, least
 from torchrl_ext.weights.derived import as_mapper, converted
+from torchrl_ext.weights.digests import digest_of
 from torchrl_ext.weights.finite import FiniteCheck
 from torchrl_ext.weights.shared import differing, shared_in, tied_by_config, two_values
 from torchrl_ext.weights.source import MappingSource, as_source, inner_model, is_tensordict_module
@@ -461,7 +462,7 @@ class WeightSender:
             base = None if whole else self._connection.delivered
             self._ranks.session.order("limit", always=True, base=base)
             source.limit(base)
-            source.digesting = self._verify and self.engine.verifies and not self._transport.proves
+            source.digesting = self._verify and self.engine.verifies and not self._transport.carries_digests
             source.version = self._next_version()
             self._refuse_two_values(source)
             try:
@@ -538,14 +539,15 @@ class WeightSender:
                     late.prefetch(version)
                     with late.updating(version):
                         late.load({**own, **kept.info})
-                        late.verify(digests if late.verifies else {})
+                        digests = digests if late.verifies else {}
+                        late.verify(digests, self._digest(digests, kept))
             except Exception as error:  # noqa: BLE001 - it is raised with a report
                 failure = error
         rows = {row.engine: row for row in self.engine.rows()}
         for row in () if late is None else late.rows():
             why_not = f"the {self._transport.name} transport keeps no version {version} for it"
             rows[row.engine] = row if kept else replace(row, error=f"it takes the next update: {why_not}")
-        proved = self._verify and (self._transport.proves or bool(digests))
+        proved = self._verify and (self._transport.carries_digests or bool(digests))
         found = [row if proved and row.version == version else replace(row, proof=PROOFS[0]) for row in rows.values()]
         proof = least(row.proof for row in found)
         report = SyncReport(
@@ -575,8 +577,12 @@ class WeightSender:
             with self._spans.of("pause"), self.engine.updating(update.version):  # engines are paused only in here
                 with beside(self._load(update, handoff), within):
                     handoff.transfer(within)  # a collective needs both sides at once; disk does nothing here
-                self.engine.verify(source.digests)
+                self.engine.verify(source.digests, self._digest(source.digests, handoff))
         self._served(update, handoff)
+
+    def _digest(self, digests: Mapping[str, str], handoff: Handoff) -> str:
+        """Return the digest over those of all tensors, of this sender or of the transport, which workers repeat."""
+        return digest_of(digests) or (handoff.digest if self._verify else "")
 
     def _prefetch(self, update: Update) -> Callable[[Callable[[], None]], None]:
         return lambda early: self.engine.prefetch(update.version, self._onto(update))
@@ -636,7 +642,7 @@ class WeightSender:
             self._transport.open,
             transport=self._transport.name,
             timeout_s=self._transport.timeout_s,
-            compares=self._verify and not self._transport.proves,
+            compares=self._verify,
             rehearse=self._rehearse,
         )
 

@@ -21,7 +21,7 @@ from torchrl_ext.deadline import in_thread
 from torchrl_ext.devices import recorded, settle, wait_for
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, NotConnectedError
 from torchrl_ext.landing.loader import WeightLoader
-from torchrl_ext.messages import Inspect, Join, Load, Message, Poll, Prefetch, Pull, Rehearse, State
+from torchrl_ext.messages import Finish, Inspect, Join, Load, Message, Poll, Prefetch, Pull, Rehearse, State
 from torchrl_ext.routes import merged
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
@@ -101,6 +101,9 @@ class WorkerEnd:
                 return self._rehearse(message)
             case Load():
                 self.together(lambda: self.receiver.load(message), on_failure=self.receiver.abort)
+            case Finish():
+                self.together(self._stop, lambda: self.receiver.due(message))  # on all, before one notes the version
+                return self._of_all(self.receiver.handle(message))
             case _:
                 self.together(self._stop, lambda: self.receiver.handle(message))
         return {}
@@ -143,6 +146,13 @@ class WorkerEnd:
         self.together(lambda: found.update(self.receiver.rehearse(message)))
         shared = json.dumps({"needed": found["needed"], "proof": found["proof"]})
         return {"worker": self._rank, **found, **merged([*map(json.loads, self._agree(shared))])}
+
+    def _of_all(self, answer: Info) -> Info:
+        """Return an answer that every worker of this engine gives, with their number."""
+        told = self._agree(json.dumps(answer))
+        if len(set(told)) > 1:
+            raise EngineError(f"the engine's workers hold different weights: {joined(told)}", hint="send them again")
+        return {**answer, "workers": len(told)}
 
     def _pull(self, message: Pull) -> None:
         """Begin a pull, unless the same one is already running; raise EngineError if another one is, on any worker."""

@@ -47,6 +47,7 @@ _TAGS: Final = {"weights", "kv_cache"}
 _MODES: Final = {"vllm": ("abort", "wait", "keep"), "sglang": ("abort", "retract", "in_place")}
 _SLEEPS: Final = ("awake", "weights_offloaded", "discard_all")  # vLLM's names, by level
 _LOOKS: Final = ("GET /workers", "GET /list_workers")  # clients recognise routers by these routes
+_DONE: Final = {"success": True, "status": "ok", "message": "done", "results": [None], "num_paused_requests": 0}
 _ABSENT: Final = (404, {"detail": "Not Found"})
 _EXECUTORS = (
     "Call to collective_rpc method failed: Worker failed with error '{}', please check the stack trace above for the "
@@ -172,7 +173,7 @@ class FakeEngine(Faults):
         self.unrehearsed = False
         self.asleep: set[str] = set()
         self._receiver = WeightReceiver(self.tensors)
-        self._open = self._sealed = self._session = self._frozen = self._given_up = False
+        self._open = self._session = self._frozen = self._given_up = False
         self._slept = "awake"
         self._alone, self._closed = threading.RLock(), threading.Event()
         routes = self._sglang() if self.kind == "sglang" else self._vllm()
@@ -245,7 +246,7 @@ class FakeEngine(Faults):
                 if self.serving and not self.whole:
                     part = "weights that it gave up" if self._given_up else "a part of an update"
                     self.wrongs.append(f"it serves {part}")
-        return found if isinstance(found, tuple) else (200, {"success": True} if found is None else found)
+        return found if isinstance(found, tuple) else (200, _DONE if found is None else found)
 
     def _refusal(self, words: str) -> Reply:
         if self.kind == "sglang":
@@ -268,7 +269,6 @@ class FakeEngine(Faults):
             case messages.Start() | messages.Load() | messages.Verify() | messages.Seal():
                 self._refuse_busy()
         self._open |= isinstance(message, messages.Start)
-        self._sealed = isinstance(message, messages.Seal)
         before = {name: tensor.clone() for name, tensor in self.tensors.items()}
         try:
             answer = self._receiver.handle(message)
@@ -281,7 +281,8 @@ class FakeEngine(Faults):
                 self.versions |= dict.fromkeys(changed, message.version)
         match message:
             case messages.Finish():
-                self._finished(message.version)
+                self.versions = dict.fromkeys(self.tensors, message.version)
+                self._given_up, self._open = False, self._open and self.kind != "sglang"
             case messages.Reset(weights="reloaded"):
                 self._given_up = False
         if isinstance(message, messages.State) and not message.connection:
@@ -302,15 +303,12 @@ class FakeEngine(Faults):
         if "weights" in self.asleep:
             raise EngineRefusedError("the weights sleep", state="unchanged")
 
-    def _finished(self, version: int) -> None:
-        self._open = self._given_up = False
-        self.versions = dict.fromkeys(self.tensors, version)
-
     def _reload(self, path: str, version: int) -> None:
         """Load a checkpoint without our plugin."""
         self._refuse_busy()
         self._receiver.apply_weights(CheckpointSource(path))
-        self._finished(version)
+        self._open = self._given_up = False
+        self.versions = dict.fromkeys(self.tensors, version)
 
     def _give_up(self, parts: set[str], *, keep: bool) -> None:
         self.asleep |= parts
@@ -437,7 +435,7 @@ class FakeEngine(Faults):
         answer = one_by_one(info, lambda: self.url, lambda told: self._tell(read(told)))
         if answer and self.kind == "vllm":
             return self._refusal(f"EngineError: {ANSWERS}{json.dumps(answer)}.")
-        return {"answer": answer} if answer else None
+        return {**_DONE, "answer": answer} if answer else None
 
     def _start_vllm(self, asked: Info) -> None:
         if not self.stock:
@@ -460,9 +458,8 @@ class FakeEngine(Faults):
             raise EngineRefusedError("no weight update is open")
         self._open = False
         self.label = asked.get("weight_version", self.label)
-        if not self.stock and ("weight_version" in asked or self._sealed):  # otherwise it ends a failed update
-            version = int(asked.get("weight_version", self._receiver.version))
-            self._tell(messages.Finish(connection=self._receiver.connection, version=version))
+        if not self.stock and not self._receiver.held.intact:  # no `Finish` came
+            self._receiver.invalidate()
 
     def _reset_cache(self, asked: Info) -> None:
         assert asked == {"reset_running_requests": "true", "reset_external": "true"}
@@ -503,7 +500,7 @@ class FakeEngine(Faults):
             "POST /release_memory_occupation": self._release_memory,
             "POST /resume_memory_occupation": self._resume_memory,
             "POST /generate": self._generate_sglang,
-            **{f"POST /{route}": {"success": True} for route in group},
+            **{f"POST /{route}": _DONE for route in group},
         }
 
     def _check(self, asked: Info) -> Any:

@@ -98,6 +98,8 @@ class Handoff:
         transfer: moves the bytes during the engines' load; does nothing for files.
         served: called when the version is in service, with the oldest version that an engine may still read (None if no
             control layer knows it). Older versions may be removed.
+        digest: digest over those of all tensors (`torchrl_ext.weights.digests.digest_of`), if they travel with the
+            version (`Transport.carries_digests`) and this end knows them; workers repeat it.
         stats: filled in by `Transport.prepare` and by the steps.
     """
 
@@ -105,6 +107,7 @@ class Handoff:
     ahead: Callable[[Deadline], None] = _nothing
     transfer: Callable[[Deadline], None] = _nothing
     served: Callable[[int | None], None] = _nothing
+    digest: str = ""
     stats: TransferStats = field(default_factory=TransferStats)
 
 
@@ -146,8 +149,9 @@ class Transport(ABC):
     """
 
     name: ClassVar[str]
-    proves: ClassVar[bool] = False
-    """Workers check every tensor by digests that travel with the weights, so the sender sends none."""
+    carries_digests: ClassVar[bool] = False
+    """Workers compare what arrives with digests that travel with the weights, so the sender sends none. A worker of an
+    engine then compares what its model holds with what arrived; nothing that a transport says stands for that."""
     slices: ClassVar[bool] = False
     """Workers receive only the blocks that they need (`Worker.slices`), as `torchrl_ext.landing.sliced.Sliced`."""
     parts: ClassVar[bool] = True

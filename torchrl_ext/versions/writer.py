@@ -33,7 +33,7 @@ from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.containers import BlockFiles, Coded, OtherDelta, code, write_blocks, write_other
 from torchrl_ext.versions.tiles import Tiles
 from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.digests import position_digest
+from torchrl_ext.weights.digests import digest_of, position_digest
 from torchrl_ext.weights.source import WeightSource, checked
 
 __all__ = ["Baseline", "ChainWriter", "Copies", "FlatCopies", "WritesFull"]
@@ -150,6 +150,13 @@ class ChainWriter:
     def baseline_bytes(self) -> int:
         """Bytes of the copies that this process keeps, against which the next delta is taken."""
         return 0 if self._baseline is None else sum(map(attrgetter("nbytes"), self._baseline.tensors.values()))
+
+    @property
+    def digest(self) -> str:
+        """Digest over the position digests of all tensors of the newest version."""
+        assert self._baseline is not None
+        text = self._baseline.digests.astype(">u8").tobytes().hex()
+        return digest_of({meta.name: text[32 * at :][:32] for at, meta in enumerate(self._baseline.metas)})
 
     @property
     def rank_bytes(self) -> tuple[int, ...]:

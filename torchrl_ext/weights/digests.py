@@ -37,6 +37,7 @@ cancel under any keys. Whoever knows the keys makes collisions at will.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import mul
 from typing import NamedTuple
 
@@ -48,7 +49,7 @@ from torchrl_ext.kernels.base import LINEAR, Piece, Words, flat_bits, kernels_on
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.view import Block, View
 
-__all__ = ["PositionDigest", "block_words", "byte_view", "position_digest", "tensor_digest"]
+__all__ = ["PositionDigest", "block_words", "byte_view", "digest_of", "position_digest", "tensor_digest"]
 
 
 def byte_view(tensor: Tensor) -> Tensor:
@@ -66,6 +67,13 @@ def tensor_digest(tensor: Tensor) -> str:
     Equal for equal bytes whatever the strides; -0.0 and 0.0 differ, and so do NaN payloads.
     """
     return xxhash.xxh3_128_hexdigest(byte_view(tensor).cpu().numpy().data)
+
+
+def digest_of(digests: Mapping[str, str]) -> str:
+    """Return one digest over the digests of tensors, by name in any order, as 32 hex digits; "" for no tensors."""
+    if not digests:
+        return ""
+    return xxhash.xxh3_128_hexdigest("".join(f"{name}\0{one}\n" for name, one in sorted(digests.items())).encode())
 
 
 class PositionDigest(NamedTuple):

@@ -86,6 +86,7 @@ class _SlimeEngine:
         return self._engine.handle(message)
 
     def finish(self, message: Finish, label: str | None) -> None:
+        self._engine.handle(message)
         self._engine.finish(label)
 
     def reload(self, path: str, label: str | None) -> None:

@@ -1,7 +1,8 @@
 """The weight-transfer backend inside a vLLM worker: a `WorkerEnd` behind vLLM's four stages.
 
 Messages come as the ``init_info`` of ``/init_weight_transfer_engine`` and the ``update_info`` of ``/update_weights``;
-`Start` and `Finish` have routes of their own, without a body.
+`Start` has a route of its own, without a body. `Finish` is a message, after which ``/finish_weight_update`` ends vLLM's
+part of the update.
 
 How failures and answers travel. vLLM's multi-process executor reads the replies of its workers in order of rank and
 raises at the first bad one, without reading the replies behind it (`MultiprocExecutor.collective_rpc`, 0.32): a worker
@@ -29,7 +30,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from torchrl_ext.errors import ConfigError, EngineError
+from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError
 from torchrl_ext.messages import NOBODY, CheckAdapter, Connected, Finish, Join, Reset, Start, State, read, replaced
 from torchrl_ext.plugins.adapters import check_adapter, refuse_layers
 from torchrl_ext.plugins.found import started_with
@@ -120,17 +121,14 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._open = opened
 
     def finish_weight_update(self) -> None:
-        """End the update. It was sealed before, so nothing is left that could fail; an incomplete one is dropped."""
-        sound, self._sound, self._open = self._sound, False, False
+        """End the update, after a `Finish`; without one it is dropped."""
+        self._sound = self._open = False
         layers, loader, end = self._now
-        missing = loader.missing()
-        if missing:
-            log.error("a weight update ended with %d parameters missing and was dropped", len(missing))
-        if missing or not sound:
+        if not end.receiver.held.intact:
+            if missing := loader.missing():
+                log.error("a weight update ended with %d parameters missing and was dropped", len(missing))
             layers.roll_back()
             end.receiver.invalidate()
-        else:
-            agreed(lambda: end.handle(Finish(version=end.receiver.version)), last=self._is_last)
 
     def invalidate(self, *, whole: bool) -> None:
         """Note that vLLM loaded the model by itself: the next version does not build on what it holds.
@@ -195,11 +193,21 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 return {**end.handle(message), "whole": self.whole}
             case State() if self._draft is not None:
                 end.together(lambda: self._refuse_other(is_draft))
+            case Finish():
+                end.together(self._refuse_unsound)
             case Reset():
                 for one in self._targets:
                     one.end.handle(message)
                 return {}
         return self._target(is_draft).end.handle(message)
+
+    def _refuse_unsound(self) -> None:
+        if not self._sound:
+            raise EngineRefusedError(
+                "no weight update is open, or a part of it failed",
+                expected="`Finish` after every load of an update",
+                state="the engine stays paused",
+            )
 
     def _refuse_other(self, is_draft: bool) -> None:
         """Refuse a sender while an update of the other model is open, which it would end."""

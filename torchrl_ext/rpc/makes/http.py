@@ -51,6 +51,7 @@ class HTTPPort(Port):
     Attributes:
         modes: the engine's pause modes.
         frozen: the pause mode in which running requests keep their cache.
+        fields: what the true answer of a route has, by route; routes that answer nothing are left out.
 
     Raises:
         ConfigError: unknown pause mode, or ``keep_cache`` with another mode than ``frozen``.
@@ -58,6 +59,7 @@ class HTTPPort(Port):
 
     modes: ClassVar[tuple[str, ...]]
     frozen: ClassVar[str]
+    fields: ClassVar[Mapping[str, tuple[str, ...]]]
 
     def __init__(
         self, http: HTTPSession, *, timeout_s: float = 600.0, pause_mode: str = "keep", keep_cache: bool = False
@@ -136,7 +138,7 @@ class HTTPPort(Port):
             ) from error
 
     def _post(self, route: str, body: Any = None, **how: Any) -> Any:
-        return self.http.post(route, body, **how)
+        return self.http.post(route, body, fields=self.fields.get(route, ()), **how)
 
     @abstractmethod
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:

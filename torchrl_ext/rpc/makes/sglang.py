@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, final
 
@@ -72,6 +73,10 @@ _LORA = (
     "start the server with --enable-lora, --max-lora-rank and --lora-target-modules "
     "(`torchrl-ext serve sglang --lora-rank N`)"
 )
+_REPORTING = (
+    "/weights_checker", "/begin_weight_update", "/end_weight_update", "/update_weight_version",
+    "/init_weights_update_group", "/update_weights_from_distributed",
+)  # fmt: skip
 _CLEAR = ("/hicache/storage-backend/clear", "/clear_hicache_storage_backend")  # the latter in earlier releases
 
 
@@ -86,6 +91,11 @@ class SGLangPort(HTTPPort):
     kind: ClassVar[str] = "sglang"
     modes: ClassVar[tuple[str, ...]] = ("abort", "retract", "in_place")
     frozen: ClassVar[str] = "in_place"
+    fields: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **dict.fromkeys(("/pause_generation", "/continue_generation"), ("message", "status")),
+        **dict.fromkeys(_REPORTING, ("success", "message")),
+        "/update_weights_from_disk": ("success", "message", "num_paused_requests"),
+    }
     drops_first: ClassVar[bool] = True
 
     def __init__(
@@ -181,7 +191,7 @@ class SGLangPort(HTTPPort):
     def _say(self, message: Message, timeout_s: float | None = None) -> list[Info]:
         """Send workers a message; each data-parallel rank gives one answer."""
         body = {"action": CHANNEL + json.dumps(message.to_json())}
-        answer = self.http.post("/weights_checker", body, timeout_s=timeout_s)
+        answer = self._post("/weights_checker", body, timeout_s=timeout_s)
         try:
             return [dict(json.loads(text)) for text in answer["message"].split(" | ")]  # SGLang's separator
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
@@ -208,7 +218,7 @@ class SGLangPort(HTTPPort):
     def _session(self, verb: str) -> bool:
         """Begin or end SGLang's weight-update session; return whether this release has sessions."""
         try:
-            self.http.post(f"/{verb}_weight_update", {}, timeout_s=self.timeout_s)
+            self._post(f"/{verb}_weight_update", {}, timeout_s=self.timeout_s)
         except RouteAbsent:
             return False
         return True
@@ -222,7 +232,7 @@ class SGLangPort(HTTPPort):
 
     def label_as(self, version: int) -> None:
         label = str(version)
-        self.http.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        self._post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
         found = str(self._model().get("weight_version"))
         if found != label:
             raise EngineRefusedError(f"{self.url} calls its weights {found!r}", expected=repr(label))
@@ -233,10 +243,10 @@ class SGLangPort(HTTPPort):
         if modes == ["abort"] and before.paused:
             modes = ["retract", "abort"]  # "abort" by itself would wait forever for requests that are paused in place
         for mode in modes:
-            self.http.post("/pause_generation", {"mode": mode}, timeout_s=self.timeout_s)
+            self._post("/pause_generation", {"mode": mode}, timeout_s=self.timeout_s)
 
     def release(self) -> None:
-        self.http.post("/continue_generation", {})
+        self._post("/continue_generation", {})
 
     def refuse_sleep(self, level: int, tags: frozenset[str]) -> None:
         """See `Port.refuse_sleep`. Sleep needs our plugin (it reports the sleeping tags), ``--enable-memory-saver``
@@ -257,7 +267,7 @@ class SGLangPort(HTTPPort):
     def make_idle(self) -> None:
         """See `Port.make_idle`. Running requests return to the queue, unless ``pause_mode`` is ``"abort"``."""
         if self._pause_mode == "in_place":
-            self.http.post("/pause_generation", {"mode": "retract"}, timeout_s=self.timeout_s)
+            self._post("/pause_generation", {"mode": "retract"}, timeout_s=self.timeout_s)
         self._flush(frozen=False)
 
     def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
@@ -405,13 +415,13 @@ class StockSGLangPort(StockPort, SGLangPort):
         if not self.group:
             body = {"model_path": message.handoff["path"], "load_format": "auto"}
             body |= {"weight_version": str(message.version), **how}
-            self.http.post("/update_weights_from_disk", body, timeout_s=self.timeout_s)
+            self._post("/update_weights_from_disk", body, timeout_s=self.timeout_s)
             return
         how |= {**self._named(), "load_format": "flattened_bucket"}
         try:
             for names, dtypes, shapes in bodies(message.handoff):
                 body = {"names": names, "dtypes": dtypes, "shapes": shapes, **how}
-                self.http.post("/update_weights_from_distributed", body, timeout_s=self.timeout_s)
+                self._post("/update_weights_from_distributed", body, timeout_s=self.timeout_s)
         except (EngineError, DeadlineError):
             self.close("")  # frees workers that wait for a failed one
             raise

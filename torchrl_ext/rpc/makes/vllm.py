@@ -44,7 +44,7 @@ update (``verify="outputs"``).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -63,6 +63,7 @@ from torchrl_ext.routes import (
     ListAdapters,
     answers_in,
     asleep_by,
+    each_answer,
     out_of_step,
     unescaped,
 )
@@ -80,6 +81,10 @@ __all__ = [
 ]  # fmt: skip
 
 _EVERYWHERE = {"reset_running_requests": "true", "reset_external": "true"}
+_STEPS = (
+    "/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update", "/update_weights",
+    "/finish_weight_update",
+)  # fmt: skip
 _COPYING_S = 10.0
 _KINDS = ("vllm", "embedded")  # the kinds of engine that have these routes
 
@@ -120,6 +125,12 @@ class VLLMPort(HTTPPort):
     kind: ClassVar[str] = "vllm"
     modes: ClassVar[tuple[str, ...]] = ("abort", "wait", "keep")
     frozen: ClassVar[str] = "keep"
+    fields: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **dict.fromkeys(("/pause", "/resume"), ("status",)),
+        **dict.fromkeys(_STEPS, ("message",)),
+        "/collective_rpc": ("results",),
+        "/update_weight_version": ("success",),
+    }
     start: ClassVar[str] = "/start_weight_update"
     labels: ClassVar[bool] = True
     answer: Info = {}  # noqa: RUF012 - replaced, never changed
@@ -217,21 +228,30 @@ class VLLMPort(HTTPPort):
                 self._post("/update_weights", {"update_info": message.to_json()}, timeout_s=self.timeout_s)
             case Finish():
                 self.tell(Seal(connection=message.connection))
+                answers = self._say_each(message)
                 label = {"weight_version": str(message.version)} if self.labels else None
                 self._post("/finish_weight_update", label)
+                return answers
             case _:
                 return self._say(message)
         return []
 
     def _say(self, message: Message) -> list[Info]:
         """Send workers a message that loads nothing."""
-        route, body = "/init_weight_transfer_engine", {"init_info": message.to_json()}
+        return self._initialise(message.to_json())
+
+    def _say_each(self, message: Message) -> list[Info]:
+        """Send such a message; an answer of one replica does not hide another one's refusal."""
+        return each_answer(self._initialise, message) if self._facts.info.dp_size > 1 else self._say(message)
+
+    def _initialise(self, info: Info) -> list[Info]:
+        route, body = "/init_weight_transfer_engine", {"init_info": info}
         with explained():
             answer = self.http.call("POST", route, body, timeout_s=self.timeout_s)
             if ANSWERS in answer.text:  # in an error, whose own message would be shortened
                 with suppress(ValueError):
                     return answers_in(answer.json())
-            return answers_in(answer.checked_json())
+            return answers_in(answer.checked_json(*self.fields[route]))
 
     def abandon(self) -> None:
         with suppress(EngineRefusedError):  # workers may have no open update any more
@@ -242,11 +262,18 @@ class VLLMPort(HTTPPort):
             return
         # a connector may still be copying keys and values
         Deadline(min(self.http.timeout_s, _COPYING_S)).poll(
-            lambda: self._post("/reset_prefix_cache", query=_EVERYWHERE).get("success", True),
+            self._drop_prefixes,
             late=lambda: EngineRefusedError(f"{self.url} could not drop cached keys and values of the old weights"),
         )
         if self._facts.is_multimodal:
             self._post("/reset_encoder_cache")
+
+    def _drop_prefixes(self) -> bool:
+        """Return whether the cache was dropped; false while blocks are in use."""
+        answer = self._post("/reset_prefix_cache", query=_EVERYWHERE)
+        if "success" not in answer:
+            raise EngineRefusedError(f"{self.url}/reset_prefix_cache answered {answer!r:.200}", expected="'success'")
+        return answer["success"] is True
 
     def hold(self, before: EngineState) -> None:
         # `drop_cached` follows the load; until then the cache matches the weights, and a failed update keeps it
@@ -314,7 +341,7 @@ class VLLMPort(HTTPPort):
 
     def _post(self, route: str, body: Any = None, **how: Any) -> Info:
         with explained():
-            answer = self.http.post(route, body, **how)
+            answer = super()._post(route, body, **how)
         found = answer if isinstance(answer, dict) else {}
         if body is None:
             self.answer = found

@@ -3,7 +3,7 @@
 =====================================================  ===============================================================
 ``start_weight_update()``                              `Start`
 ``update_weights(message)``                            `Load`, `Verify`, `Seal`
-``finish_weight_update(weight_version=str)``           `Finish`, after a `Seal`; a client may take no version
+``finish_weight_update(weight_version=str)``           after a `Seal` and a `Finish`; a client may take no version
 ``init_weight_transfer_engine(envelope)``              all others; answers are in the words of the client's exception
 =====================================================  ===============================================================
 
@@ -17,11 +17,12 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, final
 
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, EngineUnreachableError, RouteAbsent
 from torchrl_ext.messages import Finish, Inspect, Load, Message, Seal, Start, Verify
-from torchrl_ext.routes import ANSWERS, answers_in, envelope
+from torchrl_ext.routes import ANSWERS, answers_in, each_answer
 from torchrl_ext.rpc.http import Answer
 from torchrl_ext.rpc.makes.vllm import explained, is_of_another_backend
 from torchrl_ext.rpc.port import EngineState, Port
@@ -91,9 +92,11 @@ class ClientPort(Port):
                 self._call(self._client.update_weights, message.to_json())
             case Finish():
                 self.tell(Seal(connection=message.connection))
+                answers = self._ask(message)
                 finish = self._client.finish_weight_update
                 labels = "weight_version" in inspect.signature(finish).parameters
                 self._call(finish, **({"weight_version": str(message.version)} if labels else {}))
+                return answers
             case _:
                 return self._ask(message)
         return []
@@ -109,14 +112,7 @@ class ClientPort(Port):
         return found
 
     def _ask(self, message: Message) -> list[Info]:
-        found, heard = list[Info](), set[str]()
-        while True:
-            answers = self._call(self._client.init_weight_transfer_engine, envelope(message, heard, self._size))
-            fresh = [answer for answer in answers if answer.get("engine") not in {None, *heard}]
-            if not fresh:
-                return found
-            found += fresh
-            heard |= {answer["engine"] for answer in fresh}
+        return each_answer(partial(self._call, self._client.init_weight_transfer_engine), message, self._size)
 
     def _call(self, method: Callable[..., Any], *args: Any, **named: Any) -> list[Info]:
         """Call the client; return the answers in its error's words, or raise an error of ours in the worker's words."""

@@ -25,7 +25,7 @@ from torchrl_ext.errors import (
 )
 from torchrl_ext.messages import Finish, Join, Leave, Load, Message, Poll, Prefetch, Pull, Seal, Start, State, Verify
 from torchrl_ext.proof.scoring import score
-from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER, answers_in, merged, unescaped
+from torchrl_ext.routes import ANSWERS, BACKEND, TAKE_OVER, answers_in, each_answer, merged, unescaped
 from torchrl_ext.rpc.port import EngineState, Port
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import EngineInfo, Info
@@ -152,7 +152,13 @@ class EmbeddedObjectPort(LocalPort):
 
     def __init__(self, engine: Any, *, pause_mode: str, keep_cache: bool) -> None:
         self.driven = self._engine = engine
-        self.handle, self._mode, self._keep_cache = engine.handle, pause_mode, keep_cache
+        self._mode, self._keep_cache = pause_mode, keep_cache
+
+    def handle(self, message: Message) -> Info:
+        answer: Info = self._engine.handle(message)
+        if isinstance(message, Finish):
+            self._engine.finish(str(message.version))
+        return answer
 
     def describe(self) -> EngineInfo:
         return EngineInfo(url=self.url, kind=self.kind, model=self._engine.model_dir)
@@ -232,8 +238,11 @@ class VLLMObjectPort(LocalPort):
                 self._workers("update_weights", update_info=message.to_json())
             case Finish():
                 self.handle(Seal(connection=message.connection))
+                several = self._config.parallel_config.data_parallel_size > 1  # the answer of one could hide a refusal
+                answers = each_answer(self._initialise, message) if several else self._initialise(message.to_json())
                 self._workers("finish_weight_update")
                 self._name(str(message.version))
+                return {**merged(answers), "workers": sum(answer.get("workers", 0) for answer in answers)}
             case Join() | Prefetch() | Pull():
                 self._ask(message)
                 ours = "" if isinstance(message, Pull) else message.connection
@@ -246,14 +255,18 @@ class VLLMObjectPort(LocalPort):
         return {}
 
     def _ask(self, message: Message) -> Info:
-        """Return the workers' answer, which vLLM can return only as an error message; {} without an error."""
+        """Return the workers' answer."""
+        return merged(self._initialise(message.to_json()))
+
+    def _initialise(self, info: Info) -> list[Info]:
+        """Return the workers' answers, which vLLM can return only as an error message; none without an error."""
         try:
-            self._workers("init_weight_transfer_engine", init_info=message.to_json())
+            self._workers("init_weight_transfer_engine", init_info=info)
         except EngineRefusedError as error:
             if ANSWERS not in error.reason:
                 raise
-            return merged(answers_in(error.reason))
-        return {}
+            return answers_in(error.reason)
+        return []
 
     def describe(self) -> EngineInfo:
         if self._loop is not None and not self._loop.is_running():  # then a fleet continues without this engine

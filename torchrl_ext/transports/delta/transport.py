@@ -105,7 +105,7 @@ class DeltaTransport(StandaloneTransport):
     """
 
     name: ClassVar[str] = "delta"
-    proves: ClassVar[bool] = True
+    carries_digests: ClassVar[bool] = True
     background: ClassVar[bool] = True
     parts: ClassVar[bool] = False  # changes are of whole versions; what did not change costs nothing
 
@@ -285,7 +285,7 @@ class DeltaTransport(StandaloneTransport):
         stats.spans.since("publish", began)
         if self._group is None:
             self._observe_link(*self._writer.stored)
-            return Handoff(served=self._writer.acknowledge, stats=stats)
+            return Handoff(served=self._writer.acknowledge, digest=self._writer.digest, stats=stats)
         base = None if delta is None else delta.base_version
         send = partial(announce, self._group, self._store, self._kept, update.version, base)
 
@@ -294,7 +294,7 @@ class DeltaTransport(StandaloneTransport):
             send(within)
             self._observe_link(0 if full else stats.bytes or 0, time.perf_counter() - began)
 
-        return Handoff(ahead=ahead, served=self._writer.acknowledge, stats=stats)
+        return Handoff(ahead=ahead, served=self._writer.acknowledge, digest=self._writer.digest, stats=stats)
 
     def _observe_link(self, nbytes: int, seconds: float) -> None:
         if isinstance(self._codec, BlockEncoding):

@@ -68,7 +68,7 @@ class ShardedTransport(StandaloneTransport):
     """
 
     name: ClassVar[str] = "sharded"
-    proves: ClassVar[bool] = True
+    carries_digests: ClassVar[bool] = True
     slices: ClassVar[bool] = True
     background: ClassVar[bool] = True
     gathers: ClassVar[bool] = False  # each rank sends what it holds

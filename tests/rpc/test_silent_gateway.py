@@ -1,0 +1,113 @@
+"""A gateway that answers requests of an update with 200 in the engine's place: never a success, or a proof."""
+
+import pytest
+import torch
+
+import torchrl_ext as tx
+from torchrl_ext.errors import WeightSyncError
+from torchrl_ext.testing import FakeEngine
+
+KINDS = ("prefetch", "poll", "state", "start", "load", "verify", "seal", "finish")
+EVERYTHING = {"success": True, "status": "ok", "message": "{}", "results": [None], "num_paused_requests": 0}
+NO_SUCCESS = {
+    "nothing": b"", "null": None, "no fields": {}, "a list": [], "text": "OK", "another body": {"ok": True},
+    "no success": {"success": False, "message": "no shard 2"}, "an error": {"error": "no shard 2"},
+    "a detail": {"detail": "no shard 2"},
+}  # fmt: skip
+
+
+def weights(value):
+    return {"a": torch.full((64,), float(value)), "b": torch.arange(64.0) * value}
+
+
+def holds(fake, value):
+    return all(torch.equal(fake.tensors[name], tensor) for name, tensor in weights(value).items())
+
+
+def sender(transport, fake, root):
+    return tx.WeightSender(tx.make_transport(transport, root=str(root)), tx.connect(fake.url))
+
+
+def step_of(route, told):
+    """A route and, of a message, its kind."""
+    text = str(told.get("action") or told.get("init_info") or told.get("update_info"))
+    return route, next((kind for kind in KINDS if f"'{kind}'" in text or f'"{kind}"' in text), "")
+
+
+def steps_of(fake):
+    """The steps of the updates so far; questions that are asked by GET change nothing."""
+    told = [(call.route, call.body if isinstance(call.body, dict) else {}) for call in fake.calls]
+    return list(dict.fromkeys(step_of(*call) for call in told if call[0].startswith("POST ")))
+
+
+@pytest.mark.parametrize("transport", ["delta", "disk"])
+@pytest.mark.parametrize("make", ["vllm", "sglang", "embedded"])
+def test_no_answer_in_an_engines_place_is_a_proof(make, transport, tmp_path):
+    with FakeEngine(make, weights(0)) as fake, sender(transport, fake, tmp_path) as own:
+        own.update_weights(weights(1))
+        fake.calls.clear()
+        own.update_weights(weights(2))
+        steps = steps_of(fake)
+        assert len(steps) > 6
+        for value, step in enumerate(steps, start=3):
+            theirs, swallowed = fake._routes[step[0]], []
+
+            def gateway(asked, step=step, theirs=theirs, swallowed=swallowed):
+                if not swallowed and step_of(step[0], asked) == step:
+                    swallowed.append(step)
+                    return EVERYTHING
+                return theirs(asked) if callable(theirs) else theirs
+
+            fake.answers[step[0]] = gateway
+            try:
+                verified = own.update_weights(weights(value)).verified
+            except WeightSyncError:
+                verified = False
+            assert swallowed and (holds(fake, value) or not verified), step
+            fake.answers.clear()
+        assert own.update_weights(weights(100)).verified and holds(fake, 100) and fake.serving
+
+
+@pytest.mark.parametrize("make", ["vllm", "sglang", "embedded"])
+def test_digests_that_nobody_compared_are_no_proof(make, tmp_path):
+    route = "POST /weights_checker" if make == "sglang" else "POST /update_weights"
+    with FakeEngine(make, weights(0)) as fake, sender("disk", fake, tmp_path) as own:
+        own.update_weights(weights(1))
+        theirs = fake._routes[route]
+
+        def gateway(asked):
+            if step_of(route, asked)[1] != "verify":
+                return theirs(asked)
+            fake.tensors["a"][0] += 1  # memory that went bad
+            return EVERYTHING
+
+        fake.answers[route] = gateway
+        with pytest.raises(WeightSyncError, match="does not confirm version 2"):
+            own.update_weights(weights(2))
+        assert not fake.serving
+        fake.answers.clear()
+        assert own.update_weights(weights(3)).verified and holds(fake, 3)
+
+
+@pytest.mark.parametrize("reply", NO_SUCCESS.values(), ids=NO_SUCCESS)
+@pytest.mark.parametrize(
+    ("make", "route"),
+    [
+        ("stock-sglang", "POST /update_weights_from_disk"),
+        ("stock-vllm", "POST /collective_rpc"),
+        ("vllm", "POST /update_weights"),
+        ("embedded", "POST /update_weights"),
+        ("sglang", "POST /weights_checker"),
+    ],
+)
+def test_a_load_that_reports_no_success_is_none(make, route, reply, tmp_path):
+    with FakeEngine(make, weights(0)) as fake, sender("disk", fake, tmp_path) as own:
+        own.update_weights(weights(1))
+        label, fake.answers[route] = fake.label, (200, reply)
+        with pytest.raises(WeightSyncError) as refused:
+            own.update_weights(weights(2))
+        assert "no shard 2" in str(refused.value) or "no shard 2" not in str(reply)
+        assert (fake.label, holds(fake, 1)) == (label, True)
+        fake.answers.clear()
+        own.update_weights(weights(3))
+        assert holds(fake, 3) and fake.label == str(own.version)
