@@ -19,7 +19,6 @@ from typer import Argument, Option, Typer
 from torchrl_ext.cli.chain import VERSION_HEAD, version_line
 from torchrl_ext.cli.frame import APIKey, answer, as_json
 from torchrl_ext.errors import ConfigError, WeightSyncError
-from torchrl_ext.types import label_number
 
 __all__ = ["EngineLook", "Watch", "app", "spark"]
 
@@ -193,6 +192,8 @@ class Watch:
         )
 
     def _count_lag(self) -> None:
+        from torchrl_ext.types import label_number  # which imports torch, unlike a page of help
+
         served = {one.engine: number for one in self.engines if (number := label_number(one.version)) is not None}
         published = [root["latest"] for root in self.roots if "latest" in root]
         newest = max(published or served.values(), default=0)

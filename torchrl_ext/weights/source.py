@@ -188,7 +188,7 @@ def require_memory(name: str, tensor: Tensor) -> None:
         found, hint = f"a tensor of {tensor.dtype}, whose scale is apart", "send dequantize(), or int_repr() and scales"
     elif not plain and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         found, hint = f"a {kind.__name__}, which makes its values of other tensors", "send plain tensors"
-    elif not tensor.numel() and getattr(tensor, "ds_numel", 0):
+    elif not tensor.numel() and getattr(tensor, "ds_numel", False):
         found = "an empty placeholder of DeepSpeed's ZeRO-3"
         hint = "gather them (GatheredParameters) on every rank while the weights are sent"
     else:

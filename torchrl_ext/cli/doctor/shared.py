@@ -199,7 +199,7 @@ class Trainer:
         """Return whether an engine's probe shows up here, and remove it."""
         if self._store is None or not probe.startswith(".probe") or "/" in probe:
             return False
-        offer = Invitation(root=str(self.root), probe=probe, run_id=self._token, host="the engine")
+        offer = Invitation(root=str(self.root), probe=probe, run_id=self._token, trainer="the engine")
         try:
             offer.find(self._store, Deadline(2.0))
         except WeightSyncError:
