@@ -108,7 +108,7 @@ def test_a_paused_engine_is_a_warning(engine, capsys):
 def answering(**answer):
     """Workers that answer a question so."""
     told = {"torchrl_ext": "0.1.0", "host": "elsewhere", "pid": 1, **answer}
-    return {"post_init_weight_transfer_engine": (200, {"answer": told})}
+    return {"post_init_weight_transfer_engine": (200, {"message": "", "answer": told})}
 
 
 def of_vllm(**config):

@@ -102,7 +102,7 @@ def test_a_terminal_of_80_columns_shows_charts_and_whole_addresses(engine, tmp_p
     lines = shown.splitlines()
     assert max(map(len, lines)) <= 80 and any(line.startswith(f"{engine.url}  serving") for line in lines)
     words = " ".join(shown.split())
-    assert f"GET http://{absent}/list_workers: [Errno 111] Connect call failed" in words  # wrapped, and not cut
+    assert f"http://{absent}: [Errno 111] Connect call failed" in words  # wrapped, and not cut
     assert str(root) in shown.replace("\r\n", "") and any(re.fullmatch(r" +bytes K[▁-█]{2}", line) for line in lines)
     assert VERSION_HEAD in shown and len(VERSION_HEAD) < 80
     assert main(["watch", *watched]) == 0 and not {*"▁▂▃█"} & {*capsys.readouterr().out}  # a pipe gets plain lines
