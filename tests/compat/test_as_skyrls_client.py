@@ -32,7 +32,7 @@ NOT_OURS = (
 
 
 def echo(asked):
-    return 200, {"asked": asked}
+    return 200, {"asked": asked, "status": "done"}
 
 
 def config(**changes):

@@ -30,6 +30,7 @@ from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import tensor_digest
 
 LOAD, PULL = "/update_weights_from_disk", "/pull_weights"
+JSON = {"content-type": "application/json"}
 FAILS = "torchrl_ext.landing.loader.TensorsLoader.load"
 
 
@@ -175,11 +176,10 @@ def test_no_web_page_makes_an_engine_load_or_fetch(engine, history, tmp_path):
     pull = {"local_checkpoint_dir": str(tmp_path / "local"), "source_dir": str(tmp_path / "root"), "target_version": 1}
     for route, body in ((PULL, pull), (LOAD, delta(tmp_path, 1))):
         content = json.dumps(body)
-        as_json = {"content-type": "application/json"}
-        found = [engine.http.post(route, content=content, headers={**as_json, "origin": "https://page.example"})]
+        found = [engine.http.post(route, content=content, headers={**JSON, "origin": "https://page.example"})]
         if route == PULL or engine.kind != "sglang":  # whose own route takes JSON alone
             found.append(engine.http.post(route, content=content, headers={"content-type": "text/plain"}))
-            found.append(engine.http.post(route, content=" " * MAX_BODY_BYTES + content, headers=as_json))
+            found.append(engine.http.post(route, content=" " * MAX_BODY_BYTES + content, headers=JSON))
         assert {answer.status_code for answer in found} <= {400, 403, 415}, [answer.text for answer in found]
     assert not (tmp_path / "local").exists() and serves(engine, history[0]) and not engine.paused
 
@@ -255,12 +255,12 @@ class TestStandIns:
             for body in (worse_json(good, chance) for _ in range(1000 // len(bodies))):
                 if engine.kind == "sglang" and route == LOAD:  # SGLang itself has read these fields
                     body = {**good, "files": chance.choice(HOSTILE)}
-                answer = engine.http.post(route, content=json.dumps(body))
+                answer = engine.http.post(route, content=json.dumps(body), headers=JSON)
                 right = (200, 400) if route == PULL else (400,)  # another version than 9 may be there
                 assert answer.status_code in right and answer.json(), (route, body)
             for text in (b"", b"{", b"\xff", b"[" * 100_000):
                 if not (engine.kind == "sglang" and route == LOAD):
-                    assert engine.http.post(route, content=text).status_code == 400
+                    assert engine.http.post(route, content=text, headers=JSON).status_code == 400
         assert serves(engine, history[0]) and not engine.paused
 
 

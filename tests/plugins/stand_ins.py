@@ -61,7 +61,7 @@ class VLLM(Engine):
     def __init__(self, held, model, backend="torchrl_ext"):
         super().__init__(held, model)
         transfer = None if backend is None else SimpleNamespace(backend=backend)
-        config = SimpleNamespace(multimodal_config=None)
+        config = SimpleNamespace(multimodal_config=None, model="net")
         self.vllm_config = SimpleNamespace(
             weight_transfer_config=transfer,
             model_config=config,
