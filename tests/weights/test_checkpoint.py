@@ -233,6 +233,7 @@ class TestNamesOfTheHub:
         place = cache / "snapshots" / ("0" * 40)
         where = {name: "model-00001-of-00002.safetensors" for name, _ in CheckpointSource(place)}
         (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+        (place / "model.safetensors").unlink()
         with pytest.raises(IntegrityError, match="model-00001-of-00002"):
             CheckpointSource("somebody/policy")
 

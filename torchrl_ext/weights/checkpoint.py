@@ -234,7 +234,7 @@ class CheckpointSource(WeightSource):
 
     def _see(self, name: str) -> None:
         """Note what a file is, before anything in it is read."""
-        with suppress(FileNotFoundError):  # opening it says so
+        with suppress(OSError, ValueError):  # opening it says so
             self._seen[name] = identity(self.directory / name)
 
     def _require_unchanged(self, name: str) -> None:

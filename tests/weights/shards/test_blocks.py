@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.models import converted_model
-from torchrl_ext.errors import ManifestError
+from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.testing import same_bits
 from torchrl_ext.types import ParamMeta
@@ -64,12 +64,13 @@ def test_a_checkpoint_is_read_when_it_is_taken(tmp_path):
     model = nn.Linear(3, 2)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     shards = list(CheckpointSource(tmp_path).shards())
-    with torch.no_grad():
-        model.weight.fill_(3)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
     found = {shard.meta.name: shard.take() for shard in reversed(shards)}  # in any order
     assert not any(shard.gathers for shard in shards)
     assert same_bits(found["weight"], model.weight.detach())
+    save_file(model.state_dict(), tmp_path / "again")
+    (tmp_path / "again").replace(tmp_path / "model.safetensors")
+    with pytest.raises(IntegrityError, match="another file than when the checkpoint was opened"):
+        shards[0].take()
 
 
 class Made(WeightSource):
