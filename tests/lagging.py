@@ -12,6 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchrl_ext.weights import source
+
 __all__ = ["DEVICE", "Lagging", "Stream", "install"]
 
 DEVICE = torch.device("lazy:0")  # torch knows the name, and here nobody implements it
@@ -101,6 +103,10 @@ def install(monkeypatch):
     for name, answer in {**answers, "set_device_index": None, "empty_cache": None}.items():
         monkeypatch.setattr(torch.accelerator, name, lambda *_, answer=answer: answer, raising=False)
     monkeypatch.setattr(torch.accelerator, "current_stream", current_stream)
+    refuse = source.require_memory  # tensors of a real device are no subclass
+    monkeypatch.setattr(
+        source, "require_memory", lambda name, tensor: isinstance(tensor, _Tensor) or refuse(name, tensor)
+    )
 
 
 def _launch(func, args, kwargs):

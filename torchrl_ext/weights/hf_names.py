@@ -440,7 +440,7 @@ class Spelling:
         for name in names:
             if (place := self.places.get(name)) is not None:
                 part = is_distributed(place)  # of a tensor that is itself in each of its names
-                memory = id(self._own[self.source_of[name]]) if part else place.untyped_storage().data_ptr()
+                memory = id(self._own[self.source_of[name]]) if part else _memory(place)
                 memories.setdefault((memory, place.dtype), []).append((name, place))
         found = []
         for memory, own in memories.items():
