@@ -17,7 +17,7 @@ from torchrl_ext.routes import CHANNEL
 
 FILE = Path(__file__).with_suffix("").with_name("exchanges.json")
 QUESTIONS = ("state", "poll", "inspect")
-VARY = ("path", "root", "probe", "run_id", "host", "connection", "weights_path", "model_path", "a", "b")
+VARY = ("path", "root", "probe", "run_id", "trainer", "connection", "weights_path", "model_path", "a", "b")
 PARAMS = [["a", "bfloat16", [2, 3]], ["none", "float32", [0, 4]], ["b", "float32", [5]]]
 LOAD = {"transport": "native", "version": 8, "params": PARAMS, "calls": [[0, 1], [1, 2], [2, 3]]}
 GROUP = {"master_address": "10.0.0.1", "master_port": 29500, "world_size": 3}
