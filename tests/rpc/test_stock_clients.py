@@ -10,6 +10,7 @@ from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.types import Part
 
 ABSENT = (404, {"detail": "Not Found"})
+LOADED = (200, {"results": [None]})
 FILES = {"transport": "disk", "params": [], "rank_offset": 1}
 TENSORS = {**FILES, "transport": "collective"}
 VLLM, SGLANG = ({**NATIVE, **GROUPS[make]} for make in ("vllm", "sglang"))
@@ -128,7 +129,7 @@ def test_a_stock_vllm_is_cleared_where_an_earlier_update_failed_or_is_still_acti
 @pytest.mark.parametrize(("status", "state"), [(404, "serving"), (500, "paused")])
 def test_a_stock_vllm_of_a_release_without_labels_serves_what_it_loaded(status, state):
     with running("stock-vllm") as fake:
-        fake.answers = {"POST /update_weight_version": (status, {"detail": "no"}), "POST /collective_rpc": (200, {})}
+        fake.answers = {"POST /update_weight_version": (status, {"detail": "no"}), "POST /collective_rpc": LOADED}
         engine = client(fake)
         try:
             follow(engine, FILES, {"version": 8, "path": "/updates/8", "params": []})

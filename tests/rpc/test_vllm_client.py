@@ -42,7 +42,9 @@ def test_keys_that_are_copied_away_are_dropped_when_the_copies_are_made_or_keep_
     answers = [busy, busy, (200, {"success": True})]
     fake.answers[reset] = lambda asked: answers.pop(0)
     trainer.update(client(fake), 8)
-    assert [call.route for call in fake.calls][-4:] == [*[reset] * 3, "POST /resume"]
+    state = "POST /init_weight_transfer_engine"  # asked of the engine that resumed
+    assert [call.route for call in fake.calls][-5:] == [*[reset] * 3, "POST /resume", state]
+    assert fake.calls[-1].body["init_info"]["kind"] == "state"
     fake.answers[reset] = busy
     engine = client(fake, timeout_s=0.5)
     with pytest.raises(EngineRefusedError, match="could not drop"):
@@ -75,7 +77,8 @@ def test_a_sleep_that_no_engine_has_is_refused_before_it_is_asked_for(given):
 
 def test_a_prefetch_is_asked_after_until_it_is_over_or_late(fake):
     working, route = failed(f'EngineError: {ANSWERS}{{"working": true}}.'), "POST /init_weight_transfer_engine"
-    answers = [(200, {}), working, working, (200, {})]
+    done = 200, {"message": "Weight transfer initialized"}
+    answers = [done, working, working, done]
     fake.answers[route] = lambda asked: answers.pop(0)
     client(fake).prefetch(3)
     kinds = [call.body["init_info"]["kind"] for call in fake.calls if call.route == route]
