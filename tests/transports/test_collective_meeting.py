@@ -27,7 +27,7 @@ from tests.rpc.sockets import talking
 from tests.transports.members import SHORT_S, WAIT_S, beside, enter, group, member, same, weights
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, TransportError, WeightSyncError
-from torchrl_ext.messages import Join, Load
+from torchrl_ext.messages import Finish, Join, Load
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.base import Update, Worker
@@ -113,7 +113,7 @@ def test_an_engine_that_waits_for_a_silent_trainer_is_another_trainers_at_once()
     other.prepare(Update(source=as_source(policy), version=1), Deadline(WAIT_S))
     receiver.start()
     receiver.load(Load(version=1, handoff={"params": params}))
-    receiver.finish(1)
+    receiver.finish(Finish(version=1))
     assert torch.equal(served.weight, policy.weight)
 
 
