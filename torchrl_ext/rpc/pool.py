@@ -92,6 +92,7 @@ class Pool(EngineClient):
         self.health = Health() if health is None else health
         self._group = data_parallel_size
         self._met = False
+        self._doubted: set[EngineClient] = set()  # the next `members` probes them
         self._reported: set[EngineClient] = set()  # engines that an error has already named since they last served
         self._update: _Update | None = None  # the one that runs, or ran last
         self._probes: dict[EngineClient, Future[EngineInfo]] = {}
@@ -129,6 +130,7 @@ class Pool(EngineClient):
             self.health.forget(engine.url)
             self._probes.pop(engine, None)
             self._decoding.discard(engine)
+            self._doubted.discard(engine)
             in_thread(engine.close, f"close {engine.url}")
 
     def members(self) -> tuple[str, ...]:
@@ -142,11 +144,13 @@ class Pool(EngineClient):
             raise self._nobody()
         lost, failed = self._lost(), self._update.failed if self._update is not None else {}
         engines = self.engines
-        suspects = [engine for engine in engines if not self._met or engine in failed or engine in lost]
+        doubted = engines if not self._met else {*failed, *lost, *self._doubted}
+        suspects = [engine for engine in engines if engine in doubted]
         silent = self._silent(suspects)
         if len(silent) == len(engines):
             raise self._missed("no engine of the fleet answered", {**lost, **silent})
         self._met = True
+        self._doubted.difference_update(suspects)
         for engine in suspects:
             if engine in silent:
                 self.lose(engine, silent[engine])
@@ -155,6 +159,10 @@ class Pool(EngineClient):
                 self.health.mend(engine.url, by=_LOST)
         self._reported &= self._lost().keys()
         return tuple(engine.url for engine in self.each())
+
+    def doubt(self) -> None:
+        """Have the next `members` probe every engine, as after a failed update. Failed questions alone do not."""
+        self._doubted.update(self.engines)
 
     def lose(self, engine: EngineClient, error: Exception) -> None:
         """Continue without ``engine`` until it answers a probe of `members`."""

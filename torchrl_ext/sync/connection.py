@@ -125,6 +125,8 @@ class Connection:
                 self._join(self.engine, params, spans)
             except WeightSyncError:
                 self.drop()  # the group is incomplete, also for members that joined an earlier one
+                if isinstance(self.engine, Pool):
+                    self.engine.doubt()
                 before, members = members, self._members()
                 if {*before} <= {*members}:
                     raise
