@@ -318,4 +318,4 @@ class NullEngine(EngineClient):
     def _ignore(self, *args: Any, **settings: Any) -> None:
         """Do nothing."""
 
-    connect = prefetch = begin = commit = resume = sleep = wake_up = unload = oldest = close = _ignore
+    connect = prefetch = begin = commit = resume = sleep = wake_up = unload = oldest = close = _compare = _ignore
