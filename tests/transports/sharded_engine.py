@@ -20,7 +20,7 @@ from torchrl_ext.messages import Finish, State, read
 from torchrl_ext.rpc.port import EngineState, Port
 from torchrl_ext.sync.worker_end import WorkerEnd
 from torchrl_ext.types import EngineInfo, ParamMeta
-from torchrl_ext.weights.digests import byte_view
+from torchrl_ext.weights.digests import byte_view, tensor_digest
 from torchrl_ext.weights.shards.blocks import Block
 
 WAIT_S = 60
@@ -70,6 +70,11 @@ class SliceLoader(WeightLoader, Sliceable):
 
     def proof(self):
         return "in place"
+
+    def digests(self):
+        """Of what came whole; the transport compares slices where they lie."""
+        whole = {meta.name: Block.whole(meta.shape) for meta in self._params}
+        return {name: tensor_digest(held) for name, (block, held) in self.memory.items() if block == whole.get(name)}
 
     def held(self):
         return {name: byte_view(tensor).sum(dtype=torch.int64).item() for name, (_, tensor) in self.memory.items()}

@@ -15,6 +15,7 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.devices import free_cached
 from torchrl_ext.errors import ConfigError, EngineRefusedError, IntegrityError, NotConnectedError, StaleBaseError
 from torchrl_ext.landing.loader import Changes, Patchable, Rehearsable, Sliceable, WeightLoader, as_loader
+from torchrl_ext.landing.sliced import Sliced
 from torchrl_ext.messages import NOBODY, Message, replaced
 from torchrl_ext.registry import transports
 from torchrl_ext.stores.opening import admit
@@ -97,6 +98,7 @@ class WeightReceiver:
         self._reads_back = False  # the trainer sends no digests, and wants to know what the model holds
         self._arrived: dict[str, str] = {}  # digests of what arrived, if so; and those that the trainer knows
         self._sent: dict[str, str] = {}
+        self._in_slices = False  # the workers of an engine get different tensors, or parts of them
         self._joined: tuple[ParamMeta, ...] = ()
         self._rows: tuple[list[Any], tuple[ParamMeta, ...]] = [], ()
         self.version = 0
@@ -201,7 +203,7 @@ class WeightReceiver:
         if isinstance(loader, Rehearsable):
             loader.refuse_unsound(unproved=message.unproved)
             loader.vouch(message.compares and not kind.carries_digests)
-        self._reads_back = message.compares and kind.carries_digests
+        self._reads_back, self._in_slices = message.compares and kind.carries_digests, kind.slices
         self.close()
         timeout_s = offer.get("timeout_s", _TIMEOUT_S)
         self._timeout_s = decoded(timeout_s, float, "timeout_s of the offer")
@@ -374,9 +376,10 @@ class WeightReceiver:
     def _noted(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the same pairs, and note what the tensors are; slices have been compared where they lie."""
         for name, tensor in pairs:
-            if isinstance(tensor, Tensor):
+            if not isinstance(tensor, Sliced):
                 self._arrived[name] = tensor_digest(tensor)
-                self._sent[name] = position_digest(tensor).hex()
+                if not self._in_slices:
+                    self._sent[name] = position_digest(tensor).hex()
             yield name, tensor
 
     def seal(self) -> None:
