@@ -389,7 +389,7 @@ def test_a_transport_that_brings_slices_gets_what_is_wanted_and_updates_take_the
     assert sender.update_weights(weights(0)).proof == "rehearsed" and not wanted and loader.model.opened[-1] is None
     loader.modified = False  # they were the weights that it was started with
     with monkeypatch.context() as patch:
-        for name, value in {"slices": True, "proves": True, "join": staticmethod(join)}.items():
+        for name, value in {"slices": True, "carries_digests": True, "join": staticmethod(join)}.items():
             patch.setattr(tx.MemoryTransport, name, value)
         sender = tx.WeightSender(tx.make_transport("memory"), engine)
         for seed in (1, 2):
