@@ -203,6 +203,18 @@ class TestAlone:
             tx.WeightSender(Interrupted()).update_weights(source)
         assert source.read == 3
 
+    def test_a_delta_is_published_without_an_engine(self, tmp_path):
+        model = nn.Linear(3, 2)
+        with tx.WeightSender(tx.DeltaTransport(tmp_path)) as sender:
+            for _ in range(2):
+                with torch.no_grad():
+                    model.weight += 1
+                sender.update_weights(model)
+        with tx.DeltaTransport(tmp_path) as transport:
+            received = transport.receive_weights(WAIT_S)
+            assert all(torch.equal(received[name], tensor) for name, tensor in model.named_parameters())
+            assert transport.received_version == 2
+
     def test_an_update_that_is_refused_beside_another_one_reads_nothing_and_leaves_its_report_alone(self, transport):
         refused = Passes()
 

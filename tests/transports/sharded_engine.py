@@ -80,10 +80,28 @@ class SliceLoader(WeightLoader, Sliceable):
         return {name: byte_view(tensor).sum(dtype=torch.int64).item() for name, (_, tensor) in self.memory.items()}
 
 
-def expected(full):
+class StageLoader(SliceLoader):
+    """Holds what stage ``rank`` of a pipeline of ``size`` needs: each tensor whole, or nothing of it."""
+
+    def block(self, number, meta):
+        whole = Block.whole(meta.shape)
+        return whole if number % self._size == self._rank else Block(whole.start, whole.start)
+
+    def slices(self):
+        return {name: (block,) if block.numel else () for name, (block, _) in self.memory.items()}
+
+    def targets(self):
+        return {}
+
+    def load(self, pairs):
+        for name, tensor in pairs:
+            self.memory[name][1].copy_(tensor)
+
+
+def expected(full, made=SliceLoader):
     """What each of two workers of an engine holds of full tensors by name, as `SliceLoader.held`."""
     found = []
-    for loader in (SliceLoader(0, 2), SliceLoader(1, 2)):
+    for loader in (made(0, 2), made(1, 2)):
         loader.check([ParamMeta.of(name, tensor) for name, tensor in full.items()])
         for name, (block, held) in loader.memory.items():
             held.copy_(full[name][block.within(Block.whole(full[name].shape))])
@@ -111,9 +129,9 @@ class Together:
 class Served:
     """The engine itself, of two workers; ``paused`` and ``version`` are what it would serve."""
 
-    def __init__(self):
+    def __init__(self, loader=SliceLoader):
         together = Together(2)
-        self.loaders = [SliceLoader(rank, 2) for rank in range(2)]
+        self.loaders = [loader(rank, 2) for rank in range(2)]
         self.ends = [
             WorkerEnd(loader, rank=rank, workers=2, agree=together.agree(rank))
             for rank, loader in enumerate(self.loaders)

@@ -20,7 +20,7 @@ from tests.ranks import on_ranks
 from tests.transports import sharded_engine
 from tests.transports.members import beside
 from tests.transports.shard_ranks import Blocks, chunk
-from tests.transports.sharded_engine import LinePort, Served
+from tests.transports.sharded_engine import LinePort, Served, SliceLoader, StageLoader
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.kernels.base import LINEAR, POSITION
 from torchrl_ext.rpc.engine import Engine
@@ -113,6 +113,15 @@ def test_equal_engines_that_join_or_leave_cost_the_trainer_no_more_than_one(rank
                 assert max(report.worker_bytes) < 0.6 * report.model_bytes
                 costs.append(sum(report.rank_bytes))
         assert max(costs, default=0) <= 1.10 * min(costs, default=0)
+
+
+@pytest.mark.parametrize("loader", [SliceLoader, StageLoader])
+def test_slices_and_stages_are_proved(loader):
+    weights, served = {name: torch.randn(3, 4) for name in "abc"}, Served(loader)
+    with sending(0, [served]) as sender:
+        report = sender.update_weights(weights)
+    assert report.verified and (served.version, served.paused) == (1, False), report
+    assert held(served) == sharded_engine.expected(weights, loader)
 
 
 @on_ranks(2)
