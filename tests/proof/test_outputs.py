@@ -307,15 +307,28 @@ class TestEmbedded:
                 (row,) = sender.update_weights(model.float()).engines
                 assert 1e-3 < row.max_gap < 0.5  # the trainer computes in float32
 
-    def test_a_server_that_died_is_unreachable(self, tmp_path):
+    @pytest.mark.parametrize(
+        ("step", "said"),
+        [("release", "did not resume with version 1"), ("logprobs", "gave no log-probabilities")],
+    )
+    def test_a_server_that_died_is_unreachable(self, step, said, tmp_path):
+        released = []
+
         class Dying(EmbeddedPort):
             def release(self):
                 super().release()
-                server.stop()
+                released.append(True)
+                if step == "release":
+                    server.stop()
+
+            def logprobs(self, prompts):
+                if released and step == "logprobs":
+                    server.stop()
+                return super().logprobs(prompts)
 
         server = EmbeddedServer(tiny_checkpoint(tmp_path / "model"), dtype="float32")
         with server, sending(Engine(Dying(HTTPSession(server.url))), transport="ipc") as sender:
-            with pytest.raises(UpdateError, match="gave no log-probabilities") as told:
+            with pytest.raises(UpdateError, match=said) as told:
                 sender.update_weights(tiny_model(1))
             assert told.value.rows[0].state == "unreachable"
 
