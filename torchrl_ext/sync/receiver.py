@@ -419,7 +419,8 @@ class WeightReceiver:
 
         Returns:
             ``version``, which it holds now; and ``digest``, `torchrl_ext.weights.digests.digest_of` the digests with
-            which all of its tensors were compared since `start`, or "" if they were not.
+            which all of its tensors were compared since `start`, or "" if they were not, or if the transport brings
+            slices, which differ between workers.
         """
         self.due(message)
         self.version = message.version
