@@ -115,7 +115,7 @@ def _trainer(root: str) -> None:
 
 def _engine(info: Mapping[str, Any]) -> None:
     from torchrl_ext.codecs.base import codec_from_json
-    from torchrl_ext.messages import Join, Load, Prefetch
+    from torchrl_ext.messages import Finish, Join, Load, Prefetch
     from torchrl_ext.sync.receiver import WeightReceiver
     from torchrl_ext.versions.warm import Warming
     from torchrl_ext.weights.source import MappingSource
@@ -134,7 +134,7 @@ def _engine(info: Mapping[str, Any]) -> None:
         clock.lap(step)
         receiver.start()
         receiver.load(Load(version=version, handoff={"params": info["params"]}))
-        receiver.finish(version)
+        receiver.finish(Finish(version=version))
     print(json.dumps(clock.seconds))
 
 
