@@ -33,7 +33,7 @@ Outputs = list[list[float]]
 Tensors = dict[str, Tensor]
 
 _WAIT_S: Final = 60.0
-_SHORT_S: Final = 5.0  # how long an engine that may be paused has for an answer
+_SHORT_S: Final = 20.0  # how long an engine that may be paused has for an answer
 _VISIBLE: Final = 1e-3  # nats
 _LARGE: Final = 2 << 30  # bytes; transformers would need them once more
 
