@@ -72,6 +72,5 @@ def each(names=tuple(SERVED), usual=MAKES, **settings):
 
 served = each(MAKES)
 released = each()
-every_release = each(usual=tuple(SERVED))
 tensor_parallel = each(tensor_parallel_size=2)
 bfloat16 = each(usual=("vllm",), dtype="bfloat16")

@@ -17,7 +17,7 @@ from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import EngineRefusedError, UpdateError
 from torchrl_ext.rpc.engine import Engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
 NAME = "policy-lora"
 

@@ -18,7 +18,7 @@ from tests.engine.served import ServedVLLM
 from tests.models import PROMPT, SIZES, greedy, tiny_model, tiny_tokenizer
 from torchrl_ext.errors import UpdateError
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 WIDTH = SIZES["hidden_size"]
 PROMPTS = [[(token + shift) % 500 + 5 for token in PROMPT] for shift in range(0, 500, 60)]
 FLIPS = torch.where(torch.rand(WIDTH, generator=torch.Generator().manual_seed(7)) < 0.5, -1.0, 1.0)

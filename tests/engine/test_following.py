@@ -25,8 +25,8 @@ PAUSES = {"vllm": ("abort", "wait", "keep"), "sglang": ("abort", "retract", "in_
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_syncs_leave_the_engine_at_the_trainers_weights(every_release, tmp_path, transport):
-    served, pid = every_release, every_release.server.pid
+def test_syncs_leave_the_engine_at_the_trainers_weights(released, tmp_path, transport):
+    served, pid = released, released.server.pid
     with sending(transport, tmp_path, served) as sender:
         for seed in range(1, 51 if transport == "ipc" and not served.release else 6):  # ipc could leak mappings
             model = tiny_model(seed)
@@ -70,8 +70,8 @@ def test_a_tensor_alone_lands_or_what_its_layer_lacks_is_named(released, tmp_pat
         released.assert_serves(model, report)
 
 
-def test_each_pause_mode_serves_the_new_weights(every_release, tmp_path):
-    served = every_release
+def test_each_pause_mode_serves_the_new_weights(released, tmp_path):
+    served = released
     for i, mode in enumerate(PAUSES[served.kind]):
         old, new = tiny_model(100 + 2 * i), tiny_model(101 + 2 * i)
         with sending("disk", tmp_path / mode, served, pause_mode=mode) as sender:
@@ -105,8 +105,8 @@ def test_abort_ends_running_requests_and_says_so(served, tmp_path):
     assert served.says(tiny_model(36))
 
 
-def test_requests_in_flight_complete_and_name_the_versions_of_their_tokens(every_release, tmp_path):
-    served, old, new = every_release, tiny_model(31), tiny_model(32)
+def test_requests_in_flight_complete_and_name_the_versions_of_their_tokens(released, tmp_path):
+    served, old, new = released, tiny_model(31), tiny_model(32)
     with (
         sending("delta" if served.release else "collective", tmp_path, served) as sender,
         ThreadPoolExecutor(4) as pool,
@@ -253,8 +253,8 @@ def test_the_block_about_sglang_of_the_page_for_those_who_come_from_torchrl(tens
     assert tensor_parallel.says(tiny_model(0))
 
 
-def test_discovery_tells_the_release_and_what_it_follows(every_release):
-    served = every_release
+def test_discovery_tells_the_release_and_what_it_follows(released):
+    served = released
     (info,) = tx.discover(served.url)
     assert (info.kind, info.worker_type, info.tp_size, info.pp_size, info.dp_size) == (served.kind, "regular", 1, 1, 1)
     assert info.world_size == info.num_gpus == 1 and served.is_called(info.weight_version)
@@ -267,8 +267,8 @@ def test_discovery_tells_the_release_and_what_it_follows(every_release):
         assert served.http.call("GET", "/ready").status in (404, 405)
 
 
-def test_doctor_finds_nothing_wrong_and_the_server_goes_on_generating(every_release, checkpoint, tmp_path, capsys):
-    served, before = every_release, every_release.tokens()
+def test_doctor_finds_nothing_wrong_and_the_server_goes_on_generating(released, checkpoint, tmp_path, capsys):
+    served, before = released, released.tokens()
 
     def found(*settings):
         rows = command(capsys, "doctor", served.url, *settings)["findings"]
@@ -285,8 +285,8 @@ def test_doctor_finds_nothing_wrong_and_the_server_goes_on_generating(every_rele
     assert served.tokens() == before and not served.paused()
 
 
-def test_rollouts_say_the_version_of_each_token_or_that_it_is_not_known(every_release, tmp_path):
-    served, model = every_release, tiny_model(33)
+def test_rollouts_say_the_version_of_each_token_or_that_it_is_not_known(released, tmp_path):
+    served, model = released, tiny_model(33)
     with sending("disk", tmp_path, served) as sender:
         version = sender.update_weights(model).version
     client = tx.InferenceClient.connect(served.url)
@@ -302,8 +302,8 @@ def test_rollouts_say_the_version_of_each_token_or_that_it_is_not_known(every_re
     client.close()
 
 
-def test_the_log_has_no_warning_of_what_the_plugin_lacks(every_release):
-    log = every_release.server.log_path.read_text()
+def test_the_log_has_no_warning_of_what_the_plugin_lacks(released):
+    log = released.server.log_path.read_text()
     assert "torchrl_ext found" not in log and " lacks " not in log
 
 

@@ -12,7 +12,7 @@ from torchrl_ext.cli.environments import settings_for
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("release", ["default", "older"])
+@pytest.mark.parametrize("release", ["default", pytest.param("older", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_an_installation_beside_an_engine_replaces_nothing(kind, release, tmp_path):
     python = settings_for(kind, OLDER[kind] if release == "older" else None).get("python")

@@ -12,7 +12,7 @@ from torchrl_ext.codecs.patch import diff
 from torchrl_ext.compat.slime.first import build_flush, flush_name
 from torchrl_ext.types import ParamMeta
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rollout.demands import Demand
 from torchrl_ext.serving.routing import Routing
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
 MIN, EXACT = "x-torchrl-ext-min-version", "x-torchrl-ext-exact-version"
 COMPLETION = {"prompt": PROMPT, "max_tokens": 2}

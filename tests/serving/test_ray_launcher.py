@@ -67,6 +67,7 @@ def listeners(url):
 
 
 @pytest.mark.engine  # a router is in front of them
+@pytest.mark.exhaustive
 def test_engines_follow_one_is_lost_and_started_again_at_its_address(cluster, job_of, tmp_path):
     with job_of(router=settings_for_router("vllm")) as job:
         urls = [kept.url for kept in job.engines]

@@ -114,6 +114,7 @@ def test_only_models_that_follow_the_trainer_ever_get_a_weight_call(job, tmp_pat
     assert generated(job.model("reference")).token_ids == tuple(greedy(tiny_model(0), PROMPT, 8))
 
 
+@pytest.mark.exhaustive
 def test_a_lost_engine_is_started_again_and_gets_requests_once_it_caught_up(job, tmp_path):
     actor = job.model("actor")
     lost, other = urls(job, "actor")
@@ -130,6 +131,7 @@ def test_a_lost_engine_is_started_again_and_gets_requests_once_it_caught_up(job,
     assert job.recover() == ()
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_hangs_is_lost_too_and_one_of_a_frozen_model_gets_requests_as_soon_as_it_is_up(job):
     (kept,) = (kept for kept in job.engines if kept.plan.model == "reference")
     frozen = psutil.Process(kept.engine.pid)
@@ -145,6 +147,7 @@ def test_an_engine_that_hangs_is_lost_too_and_one_of_a_frozen_model_gets_request
     assert listed(job.model("reference")) == {kept.url}
 
 
+@pytest.mark.exhaustive
 def test_the_supervisor_looks_by_itself_and_the_end_of_the_job_is_the_end_of_its_processes(checkpoint, tmp_path):
     path = tmp_path / "engines.yaml"
     path.write_text("embedded: [{name: a, server_groups: [{worker_type: regular, num_gpus: 1}]}]")
