@@ -13,7 +13,7 @@ from tests.sync.vllm_objects import net as talker
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, NotConnectedError, UpdateError
 from torchrl_ext.messages import Join, replaced_by
-from torchrl_ext.routes import ANSWERS
+from torchrl_ext.routes import ANSWERS, answers_in
 from torchrl_ext.rpc.discovery import as_engine
 from torchrl_ext.sync.engines import ray
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
@@ -39,6 +39,28 @@ class Busy(LLM):
         raise RuntimeError(ANSWERS + json.dumps({"working": True}))
 
 
+class Replicas(LLM):
+    """Two of them, over the workers of one; the first says of a version that it holds another one."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.vllm_config.parallel_config.data_parallel_size = 2
+
+    def _rpc(self, method, timeout=None, args=(), kwargs=None):
+        body = (kwargs or {}).get("init_info", {})
+        if "heard" not in body:
+            super()._rpc(method, timeout, args, kwargs)
+            return
+        answer = {"engine": "first", "version": 1, "digest": "another", "workers": 1}
+        if len(body["heard"]) == 2:
+            return
+        if body["heard"]:
+            with pytest.raises(RuntimeError) as raised:
+                super()._rpc(method, timeout, args, kwargs | {"init_info": body["message"]})
+            answer = answers_in(str(raised.value))[0] | {"engine": "second"}
+        raise RuntimeError(ANSWERS + json.dumps(answer))
+
+
 def sender_to(engine, name, tmp_path, policy):
     settings = {"root": tmp_path} if name in ("disk", "delta") else {}
     sender = tx.WeightSender(tx.make_transport(name, **settings), engine)
@@ -61,6 +83,12 @@ def test_deadlines_reach_an_llm_in_torchrls_wrapper(limits):
     sender = sender_to(engine, "memory", None, policy := talker(1))
     with pytest.raises(UpdateError, match=r"within 0\.3 s"):
         sender.update_weights(policy)
+
+
+def test_a_replica_that_holds_something_else_is_not_hidden_by_another(tmp_path):
+    engine = tx.make_engine("inprocess", engine=Replicas(talker(0), "torchrl_ext"))
+    with pytest.raises(UpdateError, match=r"does not confirm version 1: .*another"):
+        sender_to(engine, "disk", tmp_path, policy := talker(1)).update_weights(policy)
 
 
 def test_a_setting_that_torchrls_engines_do_not_take_is_named():

@@ -225,6 +225,16 @@ class VLLMObjectPort(LocalPort):
             )
         self._ours = False  # whether the workers have our backend
 
+    def tell(self, message: Message) -> list[Info]:
+        if not isinstance(message, Finish):
+            return super().tell(message)
+        self.handle(Seal(connection=message.connection))
+        several = self._config.parallel_config.data_parallel_size > 1  # each replica says what it holds
+        answers = each_answer(self._initialise, message) if several else self._initialise(message.to_json())
+        self._workers("finish_weight_update")
+        self._name(str(message.version))
+        return answers
+
     def handle(self, message: Message) -> Info:
         if not self._ours:
             made_with = self._config.weight_transfer_config
@@ -236,13 +246,6 @@ class VLLMObjectPort(LocalPort):
                 self._workers("start_weight_update")
             case Load() | Verify() | Seal():
                 self._workers("update_weights", update_info=message.to_json())
-            case Finish():
-                self.handle(Seal(connection=message.connection))
-                several = self._config.parallel_config.data_parallel_size > 1  # the answer of one could hide a refusal
-                answers = each_answer(self._initialise, message) if several else self._initialise(message.to_json())
-                self._workers("finish_weight_update")
-                self._name(str(message.version))
-                return {**merged(answers), "workers": sum(answer.get("workers", 0) for answer in answers)}
             case Join() | Prefetch() | Pull():
                 self._ask(message)
                 ours = "" if isinstance(message, Pull) else message.connection
