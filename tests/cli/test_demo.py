@@ -119,6 +119,7 @@ def test_without_json_the_demo_prints_nothing_on_standard_output(server):
         (["--seed", "vime"], "--seed", 2),
         (["--steps", "0"], "--steps", 2),
         (["--trainer-ranks", "0"], "--trainer-ranks", 2),
+        (["--transport", "collective", "--root", "updates"], "uses no directory", 2),
         (["--tp", "2"], "never share a model", 2),
         (["--tp", "2", "--engine", "vllm", "--engines", "127.0.0.1:9"], "that the demo starts", 2),
         (["--engines", "127.0.0.1:9"], "http://127.0.0.1:9", 3),

@@ -9,6 +9,7 @@ import torchrl_ext as tx
 from tests.processes import python
 from torchrl_ext.cli.frame import COMMANDS
 from torchrl_ext.cli.main import main
+from torchrl_ext.errors import StoreError, UpdateError
 from torchrl_ext.rpc import discovery
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.testing import FakeEngine
@@ -91,6 +92,15 @@ def test_every_failure_is_one_line_and_one_document(line, status, kind, root, tm
     out, err = capsys.readouterr()
     told = json.loads(out)
     assert told["type"] == kind and told["error"] in err and err.count("\n") == 1
+
+
+def test_an_update_that_a_store_fails_has_the_status_of_a_store(root, monkeypatch, capsys):
+    def numbers(self):
+        raise UpdateError("no version reached every engine") from StoreError("it is full")
+
+    monkeypatch.setattr(Reader, "numbers", numbers)
+    assert main(["chain", "ls", root, "--json"]) == 4
+    assert json.loads(capsys.readouterr().out)["type"] == "UpdateError"
 
 
 @pytest.mark.parametrize(("raised", "status"), [(KeyboardInterrupt, 130), (MemoryError, None)])

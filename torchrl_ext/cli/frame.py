@@ -120,7 +120,12 @@ def fail(error: BaseException, *shown: RenderableType, **more: Any) -> int:
     ).__name__
     answer({**more, "error": message, "type": type(error).__name__}, *shown)
     note(f"torchrl-ext: {message}")
-    return next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
+    status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
+    cause: BaseException | None = error
+    while status == _STATUSES[WeightSyncError] and cause is not None:
+        status = _STATUSES[StoreError] if isinstance(cause, StoreError) else status  # it failed the update
+        cause = cause.__cause__
+    return status
 
 
 def _version(wanted: bool) -> None:

@@ -52,7 +52,7 @@ class RayLauncher(EngineLauncher):
         expose: bool = False,
         **settings: Any,
     ) -> None:
-        self._ray, self.api_key = _ray(), api_key or secrets.token_urlsafe(32)
+        self._ray, self.api_key = _ray(), api_key or secrets.token_hex(32)
         self._remote, self._settings, self._expose, self._timeout_s = remote, settings, expose, start_timeout_s
         self._first: dict[str, _Engine] = {}
 

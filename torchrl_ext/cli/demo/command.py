@@ -60,7 +60,7 @@ def demo(
     from torchrl_ext.cli.demo.ranks import RankSpec
     from torchrl_ext.registry import transports
 
-    _check(transport, engine, engines, tp)
+    _check(transport, engine, engines, tp, root)
     began = time.perf_counter()
     with Interrupts() as interrupts, contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchrl-ext-demo-")))
@@ -91,14 +91,16 @@ def demo(
     return answer({**told, "seconds": time.perf_counter() - began}, status=0 if told["verified"] else 1)
 
 
-def _check(transport: str, engine: str, running: Sequence[str] | None, tp: int) -> None:
+def _check(transport: str, engine: str, running: Sequence[str] | None, tp: int, root: str | None) -> None:
     from torchrl_ext.registry import engines, transports
 
-    transports.load(transport)
+    known = inspect.signature(transports.load(transport)).parameters
+    if root is not None and "root" not in known:
+        raise ConfigError(f"transport {transport!r} uses no directory", hint="leave --root out")
     if transport == "memory":
         raise ConfigError(
             "transport 'memory' works within one process, but the demo's engine runs in another",
-            expected=f"one of {', '.join(sorted(set(transports.names()) - {'memory'}))}",
+            expected=f"one of {', '.join(sorted(set(transports.names()) - {'memory', 'native'}))}",
         )
     if transport == "native" and not running:
         raise ConfigError(
