@@ -8,7 +8,7 @@ import threading
 import httpx
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDict, set_list_to_stack
+from tensordict import NonTensorData, TensorDict, lazy_stack, set_list_to_stack
 from torchrl.modules.llm import TransformersWrapper
 
 import torchrl_ext as tx
@@ -18,6 +18,8 @@ from tests.processes import WAIT_S
 from tests.rollout.inputs import PROMPTS, TEMPLATE, leaves, prompts
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineUnreachableError
 from torchrl_ext.rollout.torchrl.lag import Pacer
+from torchrl_ext.rollout.torchrl.records import read_prompts
+from torchrl_ext.rollout.torchrl.settings import WrapperSettings
 from torchrl_ext.serving.processes import free_port
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
@@ -101,6 +103,16 @@ def test_log_probabilities_are_those_of_the_model_and_unscored_over_the_prompt(s
         torch.testing.assert_close(row["log_probs", "response"], scores[prompt.numel() - 1 :], atol=1e-4, rtol=0)
         assert torch.isnan(row["log_probs", "full"][: prompt.numel()]).all()
         assert torch.equal(row["log_probs", "full"][prompt.numel() :], row["log_probs", "response"])
+
+
+def test_an_end_of_a_turn_within_a_prompt_is_no_padding(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.pad_token = None  # then the end token pads
+    end = tokenizer.eos_token_id
+    settings = WrapperSettings(tokenizer=tokenizer, input_mode="tokens", input_key=("tokens", "prompt"))
+    rows = [[end, 5, 6, end, 7], [5, end, end, 7, 8], [end] * 5]
+    given = lazy_stack([TensorDict({"tokens": {"prompt": torch.tensor(row)}}) for row in rows])
+    assert [ids.tolist() for ids in read_prompts(given, settings).tokens] == [[5, 6, end, 7], rows[1], []]
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["ragged", "padded"])

@@ -65,8 +65,9 @@ def _tokens(tensordict: LazyStackedTensorDict, settings: WrapperSettings) -> Pro
     keys = ((settings.masks_key, "all_attention_mask"), settings.attention_mask_key)
     masks = next((found for key in keys if (found := _as_list(tensordict, key)) is not None), None)
     if masks is None or any(mask.shape != ids.shape for mask, ids in zip(masks, given, strict=True)):
-        masks = [torch.ones_like(ids) if padding is None else ids != padding for ids in given]
-    tokens = [ids[mask.bool()].long() for ids, mask in zip(given, masks, strict=True)]
+        tokens = [_unpadded(ids, padding) for ids in given]
+    else:
+        tokens = [ids[mask.bool()].long() for ids, mask in zip(given, masks, strict=True)]
     return Prompts(tokens=tokens, width=max(ids.numel() for ids in given))
 
 
@@ -107,8 +108,16 @@ def _existing(tensordict: LazyStackedTensorDict, settings: WrapperSettings) -> l
     for part in ("prompt", "full"):
         found = _as_list(tensordict, (settings.tokens_key, part))
         if found is not None:
-            return [ids[ids != settings.padding_value].long() for ids in found]
+            return [_unpadded(ids, settings.padding_value) for ids in found]
     return None
+
+
+def _unpadded(ids: Tensor, padding: int | None) -> Tensor:
+    """Drop the padding at both ends; between other tokens it is one itself, such as the end of a turn."""
+    if padding is None:
+        return ids.long()
+    first, last = (ids != padding).nonzero().flatten()[[0, -1]].tolist() if (ids != padding).any() else (0, -1)
+    return ids[first : last + 1].long()
 
 
 def _as_list(tensordict: LazyStackedTensorDict, key: NestedKey) -> list[Tensor] | None:
