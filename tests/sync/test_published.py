@@ -15,6 +15,7 @@ from torchrl_ext.compat.slime.embedded import routes
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.embedded.protocol import GenerateRequest
 from torchrl_ext.errors import ConfigError, StoreError, UpdateError
+from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.sync.published import PublishedFollower
 from torchrl_ext.transports.published import PublishedRoot
 
@@ -97,6 +98,22 @@ def test_damaged_files_are_not_served_and_the_next_good_version_is(engine, base,
     handed.take(root.newest())
     root.close()
     assert client.rows()[0].state == "serving" and says(engine) == greedy(tiny_model(6), PROMPT, 8)
+
+
+class Packed(TensorsLoader):
+    """Cannot read one of its tensors back."""
+
+    def digests(self):
+        return {**super().digests(), "b": ""}
+
+
+def test_what_an_engine_cannot_read_back_counts_by_what_it_was_handed(tmp_path):
+    tx.make_transport("disk", root=tmp_path).send_weights("policy", {"a": torch.ones(4), "b": torch.ones(4)})
+    held = {"a": torch.zeros(4), "b": torch.zeros(4)}
+    root, client = PublishedRoot(tmp_path), tx.make_engine("inprocess", engine=tx.WeightReceiver(Packed(held)))
+    PublishedFollower(root, client).take(root.newest())
+    root.close()
+    assert client.rows()[0].state == "serving" and all(bool((tensor == 1).all()) for tensor in held.values())
 
 
 @pytest.mark.parametrize("publish", [by_deltas, by_slime])

@@ -360,7 +360,7 @@ class WeightReceiver:
         """
         self.seal()
         loads, self._loads = self._loads, []  # forgotten if they differ
-        self._compare(expected, self._require_loader().digests())
+        self._compare(expected, self._read_back())
         self._loads, self._compared = loads, digest_of(expected)
 
     def _compare(self, expected: Mapping[str, str], found: Mapping[str, str]) -> None:
@@ -372,6 +372,11 @@ class WeightReceiver:
                     state="the engine holds a damaged update and stays paused",
                     hint="send the version again",
                 )
+
+    def _read_back(self) -> dict[str, str]:
+        """Return the digests of what the model holds; of what cannot be read back, those of what was handed over."""
+        held = self._require_loader().digests().items()
+        return {name: one or self._arrived.get(name, "") for name, one in held}
 
     def _noted(self, pairs: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the same pairs, and note what the tensors are; slices have been compared where they lie."""
@@ -390,9 +395,7 @@ class WeightReceiver:
             if self._loading:
                 free_cached()
             if self._arrived:
-                held = self._require_loader().digests().items()
-                # "" stands for what cannot be read back, and was handed over
-                self._compare(self._arrived, {name: one or self._arrived.get(name, "") for name, one in held})
+                self._compare(self._arrived, self._read_back())
                 self._compared = digest_of(self._sent)
             self._loads, self._sealed = loads, True
 
