@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torchrl_ext.compat.skyrl.published import stage
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError
-from torchrl_ext.messages import Load, Seal
+from torchrl_ext.messages import Finish, Load, Seal
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.connections import each
 from torchrl_ext.rpc.discovery import connect
@@ -378,8 +378,10 @@ class EngineControl:
         load = Load(connection=fetched.connection, version=version, handoff={"params": fetched.params})
         await self._step("load", "/update_weights", {"update_info": load.to_json()})
         self._loading = version
-        seal = Seal(connection=fetched.connection)
-        return await self._step("load", "/update_weights", {"update_info": seal.to_json()})
+        seal, finish = Seal(connection=fetched.connection), Finish(connection=fetched.connection, version=version, loads=1)
+        sealed = await self._step("load", "/update_weights", {"update_info": seal.to_json()})
+        await self._everywhere("finish the load", lambda engine: engine.port.say_each(finish))
+        return sealed
 
     # adapters
 

@@ -228,7 +228,7 @@ class VLLMPort(HTTPPort):
                 self._post("/update_weights", {"update_info": message.to_json()}, timeout_s=self.timeout_s)
             case Finish():
                 self.tell(Seal(connection=message.connection))
-                answers = self._say_each(message)
+                answers = self.say_each(message)
                 label = {"weight_version": str(message.version)} if self.labels else None
                 self._post("/finish_weight_update", label)
                 return answers
@@ -240,7 +240,7 @@ class VLLMPort(HTTPPort):
         """Send workers a message that loads nothing."""
         return self._initialise(message.to_json())
 
-    def _say_each(self, message: Message) -> list[Info]:
+    def say_each(self, message: Message) -> list[Info]:
         """Send such a message; an answer of one replica does not hide another one's refusal."""
         return each_answer(self._initialise, message) if self._facts.info.dp_size > 1 else self._say(message)
 
