@@ -72,5 +72,5 @@ def each(names=tuple(SERVED), usual=MAKES, **settings):
 
 served = each(MAKES)
 released = each()
-tensor_parallel = each(tensor_parallel_size=2)
+tensor_parallel = each(usual=("vllm",), tensor_parallel_size=2)
 bfloat16 = each(usual=("vllm",), dtype="bfloat16")

@@ -21,9 +21,9 @@ SERVED = {one.kind: one for one in (ServedVLLM, ServedSGLang)}
 PLUGIN = ("delta", "disk", "collective")
 ENGINES = {
     ("vllm", False, "qwen3-tied"): ("disk",),
-    ("sglang", False, "qwen3-moe"): ("disk",),
 }
 OTHERS = {
+    ("sglang", False, "qwen3-moe"): ("disk",),
     ("vllm", False, "qwen3-moe"): ("disk",),
     ("sglang", False, "qwen3-tied"): ("disk",),
     ("sglang", False, "qwen3"): ("disk", "native"),

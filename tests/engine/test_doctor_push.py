@@ -48,6 +48,7 @@ def test_each_of_two_workers_answers_for_itself(tensor_parallel, tmp_path, capsy
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("transport", ["disk", "delta"])
 def test_engines_of_both_makes_load_the_newest_version_that_another_process_published(
     transport, vllm, sglang, checkpoint, tmp_path, capsys
