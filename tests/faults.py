@@ -80,7 +80,7 @@ def why_not(tree: Path, tests: Collection[str], timeout_s: float | None = None) 
     command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "--no-header", "-n", "0", *tests]
     environ = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "300"}
     done = subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True, timeout=timeout_s)
-    failed = re.search(r"^(?:FAILED|ERROR) (.+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+)", done.stdout, re.MULTILINE)  # not a line of a log
     if failed is None and (done.returncode or "skipped" in done.stdout.splitlines()[-1]):
         raise SystemExit(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return failed[1] if failed else ""
