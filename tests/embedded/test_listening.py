@@ -110,7 +110,8 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
         connection = begins(server, BODILESS + b"\r\n{")
         answer = b""
         while b"only 1 bytes of the body" not in answer:  # it may come in parts
-            assert (part := connection.recv(1 << 16)), answer
+            part = connection.recv(1 << 16)
+            assert part, answer
             answer += part
         assert answer.startswith(b"HTTP/1.1 504")
         assert not server.engine.begun.acquire(blocking=False)

@@ -378,7 +378,8 @@ class EngineControl:
         load = Load(connection=fetched.connection, version=version, handoff={"params": fetched.params})
         await self._step("load", "/update_weights", {"update_info": load.to_json()})
         self._loading = version
-        seal, finish = Seal(connection=fetched.connection), Finish(connection=fetched.connection, version=version, loads=1)
+        seal = Seal(connection=fetched.connection)
+        finish = Finish(connection=fetched.connection, version=version, loads=1)
         sealed = await self._step("load", "/update_weights", {"update_info": seal.to_json()})
         await self._everywhere("finish the load", lambda engine: engine.port.say_each(finish))
         return sealed
