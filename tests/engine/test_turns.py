@@ -17,10 +17,10 @@ seeds = seeds
 ROUTES = (*(route for route in BY if route != "delta on a base"), "push", "published")
 RESUME = {"vllm": "/resume", "sglang": "/continue_generation"}
 POINTS = [
-    *(("collective", point) for point in ("tensor:3", "call:9", "sent:11", "call:12")),
-    *(("disk", point) for point in ("call:10", "sent:10")),
-    *(("delta", point) for point in ("sent:10", "call:11", "sent:11")),
-    *(("sharded", point) for point in ("tensor:3", "call:11")),
+    *(("collective", point) for point in ("tensor:3", "call:12")),
+    ("disk", "sent:10"),
+    *(("delta", point) for point in ("sent:10", "sent:11")),
+    ("sharded", "call:11"),
     ("ipc", "tensor:9"),
 ]
 MORE = [(route, f"{where}:{count}") for route in BY for where in ("call", "sent") for count in range(7, 16)]
