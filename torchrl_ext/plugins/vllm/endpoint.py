@@ -170,7 +170,7 @@ class _SlimeEngine(VLLMObjectPort):
         patient._workers("pull_weights", **told, target_version=message.version)
 
     def finish(self, message: Finish, label: str | None) -> None:
-        self.handle(message)
+        self.tell(message)
         self._label(label)
 
     def reload(self, path: str, label: str | None) -> None:
