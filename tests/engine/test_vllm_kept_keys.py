@@ -47,11 +47,12 @@ def test_an_update_drops_them(served, kept, tmp_path, pause_mode):
 def test_an_update_by_the_route_of_other_trainers_drops_them(served, kept, tmp_path, load_format):
     with sending("disk", tmp_path / "known", served) as sender:
         sender.update_weights(tiny_model(84))
+    trainer = tx.make_transport("delta", root=tmp_path / "root", keyframe_every=1) if load_format == "delta" else None
     for version, seed in ((1, 85), (2, 86)):
         assert served.generate(24, LONG)["token_ids"] and list(kept.iterdir())
         model, folder = tiny_model(seed), tmp_path / "root" / f"weight_v{version:06d}"
-        if load_format == "delta":
-            tx.make_transport("delta", root=folder.parent, keyframe_every=1).send_weights("policy", model)
+        if trainer is not None:
+            trainer.send_weights("policy", model)
         else:
             model.save_pretrained(folder)
         by_route(served, folder, load_format=load_format, weight_version=f"{version}")

@@ -70,6 +70,7 @@ class VLLM(Engine):
             parallel_config=SimpleNamespace(data_parallel_size=1),
         )
         self.output_processor = SimpleNamespace(request_states={})
+        self.open = False
 
     async def is_paused(self):
         return self.paused
@@ -95,6 +96,9 @@ class VLLM(Engine):
 
     async def collective_rpc(self, method, kwargs=None):
         await self.reached({"start_weight_update": "start", "update_weights": "load"}.get(method, method))
+        if method == "start_weight_update":
+            assert not self.open, "start_weight_update called while a weight update is already active"
+        self.open = method == "start_weight_update" or (self.open and method != "finish_weight_update")
         if method in ("pull_weights", "finish_weight_update"):
             return
         if method == "reload_weights":
@@ -102,7 +106,11 @@ class VLLM(Engine):
             return
         own = {"connection": self.end.receiver.connection}  # as the plugin takes it for routes without a body
         message = Start(**own) if method == "start_weight_update" else None
-        answer = self.end.handle(read(next(iter(kwargs.values()))) if message is None else message)
+        try:
+            answer = self.end.handle(read(next(iter(kwargs.values()))) if message is None else message)
+        except Exception:
+            self.open = False  # vLLM's worker ends an update that fails
+            raise
         if answer:
             raise RuntimeError(ANSWERS + json.dumps(answer))
 
