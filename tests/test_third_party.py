@@ -150,5 +150,6 @@ def test_it_carries_weights_into_vllm(installed, tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.exhaustive
 def test_it_carries_weights_into_sglang(installed, tmp_path):
     serve(ServedSGLang, tmp_path)

@@ -21,9 +21,9 @@ SERVED = {one.kind: one for one in (ServedVLLM, ServedSGLang)}
 PLUGIN = ("delta", "disk", "collective")
 ENGINES = {
     ("vllm", False, "qwen3-tied"): ("disk",),
+    ("sglang", False, "qwen3-moe"): ("disk",),
 }
 OTHERS = {
-    ("sglang", False, "qwen3-moe"): ("disk",),
     ("vllm", False, "qwen3-moe"): ("disk",),
     ("sglang", False, "qwen3-tied"): ("disk",),
     ("sglang", False, "qwen3"): ("disk", "native"),
@@ -80,6 +80,7 @@ def assert_as_known(engine, transports, folder, results):
         assert len(rows) == 15 and failed.keys() == known, failed
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", ENGINES, ids=ids(ENGINES))
 def test_a_stock_engine_has_the_faults_that_it_is_known_for(engine, tmp_path, request):
     assert_as_known(engine, ENGINES[engine], tmp_path, request.config.getoption("--kit-results"))

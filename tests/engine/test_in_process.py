@@ -64,6 +64,7 @@ def rays():
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.exhaustive
 def test_asyncvllm_says_what_the_trainer_says_by_each_transport(tmp_path, rays, checkpoints):
     pytest.importorskip("ray")
     beside = tmp_path / "beside"

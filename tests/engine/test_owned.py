@@ -16,7 +16,7 @@ from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.compat.flags.serving import make_serving
 from torchrl_ext.serving.launchers import LocalLauncher
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive]
 
 YAML = """
 {kind}:

@@ -90,6 +90,7 @@ def test_training_learns_with_two_external_servers_that_follow_by_delta(vllm, se
         assert server.version() == str(told["syncs"][-1]["version"]) and not server.paused()
 
 
+@pytest.mark.exhaustive
 def test_two_trainer_ranks_send_two_workers_their_slices_and_nothing_else(tmp_path):
     told = demo("--transport", "sharded", "--trainer-ranks", 2, "--engine", "vllm", "--tp", 2, "--steps", 2)
     assert told["weights_equal"] and told["greedy_equal"] and len(told["syncs"]) == 3

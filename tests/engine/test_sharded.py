@@ -31,7 +31,7 @@ CELLS = (
     sglang("qwen3", **TP_2, proofs=("in place",)),
     sglang("qwen3-moe", parallel="ep 2", proofs=("in place",), **by(tensor_parallel_size=2, flags=("--ep-size", "2"))),
 )
-USUAL = {"sglang-qwen3-moe-ep 2"}  # vLLM by slices: the demo of tests.engine.test_rollouts
+USUAL = {"sglang-qwen3-moe-ep 2"}  # vLLM by slices: tests.engine.test_turns and test_vllm_api
 
 
 def be_a_rank(rank, port, engine, url, kind):
