@@ -76,7 +76,9 @@ class RealEngine(Faults):
         super().__init__()
         self.kind, self._direct, self._models = kind, tx.make_engine(kind, url=url, **self.limits), models
         self._ends = ExitStack()
-        self._forward = self._ends.enter_context(httpx.Client(base_url=url, timeout=WAIT_S))
+        # uvicorn closes a connection behind an answer that an exception carried, when the next call may be on its way
+        fresh = httpx.Limits(max_keepalive_connections=0)
+        self._forward = self._ends.enter_context(httpx.Client(base_url=url, timeout=WAIT_S, limits=fresh))
 
     def __enter__(self):
         self.url = self._ends.enter_context(serving(self._forwarded)).url
