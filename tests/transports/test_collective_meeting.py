@@ -83,8 +83,13 @@ def test_a_port_that_listens_and_says_nothing_is_given_up_at_the_deadline():
 
 
 def test_why_the_last_attempt_failed_is_in_the_error():
-    with talking(lambda connection, _: None) as port, pytest.raises(DeadlineError, match="it closed the connection"):
-        member(port.port, 1, 2, timeout_s=5 * SHORT_S).init_all_workers_group({})
+    said = [""]
+    with talking(lambda connection, _: None) as port:
+        while "it closed the connection" not in said[-1] and len(said) < 9:  # an attempt may be open at the deadline
+            with pytest.raises(DeadlineError) as error:
+                member(port.port, 1, 2, timeout_s=2 * SHORT_S).init_all_workers_group({})
+            said.append(str(error.value))
+    assert "it closed the connection" in said[-1], said
 
 
 def test_an_abort_ends_the_wait_for_a_port_that_says_nothing():
