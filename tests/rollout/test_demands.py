@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse
 from starlette.testclient import TestClient
@@ -128,6 +128,7 @@ def test_a_demand_is_one_whole_number():
 # what servers admit
 
 
+@example(before="1", after="2", version=1, exact=True)
 @given(before=LABELS, after=LABELS, version=st.integers(0, 3), exact=st.booleans())
 def test_an_answer_that_passes_was_admitted_and_an_exact_one_began_at_the_same_version(before, after, version, exact):
     """The label may change while the application makes its answer, as during an update."""

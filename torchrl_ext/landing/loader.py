@@ -269,15 +269,6 @@ class TensorsLoader(WeightLoader, Patchable):
         sent = frozenset(meta.name for meta in params)
         spelled = self._spelled(sent)
         spelled.check(params, dict(self._target.tensors()), partial=self._partial)
-        empty = [name for name in sorted(sent) if name in spelled.places and spelled.places[name].is_meta]
-        if empty:
-            raise ManifestError(
-                f"{len(empty)} tensor(s) of the model are on the meta device, which holds no data: "
-                f"{', '.join(empty[:3])}",
-                expected="a model with memory",
-                state="nothing was changed",
-                hint='call model.to_empty(device="cpu"), or another device, before the engine joins',
-            )
         self._sent, self._copied, self._named = sent, frozenset(spelled.copied), None
         self.shared = spelled.shared(meta.name for meta in params)
 

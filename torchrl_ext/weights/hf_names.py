@@ -409,7 +409,9 @@ class Spelling:
                     + ("it is on the meta device" if place.is_meta else "some of its elements share memory"),
                     expected="a tensor with memory for each element",
                     state="nothing was changed",
-                    hint="materialise the model first" if place.is_meta else "clone() it in the engine's model",
+                    hint='call model.to_empty(device="cpu"), or another device, before the engine joins'
+                    if place.is_meta
+                    else "clone() it in the engine's model",
                 )
             if own != meta:
                 raise ManifestError(
