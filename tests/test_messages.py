@@ -5,7 +5,9 @@ import math
 import pickle
 import re
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -17,13 +19,14 @@ from hypothesis import strategies as st
 
 import torchrl_ext
 from tests.hostile import HOSTILE, refused_or_right, worse_json
+from tests.processes import calling, python
 from torchrl_ext import messages
 from torchrl_ext.collectors.worker_end import Keep
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.messages import Connected, Inspect, Join, Load, Message, Poll, Prefetch, Start, read
 from torchrl_ext.plugins.sglang.adapters import CheckLoaded
 from torchrl_ext.routes import ANSWERS, Flush, ListAdapters, answers_in, escaped, merged, unescaped
-from torchrl_ext.types import Count, Info, ParamMeta, Params, Part, Port, Seconds, Text, Wire
+from torchrl_ext.types import Count, Info, ParamMeta, Params, Part, Port, Seconds, Text, Wire, decoded
 
 KINDS = [*{*Message.__subclasses__(), *Connected.__subclasses__()} - {Connected}]
 assert {Keep, CheckLoaded, Flush, ListAdapters} < {*KINDS}  # of other modules, whose import makes them known
@@ -236,3 +239,38 @@ def test_messages_are_pickled_by_what_they_say_and_ask_no_module_for_a_name(monk
     monkeypatch.setattr(sys, "modules", {"lazy_module": Lazy("lazy_module"), **sys.modules})
     for message in (Start(connection="a"), Start(target="draft"), Load(version=1, handoff={"path": "/a"}), Inspect()):
         assert pickle.loads(pickle.dumps(message)) == message
+
+
+STRUCTS = """
+class Inner(msgspec.Struct, frozen=True):
+    x: "tuple[int, int]"
+    y: "dict[str, tuple[int, ...]]"
+
+
+class Outer(msgspec.Struct, frozen=True):
+    inner: "dict[str, tuple[Inner, ...]]"
+    number: "int | None" = None
+"""
+
+
+def read_new_structs_in_threads():
+    sys.setswitchinterval(1e-6)
+    for number in range(300):
+        made = types.ModuleType(f"made_{number}")
+        made.msgspec = msgspec
+        sys.modules[made.__name__] = made
+        exec(STRUCTS, vars(made))
+        value = {"inner": {"a": [{"x": [1, 2], "y": {"b": [3]}}]}, "number": 4}
+        together = threading.Barrier(4)
+
+        def first(kind=made.Outer, value=value, together=together):
+            together.wait()
+            return decoded(value, kind, "a value").number
+
+        with ThreadPoolExecutor(4) as pool:
+            assert [read.result() for read in [pool.submit(first) for _ in range(4)]] == [4] * 4
+
+
+def test_threads_that_read_a_struct_first_do_not_end_the_process():
+    """msgspec 0.22 ends the process with a segmentation fault where a thread reads what another one describes."""
+    python(calling(read_new_structs_in_threads))

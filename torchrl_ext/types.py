@@ -8,6 +8,7 @@ import functools
 import ipaddress
 import math
 import reprlib
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -93,6 +94,10 @@ Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Shape = tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**48)], ...]
 
 
+_described: set[Any] = set()
+_describing = threading.Lock()
+
+
 def decoded(value: Any, kind: type[T], what: str, error: type[WeightSyncError] = ConfigError) -> T:
     """Convert a JSON value from another process to ``kind``.
 
@@ -106,9 +111,22 @@ def decoded(value: Any, kind: type[T], what: str, error: type[WeightSyncError] =
         WeightSyncError: an ``error`` that gives the path of the invalid field and its bound.
     """
     try:
-        return msgspec.convert(value, kind, dec_hook=decode_dtype)
+        return msgspec.convert(value, described(kind), dec_hook=decode_dtype)
     except (msgspec.ValidationError, ValueError, RecursionError) as cause:  # ValueError: a lone surrogate in a key
         raise error(f"{what} is malformed: {f'{cause}':.400}", state="unchanged") from None
+
+
+def described(kind: type[T]) -> type[T]:
+    """Return ``kind``, which any number of threads can have msgspec read from here on.
+
+    msgspec describes a struct when it first reads one, and another thread that reads it meanwhile ends the process
+    (seen with 0.22: a null pointer in ``_core``).
+    """
+    if kind not in _described:
+        with _describing:
+            msgspec.json.Decoder(kind, dec_hook=decode_dtype)
+            _described.add(kind)
+    return kind
 
 
 def decode_dtype(kind: type, value: Any) -> Any:

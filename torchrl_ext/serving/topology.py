@@ -27,6 +27,7 @@ import msgspec
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import engines
+from torchrl_ext.types import described
 
 __all__ = ["EnginePlan", "ModelPlan", "Topology", "check_pools"]
 
@@ -143,7 +144,7 @@ class Topology:
             ConfigError: the content cannot work.
         """
         try:
-            ((kind, rows),) = msgspec.convert(content, _Models).items()
+            ((kind, rows),) = msgspec.convert(content, described(_Models)).items()
         except msgspec.ValidationError as error:
             raise ConfigError(f"the models cannot be read: {error}", hint="docs/operations.md lists the keys") from None
         engines.part(kind, "server")  # raises for a kind without a server, and lists those with one

@@ -19,7 +19,7 @@ import zstandard
 
 from torchrl_ext.errors import ManifestError
 from torchrl_ext.stores.table import TILES, ParamTable, Segment, units_of
-from torchrl_ext.types import Count, Info, ParamMeta, Text, Wire, decode_dtype, decoded, dtype_name
+from torchrl_ext.types import Count, Info, ParamMeta, Text, Wire, decode_dtype, decoded, described, dtype_name
 
 __all__ = ["BLOCK", "BLOCKS", "DIGEST", "END", "ROWS", "DeltaManifest", "Placing", "from_json", "from_rows"]
 
@@ -241,7 +241,7 @@ class DeltaManifest:
 
 @lru_cache(maxsize=2)  # mostly those of the delta before
 def _params(rows: bytes) -> tuple[ParamMeta, ...]:
-    return msgspec.json.decode(rows, type=tuple[ParamMeta, ...], dec_hook=decode_dtype)
+    return msgspec.json.decode(rows, type=described(tuple[ParamMeta, ...]), dec_hook=decode_dtype)
 
 
 def _digests(data: bytes, count: int) -> np.ndarray:
@@ -256,7 +256,7 @@ def from_json(text: bytes) -> DeltaManifest:
     Raises:
         ValueError, ManifestError: it is malformed, or contradicts itself.
     """
-    return DeltaManifest._of(msgspec.json.decode(text, type=_Head, dec_hook=decode_dtype))
+    return DeltaManifest._of(msgspec.json.decode(text, type=described(_Head), dec_hook=decode_dtype))
 
 
 class _Before4(_Document, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
 from torchrl_ext.stores.base import checked_key
 from torchrl_ext.stores.delta_manifest import END, DeltaManifest, from_json, from_rows
 from torchrl_ext.stores.table import PARAMETERS
-from torchrl_ext.types import Count, Info, ParamMeta, Part, Shape, Text, Wire, decode_dtype, dtype_name
+from torchrl_ext.types import Count, Info, ParamMeta, Part, Shape, Text, Wire, decode_dtype, described, dtype_name
 
 __all__ = ["LARGEST", "MANIFEST", "DeltaManifest", "Manifest", "Placed", "read_manifest"]
 
@@ -114,7 +114,7 @@ class Manifest:
     @classmethod
     def of(cls, data: bytes) -> Manifest:
         """Return the manifest in a document whose checksum was compared; raise one of `_DAMAGE` if it is none."""
-        found = msgspec.json.decode(data, type=_Full, dec_hook=decode_dtype)
+        found = msgspec.json.decode(data, type=described(_Full), dec_hook=decode_dtype)
         if found.checksum != "xxh3-128":
             raise ValueError(f"its checksums are {found.checksum!r}")
         params = {}
@@ -163,7 +163,7 @@ def read_manifest(data: bytes, where: str) -> Manifest | DeltaManifest:
         parts = text.count(b",") + text.count(b"[") + text.count(b"{")
         if len(text) > LARGEST or parts > min(len(text) // 4 + 1000, 16 * PARAMETERS):
             raise ValueError(f"it has {parts:,} parts in {len(text):,} bytes, which no manifest has")
-        head = msgspec.json.decode(text, type=_Head)
+        head = msgspec.json.decode(text, type=described(_Head))
         read = _READERS.get((head.format, head.format_number))
         if read is None:
             raise IntegrityError(

@@ -30,7 +30,7 @@ import torch
 from torchrl_ext import errors
 from torchrl_ext.deadline import Deadline, in_thread, one_at_a_time
 from torchrl_ext.errors import ConcurrentUpdateError, DeadlineError, NotConnectedError, TransportError, WeightSyncError
-from torchrl_ext.types import Info
+from torchrl_ext.types import Info, described
 
 __all__ = ["Ended", "Group", "RankStep", "Session", "Steps", "TrainerRanks", "drives", "numbered", "torch_group"]
 
@@ -166,7 +166,7 @@ class _Notes:
         return b"".join([text, *(self._call("get", f"{key}/{number}") for number in range(1, int(count)))])
 
     def read(self, key: str, kind: type[Message]) -> Message:
-        return msgspec.json.decode(self.get(key), type=kind)
+        return msgspec.json.decode(self.get(key), type=described(kind))
 
     def newest(self) -> str:
         """Return the id of the newest session; empty before the first."""

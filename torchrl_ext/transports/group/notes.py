@@ -39,7 +39,7 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.transports.group.sockets import dial, listen
 from torchrl_ext.transports.links import Link, close_in_children, serve
-from torchrl_ext.types import Info
+from torchrl_ext.types import Info, described
 
 __all__ = ["NOTE_BYTES", "HostedNotes", "NoteStore", "RemoteNotes"]
 
@@ -208,7 +208,7 @@ class HostedNotes(NoteStore):
             if self._proves_itself(link):
                 link.longest_bytes = _MESSAGE_BYTES
                 while (message := link.read(None)) is not None:  # the kernel gives up a machine that is silent
-                    request = msgspec.convert(message, _Request)
+                    request = msgspec.convert(message, described(_Request))
                     if request.do == "will":  # one group at a time
                         will = msgspec.structs.replace(request, do="put", keep=True)
                     found = self._ask(request, Deadline(request.seconds))

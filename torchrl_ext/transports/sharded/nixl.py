@@ -25,6 +25,7 @@ from torchrl_ext.errors import ConfigError, TransportError, why
 from torchrl_ext.transports.copies import copy_each
 from torchrl_ext.transports.group.calls import made_in_time, run_beside, sever_at_exit, wait_for_at_exit
 from torchrl_ext.transports.group.peers import Move, PeerGroup, Seat
+from torchrl_ext.types import described
 
 __all__ = ["NixlGroup", "load_nixl"]
 
@@ -133,7 +134,7 @@ class NixlGroup(PeerGroup):
             absent = [one for one in peers if one not in found]
             if absent:
                 raise within.error(f"{self.call(absent)} did not answer")
-            self._addresses = {one: msgspec.convert(note, _Address) for one, note in found.items()}
+            self._addresses = {one: msgspec.convert(note, described(_Address)) for one, note in found.items()}
             self._ranks = {address.name: one for one, address in self._addresses.items()}
             self._meet()
         except BaseException:
@@ -203,7 +204,7 @@ class NixlGroup(PeerGroup):
                 for name, messages in self._agent.get_new_notifs().items():
                     peer = self._ranks[name]
                     for message in messages:
-                        self._take(peer, msgspec.msgpack.decode(message, type=_Notice))
+                        self._take(peer, msgspec.msgpack.decode(message, type=described(_Notice)))
                         moved = True
                 while self._unsent and self._free:
                     peer = self._unsent[0][0].peer

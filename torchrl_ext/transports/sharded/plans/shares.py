@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from torchrl_ext.errors import TransportError
+from torchrl_ext.types import described
 from torchrl_ext.weights.shards.blocks import Block
 
 __all__ = ["Share", "numbers", "packed", "unpacked", "unreadable"]
@@ -97,7 +98,7 @@ def unpacked(text: Any, kind: type[_Struct], what: str) -> _Struct:
     """
     try:
         data = zlib.decompressobj().decompress(msgspec.convert(text, bytes), _MOST_BYTES)
-        return msgspec.msgpack.decode(data, type=kind)
+        return msgspec.msgpack.decode(data, type=described(kind))
     except (zlib.error, msgspec.MsgspecError) as error:
         raise unreadable(what, error) from error
 
