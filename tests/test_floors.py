@@ -233,14 +233,6 @@ def test_the_top_level_of_the_repository_holds_nothing_else():
     assert {name for name in top if not name.startswith(".")} <= expected
 
 
-if __name__ == "__main__":
-    if "--write" in sys.argv:
-        target = ROOT / "docs" / "contributing.md"
-        before, _, rest = target.read_text().partition(BEGIN)
-        target.write_text(f"{before}{BEGIN}{drawn()}{END}{rest.partition(END)[2]}")
-    print(drawn(), end="")
-
-
 def test_structs_are_read_by_types_that_are_described_first():
     """Two threads that have msgspec read a struct for the first time end the process (`types.described`)."""
     kinds = []
@@ -250,3 +242,11 @@ def test_structs_are_read_by_types_that_are_described_first():
                 kind = [word.value for word in call.keywords if word.arg == "type"] or call.args[1:]
                 kinds += [ast.unparse(one) for one in kind[:1]]
     assert len(kinds) > 9 and not [kind for kind in kinds if not kind.startswith("described(") and kind != "bytes"]
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        target = ROOT / "docs" / "contributing.md"
+        before, _, rest = target.read_text().partition(BEGIN)
+        target.write_text(f"{before}{BEGIN}{drawn()}{END}{rest.partition(END)[2]}")
+    print(drawn(), end="")

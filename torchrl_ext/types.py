@@ -94,10 +94,6 @@ Text = Annotated[str, msgspec.Meta(max_length=4096)]
 Shape = tuple[Annotated[int, msgspec.Meta(ge=0, lt=2**48)], ...]
 
 
-_described: set[Any] = set()
-_describing = threading.Lock()
-
-
 def decoded(value: Any, kind: type[T], what: str, error: type[WeightSyncError] = ConfigError) -> T:
     """Convert a JSON value from another process to ``kind``.
 
@@ -114,6 +110,10 @@ def decoded(value: Any, kind: type[T], what: str, error: type[WeightSyncError] =
         return msgspec.convert(value, described(kind), dec_hook=decode_dtype)
     except (msgspec.ValidationError, ValueError, RecursionError) as cause:  # ValueError: a lone surrogate in a key
         raise error(f"{what} is malformed: {f'{cause}':.400}", state="unchanged") from None
+
+
+_described: set[Any] = set()
+_describing = threading.Lock()
 
 
 def described(kind: type[T]) -> type[T]:
