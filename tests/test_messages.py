@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
 import pickle
 import re
+import signal
 import sys
 import threading
+import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from types import UnionType
@@ -26,7 +29,7 @@ from torchrl_ext.errors import ConfigError
 from torchrl_ext.messages import Connected, Inspect, Join, Load, Message, Poll, Prefetch, Start, read
 from torchrl_ext.plugins.sglang.adapters import CheckLoaded
 from torchrl_ext.routes import ANSWERS, Flush, ListAdapters, answers_in, escaped, merged, unescaped
-from torchrl_ext.types import Count, Info, ParamMeta, Params, Part, Port, Seconds, Text, Wire, decoded
+from torchrl_ext.types import Count, Info, ParamMeta, Params, Part, Port, Seconds, Text, Wire, _describing, decoded
 
 KINDS = [*{*Message.__subclasses__(), *Connected.__subclasses__()} - {Connected}]
 assert {Keep, CheckLoaded, Flush, ListAdapters} < {*KINDS}  # of other modules, whose import makes them known
@@ -274,3 +277,25 @@ def read_new_structs_in_threads():
 def test_threads_that_read_a_struct_first_do_not_end_the_process():
     """msgspec 0.22 ends the process with a segmentation fault where a thread reads what another one describes."""
     python(calling(read_new_structs_in_threads))
+
+
+def read_a_new_struct_in_a_child():
+    held = threading.Event()
+
+    def describe():
+        with _describing:
+            held.set()
+            time.sleep(0.2)  # a child that is forked before the fork waited for it finds the lock held for good
+
+    thread = threading.Thread(target=describe)
+    thread.start()
+    held.wait()
+    if not (child := os.fork()):
+        signal.alarm(20)
+        os._exit(decoded({"n": 0}, msgspec.defstruct("New", [("n", int)]), "a value").n)
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_child_reads_structs_though_its_parent_described_one_when_it_forked():
+    python(calling(read_a_new_struct_in_a_child))

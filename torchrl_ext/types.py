@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import ipaddress
 import math
+import os
 import reprlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -113,7 +114,8 @@ def decoded(value: Any, kind: type[T], what: str, error: type[WeightSyncError] =
 
 
 _described: set[Any] = set()
-_describing = threading.Lock()
+_describing = threading.RLock()  # a finalizer may read at any time, also while it is held
+os.register_at_fork(before=_describing.acquire, after_in_parent=_describing.release, after_in_child=_describing.release)
 
 
 def described(kind: type[T]) -> type[T]:
