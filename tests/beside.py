@@ -26,9 +26,7 @@ SHORT = frozenset(
 )
 """Files in which something has to come within two seconds, so that none of them runs beside another one."""
 
-RAY = frozenset(
-    {"collectors/test_ray_collector.py", "serving/test_ray_launcher.py", "sync/test_ray.py", "test_pages.py"}
-)
+RAY = frozenset({"collectors/test_ray_collector.py", "sync/test_ray.py", "test_pages.py"})
 """Files that start a cluster of Ray, of which a machine has one at a time."""
 
 LONGEST = (

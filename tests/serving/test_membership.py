@@ -14,7 +14,7 @@ from tests.rpc.test_router import Earlier, Engine, Gateway, serving
 from torchrl_ext.errors import ConfigError, EngineError, UpdateError
 from torchrl_ext.rpc.health import Health
 from torchrl_ext.rpc.router import RouterClient
-from torchrl_ext.serving.launchers import EngineLauncher
+from torchrl_ext.serving.launchers import LocalLauncher
 from torchrl_ext.serving.routing import Routing
 from torchrl_ext.serving.served import ExternalEngines, OwnedEngines
 from torchrl_ext.serving.topology import Topology
@@ -248,7 +248,7 @@ def test_what_one_router_cannot_serve_is_refused_before_it_is_made(urls, routers
 def owned(urls, router, kind):
     """A job of one frozen model whose engines run at ``urls``."""
 
-    class Launcher(EngineLauncher):
+    class Launcher(LocalLauncher):
         def launch(self, plan, encoders=(), *, cancel=None):
             return SimpleNamespace(url=urls[plan.gpus[0]], alive=lambda: True, log=str, stop=lambda: None)
 
@@ -273,7 +273,7 @@ def test_a_jobs_own_engines_give_memory_back_though_others_do_not_answer():
 def test_a_lost_engine_is_out_until_it_is_up_and_where_it_follows_until_an_update_reached_it(follows):
     runs, listed_meanwhile = [], []
 
-    class Launcher(EngineLauncher):
+    class Launcher(LocalLauncher):
         def launch(self, plan, encoders=(), *, cancel=None):
             listed_meanwhile.append(listed(router.url))
             runs.append(True)

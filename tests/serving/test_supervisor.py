@@ -12,7 +12,7 @@ from tests.processes import WAIT_S
 from tests.rpc.sockets import serving
 from torchrl_ext.errors import EngineError
 from torchrl_ext.rpc.health import Health
-from torchrl_ext.serving.launchers import EngineLauncher
+from torchrl_ext.serving.launchers import LocalLauncher
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.serving.supervisor import Supervisor
 from torchrl_ext.serving.topology import EnginePlan
@@ -31,7 +31,7 @@ def answering(statuses):
 
 
 class Started:
-    """A `RunningEngine` whose process is somebody else's matter."""
+    """An engine whose process is somebody else's matter."""
 
     def __init__(self, url, runs=True):
         self.url, self.runs = url, runs
@@ -46,7 +46,7 @@ class Started:
         self.runs = False
 
 
-class Scripted(EngineLauncher):
+class Scripted(LocalLauncher):
     """Every start of a plan is answered by the next of what ``starts`` gives."""
 
     def __init__(self, url, starts=()):

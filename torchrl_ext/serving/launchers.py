@@ -1,69 +1,27 @@
-"""Start planned engines: `LocalLauncher` on this machine, other `EngineLauncher` classes elsewhere."""
+"""`LocalLauncher` starts planned engines as processes on this machine."""
 
 from __future__ import annotations
 
 import json
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import engines
-from torchrl_ext.serving.processes import free_port
+from torchrl_ext.serving.processes import GuardedProcess, free_port
 from torchrl_ext.serving.server import EngineSpec, start
 from torchrl_ext.serving.topology import EnginePlan
 
-__all__ = ["EngineLauncher", "LocalLauncher", "RunningEngine"]
+__all__ = ["LocalLauncher"]
 
 
-class RunningEngine(Protocol):
-    """An engine that a launcher has started."""
-
-    url: str
-
-    def alive(self) -> bool:
-        """Return whether the engine's process runs."""
-
-    def log(self) -> str:
-        """Return the last 4,000 characters of the output."""
-
-    def stop(self) -> None:
-        """End the engine and wait for its exit. May be called twice."""
-
-
-class EngineLauncher(ABC):
-    """Starts engines for a `Supervisor`.
-
-    Attributes:
-        api_key: the key that the engines require; None if they require none.
-    """
-
-    api_key: str | None = None
-
-    @abstractmethod
-    def launch(
-        self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
-    ) -> RunningEngine:
-        """Start an engine and wait until it is healthy; a later start of the same plan reuses the address.
-
-        Args:
-            plan: the engine to start.
-            encoders: addresses of the encoders of its model.
-            cancel: another thread sets it to cancel the start, which then raises soon.
-
-        Raises:
-            ConfigError: the plan cannot work here.
-            EngineError, DeadlineError: the engine ended while starting, or the start was cancelled or timed out.
-        """
-
-
-class LocalLauncher(EngineLauncher):
+class LocalLauncher:
     """Starts engines as processes on this machine, each with its own devices.
 
     Overrides that name a field of the engine's spec set that field; others become arguments of the server. A plan's
@@ -93,7 +51,18 @@ class LocalLauncher(EngineLauncher):
 
     def launch(
         self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
-    ) -> RunningEngine:
+    ) -> GuardedProcess:
+        """Start an engine and wait until it is healthy; a later start of the same plan reuses the address.
+
+        Args:
+            plan: the engine to start.
+            encoders: addresses of the encoders of its model.
+            cancel: another thread sets it to cancel the start, which then raises soon.
+
+        Raises:
+            ConfigError: the plan cannot work here.
+            EngineError, DeadlineError: the engine ended while starting, or the start was cancelled or timed out.
+        """
         make: type[EngineSpec] = engines.part(plan.kind, "server")
         try:
             role = make.role(plan.worker_type, encoders, lambda: self._ports[f"{plan.name} bootstrap"])
@@ -132,7 +101,7 @@ class LocalLauncher(EngineLauncher):
             raise ConfigError(
                 f"it needs device {beyond[0]} of the job",
                 expected=f"one of the {len(devices)} that the launcher has: CUDA_VISIBLE_DEVICES={','.join(devices)}",
-                hint="let the job see more devices, or plan with fewer; use another launcher for other machines",
+                hint="let the job see more devices, or plan with fewer",
             )
         return {"CUDA_VISIBLE_DEVICES": ",".join(devices[number] for number in plan.gpus)}
 

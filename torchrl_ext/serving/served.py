@@ -15,7 +15,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineUnreachableErro
 from torchrl_ext.rpc.discovery import connect, discover
 from torchrl_ext.rpc.health import Health
 from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.serving.launchers import EngineLauncher, LocalLauncher
+from torchrl_ext.serving.launchers import LocalLauncher
 from torchrl_ext.serving.routing import Routing
 from torchrl_ext.serving.supervisor import SupervisedEngine, Supervisor
 from torchrl_ext.serving.topology import ModelPlan, Topology
@@ -123,7 +123,7 @@ def OwnedEngines(
     topology: Topology | str | Path,
     *,
     hf_checkpoint: str | Path | None = None,
-    launcher: EngineLauncher | None = None,
+    launcher: LocalLauncher | None = None,
     router: Mapping[str, Any] | None = None,
     supervisor: Mapping[str, Any] | None = None,
 ) -> Serving:
@@ -135,7 +135,7 @@ def OwnedEngines(
     Args:
         topology: a topology, or the path of its YAML file (then with ``hf_checkpoint``).
         hf_checkpoint: see `Topology.parse`.
-        launcher: starts the engines; None starts processes on this machine.
+        launcher: starts the engines; None uses a `LocalLauncher` without settings.
         router: settings of each `RouterProcess`, such as ``make``, and ``api_key`` if engines require a key other than
             the launcher's; or ``{"router": address}`` of a running router, for a topology of one model.
         supervisor: settings of the `Supervisor`, such as ``interval_s``.

@@ -105,7 +105,6 @@ class EngineSpec(ServerSpec):
             engine has no key.
         key_variable: environment variable that sets the engine's key; None if the key is an argument.
         negates: whether ``--no-x`` makes the setting ``x`` false.
-        unguarded: routes that the key does not guard, for a warning when the engine listens to other machines.
         model_dir: Hugging Face checkpoint directory.
         dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         max_model_len: maximum tokens of a sequence, prompt included; None uses the model's limit.
@@ -114,7 +113,6 @@ class EngineSpec(ServerSpec):
     probes: ClassVar[tuple[str, ...]] = ("/health",)
     key_variable: ClassVar[str | None] = None
     negates: ClassVar[bool] = False
-    unguarded: ClassVar[str] = ""
 
     model_dir: str | Path = field(kw_only=False)
     dtype: str = "auto"

@@ -17,7 +17,8 @@ from torchrl_ext.errors import EngineError, WeightSyncError
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.health import Health
 from torchrl_ext.rpc.http import HTTPSession, normalise_url
-from torchrl_ext.serving.launchers import EngineLauncher, RunningEngine
+from torchrl_ext.serving.launchers import LocalLauncher
+from torchrl_ext.serving.processes import GuardedProcess
 from torchrl_ext.serving.topology import EnginePlan
 
 __all__ = ["SupervisedEngine", "Supervisor"]
@@ -35,7 +36,7 @@ class SupervisedEngine:
     """One engine that a `Supervisor` watches; `engine` is None before the first start."""
 
     plan: EnginePlan
-    engine: RunningEngine | None = None
+    engine: GuardedProcess | None = None
     restarts: int = 0
     failures: int = field(default=0, repr=False)
     checking: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -73,7 +74,7 @@ class Supervisor:
     def __init__(
         self,
         plans: Sequence[EnginePlan],
-        launcher: EngineLauncher,
+        launcher: LocalLauncher,
         health: Health | None = None,
         *,
         first_wait_s: float = 300.0,
@@ -181,7 +182,7 @@ class Supervisor:
                     break
         return one.failures <= self._patience
 
-    def _restart(self, one: SupervisedEngine, lost: RunningEngine) -> None:
+    def _restart(self, one: SupervisedEngine, lost: GuardedProcess) -> None:
         words = ""
         with suppress(Exception):  # an unreadable log must not prevent the restart
             words = lost.log()[-_WORDS:]

@@ -35,7 +35,6 @@ class VLLMSpec(StockSpec):
     installed: ClassVar[str] = "name an interpreter that has it (python=...), or run `torchrl-ext serve vllm`"
     key_variable: ClassVar[str | None] = "VLLM_API_KEY"
     negates: ClassVar[bool] = True
-    unguarded: ClassVar[str] = "/pause, /update_weights and /collective_rpc"
     shared_memory: ClassVar[tuple[str, ...]] = ("vllm_dist_",)
 
     @classmethod
