@@ -259,21 +259,11 @@ def _plan():
     return {}
 
 
-def _megatron():
-    """A Megatron trainer of one rank that holds the model, as modules and as tensors."""
-    from tests.sources.megatron.test_source import hand_sharded, module_of, parallel_state
-    from torchrl_ext.sources.megatron.families import config_of
-    from torchrl_ext.weights.checkpoint import CheckpointSource
+class _Bridge:
+    """Megatron-Bridge, for a model of one rank that has Hugging Face names already."""
 
-    full, config = dict(CheckpointSource("models/policy")), config_of("models/policy")
-    layers = range(config["num_hidden_layers"])
-    held = hand_sharded(full, config, layers=layers, first=True, last=True)
-    return {
-        "model": [module_of(held, layers)],
-        "state_dict": held,
-        "parallel_state": parallel_state(tp=(1, 0), pp=(1, 0)),
-        "rank": 0,
-    }
+    def export_hf_weights(self, model, cpu, show_progress):
+        yield from model.state_dict().items()
 
 
 _MORE = {
@@ -282,7 +272,7 @@ _MORE = {
     "quickstart": _loop,
     "migrate": lambda: {"collector": _Collector()},
     "operations": _plan,
-    "sharded": _megatron,
+    "sharded": lambda: {"bridge": _Bridge(), "rank": 0},
     "lora": lambda: {"base": _module()},
 }
 

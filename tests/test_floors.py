@@ -30,7 +30,7 @@ FLOORS = [
     {"serving", "sync"},
     {"collectors"},
     {"configs", "embedded", "planning", "plugins"},
-    {"compat", "sources"},
+    {"compat"},
     {"testing"},
     {"bench"},
     {"cli"},
@@ -152,15 +152,6 @@ def test_imports_point_strictly_down():
         if FLOOR[other] >= FLOOR[home(path)]
     ]
     assert not upwards
-
-
-def test_nothing_imports_the_sources_of_other_trainers():
-    users = {
-        str(path.relative_to(ROOT))
-        for path in modules()
-        if home(path) != "sources" and "sources" in ours(imports(path, anywhere=True))
-    }
-    assert not users
 
 
 def test_each_third_party_has_one_home():

@@ -7,6 +7,7 @@ from torchrl_ext import errors as errors
 from torchrl_ext.collectors.scheme import TransportWeightSyncScheme as TransportWeightSyncScheme
 from torchrl_ext.collectors.updater import TransportWeightUpdater as TransportWeightUpdater
 from torchrl_ext.compat.flags.options import WeightUpdateConfig as WeightUpdateConfig
+from torchrl_ext.compat.megatron import MegatronSource as MegatronSource
 from torchrl_ext.compat.torchrl_llm.schemes import SGLangWeightSyncScheme as SGLangWeightSyncScheme
 from torchrl_ext.compat.torchrl_llm.schemes import VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme
 from torchrl_ext.compat.torchrl_llm.schemes import VLLMWeightSyncScheme as VLLMWeightSyncScheme
@@ -17,7 +18,6 @@ from torchrl_ext.rollout.torchrl.policy import RemoteLLMPolicy as RemoteLLMPolic
 from torchrl_ext.rpc.client import EngineClient as EngineClient
 from torchrl_ext.rpc.discovery import connect as connect
 from torchrl_ext.rpc.discovery import discover as discover
-from torchrl_ext.sources.megatron.source import MegatronSource as MegatronSource
 from torchrl_ext.sync.adapters import AdapterSender as AdapterSender
 from torchrl_ext.sync.receiver import WeightReceiver as WeightReceiver
 from torchrl_ext.sync.sender import WeightSender as WeightSender

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from tests.weights.boxes import SHAPES, blocks_of, counted
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.sources.megatron.gather import gathered
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.shards.blocks import Block, Shard
+from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.shards.sharing import shared_out
 
 
@@ -51,11 +50,3 @@ def test_what_nobody_holds_is_named_and_so_is_a_block_that_reaches_out():
         shared_out([meta(6, 4)], [[(0, rows(0, 2))], []])
     with pytest.raises(ManifestError, match=r"rank 1 holds elements \[0:7, 0:4\] of 'w'"):
         shared_out([meta(6, 4)], [[(0, rows(0, 6))], [(0, rows(0, 7))]])
-
-
-def test_blocks_that_overlap_here_and_leave_a_hole_there_are_not_gathered():
-    ends = [((0, 0), (4, 1)), ((0, 1), (1, 4)), ((1, 1), (2, 3)), ((2, 0), (3, 4)), ((3, 1), (4, 4))]
-    blocks = [Block(*both) for both in ends]
-    assert sum(block.numel for block in blocks) == 16
-    with pytest.raises(ManifestError, match="that overlap"):
-        next(gathered([meta(4, 4)], lambda: (Shard(meta(4, 4), block, None) for block in blocks)))

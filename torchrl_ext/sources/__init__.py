@@ -1,1 +1,0 @@
-"""Sources for trainers that hold weights in forms of their own; nothing else imports them."""
