@@ -1,11 +1,8 @@
 """The options under the names that slime and vime gave them."""
 
 import argparse
-import threading
-from concurrent.futures import Future
 
 import pytest
-import torch
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
@@ -54,7 +51,6 @@ def test_engines_that_share_no_broadcast_are_named_with_both_remedies():
         ({"update_weight_transport": "sharded", "colocate": True}, "to engines on other devices"),
         ({"update_weight_transport": "sharded", "update_weight_disk_dir": "/s"}, "'sharded' writes no files"),
         ({"update_weight_disk_keep_files": True}, "writes no files"),
-        ({"custom_update_weight_post_write_path": "a.b"}, "writes no files"),
         (
             {"update_weight_local_checkpoint_dir": "/local"},
             "dir is set, and transport 'nccl' writes no files",
@@ -271,30 +267,3 @@ def test_updates_are_due_after_every_so_many_rollouts_or_whenever_the_trainer_en
         update_weights_interval=3, release_train=True, update_weight_transport="disk", update_weight_disk_dir="/s"
     )
     assert all(map(ends.due, range(4)))
-
-
-SEEN = []
-
-
-def told(args, version_dir, engines):
-    """slime's hook, of either kind."""
-    future = Future()
-    SEEN.append((args.extra, version_dir, engines, future))
-    threading.Timer(0.05, future.set_result, (None,)).start()
-    return future
-
-
-@pytest.mark.parametrize("mode", ["full", "delta"])
-def test_slimes_hook_is_called_in_its_own_words_and_its_future_is_waited_for(tmp_path, mode):
-    SEEN.clear()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--extra")
-    WeightUpdateConfig.add_arguments(parser)
-    line = f"--extra mine --update-weight-mode {mode} --update-weight-transport disk "
-    line += f"--update-weight-disk-dir {tmp_path} --custom-update-weight-post-write-path {__name__}.told"
-    config = WeightUpdateConfig.from_arguments(parser.parse_args(line.split()))
-    transport = config.make_transport()
-    transport.send_weights({"weight": torch.ones(3)})
-    ((extra, path, engines, future),) = SEEN
-    assert (extra, path, engines) == ("mine", f"{tmp_path}/weight_v000001", []) and future.done()
-    transport.shutdown()

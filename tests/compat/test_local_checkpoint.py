@@ -211,16 +211,6 @@ def test_without_a_base_only_full_versions_can_be_pulled(chain, root, local):
     assert same(read(local), own)
 
 
-def test_a_hook_is_called_before_anything_is_looked_for(chain, root, local):
-    base, history = chain
-    hidden, seen = root.rename(root.with_name("hidden")), []
-    kept = LocalCheckpoint(local, base)
-    kept.pull(str(root), 0, before=lambda *asked: seen.append(asked))
-    assert seen == []
-    kept.pull(str(root), 2, before=lambda *asked: seen.append(asked) or hidden.rename(root))
-    assert seen == [(str(root), 2)] and same(read(local), history[2])
-
-
 def test_several_pull_at_once_and_one_that_cannot_get_in_says_so(chain, root, local):
     base, history = chain
     with concurrent.futures.ThreadPoolExecutor() as threads:

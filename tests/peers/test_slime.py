@@ -49,14 +49,14 @@ def server(checkpoint):
 
 
 @contextmanager
-def trainer(slime, server, checkpoint, disk, local, encoding="xor", checksum="xxh3-128", hook=None):
+def trainer(slime, server, checkpoint, disk, local, encoding="xor", checksum="xxh3-128"):
     """A call that sets slime's weights, lets it update, and returns what it saw."""
     args = {
         "update_weight_disk_dir": str(disk),
         "update_weight_local_checkpoint_dir": str(local),
         "update_weight_delta_encoding": encoding,
         "update_weight_delta_checksum": checksum,
-        "custom_update_weight_post_write_path": hook,
+        "custom_update_weight_post_write_path": None,
         "hf_checkpoint": str(checkpoint),
     }
     told = json.dumps({"slime": str(slime), "url": server.url, "args": args})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from tests.transports.chains import checkpoint, folder, same, step, trainer_at, 
 from tests.transports.shard_ranks import Blocks, cut, in_parts
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.stores import LocalStore
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.weights.source import MappingSource
@@ -153,53 +151,6 @@ def test_a_chain_of_a_thousand_versions_is_joined_caught_up_and_followed(root, e
         if version in (1, 999, 1000):
             assert same(follower.receive_weights(WAIT_S), own)
     assert same(trainer_at(root).receive_weights(WAIT_S), own)
-
-
-def test_hooks_see_what_was_written_and_when_it_is_looked_for(root):
-    CALLS.clear()
-    trainer = trainer_at(root, post_write_hook=f"{__name__}:wrote")
-    reader = trainer_at(root, pre_read_hook=f"{__name__}:reads")
-    trainer.send_weights("policy", weights())
-    reader.receive_weights(WAIT_S)
-    assert [("wrote", str(root), "weight_v000001", b"1\n"), ("reads", str(root))] == CALLS
-
-
-def test_a_reader_that_waits_calls_its_hook_less_and_less_often(root, monkeypatch):
-    CALLS.clear()
-    reader, pauses = trainer_at(root, pre_read_hook=f"{__name__}:reads"), []
-    wait, here = threading.Event.wait, threading.current_thread()
-
-    def pause(stop, seconds=None):
-        if threading.current_thread() is not here:  # one that an earlier test left behind
-            return wait(stop, seconds)
-        pauses.append(seconds)
-        if len(pauses) == 12:
-            reader.abort()
-        return stop.is_set()
-
-    monkeypatch.setattr(threading.Event, "wait", pause)
-    assert reader.receive_weights(WAIT_S) is None
-    assert pauses == sorted(pauses) and pauses[-1] > 10 * pauses[0]
-    assert len(CALLS) == len(pauses)
-
-
-@pytest.mark.parametrize("hook", ["nowhere:nothing", "", ":", ".relative:name", "json:", "hook_that_raises:name"])
-def test_a_hook_that_cannot_be_imported_is_told_whatever_its_module_raises(root, tmp_path, monkeypatch, hook):
-    (tmp_path / "hook_that_raises.py").write_text("raise RuntimeError('no licence')")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="cannot be imported"):
-        trainer_at(root, post_write_hook=hook)
-
-
-CALLS = []
-
-
-def wrote(root, name):
-    CALLS.append(("wrote", root, name, LocalStore(root).get("latest")))
-
-
-def reads(root):
-    CALLS.append(("reads", root))
 
 
 class TestBase:

@@ -49,8 +49,6 @@ class TransportSettings(ConfigBase):  # type: ignore[misc]  # torchrl has no typ
     checksum: str | None = None
     adapter: bool | None = None
     seen_at: str | None = None
-    post_write_hook: Any = None
-    pre_read_hook: Any = None
     baseline_device: Any = None
     local_dir: str | None = None
     tiles: int | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +25,6 @@ from torchrl_ext.routes import merged
 from torchrl_ext.sync.inspection import inspect
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.types import Info
-from torchrl_ext.versions.hooks import PRE_READ_HOOK, read_hook
 from torchrl_ext.versions.others import local_checkpoint
 
 __all__ = ["WorkerEnd", "joined", "pull", "together", "words_of"]
@@ -225,17 +223,16 @@ class WorkerEnd:
 
 
 def pull(message: Pull, base: str | None) -> None:
-    """Update a checkpoint on this host to a published version, after running the environment's pre-read hook, if any.
+    """Update a checkpoint on this host to a published version.
 
     Args:
         message: the source, the version and the checkpoint directory.
         base: the checkpoint directory that the engine was started with.
 
     Raises:
-        WeightSyncError: as `LocalCheckpoint.pull`; or the hook cannot be imported.
+        WeightSyncError: as `LocalCheckpoint.pull`.
     """
-    before = read_hook(os.environ.get(PRE_READ_HOOK))
-    local_checkpoint(message.directory, base).pull(message.source, message.version, before=before)
+    local_checkpoint(message.directory, base).pull(message.source, message.version)
 
 
 def together(

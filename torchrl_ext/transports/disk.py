@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 from torch import Tensor
 
@@ -23,7 +23,6 @@ from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
 from torchrl_ext.versions.checkpoint_writer import FullWriter
-from torchrl_ext.versions.hooks import hook_at
 from torchrl_ext.versions.others import LocalCheckpoint, local_checkpoint
 
 __all__ = ["DiskTransport"]
@@ -53,7 +52,6 @@ class DiskTransport(StandaloneTransport):
         seen_at: path under which workers access ``root``, if it differs.
         adapter: publish PEFT adapters (``adapter_model.safetensors`` and ``adapter_config.json``) instead of whole
             checkpoints.
-        post_write_hook: as in `DeltaTransport`.
         local_dir: directory on each engine's host, to which a version is copied while the engine serves, and from which
             it is then loaded (`torchrl_ext.versions.others`); shared by all engines of a host. None loads from
             ``root``, as engines without our plugin always do.
@@ -81,14 +79,13 @@ class DiskTransport(StandaloneTransport):
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
         adapter: bool = False,
         seen_at: str | os.PathLike[str] | None = None,
-        post_write_hook: str | Callable[[str, str], Any] | None = None,
         local_dir: str | os.PathLike[str] | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
         self._store = LocalStore(root)
         self._versions = Chain(self._store)
-        self._keep_files, self._wrote = keep_files, hook_at(post_write_hook)
+        self._keep_files = keep_files
         self._seen_at = self._store.root if seen_at is None else Path(seen_at)
         self._local = None if local_dir is None else local_checkpoint(local_dir)
         self._full, self._adapter = FullWriter(shard_bytes, files, adapter=adapter), adapter
@@ -120,8 +117,6 @@ class DiskTransport(StandaloneTransport):
             else:
                 _, stats.bytes = self._full.write_part(draft, source, version, self._run_id, base)
         self._versions.advance(version)
-        if self._wrote is not None:
-            self._wrote(self.root, version_name(version))
         self._connected = True
         stats.spans.since("publish", began)
         return Handoff(info=self._info(version), served=self._prune, stats=stats)

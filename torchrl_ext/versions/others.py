@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -32,13 +32,12 @@ class LocalCheckpoint(Protocol):
 
     directory: Path
 
-    def pull(self, source: str, version: int, *, before: Callable[[str, int], None] | None = None) -> None:
+    def pull(self, source: str, version: int) -> None:
         """Bring the files to version ``version`` of the root ``source``.
 
         Args:
             source: the directory or URL under which versions lie.
             version: its number; 0 is the base.
-            before: called with source and version before anything is read.
 
         Raises:
             WeightSyncError: there is no such version, or it is damaged; the directory cannot be used.

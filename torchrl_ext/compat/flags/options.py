@@ -10,15 +10,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchrl_ext.compat.slime.current import CHECKSUMS
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import transports
-from torchrl_ext.versions.hooks import hook_at
 
 if TYPE_CHECKING:
     from torchrl_ext.types import EngineInfo
@@ -31,7 +29,6 @@ _DEFAULTS = {"update_weight_encoding": "auto", "update_weight_disk_keep_files": 
 _FLAGS: Mapping[str, dict[str, Any]] = {
     "int": {"type": int}, "float": {"type": float}, "bool": {"action": "store_true"}, "tuple[str, ...]": {"nargs": "+"},
 }  # fmt: skip
-_HOOK_S = 3600.0
 
 
 class TransportConfig(NamedTuple):
@@ -94,12 +91,6 @@ class WeightUpdateConfig:
     update_weight_disk_keep_files: bool = _option(None, "keep versions that every engine has loaded")
     update_weight_delta_dir: str | None = _also("update_weight_disk_dir", " (slime's earlier one)")
     update_weight_delta_keep_files: bool | None = _also("update_weight_disk_keep_files", " (slime's earlier one)")
-    custom_update_weight_post_write_path: str | None = _option(
-        None, "module.function to call with (args, version_dir, []) when the files of a version are complete"
-    )
-    custom_delta_pre_push_path: str | None = _also(
-        "custom_update_weight_post_write_path", " (slime's earlier one); the function may return a Future"
-    )
     update_weights_interval: int = _option(1, "rollouts per update; config.due(rollout) says whether one is due")
     release_train: bool = _option(
         False, "the trainer process ends after each update: every update is due, as a full version on disk"
@@ -128,9 +119,6 @@ class WeightUpdateConfig:
     colocate: bool = _option(
         False, "trainer and engines share their devices: full updates go by memory handles; refused with delta"
     )
-
-    arguments: ClassVar[argparse.Namespace | None] = None
-    """The namespace passed to `from_arguments`, for hooks."""
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
@@ -180,7 +168,7 @@ class WeightUpdateConfig:
             "transport 'disk' has no directory",
             "set update_weight_disk_dir to one that both sides see",
         )
-        files = ["update_weight_disk_dir", "update_weight_disk_keep_files", "custom_update_weight_post_write_path"]
+        files = ["update_weight_disk_dir", "update_weight_disk_keep_files"]
         for name in files if delta else [*files, "update_weight_local_checkpoint_dir"]:
             yield (
                 not disk and bool(getattr(self, name)),
@@ -254,7 +242,6 @@ class WeightUpdateConfig:
                 "root": self.update_weight_disk_dir,
                 "keep_files": self.update_weight_disk_keep_files,
                 "shard_bytes": size,
-                "post_write_hook": self._hook(),
             }
         elif delta:
             settings["carrier"] = "collective"
@@ -268,20 +255,6 @@ class WeightUpdateConfig:
                 settings["settings"] = {"link_bytes_s": self.update_weight_link_bytes_s}
         chosen = TransportConfig(name, {name: value for name, value in settings.items() if value is not None})
         return _broadcast_to(engines, chosen) if name == "collective" else chosen
-
-    def _hook(self) -> Callable[[str, str], None] | None:
-        """Adapt slime's hook, which may return a future, to the hooks of transports."""
-        hook = hook_at(self.custom_update_weight_post_write_path)
-        if hook is None:
-            return None
-        args = argparse.Namespace(**dataclasses.asdict(self)) if self.arguments is None else self.arguments
-
-        def wrote(root: str, name: str) -> None:
-            returned = hook(args, f"{root}/{name}", [])
-            if isinstance(returned, Future):
-                returned.result(_HOOK_S)
-
-        return wrote
 
     def make_transport(self, engines: Sequence[EngineInfo] = (), **settings: Any) -> Any:
         """Make the transport that these options describe.
@@ -311,9 +284,7 @@ class WeightUpdateConfig:
         """Make a config from parsed command-line options."""
         given: dict[str, Any] = {option.name: getattr(args, option.name) for option in dataclasses.fields(cls)}
         given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None}
-        made = cls(**given)
-        object.__setattr__(made, "arguments", args)
-        return made
+        return cls(**given)
 
 
 def _broadcast_to(engines: Sequence[EngineInfo], ours: TransportConfig) -> TransportConfig:

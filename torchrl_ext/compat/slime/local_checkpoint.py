@@ -68,14 +68,7 @@ class LocalCheckpoint:
         self._base = None if base is None or not os.path.isdir(base) else os.path.realpath(base)
         self._sync = self.directory / _SYNC
 
-    def pull(
-        self,
-        source: str,
-        version: int,
-        *,
-        before: Callable[[str, int], None] | None = None,
-        timeout_s: float = _LOCK_S,
-    ) -> None:
+    def pull(self, source: str, version: int, *, timeout_s: float = _LOCK_S) -> None:
         """Bring the files to a version: in place by what changed, else by a copy of a full one and the deltas after it.
 
         What the directory holds counts only where ``source`` does not say that another run published it.
@@ -83,8 +76,6 @@ class LocalCheckpoint:
         Args:
             source: the directory or URL under which versions lie, ``weight_v000005`` and so on.
             version: its number; 0 is the base.
-            before: called with source and version before anything is read, unless the version is 0; for mounts that
-                have to be told to look again.
             timeout_s: how long to wait for others who change the directory, in seconds.
 
         Raises:
@@ -95,8 +86,6 @@ class LocalCheckpoint:
             ManifestError: a delta belongs to another model.
         """
         self._refuse(source)
-        if version and before is not None:
-            before(source, version)
         with self._locked(timeout_s):
             store, held = open_store(source), self._held()
             try:

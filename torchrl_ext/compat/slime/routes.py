@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
@@ -31,7 +30,6 @@ from torchrl_ext.messages import Pull
 from torchrl_ext.sync.published import DiskLoads, ReloadableEngine
 from torchrl_ext.sync.worker_end import pull
 from torchrl_ext.types import Info, decoded
-from torchrl_ext.versions.hooks import PRE_READ_HOOK
 
 __all__ = ["PATHS", "VIMES_ARGUMENTS", "SlimeEngine", "Step", "answered", "handler", "pull_for_vime", "steps_of"]
 
@@ -39,7 +37,7 @@ log = logging.getLogger("torchrl_ext")
 
 Step = Callable[[Info], Info | None]
 PATHS = ("/pull_weights", "/update_weights_from_disk")
-VIMES_ARGUMENTS = ("local_checkpoint_dir", "source_dir", "target_version", "pre_read_hook")
+VIMES_ARGUMENTS = ("local_checkpoint_dir", "source_dir", "target_version")
 """Arguments of the worker's method ``pull_weights`` of vime's vLLM, in order."""
 
 
@@ -111,13 +109,6 @@ def pull_for_vime(told: Info, base: str | None) -> None:
         base: the checkpoint that the engine was started with.
 
     Raises:
-        WeightSyncError: see `torchrl_ext.sync.worker_end.pull`; or the call names code for the engine to run.
+        WeightSyncError: see `torchrl_ext.sync.worker_end.pull`.
     """
-    hook = told.get("pre_read_hook")
-    if hook is not None and hook != os.environ.get(PRE_READ_HOOK):
-        raise ConfigError(
-            f"the call names a hook {hook!r:.80}, which is not the one that the engine was started with",
-            state="nothing was read",
-            hint=f"start the engine with {PRE_READ_HOOK}={hook!s:.80}",
-        )
     pull(Pull.of(told), base)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 from torch import Tensor
 
@@ -24,7 +23,6 @@ from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation
 from torchrl_ext.transports.standalone import Mailbox
 from torchrl_ext.types import Info, Wire
 from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.hooks import PRE_READ_HOOK, read_hook
 from torchrl_ext.versions.open_route import OpenRoute
 from torchrl_ext.versions.others import view_of
 from torchrl_ext.versions.reader import ChainReader
@@ -69,7 +67,6 @@ class DeltaReader(WorkerEnd, Mailbox):
         store: holds the versions; in memory where a group brings them.
         base: the checkpoint that the worker holds already.
         local_dir: directory for copies.
-        hook: to call before a version is looked for; see `DeltaTransport`.
         group: brings the versions.
         copies: names the tensors of which whole copies are kept.
         slices: the blocks that are read of changes, by name.
@@ -81,12 +78,11 @@ class DeltaReader(WorkerEnd, Mailbox):
         base: str | None,
         local_dir: str | None,
         *,
-        hook: str | Callable[..., Any] | None = None,
         group: CollectiveWorker | None = None,
         copies: Callable[[str], bool] = lambda name: False,
         slices: Mapping[str, tuple[Block, ...]] | None = None,
     ) -> None:
-        self._store, self._hook = store, read_hook(hook)
+        self._store = store
         self._chain = Chain(store, view=view_of(store, base, settles=True))
         self._broadcast = None if group is None else Broadcast(group, store, self._chain)
         opener = self._broadcast.full.open if self._broadcast is not None else lambda *of: PublishedVersion(store, *of)
@@ -124,7 +120,6 @@ class DeltaReader(WorkerEnd, Mailbox):
             store,
             offer.base,
             offer.local_dir,
-            hook=os.environ.get(PRE_READ_HOOK) or None if group is None else None,
             group=group,
             copies=lambda name: offer.needs_base or here.copies(name),
             slices=here.slices,
@@ -174,7 +169,7 @@ class DeltaReader(WorkerEnd, Mailbox):
 
     def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
         before = 0 if received is None else received.version
-        for _ in self._looks(before + 1, within):
+        for _ in self._looks(within):
             version = self._reader.unseen(before)
             if version:
                 with suppress(FileNotFoundError):  # pruned meanwhile: a newer one is coming
@@ -195,7 +190,7 @@ class DeltaReader(WorkerEnd, Mailbox):
         within = within.within(VISIBLE_S) if self._broadcast is None else within.again()
         self._chain.known.clear()
         self._reader.remember(version)
-        for _ in self._looks(version, within):
+        for _ in self._looks(within):
             try:
                 self._chain.version(version)
                 return take()
@@ -212,13 +207,10 @@ class DeltaReader(WorkerEnd, Mailbox):
             hint="send the weights again",
         ) from missing
 
-    def _looks(self, version: int, within: Deadline) -> Iterator[None]:
-        """Yield whenever the store may have another version, until the deadline; the hook hears of ``version``."""
+    def _looks(self, within: Deadline) -> Iterator[None]:
+        """Yield whenever the store may have another version, until the deadline."""
         if self._broadcast is None:
-            for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
-                if self._hook is not None:
-                    self._hook(self._store.url, version)
-                yield
+            yield from within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S)
             return
         yield
         while self._broadcast.fetch(within):

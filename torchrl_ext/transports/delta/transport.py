@@ -6,7 +6,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.devices import usable_device
 from torchrl_ext.errors import ConfigError, TransportError
-from torchrl_ext.stores import Store, open_store, version_name
+from torchrl_ext.stores import Store, open_store
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.delta_manifest import BLOCKS, DeltaManifest
@@ -33,7 +33,6 @@ from torchrl_ext.transports.shared_root import SharedRoot
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.versions.checkpoint_writer import FullWriter
-from torchrl_ext.versions.hooks import hook_at
 from torchrl_ext.versions.others import view_of
 from torchrl_ext.versions.shards.copies import RankCopies, steps
 from torchrl_ext.versions.shards.own import OwnBlocks
@@ -67,10 +66,6 @@ class DeltaTransport(StandaloneTransport):
         storage_options: settings of the fsspec filesystem behind a URL; workers do not receive them.
         checksum: checksum of tensors in files of the encodings ``"xor"`` and ``"overwrite"``: ``"xxh3-128"``,
             ``"blake3"``, ``"adler32"`` or ``"sha256"``.
-        post_write_hook: function, or ``"module:function"``, to call with the root and the name of a complete version.
-        pre_read_hook: function to call with the root, and a version if it takes two arguments, before a reader looks
-            for a version. A worker in an engine uses its environment variable ``TORCHRL_EXT_PRE_READ_HOOK``, never the
-            trainer's setting.
         baseline_device: where the trainer keeps the newest version's tensors, on which deltas build: None for host
             memory (pinned if the weights are on a GPU); or ``"cuda"``, which needs the model's size on the GPU a second
             time, and saves a copy of the whole model to the GPU for every version.
@@ -92,7 +87,7 @@ class DeltaTransport(StandaloneTransport):
 
     Raises:
         ConfigError: the encoding is unknown (the message lists all) or does not take ``settings``; the carrier is
-            unknown; there is a root or a hook with carrier ``"collective"``, or no root with ``"disk"``; or
+            unknown; there is a root with carrier ``"collective"``, or no root with ``"disk"``; or
             ``by_shard`` or ``tiles`` does not support the carrier or the encoding.
 
     Example:
@@ -123,8 +118,6 @@ class DeltaTransport(StandaloneTransport):
         settings: Mapping[str, Any] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         checksum: str = "xxh3-128",
-        post_write_hook: str | Callable[[str, str], Any] | None = None,
-        pre_read_hook: str | Callable[..., Any] | None = None,
         baseline_device: Any = None,
         local_dir: str | os.PathLike[str] | None = None,
         tiles: int = 1,
@@ -145,8 +138,6 @@ class DeltaTransport(StandaloneTransport):
                 "carrier 'disk' needs a root" if root is None else "carrier 'collective' takes no root",
                 expected="root= for files that both sides see, or carrier='collective' without one",
             )
-        if carrier == "collective" and (post_write_hook or pre_read_hook):
-            raise ConfigError("hooks are for files that both sides see", hint="leave them out, or take carrier='disk'")
         if keyframe_every < 0:
             raise ConfigError(
                 f"keyframe_every is {keyframe_every}", expected="a number of versions, or 0 for no further keyframes"
@@ -183,7 +174,6 @@ class DeltaTransport(StandaloneTransport):
             self._store, self._full = open_store(root, storage_options), FullWriter(shard_bytes, files)
         self.root = self._store.url
         self._shared = SharedRoot(self._store, run_id)
-        self._wrote, self._before_read = hook_at(post_write_hook), pre_read_hook
         self._base = None if base is None else os.path.abspath(local_checkpoint(base))
         self._local_dir = None if local_dir is None else os.path.abspath(local_dir)
         self._chain = Chain(self._store, view=view_of(self._store, self._base, settles=True))
@@ -273,8 +263,6 @@ class DeltaTransport(StandaloneTransport):
             self._writer.forget()
             self._shared.moved()
         delta = self._writer.publish(update.source, update.version)
-        if self._wrote is not None:
-            self._wrote(self.root, version_name(update.version))
         self._connected = True
         if delta is not None:
             elements = sum(map(math.prod, map(attrgetter("shape"), update.params)))
@@ -344,7 +332,6 @@ class DeltaTransport(StandaloneTransport):
             self._store,
             self._base,
             self._local_dir,
-            hook=self._before_read,
             group=None if self._group is None else CollectiveWorker(self._group.member),
             copies=lambda name: True,  # what is returned is whole, so the copy to which changes are applied is here
         )
