@@ -22,9 +22,6 @@ EXTRAS = {
     "prometheus": ["prometheus_client>=0.20"],
     "opentelemetry": ["opentelemetry-api>=1.20"],
     "plot": ["matplotlib>=3.8"],
-    # for torch without CUDA or with CUDA 12, and brings nothing but itself; with CUDA 13, install nixl-cu13 by its name.
-    # The package `nixl` itself would bring both, with CUDA's libraries
-    "nixl": ['nixl-cu12>=1.5; platform_system == "Linux"'],
     "router": ["vllm-router>=0.1.17"],  # vLLM's; a job that starts its own routers needs it
     "vllm": ["vllm>=0.31"],  # a CUDA build; `torchrl-ext serve vllm` installs the CPU one by itself
     "sglang": ["sglang>=0.5.19"],  # likewise: `torchrl-ext serve sglang`
@@ -39,7 +36,6 @@ EXTRAS["test"] = [
     "pytest-timeout>=2.3", "pytest-xdist>=3.5", "pytest-cov>=5", "hypothesis>=6.100", "psutil>=5.9", "httpx>=0.27",
     "moto[server]>=5",
     'triton>=3.6; platform_system == "Linux"',  # its interpreter and compiler need no GPU
-    'nixl-cu12>=1.5; platform_system == "Linux" and platform_machine == "x86_64"',  # 69 MB
 ]  # fmt: skip
 
 setup(

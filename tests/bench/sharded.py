@@ -247,8 +247,6 @@ def _follow(case: Case, worker: int) -> dict[str, Any]:
             "backend": "gloo",
             "timeout_s": TIMEOUT_S,
         }
-        if way == "sharded":
-            offer |= {"carrier": "group", "bucket_bytes": case.bucket_bytes}
         return transports.load(way).join(offer, here, Deadline(TIMEOUT_S, "the trainer"))
 
     def take(way: str, end: Any) -> None:

@@ -1,4 +1,4 @@
-"""What every carrier promises: bytes from rank to rank in the order of each pair, and an end to every wait."""
+"""What a group promises: bytes from rank to rank in the order of each pair, and an end to every wait."""
 
 from __future__ import annotations
 
@@ -18,37 +18,24 @@ from hypothesis import strategies as st
 
 from tests.processes import calling, finished, running_python
 from tests.transports.members import SHORT_S, WAIT_S, beside, stop
-from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
+from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.serving.processes import free_port
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership
-from torchrl_ext.transports.group.process_group import Group
-from torchrl_ext.transports.sharded import nixl
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
 RANKS = 3
 
 
-def installed():
-    try:
-        return nixl.load_nixl() is not None
-    except ConfigError:
-        return False
-
-
-NIXL = pytest.param("nixl", marks=pytest.mark.skipif(not installed(), reason="pip install 'torchrl_ext[nixl]'"))
-BACKENDS = ["gloo", NIXL]
-
-
-def membership(port, backend, timeout_s=WAIT_S):
-    return Membership("127.0.0.1", port, "", device=CPU, backend=backend, timeout_s=timeout_s)
+def membership(port, timeout_s=WAIT_S):
+    return Membership("127.0.0.1", port, "", device=CPU, backend="gloo", timeout_s=timeout_s)
 
 
 @contextmanager
-def carriers(backend, size=RANKS, timeout_s=WAIT_S):
+def carriers(size=RANKS, timeout_s=WAIT_S):
     """The ends of a group, all of them in this process."""
     port = free_port()
-    members = [membership(port, backend, timeout_s) for _ in range(size)]
+    members = [membership(port, timeout_s) for _ in range(size)]
     host = [lambda: members[0].host(STANDALONE_GROUP, size, ())]
     enter = [lambda rank=rank: members[rank].enter(STANDALONE_GROUP, rank, size, ()) for rank in range(1, size)]
     try:
@@ -59,16 +46,11 @@ def carriers(backend, size=RANKS, timeout_s=WAIT_S):
             member.close()
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
-def group(request):
+@pytest.fixture(scope="module")
+def group():
     """A group that no test breaks."""
-    with carriers(request.param) as ends:
+    with carriers() as ends:
         yield ends
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request):
-    return request.param
 
 
 def filled(nbytes, seed):
@@ -119,8 +101,8 @@ def test_every_byte_arrives_in_order_and_is_counted_once_in_whatever_order_ranks
 # failures
 
 
-def test_a_peer_that_does_not_come_is_named_at_the_deadline(backend):
-    with carriers(backend, timeout_s=SHORT_S) as (first, _, third):
+def test_a_peer_that_does_not_come_is_named_at_the_deadline():
+    with carriers(timeout_s=SHORT_S) as (first, _, third):
         work, back = first.send(filled(MIB, 0), 2), third.receive(blank(MIB), 1)
         late = beside(lambda: first.wait(work), lambda: third.wait(back))
         assert [type(one) for one in late] == [DeadlineError, DeadlineError]
@@ -129,8 +111,8 @@ def test_a_peer_that_does_not_come_is_named_at_the_deadline(backend):
             end.sever()
 
 
-def test_an_abort_ends_waits_of_other_threads_and_those_of_peers(backend):
-    with carriers(backend) as (first, second, third):
+def test_an_abort_ends_waits_of_other_threads_and_those_of_peers():
+    with carriers() as (first, second, third):
         works = [(first, first.receive(blank(MIB), 1)), (first, first.send(filled(40 * MIB, 0), 2))]
         works += [(second, second.receive(blank(MIB), 0)), (third, third.send(filled(40 * MIB, 0), 1))]
         waiting = threading.Barrier(len(works) + 1)
@@ -160,9 +142,9 @@ def test_an_abort_ends_waits_of_other_threads_and_those_of_peers(backend):
                 call()
 
 
-def peer(backend, port, role):
+def peer(port, role):
     """Rank 1, which stops in the middle of a transfer, and says so."""
-    member = membership(port, backend)
+    member = membership(port)
     member.enter(STANDALONE_GROUP, 1, 2, ())
     group = member.carrier()
     group.wait(group.receive(blank(MIB), 0))
@@ -172,11 +154,10 @@ def peer(backend, port, role):
 
 
 @pytest.mark.parametrize("role", ["receiver", "sender"])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_peer_that_is_killed_in_the_middle_is_named_long_before_the_deadline(backend, role):
+def test_a_peer_that_is_killed_in_the_middle_is_named_long_before_the_deadline(role):
     port = free_port()
-    member = membership(port, backend)
-    with running_python(calling(peer, backend, port, role)) as child:
+    member = membership(port)
+    with running_python(calling(peer, port, role)) as child:
         member.host(STANDALONE_GROUP, 2, ())
         group = member.carrier()
         group.wait(group.send(filled(MIB, 0), 1))
@@ -193,8 +174,8 @@ def test_a_peer_that_is_killed_in_the_middle_is_named_long_before_the_deadline(b
         member.close()
 
 
-def leaves(backend, how):
-    with carriers(backend, size=2) as (first, _):
+def leaves(how):
+    with carriers(size=2) as (first, _):
         works = [first.send(blank(64 * MIB), 1), first.receive(blank(8), 1)]  # noqa: F841 - kept, and never waited for
         print("left", flush=True)
         if how == "exit":
@@ -202,32 +183,13 @@ def leaves(backend, how):
 
 
 @pytest.mark.parametrize(("how", "status"), [("exit", 3), ("close", 0)])
-def test_a_process_that_leaves_transfers_half_way_ends_in_peace(backend, how, status):
-    done = finished(calling(leaves, backend, how))
+def test_a_process_that_leaves_transfers_half_way_ends_in_peace(how, status):
+    done = finished(calling(leaves, how))
     assert (done.stdout, done.returncode) == ("left\n", status), done.stderr[-2000:]
 
 
-# one of them alone
-
-
-@pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_nixl_refuses_a_transfer_whose_ends_have_different_sizes(backend):
-    with carriers(backend, size=2) as (first, second):
-        works = [(first, first.send(blank(10), 1)), (second, second.receive(blank(8), 0))]
-        sent, received = beside(*(lambda one=one: one[0].wait(one[1]) for one in works), second.sever)[:2]
-        assert isinstance(sent, TransportError)
-        assert isinstance(received, TransportError)
-
-
-def test_without_nixl_its_group_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(nixl, "_MODULES", ("no_such_module",))
-    with pytest.raises(ConfigError, match=r"pip install 'torchrl_ext\[nixl\]'"):
-        nixl.load_nixl()
-
-
-def test_a_group_over_gloo_carries_and_broadcasts_in_between():
-    with carriers("gloo", size=2) as ends:
-        assert all(type(end) is Group for end in ends)
+def test_a_group_carries_and_broadcasts_in_between():
+    with carriers(size=2) as ends:
         sent, outs = filled(MIB, 1), [blank(MIB) for _ in range(3)]
 
         def run(end, flats):

@@ -36,8 +36,7 @@ from torchrl_ext.transports.group import notes as notes_module
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership, Note, host
 from torchrl_ext.transports.group.meeting import enter as enter_room
 from torchrl_ext.transports.group.notes import NOTE_BYTES, HostedNotes, RemoteNotes
-from torchrl_ext.transports.group.peers import Seat
-from torchrl_ext.transports.group.process_group import Group, form_group
+from torchrl_ext.transports.group.process_group import Group, Seat, form_group
 from torchrl_ext.transports.links import Link
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import as_source

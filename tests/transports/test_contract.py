@@ -141,9 +141,6 @@ REFUSED = {
         {"rank": 2, "world_size": 2},
     ],
     "sharded": [
-        {"carrier": "post"},
-        {"carrier": "nixl", "backend": "gloo"},
-        {"backend": "nixl"},
         {"bucket_bytes": 0},
         {"worker": 2, "workers": 2},
     ],

@@ -5,7 +5,6 @@ Ranks are processes; the engines (`tests.transports.sharded_engine`) have two wo
 
 from __future__ import annotations
 
-import importlib.util
 from contextlib import contextmanager
 from functools import partial
 
@@ -70,9 +69,8 @@ def sending(rank, served, dtype=None, **settings):
 
 @on_ranks(2, 4)
 def test_every_worker_gets_its_slices_and_no_more(rank, world, folder):
-    carrier = "nixl" if world == 2 and importlib.util.find_spec("nixl_cu12") else "group"
     made, served = fsdp_policy(), Served()
-    with sending(rank, [served], carrier=carrier) as sender:
+    with sending(rank, [served]) as sender:
         sender.register_model(made)
         for version, only in enumerate((None, None, {"1.weight", "2.bias"}, None, {"3.weight"}), 1):
             before = expected(made)

@@ -19,8 +19,7 @@ from torchrl_ext.transports.collective.stream import BUCKET_BYTES, Incoming
 from torchrl_ext.transports.group import handoffs
 from torchrl_ext.transports.group.backends import choose_backend
 from torchrl_ext.transports.group.handoffs import GroupLoad, GroupMailbox, GroupWorker
-from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership, Offer
-from torchrl_ext.transports.group.peers import Member
+from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Member, Membership, Offer
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import Count, Info, ParamMeta

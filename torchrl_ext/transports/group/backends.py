@@ -20,9 +20,7 @@ from torchrl_ext.errors import ConfigError, TransportError, WeightSyncError
 from torchrl_ext.transports.group.calls import in_time
 from torchrl_ext.transports.group.notes import NoteStore
 
-__all__ = ["BACKENDS", "GLOO_DEVICES", "GroupStore", "choose_backend", "gloo_options", "nccl_options"]
-
-BACKENDS = ("gloo", "nccl")
+__all__ = ["GLOO_DEVICES", "GroupStore", "choose_backend", "gloo_options", "nccl_options"]
 
 GLOO_DEVICES = 2
 """Each gloo device has one thread that moves bytes; two of them carry 1.6 times as much as one."""
@@ -33,21 +31,18 @@ _NEVER = timedelta(days=365)
 _LOOK_UP_S = 10.0
 
 
-def choose_backend(
-    device: torch.device | str | int | None, backend: str | None, known: Sequence[str] = BACKENDS
-) -> tuple[torch.device, str]:
+def choose_backend(device: torch.device | str | int | None, backend: str | None) -> tuple[torch.device, str]:
     """Return the device of the tensors that travel, and their backend: gloo on the CPU, NCCL on CUDA.
 
     Args:
         device: by default the current CUDA device, or the CPU without one or with gloo.
-        backend: one of ``known``; by default gloo or NCCL.
-        known: backends that will do.
+        backend: ``"gloo"`` or ``"nccl"``; by default that of the device.
 
     Raises:
         ConfigError: no such backend, or one that cannot move tensors of this device; or there is no such device.
     """
-    if backend is not None and backend not in known:
-        raise ConfigError(f"there is no collective backend {backend!r}", expected=" or ".join(map(repr, known)))
+    if backend not in (None, "gloo", "nccl"):
+        raise ConfigError(f"there is no collective backend {backend!r}", expected="'gloo' or 'nccl'")
     if device is None:
         device = "cuda" if backend != "gloo" and torch.cuda.is_available() else "cpu"
     chosen = known_device(device) if backend == "gloo" else usable_device(device)

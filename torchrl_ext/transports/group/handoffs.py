@@ -12,8 +12,8 @@ from torch import Tensor
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import NotConnectedError, TransportError, WeightSyncError, why
 from torchrl_ext.transports.base import Arrival, WorkerEnd
-from torchrl_ext.transports.group.meeting import LAST_WORDS_S, LOOK_S
-from torchrl_ext.transports.group.peers import Member, PeerGroup
+from torchrl_ext.transports.group.meeting import LAST_WORDS_S, LOOK_S, Member
+from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.standalone import Mailbox
 from torchrl_ext.types import Count, Params, Wire
 
@@ -23,13 +23,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-def acknowledge(group: PeerGroup, handoff: int, answer: int | str) -> None:
+def acknowledge(group: Group, handoff: int, answer: int | str) -> None:
     """Tell the trainer how many bytes of a handoff came from rank to rank, or why it was refused (worker end)."""
     group.acknowledged = handoff
     group.notes.put(f"{group.generation}/arrived/{handoff}/{group.rank}", answer)
 
 
-def await_workers(group: PeerGroup, handoff: int) -> dict[int, Any]:
+def await_workers(group: Group, handoff: int) -> dict[int, Any]:
     """Wait for each worker's answer to the handoff: bytes where it was taken, else why not (trainer end).
 
     Raises:
@@ -54,7 +54,7 @@ def await_workers(group: PeerGroup, handoff: int) -> dict[int, Any]:
     return answers
 
 
-def refused(group: PeerGroup, version: int, answers: Mapping[int, Any]) -> TransportError:
+def refused(group: Group, version: int, answers: Mapping[int, Any]) -> TransportError:
     """Return the error that names the workers that have every byte but could not load them, and why (trainer end)."""
     refusals = "; ".join(f"{group.call([rank])}: {words}" for rank, words in answers.items() if words)
     return TransportError(
@@ -63,7 +63,7 @@ def refused(group: PeerGroup, version: int, answers: Mapping[int, Any]) -> Trans
     )
 
 
-def sending_failed(group: PeerGroup, handoff: int, version: int, error: WeightSyncError) -> WeightSyncError:
+def sending_failed(group: Group, handoff: int, version: int, error: WeightSyncError) -> WeightSyncError:
     """Return the trainer's ``error`` again, with the ranks that are silent and the words of the others."""
     answers, silent = {}, []
     if not group.stop.is_set():
@@ -83,7 +83,7 @@ def sending_failed(group: PeerGroup, handoff: int, version: int, error: WeightSy
     )
 
 
-def receiving_failed(group: PeerGroup, handoff: int, version: int, error: WeightSyncError) -> WeightSyncError:
+def receiving_failed(group: Group, handoff: int, version: int, error: WeightSyncError) -> WeightSyncError:
     """Tell the trainer of the worker's ``error``, and return it again with the words of the trainer."""
     try:
         group.notes.patience_s = LAST_WORDS_S
@@ -158,12 +158,12 @@ class GroupMailbox(Mailbox):
         return Arrival(version=note.version, params=group.params, info=info)
 
 
-def _key(group: PeerGroup, number: int) -> str:
+def _key(group: Group, number: int) -> str:
     return f"{group.generation}/announced/{number}"
 
 
 @contextmanager
-def _reading(group: PeerGroup) -> Iterator[None]:
+def _reading(group: Group) -> Iterator[None]:
     """Sever the group where a worker cannot read what the trainer says, which waits for it and so hears why."""
     try:
         yield
@@ -220,7 +220,7 @@ class GroupWorker(GroupMailbox, WorkerEnd):
         next(pairs)  # from here on the handoff is taken or refused, also by a loader that asks for nothing
         return pairs
 
-    def _begin(self, arrival: Arrival, into: Mapping[str, Tensor]) -> tuple[PeerGroup, GroupLoad, _Incoming]:
+    def _begin(self, arrival: Arrival, into: Mapping[str, Tensor]) -> tuple[Group, GroupLoad, _Incoming]:
         group = self.member.carrier()
         with _reading(group):
             load = self.load.from_json(arrival.info, f"the handoff of weights version {arrival.version}")
@@ -231,7 +231,7 @@ class GroupWorker(GroupMailbox, WorkerEnd):
                 )
             return group, load, self.incoming(group, load, arrival, into)
 
-    def _receiving(self, arrival: Arrival, group: PeerGroup, load: GroupLoad, incoming: _Incoming) -> Iterator[Any]:
+    def _receiving(self, arrival: Arrival, group: Group, load: GroupLoad, incoming: _Incoming) -> Iterator[Any]:
         """Yield None once the handoff has begun, and then its pairs."""
         name, answered, before = None, False, group.received.total()
         try:
@@ -255,7 +255,7 @@ class GroupWorker(GroupMailbox, WorkerEnd):
         """Receive and drop a version that cannot land here, and tell the trainer why."""
         self._drain(*self._begin(arrival, {}), why(error))
 
-    def _drain(self, group: PeerGroup, load: GroupLoad, incoming: _Incoming, words: str) -> None:
+    def _drain(self, group: Group, load: GroupLoad, incoming: _Incoming, words: str) -> None:
         """Receive and drop the rest of a handoff, so that the group stays in step, and tell the trainer why."""
         if not group.alive:  # nothing comes; the interpreter may be ending, which closes iterators left half-way
             return

@@ -8,10 +8,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import uuid
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import torch
@@ -19,15 +22,14 @@ import torch
 from torchrl_ext import errors
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, NotConnectedError, TransportError
-from torchrl_ext.transports.group.backends import BACKENDS, choose_backend
+from torchrl_ext.transports.group.backends import choose_backend
 from torchrl_ext.transports.group.notes import HostedNotes, NoteStore, RemoteNotes
-from torchrl_ext.transports.group.peers import Member, PeerGroup, Seat, severed
-from torchrl_ext.transports.group.process_group import form_group
+from torchrl_ext.transports.group.process_group import Group, Seat, form_group, severed
 from torchrl_ext.transports.links import ranks_text
 from torchrl_ext.types import Count, ParamMeta, Params, Port, Seconds, Text, Wire, is_loopback
 
 __all__ = [
-    "LAST_WORDS_S", "LOOK_S", "STANDALONE_GROUP", "Membership", "Note", "Offer", "enter", "host",
+    "LAST_WORDS_S", "LOOK_S", "STANDALONE_GROUP", "Member", "Membership", "Note", "Offer", "enter", "host",
 ]  # fmt: skip
 
 log = logging.getLogger("torchrl_ext")
@@ -71,15 +73,56 @@ class Offer(Wire, frozen=True, kw_only=True):
     backend: Text
     timeout_s: Seconds
 
-    def member(self, backends: Sequence[str] = BACKENDS) -> Membership:
+    def member(self) -> Membership:
         """Return the membership of a worker that takes the offer.
 
         Raises:
-            ConfigError: its backend is none of ``backends``, or cannot be used here.
+            ConfigError: its backend cannot be used here.
         """
-        device, backend = choose_backend("cpu" if self.backend == "gloo" else None, self.backend, backends)
+        device, backend = choose_backend("cpu" if self.backend == "gloo" else None, self.backend)
         where = (self.master_address, self.master_port, self.secret)
         return Membership(*where, device=device, backend=backend, timeout_s=self.timeout_s)
+
+
+class Member(ABC):
+    """One rank's place in one group after the other.
+
+    Attributes:
+        stop: set by another thread to end every wait.
+    """
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+        self._group: Group | None = None
+
+    def under(self, within: Deadline) -> None:
+        """End every wait of the next step, here and in the group, when ``within`` is stopped."""
+        self.stop = within.stop
+        if self._group is not None:
+            self._group.stop = within.stop
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a group that can be used."""
+        return self._group is not None and self._group.alive
+
+    def carrier(self) -> Any:
+        """Return the current group, of the class that this place forms.
+
+        Raises:
+            NotConnectedError: there is none, or it was closed.
+        """
+        if self._group is None or not self._group.alive:
+            closed = "" if self._group is None else ": its group was closed after a failure"
+            raise NotConnectedError(
+                f"this end of the transport is not connected{closed}",
+                hint="call init_all_workers_group on every rank at the same time, or connect through a sender",
+            )
+        return self._group
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group, and end every wait in it. May be called twice."""
 
 
 class Membership(Member):
@@ -89,7 +132,7 @@ class Membership(Member):
         address, port: where workers reach the trainer's notes.
         secret: of trainer and workers; "" lets in whoever finds the port, unless a control layer passes on one that
             the trainer makes.
-        device, backend: of the groups; the backend is ``"gloo"``, ``"nccl"`` or ``"nixl"``.
+        device, backend: of the groups; the backend is ``"gloo"`` or ``"nccl"``.
         timeout_s: deadline of every wait, in seconds.
     """
 
@@ -177,7 +220,7 @@ class Membership(Member):
         self.leave()
         self._end_notes()
 
-    def _await_others(self, group: PeerGroup) -> None:
+    def _await_others(self, group: Group) -> None:
         """Wait until every worker has answered to the handoff that this one answered to.
 
         Its connections close, by which workers that still receive see the group broken: they cannot tell a rank that
@@ -193,12 +236,7 @@ class Membership(Member):
     def _form(self, notes: NoteStore, generation: str, rank: int, peers: dict[int, str]) -> None:
         seat = Seat(notes, generation, rank, peers, self.device, self._deadline())
         try:
-            if self.backend == "nixl":
-                from torchrl_ext.transports.sharded.nixl import NixlGroup
-
-                self._group = NixlGroup(seat)
-            else:
-                self._group = form_group(seat, self.backend)
+            self._group = form_group(seat, self.backend)
         except (TransportError, DeadlineError) as error:
             raise type(error)(
                 f"rank {rank} could not form a {self.backend} group of {len(peers)}: {error.what}",
@@ -237,7 +275,7 @@ class Note(Wire, frozen=True, kw_only=True):
         world_size: number of ranks that it expects; None leaves that to the trainer.
         process: how to call its process in a message.
         params: the parameters that it expects to be moved; empty for any.
-        backend: ``"gloo"``, ``"nccl"`` or ``"nixl"``.
+        backend: ``"gloo"`` or ``"nccl"``.
         settings: variables of its environment on which ranks must agree, and None for those that are not set.
         token: names the note in which the trainer answers.
     """

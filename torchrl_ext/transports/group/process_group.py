@@ -5,16 +5,17 @@ Every `Group` is a generation of its own, so that a failed one leaves nothing be
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
-from threading import Event
 from typing import Any, final
 
 import torch
@@ -22,13 +23,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import TransportError
+from torchrl_ext.errors import NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.transports.group.backends import GLOO_DEVICES, GroupStore, gloo_options, nccl_options
-from torchrl_ext.transports.group.calls import made_in_time, run_beside, sever_at_exit, wait_for_at_exit
-from torchrl_ext.transports.group.peers import ALL, Move, PeerGroup, Seat
+from torchrl_ext.transports.group.calls import brief, made_in_time, run_beside, sever_at_exit, wait_for_at_exit
+from torchrl_ext.transports.group.notes import NoteStore
+from torchrl_ext.types import ParamMeta
 
-__all__ = ["Group", "form_group"]
+__all__ = ["Group", "Seat", "form_group", "severed"]
 
+_ALL = -1
+"""The peer of a broadcast."""
+_LOOK_S = 0.1
+_NEWS_S = 0.5
 _LATER_S = 5.0
 """Seconds by which the deadline of a thread comes after ours."""
 _SLICE_S = 0.1
@@ -37,6 +43,105 @@ _SLICE_BYTES = 8 << 20
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01
 _AT_ONCE = timedelta(milliseconds=1)
 _UNUSED_TAG = 1 << 20
+
+
+class Move:
+    """A transfer between this rank and a peer, or all of them.
+
+    Args:
+        flat: the memory, which is held until nothing uses it any more.
+        peer: the other rank, or `_ALL`.
+        sends: whether this rank sends.
+
+    Attributes:
+        nbytes: in all.
+        landed: bytes that are there.
+        failure: the error that ended the transfer, if it failed.
+        done: set once ``flat`` is free again, well or badly.
+        counted: whether its bytes are in the group's counters.
+    """
+
+    def __init__(self, flat: Tensor, peer: int, sends: bool) -> None:
+        self.flat: Tensor | None = flat
+        self.peer, self.sends, self.nbytes = peer, sends, flat.numel()
+        self.landed, self.counted = 0, False
+        self.failure: BaseException | None = None
+        self.done = threading.Event()
+
+    def arrives(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` until ``flat`` is free again, and return whether it is."""
+        return self.done.wait(seconds)
+
+    def end(self) -> None:
+        """Let go of the memory, and end the waits of other threads."""
+        self.flat = None
+        self.done.set()
+
+
+class _WorkMove(Move):
+    """A transfer that a work of torch's carries out: a broadcast, or any transfer over NCCL, in a block or by itself.
+
+    Attributes:
+        work: None until the block begins, and when it is done.
+        blocks: whether the work can be waited for; NCCL's wait only orders streams.
+    """
+
+    work: Any = None
+    blocks = False
+
+    def arrives(self, seconds: float) -> bool:
+        work = self.work
+        if work is None:
+            return self.done.wait(seconds)
+        if not self._completed(work, seconds):
+            return False
+        try:
+            work.wait()  # over NCCL it orders the current stream behind the work
+            self.landed = self.nbytes
+        except RuntimeError as error:
+            self.failure = error
+        self.end()
+        self.work = None
+        return True
+
+    def _completed(self, work: Any, seconds: float) -> bool:
+        """Return whether the work is done, well or badly, within ``seconds``."""
+        if self.blocks:
+            if not work.is_completed():
+                with suppress(RuntimeError):
+                    work.wait(timedelta(seconds=seconds))
+            return bool(work.is_completed())
+        turns = Deadline(seconds).pauses(shortest_s=_SHORTEST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+        return any(work.is_completed() for _ in turns)
+
+
+def severed(generation: str) -> str:
+    """Return the name of the note that says why a group was severed; the first reason stays.
+
+    A rank leaves one when it severs its end, and the trainer's notes leave one for a process whose connection closes.
+    """
+    return f"severed/{generation}"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of this process in a group that is formed.
+
+    Attributes:
+        notes: where the ranks meet.
+        generation: names the group; a new one each time.
+        rank: this process's.
+        peers: how to call the process of each rank, this one included, in a message.
+        device: where tensors must be.
+        within: deadline of forming the group; every later wait has as many seconds.
+    """
+
+    notes: NoteStore
+    generation: str
+    rank: int
+    peers: dict[int, str]
+    device: torch.device
+    within: Deadline
 
 
 def form_group(seat: Seat, backend: str) -> Group:
@@ -62,18 +167,41 @@ def form_group(seat: Seat, backend: str) -> Group:
 
 
 @final
-class Group(PeerGroup):
+class Group:
     """A process group of one generation of ranks: rank 0 broadcasts to all others, or one rank sends to another.
+
+    The n-th `receive` from a peer gets the bytes of the n-th `send` of that peer to this rank; both have the same size.
+    Any number of transfers may be in flight. Threads may share the group; the transfers of one pair count in the order
+    in which they were begun.
 
     Args:
         seat: of this process.
         pg: torch's backend object.
         backend: ``"gloo"`` or ``"nccl"``.
         store: held with it, since C++ does not keep the Python methods of a store.
+
+    Attributes:
+        notes, generation, rank, peers, device: as in `Seat`.
+        stop: set by another thread to end every wait.
+        timeout_s: deadline of every wait, in seconds.
+        alive: whether the group can be used.
+        world_size: number of ranks.
+        workers: ranks other than 0.
+        acknowledged: number of the handoff that this worker answered to last; 0 before the first.
+        announced, params: number of the last announcement, 0 before the first, and its parameters.
+        sent, received: bytes by peer, of the transfers that were waited for, as this end counts them.
     """
 
     def __init__(self, seat: Seat, pg: Any, backend: str, store: Any) -> None:
-        super().__init__(seat)
+        self.notes, self.generation, self.rank, self.peers = seat.notes, seat.generation, seat.rank, seat.peers
+        self.device, self.timeout_s, self.stop = seat.device, seat.within.timeout_s, seat.within.stop
+        self.world_size = len(seat.peers)
+        self.alive, self.workers, self.acknowledged, self.announced = True, range(1, len(seat.peers)), 0, 0
+        self.params: tuple[ParamMeta, ...] = ()
+        self.sent: Counter[int] = Counter()
+        self.received: Counter[int] = Counter()
+        self._reason, self._next_look = "", 0.0
+        self._lock = threading.RLock()
         self._held, self._store, self.backend = [pg], store, backend
         self._begun: deque[Any] = deque()  # works of torch's
         self._block: list[_WorkMove] | None = None
@@ -118,7 +246,7 @@ class Group(PeerGroup):
 
     def _follow(self, work: Any, flat: Tensor) -> Move:
         """Return the transfer of a work of torch's, which is held: a backend is destroyed only when nothing runs."""
-        move = _WorkMove(flat, ALL, self.rank == 0)
+        move = _WorkMove(flat, _ALL, self.rank == 0)
         move.work, move.blocks = work, self.backend == "gloo"
         with self._lock:
             while self._begun and self._begun[0].is_completed():
@@ -127,9 +255,19 @@ class Group(PeerGroup):
         return move
 
     def send(self, flat: Tensor, to: int) -> Move:
+        """Begin to send ``flat`` to a rank, and return the transfer to `wait` for; until then it must not change.
+
+        Args:
+            flat: 1-D, contiguous, uint8, of one byte or more, on `device`.
+            to: another rank.
+
+        Raises:
+            TransportError: the group was ended.
+        """
         return self._move(flat, to, sends=True)
 
     def receive(self, flat: Tensor, source: int) -> Move:
+        """Begin to fill ``flat`` with the next bytes from a rank, and return the transfer to `wait` for; as `send`."""
         return self._move(flat, source, sends=False)
 
     def _move(self, flat: Tensor, peer: int, *, sends: bool) -> Move:
@@ -160,6 +298,11 @@ class Group(PeerGroup):
 
     @contextmanager
     def together(self) -> Iterator[None]:
+        """Begin the transfers of a block in one call.
+
+        Over NCCL the transfers of a block run beside each other, and blocks (a transfer outside of any is one) run in
+        order, so that all ranks must begin those that they share in one order. Over gloo it changes nothing.
+        """
         with self._lock:
             if self.backend != "nccl" or self._block is not None:
                 yield
@@ -188,45 +331,94 @@ class Group(PeerGroup):
         for move in block:
             move.work = work
 
-    def _sever(self) -> None:
+    def wait(self, move: Move) -> None:
+        """Wait until a transfer is done; one that is done may be waited for again.
+
+        Raises:
+            TransportError: a connection broke, a peer is gone, or another thread aborted.
+            DeadlineError: nothing moved for `timeout_s`; names the peer.
+        """
+        landed, within = 0, Deadline(self.timeout_s, stop=self.stop)
+        while (not move.arrives(_LOOK_S) and move.failure is None) or self.stop.is_set():
+            if move.landed != landed:
+                landed, within = move.landed, within.again()
+            if self._over:
+                raise TransportError("the transfer was aborted")
+            lost = self._lost()
+            if lost and not move.arrives(_LOOK_S):  # its last bytes may be on their way from the kernel to us
+                raise TransportError(f"bytes moved{self._way(move)} when the group was severed: {lost}")
+            within.check(f"nothing moved{self._way(move)}")
+        if move.failure is not None:
+            raise self._broken(move, move.failure) from move.failure
+        with self._lock:
+            if not move.counted and move.peer != _ALL:
+                (self.sent if move.sends else self.received)[move.peer] += move.landed
+                move.counted = True
+
+    @property
+    def intact(self) -> bool:
+        """Whether every rank is in the group, as far as is known."""
+        return self.alive and not self._lost()
+
+    def _lost(self) -> str:
+        """Return why a peer does not answer any more, as of the last half second; "" if nobody knows of a failure."""
+        now = time.monotonic()
+        if not self._reason and now >= self._next_look:
+            self._next_look = now + _NEWS_S
+            try:
+                return self.reason()
+            except NotConnectedError as error:
+                self._reason = error.what
+        return self._reason
+
+    def reason(self, timeout_s: float = 0.0) -> str:
+        """Return why the group was severed; "" if no rank says so within ``timeout_s`` seconds.
+
+        Raises:
+            NotConnectedError: the notes are gone, and the trainer with them.
+        """
+        if not self._reason:
+            found = self.notes.wait(severed(self.generation), Deadline(timeout_s, stop=self.stop))
+            self._reason = str(found[0]) if found else ""
+        return self._reason
+
+    def explain(self, reason: str) -> None:
+        """Leave word of why the group is severed, unless there is one."""
+        with suppress(WeightSyncError):  # the trainer is gone, which ends the group as well
+            self.notes.put(severed(self.generation), reason, keep=True)
+
+    def call(self, ranks: Iterable[int]) -> str:
+        """Return ranks as messages name them: ``"rank 2 (pid 17 on host)"``."""
+        return ", ".join(f"rank {rank} ({self.peers[rank]})" for rank in ranks)
+
+    def sever(self, reason: str = "") -> None:
+        """End the group at once, here and at its peers, and every wait in other threads. May be called twice.
+
+        Args:
+            reason: for the other ranks.
+        """
+        with self._lock:
+            if not self.alive:
+                return
+            self.alive = False
+        reason = reason or f"{self.call([self.rank])} left it"
+        if self.rank == 0:
+            self.explain(reason)
+        else:  # which asks the trainer, that may be frozen
+            run_beside(partial(self.explain, reason))
         self._end()
 
+    @property
+    def _over(self) -> bool:
+        return self.stop.is_set() or not self.alive
 
-class _WorkMove(Move):
-    """A transfer that a work of torch's carries out: a broadcast, or any transfer over NCCL, in a block or by itself.
+    def _way(self, move: Move) -> str:
+        return "" if move.peer == _ALL else f" {'to' if move.sends else 'from'} {self.call([move.peer])}"
 
-    Attributes:
-        work: None until the block begins, and when it is done.
-        blocks: whether the work can be waited for; NCCL's wait only orders streams.
-    """
-
-    work: Any = None
-    blocks = False
-
-    def arrives(self, seconds: float) -> bool:
-        work = self.work
-        if work is None:
-            return self.done.wait(seconds)
-        if not self._completed(work, seconds):
-            return False
-        try:
-            work.wait()  # over NCCL it orders the current stream behind the work
-            self.landed = self.nbytes
-        except RuntimeError as error:
-            self.failure = error
-        self.end()
-        self.work = None
-        return True
-
-    def _completed(self, work: Any, seconds: float) -> bool:
-        """Return whether the work is done, well or badly, within ``seconds``."""
-        if self.blocks:
-            if not work.is_completed():
-                with suppress(RuntimeError):
-                    work.wait(timedelta(seconds=seconds))
-            return bool(work.is_completed())
-        turns = Deadline(seconds).pauses(shortest_s=_SHORTEST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
-        return any(work.is_completed() for _ in turns)
+    def _broken(self, move: Move, error: BaseException) -> TransportError:
+        if self._over:
+            return TransportError("the transfer was aborted")
+        return TransportError(f"a connection broke while bytes moved{self._way(move)}: {brief(error)}")
 
 
 def _wait_in_turn(queue: SimpleQueue[Any], longest_s: float) -> None:
@@ -295,7 +487,7 @@ def _destroy_later(busy: list[Future[Any]], begun: deque[Any], held: list[Any], 
     would block in a destructor, which takes the process down when the interpreter ends meanwhile.
     """
     wait(busy)
-    pause = Event()
+    pause = threading.Event()
     while begun:
         while not begun[0].is_completed():
             pause.wait(0.01)

@@ -24,9 +24,9 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, TransportError
 from torchrl_ext.transports.group.backends import gloo_options, nccl_options
 from torchrl_ext.transports.group.calls import made_in_time, run_beside
+from torchrl_ext.transports.group.meeting import Member
 from torchrl_ext.transports.group.notes import NoteStore
-from torchrl_ext.transports.group.peers import Member, Seat
-from torchrl_ext.transports.group.process_group import Group
+from torchrl_ext.transports.group.process_group import Group, Seat
 from torchrl_ext.transports.group.sockets import dial, listen
 from torchrl_ext.types import Wire
 

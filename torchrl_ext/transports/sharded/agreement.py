@@ -10,7 +10,7 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ManifestError, TransportError
 from torchrl_ext.kernels.base import POSITION
 from torchrl_ext.transports.group.handoffs import GroupLoad
-from torchrl_ext.transports.group.peers import PeerGroup
+from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.sharded.plans.plan import MemberPlan, TransferPlan
 from torchrl_ext.transports.sharded.plans.shares import Share
 from torchrl_ext.types import Count, ParamMeta
@@ -68,7 +68,7 @@ class Needs(msgspec.Struct, frozen=True):
         return Share.of_blocks(map(blocks.__getitem__, params))
 
 
-def hand_out(group: PeerGroup, number: int, plan: TransferPlan) -> None:
+def hand_out(group: Group, number: int, plan: TransferPlan) -> None:
     """Leave the rows of every member in the notes, in place of earlier plans and the needs (trainer rank 0)."""
     key = f"{group.generation}/plan/{number}"
     for kind in ("plan", "needs"):
@@ -78,7 +78,7 @@ def hand_out(group: PeerGroup, number: int, plan: TransferPlan) -> None:
         group.notes.put(f"{key}/{member}", plan.rows(member))
 
 
-def read_plan(group: PeerGroup, number: int, params: Sequence[ParamMeta], timeout_s: float) -> MemberPlan:
+def read_plan(group: Group, number: int, params: Sequence[ParamMeta], timeout_s: float) -> MemberPlan:
     """Return this member's part of the plan that rank 0 left under a number.
 
     Raises:

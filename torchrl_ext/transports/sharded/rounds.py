@@ -22,7 +22,7 @@ from torchrl_ext.errors import IntegrityError, ManifestError, why
 from torchrl_ext.kernels.base import Words
 from torchrl_ext.landing.sliced import Sliced, memory_of, part_of
 from torchrl_ext.transports.copies import BufferPool, as_bytes, copy_each, is_plain
-from torchrl_ext.transports.group.peers import PeerGroup
+from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.sharded.plans.plan import MemberPlan, Transfer
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import PositionDigest, block_words
@@ -52,15 +52,13 @@ def _views(params: Sequence[ParamMeta], transfers: Sequence[Transfer], message: 
     return found
 
 
-def _together(
-    move: Callable[[Tensor, int], Any], messages: Sequence[tuple[Tensor, int]], carrier: PeerGroup
-) -> list[Any]:
+def _together(move: Callable[[Tensor, int], Any], messages: Sequence[tuple[Tensor, int]], carrier: Group) -> list[Any]:
     """Begin to send or receive messages, each with its peer, in one call; return the works to wait for."""
     with carrier.together():
         return [move(memory, peer) for memory, peer in messages]
 
 
-def _await(flying: deque[list[Any]], rounds: int, carrier: PeerGroup) -> None:
+def _await(flying: deque[list[Any]], rounds: int, carrier: Group) -> None:
     """Wait until no more than the works of the last ``rounds`` rounds are under way."""
     while len(flying) > rounds:
         for work in flying.popleft():
@@ -77,7 +75,7 @@ class RoundSender:
         pool: of memory for messages.
     """
 
-    def __init__(self, plan: MemberPlan, shards: Sequence[Shard], carrier: PeerGroup, pool: BufferPool) -> None:
+    def __init__(self, plan: MemberPlan, shards: Sequence[Shard], carrier: Group, pool: BufferPool) -> None:
         self._plan, self._carrier, self._pool = plan, carrier, pool
         index = {meta.name: number for number, meta in enumerate(plan.params)}
         self._held: defaultdict[int, list[Shard]] = defaultdict(list)
@@ -94,7 +92,7 @@ class RoundSender:
         Where it fails, the group is severed, and this rank has taken part in every gather: other ranks wait there.
 
         Raises:
-            TransportError, DeadlineError: as `PeerGroup.wait`.
+            TransportError, DeadlineError: as `Group.wait`.
             ManifestError: a shard is not what was declared.
         """
         before = self._carrier.sent.total()
@@ -209,7 +207,7 @@ class RoundReceiver:
         plan: MemberPlan,
         needed: Sequence[tuple[Block, ...]],
         into: Mapping[str, Tensor],
-        carrier: PeerGroup,
+        carrier: Group,
         pool: BufferPool,
     ) -> None:
         self._plan, self._needed, self._into = plan, needed, into
@@ -227,7 +225,7 @@ class RoundReceiver:
         """Yield each tensor of which something is needed, once it is complete; then compare all with their digests.
 
         Raises:
-            TransportError, DeadlineError: as `PeerGroup.wait`.
+            TransportError, DeadlineError: as `Group.wait`.
             IntegrityError: a tensor differs from what was sent; names it.
         """
         yielded, count = 0, len(self._plan.params)
@@ -252,7 +250,7 @@ class RoundReceiver:
         """Receive the rest and drop it, so that the group stays in step.
 
         Raises:
-            TransportError, DeadlineError: as `PeerGroup.wait`.
+            TransportError, DeadlineError: as `Group.wait`.
         """
         self._landing = False
         while self._done < self._plan.rounds:

@@ -19,7 +19,7 @@ from torchrl_ext.transports.base import Handoff, TransferStats, Update
 from torchrl_ext.transports.copies import BufferPool
 from torchrl_ext.transports.group import handoffs
 from torchrl_ext.transports.group.meeting import Membership
-from torchrl_ext.transports.group.peers import PeerGroup
+from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.ranks import Steps, TrainerRanks
 from torchrl_ext.transports.sharded.agreement import Load, Needs, hand_out, read_plan
 from torchrl_ext.transports.sharded.plans.plan import MemberPlan, TransferPlan, group_rank, make_plan
@@ -118,7 +118,7 @@ class ShardedTrainer:
 
         return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
 
-    def _planned(self, group: PeerGroup, held: _Held) -> TransferPlan:
+    def _planned(self, group: Group, held: _Held) -> TransferPlan:
         """Return the plan for what all ranks hold now; make it and hand it out where something has changed."""
         known, session = list(map(_digest, self._shares)), self._ranks().session
         answers = session.ask("describe", params=_digest(held.params), known=known)
@@ -141,7 +141,7 @@ class ShardedTrainer:
             self._own, self._shares, self._plan = plan.member(0), shares, plan
         return plan
 
-    def _send(self, group: PeerGroup, sender: RoundSender, handoff: int, version: int, stats: TransferStats) -> None:
+    def _send(self, group: Group, sender: RoundSender, handoff: int, version: int, stats: TransferStats) -> None:
         """Send beside the other ranks; note the bytes that each worker received, and those that each rank sent."""
         session = self._ranks().session
         try:
@@ -194,7 +194,7 @@ class ShardedTrainer:
     def _send_own(self, order: Info) -> Info:
         return {"sent": self._sender(self.member.carrier(), self._held).send()}
 
-    def _sender(self, group: PeerGroup, held: _Held | None) -> RoundSender:
+    def _sender(self, group: Group, held: _Held | None) -> RoundSender:
         assert held is not None and self._own is not None  # rank 0 orders "describe" and "plan" first
         return RoundSender(self._own, held.shards, group, self._pool)
 

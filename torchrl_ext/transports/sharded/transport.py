@@ -11,11 +11,10 @@ import torch
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, TransportError
 from torchrl_ext.transports.base import Handoff, Update, Worker
-from torchrl_ext.transports.group.backends import BACKENDS, choose_backend
+from torchrl_ext.transports.group.backends import choose_backend
 from torchrl_ext.transports.group.handoffs import GroupMailbox
 from torchrl_ext.transports.group.meeting import STANDALONE_GROUP, Membership, Offer
 from torchrl_ext.transports.ranks import Steps
-from torchrl_ext.transports.sharded.nixl import load_nixl
 from torchrl_ext.transports.sharded.trainer import ShardedTrainer
 from torchrl_ext.transports.sharded.worker import ShardedWorker
 from torchrl_ext.transports.standalone import StandaloneTransport
@@ -42,9 +41,7 @@ class ShardedTransport(StandaloneTransport):
         workers: without a control layer, the number of workers.
         device: device of the tensors that are sent and received; by default the current CUDA device, or the CPU without
             one.
-        carrier: ``"group"`` sends point to point over NCCL or gloo; ``"nixl"`` lets workers read from registered memory
-            of the trainer (``pip install torchrl_ext[nixl]``).
-        backend: ``"nccl"`` or ``"gloo"``, for carrier ``"group"``; by default nccl on CUDA and gloo on the CPU.
+        backend: ``"nccl"`` or ``"gloo"``; by default nccl on CUDA and gloo on the CPU.
         bucket_bytes: largest number of bytes that a trainer rank sends, and a worker receives, in one round; two rounds
             overlap.
         secret: as in `VLLMCollectiveTransport`.
@@ -81,15 +78,12 @@ class ShardedTransport(StandaloneTransport):
         workers: int | None = None,
         device: torch.device | str | int | None = None,
         *,
-        carrier: str = "group",
         backend: str | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         secret: str = "",
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(timeout_s=timeout_s)
-        if carrier not in ("group", "nixl"):
-            raise ConfigError(f"there is no carrier {carrier!r}", expected="'group' or 'nixl'")
         if bucket_bytes < 1 or not timeout_s > 0 or not 0 <= int(master_port) < 1 << 16:
             raise ConfigError(
                 f"bucket_bytes={bucket_bytes}, timeout_s={timeout_s}, master_port={master_port}",
@@ -97,11 +91,7 @@ class ShardedTransport(StandaloneTransport):
             )
         if worker is not None and not 0 <= worker < (worker + 1 if workers is None else workers):
             raise ConfigError(f"worker {worker} does not exist among {workers}", expected="0 to workers - 1")
-        if backend is not None and "nixl" in (carrier, backend):
-            raise ConfigError(f"carrier {carrier!r} takes no backend {backend!r}", hint="leave it out")
-        if carrier == "nixl":
-            backend = "nixl"
-        chosen, made = choose_backend(device, backend, _made(backend))
+        chosen, made = choose_backend(device, backend)
         member = Membership(master_address, int(master_port), secret, device=chosen, backend=made, timeout_s=timeout_s)
         self._workers, self._number = workers, worker
         self._trainer = ShardedTrainer(member, lambda: self.ranks, bucket_bytes)
@@ -164,8 +154,7 @@ class ShardedTransport(StandaloneTransport):
             DeadlineError: ranks, which the message names, did not arrive.
         """
         offer = Offer.from_json(info, "the offer of a sharded transport")
-        member = offer.member(_made(offer.backend))
-        worker = ShardedWorker(member, here.slices, here.whole)
+        worker = ShardedWorker(offer.member(), here.slices, here.whole)
         worker.enter(offer.room, here.rank, offer.members, here.params, within)
         return worker
 
@@ -205,11 +194,3 @@ class ShardedTransport(StandaloneTransport):
                 expected="trainer rank 0; the others call update_weights or send_weights, and follow",
                 state="nothing was sent",
             )
-
-
-def _made(backend: str | None) -> tuple[str, ...]:
-    """Return the backends of groups among which ``backend`` is, so that NIXL is missed before a group is formed."""
-    if backend != "nixl":
-        return BACKENDS
-    load_nixl()
-    return ("nixl",)

@@ -13,7 +13,7 @@ from torchrl_ext.transports.base import Arrival
 from torchrl_ext.transports.copies import BufferPool
 from torchrl_ext.transports.group.handoffs import GroupWorker
 from torchrl_ext.transports.group.meeting import Membership
-from torchrl_ext.transports.group.peers import PeerGroup
+from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.sharded.agreement import Load, Needs, read_plan
 from torchrl_ext.transports.sharded.plans.plan import MemberPlan
 from torchrl_ext.transports.sharded.plans.shares import Share, packed
@@ -70,7 +70,7 @@ class ShardedWorker(GroupWorker):
     def _needed(self, meta: ParamMeta) -> tuple[Block, ...]:
         return self._slices.get(meta.name, (Block.whole(meta.shape),))
 
-    def incoming(self, group: PeerGroup, load: Load, arrival: Arrival, into: Mapping[str, Tensor]) -> RoundReceiver:
+    def incoming(self, group: Group, load: Load, arrival: Arrival, into: Mapping[str, Tensor]) -> RoundReceiver:
         if self._plan is None or self._number != load.plan:
             self._plan = read_plan(group, load.plan, arrival.params, self.member.timeout_s)
             self._number = load.plan
