@@ -191,16 +191,6 @@ def test_a_materialized_model_loads_with_from_pretrained(tmp_path, capsys):
     assert same_bits(loaded.model.embed_tokens.weight.detach(), model.model.embed_tokens.weight.detach())
 
 
-def test_convert_writes_every_version_in_another_layout(root, tmp_path, capsys):
-    found = asked(capsys, "convert", root, tmp_path / "out", "--to", "slime")
-    kinds = [(row["version"], row["kind"]) for row in found["versions"]]
-    assert kinds == [(1, "keyframe"), (2, "delta"), (3, "keyframe"), (4, "delta")]
-    assert all(row["bytes"] > 100 for row in found["versions"])
-    assert asked(capsys, "diff", tmp_path / "out", 1, 4) == asked(capsys, "diff", root, 1, 4)
-    assert asked(capsys, "verify", tmp_path / "out")["damaged"] == []
-    assert "--base" in asked(capsys, "convert", root, tmp_path / "sky", "--to", "skyrl", status=2)["error"]
-
-
 def test_a_full_version_of_slime_is_materialized_with_the_files_beside_it(tmp_path, capsys):
     checkpoint(folder(tmp_path / "root", 1), weights())
     (folder(tmp_path / "root", 1) / "config.json").write_bytes(b"{}")

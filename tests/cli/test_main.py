@@ -15,7 +15,7 @@ from torchrl_ext.serving.processes import free_port
 from torchrl_ext.testing import FakeEngine
 from torchrl_ext.versions.others import Reader
 
-ACTIONS = [["chain", name] for name in ("ls", "show", "verify", "gc", "materialize", "convert", "diff")]
+ACTIONS = [["chain", name] for name in ("ls", "show", "verify", "gc", "materialize", "diff")]
 ACTIONS += [["bench", name] for name in ("transport", "delta", "scheme")]
 
 

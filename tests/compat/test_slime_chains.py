@@ -14,16 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.hostile import refused_or_right, worse_text
 from tests.transports.chains import checkpoint, folder, published, rewrite, same, step, trainer_at, weights
-from torchrl_ext.compat.convert import Rebuilt, convert
 from torchrl_ext.compat.slime.first import build_flush, parse_flush
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.stores import Chain, open_store
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.versions.checkpoint_reader import PublishedVersion
-from torchrl_ext.versions.others import view_of
-from torchrl_ext.versions.reader import ChainReader
-from torchrl_ext.weights.digests import position_digest, tensor_digest
+from torchrl_ext.weights.digests import tensor_digest
 
 METAS = [ParamMeta.of(name, tensor) for name, tensor in weights().items()]
 
@@ -175,27 +170,6 @@ class TestIndexes:
         (folder(root, 3) / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(IntegrityError, match=rf"{late.name} does not hold 'c.count'"):
             trainer_at(root).receive_weights(WAIT_S)
-
-
-@pytest.mark.parametrize("changed", [False, True])
-@pytest.mark.parametrize("versions", [1, 2])
-@pytest.mark.parametrize("layout", ["slime", "slime-first"])
-def test_an_engine_builds_on_the_base_only_where_it_holds_the_base(tmp_path, layout, versions, changed):
-    """These deltas name no digests of their base, so whoever holds something else reads everything."""
-    base, held, new, steps = checkpoint(tmp_path / "base", weights()), weights(), weights(), []
-    for number in range(1, versions + 1):
-        step(new, number)
-        steps.append(Rebuilt(number=number, whole=False, tensors={name: one.clone() for name, one in new.items()}))
-    convert(steps, tmp_path / "root", layout, str(base))
-    if changed:
-        step(held, 3)
-    store = open_store(tmp_path / "root")
-    chain = Chain(store, view=view_of(store, str(base)))
-    reader = ChainReader(chain, lambda *of: PublishedVersion(store, *of), str(base))
-    reader.adopt(versions, lambda kind: {name: position_digest(one, kind).hex() for name, one in held.items()})
-    assert reader.held == (None if changed else ("", 0))
-    assert (reader.changes(versions) is None) == changed
-    assert same(dict(reader.tensors(reader.open(versions), {})), new)
 
 
 @pytest.mark.parametrize("codecs", [[], [{"name": "ulp"}], [{"name": "deltas"}]], ids=str)

@@ -1,4 +1,4 @@
-"""``torchrl-ext chain``: look at, check, thin out, unpack and convert the versions that a trainer published."""
+"""``torchrl-ext chain``: look at, check, thin out and unpack the versions that a trainer published."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,7 +28,7 @@ StorageOption = Annotated[
 Version = Annotated[int, typer.Argument(metavar="VERSION")]
 Out = Annotated[str, typer.Argument(metavar="OUT_DIR", help="A new or empty directory.")]
 
-app = typer.Typer(help="List, check, prune, unpack and convert the versions under a root.")
+app = typer.Typer(help="List, check, prune and unpack the versions under a root.")
 
 
 def _reader(root: str, base: str | None, storage_option: list[str] | None) -> Reader:
@@ -214,27 +214,6 @@ def materialize(
             manifest = FullWriter(shard_bytes).write(draft, source, version, reader.chain.version(version).run_id)
     document = {"version": version, "path": str(folder), "bytes": sum(manifest.files.values())}
     return answer(document, f"version {version} is in {folder}, {document['bytes']:,} bytes")
-
-
-@app.command()
-def convert(
-    root: Root,
-    out: Out,
-    to: Annotated[Literal["ours", "slime", "slime-first", "skyrl"], typer.Option(help="The layout to write.")],
-    base: Base = None,
-    storage_option: StorageOption = None,
-) -> int:
-    """Write every version again, in our layout or another library's.
-
-    Example: `torchrl-ext chain convert SYNC_DIR OUT_DIR --to ours --base checkpoints/start`
-    """
-    from torchrl_ext.compat import convert as anew
-
-    reader = _reader(root, base, storage_option)
-    rows = anew.convert(anew.rebuilt(reader), out, to, reader.base)
-    path = os.path.abspath(out)
-    lines = [f"{row['version']:>8}  {row['kind']:<15}{row['bytes']:>16,} bytes" for row in rows]
-    return answer({"path": path, "to": to, "versions": rows}, *lines, f"{len(rows)} versions are in {path}")
 
 
 @app.command()
