@@ -32,7 +32,7 @@ def report(version=3, *, error=None, rows=(), **more):
     )
     spans = {phase.name: phase.end_s - phase.start_s for phase in TIMELINE} | {"total": 2.0}
     known = {"bytes": 1000, "model_bytes": 50_000, "tensors": 4, "density": 0.01, "proof": "in place", "verified": True}
-    known |= {"transport": "delta", "spans": spans, "timeline": TIMELINE, "finite": True, **more}
+    known |= {"transport": "delta", "spans": spans, "timeline": TIMELINE, **more}
     return SyncReport(version=version, engines=rows, error=error, **known)
 
 
@@ -60,7 +60,7 @@ def test_scalars_are_of_what_the_report_has():
     assert report().scalars() == {
         "sync/version": 3.0, "sync/engines": 2.0, "sync/engines_serving": 2.0, "sync/bytes": 1000.0,
         "sync/model_bytes": 50_000.0, "sync/tensors": 4.0, "sync/density": 0.01, "sync/verified": 1.0,
-        "sync/finite": 1.0, "sync/pause_s": 0.5, "sync/total_s": 2.0, "sync/phase/prepare_s": 1.0,
+        "sync/pause_s": 0.5, "sync/total_s": 2.0, "sync/phase/prepare_s": 1.0,
         "sync/phase/publish_s": 0.8, "sync/phase/prefetch_s": 0.5, "sync/phase/pause_s": 0.5,
     }  # fmt: skip
     rows = (EngineRow(engine="e", kind="vllm", state="serving", version=3, max_gap=0.1),)
@@ -68,7 +68,7 @@ def test_scalars_are_of_what_the_report_has():
     failed = report(error="no space").scalars()
     assert not {"sync/bytes", "sync/density", "sync/verified"} & failed.keys() and failed["sync/total_s"] == 2.0
     alone = SyncReport(version=1, transport="disk").scalars()
-    assert "sync/pause_s" not in alone and "sync/finite" not in alone
+    assert "sync/pause_s" not in alone
 
 
 def test_the_documented_keys_are_those_that_there_are():

@@ -82,8 +82,6 @@ def scalars(report: SyncReport) -> dict[str, float]:
     if report.error is None:
         known |= {"bytes": report.bytes, "model_bytes": report.model_bytes, "tensors": report.tensors}
         known |= {"density": report.density, "verified": report.verified}
-    if report.finite is not None:
-        known["finite"] = report.finite
     if report.engines:
         known["pause_s"] = max(row.pause_s for row in report.engines)
     gaps = [row.max_gap for row in report.engines if row.max_gap is not None]
@@ -108,8 +106,6 @@ def table(report: SyncReport) -> str:
         facts.append(("encoding", report.encoding))
     if report.part:
         facts.append(("part", "only some tensors were sent"))
-    if report.finite is not None:
-        facts.append(("finite", "yes" if report.finite else "no: NaN or infinity was found"))
     timed = nested(report.timeline)
     rows: Rows = [("phase", "starts at", "seconds")]
     rows += [(f"{'  ' * len(a)}{p.name}", f"{p.start_s:.3f}", f"{p.end_s - p.start_s:.3f}") for p, a in timed]

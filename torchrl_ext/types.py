@@ -341,7 +341,6 @@ class SyncReport:
         encoding: how changes were coded, and why so; empty for a full update.
         whole: tensors sent unsharded although the trainer or the engine is sharded -> the reason.
         part: only some tensors were sent (``only=``) and engines kept the others; `proof` covers those that were sent.
-        finite: whether all tensors that this process checked are free of NaN and infinity; None if it checked none.
         error: why the update failed (the report is `UpdateError.report`); None if every engine serves the version.
         began: Unix time at which the update began, in seconds; 0.0 if unknown.
         timeline: each run of a phase, with its start and end in seconds since ``began``, in the order in which they
@@ -375,7 +374,6 @@ class SyncReport:
     encoding: str = ""
     whole: Mapping[str, str] = field(default_factory=dict)
     part: bool = False
-    finite: bool | None = None
     error: str | None = None
     began: float = 0.0
     timeline: tuple[reports.Phase, ...] = ()
@@ -395,7 +393,6 @@ class SyncReport:
         ``sync/tensors``             as `tensors`
         ``sync/density``             as `density`, from 0 to 1
         ``sync/verified``            1.0 if `verified`, else 0.0
-        ``sync/finite``              1.0 if `finite`, else 0.0; left out if nothing was checked
         ``sync/max_gap``             the largest `EngineRow.max_gap`, in nats; with ``verify="outputs"`` only
         ===========================  ====================================================================
         """

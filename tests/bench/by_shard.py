@@ -117,7 +117,7 @@ def _encode(tensors: list[Tensor], width: int, axis: int, repeats: int, density:
         own.encode(held, codec, "rank00001", lambda name, data: None)
 
     def unsharded() -> None:
-        coded = partial(code, table, codec, False)
+        coded = partial(code, table, codec)
         blocks = find(table, copies.bits, placed, coded, threads=worker_threads(), digest=LINEAR, follow=True)
         deque(BlockFiles(table).laid(blocks), maxlen=0)
 

@@ -142,7 +142,7 @@ def test_settings_that_cannot_work_together_are_refused_with_the_reason(tmp_path
 
 
 def test_what_an_update_has_to_prove_is_named_in_a_config():
-    wanted = {"verify": "outputs", "max_gap": 0.5, "rehearse": "never", "finite": "refuse"}
+    wanted = {"verify": "outputs", "max_gap": 0.5, "rehearse": "never", "finite": False}
     config = composed("weight_updater=transport", *(f"weight_updater.{name}={value}" for name, value in wanted.items()))
     assert {name: config.weight_updater[name] for name in wanted} == wanted
     assert composed("weight_updater=transport", "weight_updater.verify=false").weight_updater.verify is False

@@ -83,7 +83,7 @@ def policy():
 
 @pytest.fixture(params=NAMES)
 def sender(request, tmp_path, policy):
-    sender = tx.WeightSender(made(request.param, tmp_path), HeldEngine(tensors(0)), finite="send")
+    sender = tx.WeightSender(made(request.param, tmp_path), HeldEngine(tensors(0)), finite=False)
     sender.register_model(policy)
     with sender:
         yield sender
@@ -155,7 +155,7 @@ def test_in_any_schedule_versions_are_served_in_order_as_they_were(seed, tmp_pat
             super().load(*given)
 
     with tx.WeightSender(made(("delta", "disk")[seed % 2], tmp_path), engine := Slow(tensors(0))) as sender:
-        sender._finite = "send"
+        sender._finite = False
         sender.register_model(policy)
         future = None
         for _ in range(6):
@@ -272,7 +272,7 @@ class TestWaits:
     @pytest.fixture
     def stuck(self, tmp_path):
         """A sender whose update waits for its engine, longer than the transport's deadline."""
-        sender = tx.WeightSender(made("disk", tmp_path, timeout_s=0.2), HeldEngine(tensors(0)), finite="send")
+        sender = tx.WeightSender(made("disk", tmp_path, timeout_s=0.2), HeldEngine(tensors(0)), finite=False)
         sender.engine.may.clear()
         sender.future = sender.update_weights(tensors(1), wait=False)
         yield sender
@@ -418,7 +418,7 @@ def test_ends_are_closed_with_their_block(tmp_path):
         trainer.send_weights(policy)
         assert receiver.poll_and_apply(WAIT_S) and trainer.check_connection()
     assert not trainer.check_connection()
-    with InProcessEngine(held) as engine, tx.WeightSender(tx.make_transport("memory"), engine, finite="send") as sender:
+    with InProcessEngine(held) as engine, tx.WeightSender(tx.make_transport("memory"), engine, finite=False) as sender:
         assert sender.update_weights(policy).verified
     assert not sender.check_connection()
     with tx.AdapterSender(tmp_path, engine) as adapters:

@@ -178,7 +178,7 @@ def coded(olds: FlatCopies, new: Mapping[str, Tensor], kind: str, threads: int) 
     """Find what changed since ``olds``, which stay as they are, and yield it in blocks of one kind."""
     places = (place for (place,) in olds.table.places)
     rows = ((*place, tensor) for place, tensor in zip(places, new.values(), strict=True))
-    then = partial(code, olds.table, make_codec(kind), False)
+    then = partial(code, olds.table, make_codec(kind))
     return find(olds.table, olds.bits, rows, then, threads=threads, digest=LINEAR)
 
 

@@ -6,20 +6,16 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded
-from torchrl_ext.codecs.units import units
 from torchrl_ext.devices import recorded, settle, wait_for
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.weights.finite import nought_of
 
-__all__ = ["are_finite", "decode_tensors", "encode_tensors", "worker_threads"]
+__all__ = ["decode_tensors", "encode_tensors", "worker_threads"]
 
 _MOST_SPARE = 4  # several workers of an engine share a host
 _MOST_AT_ONCE = 8  # threads that code whole tensors, each of which takes a few times the memory of one
@@ -74,21 +70,6 @@ def encode_tensors(
 
     threads = min(_MOST_AT_ONCE, worker_threads()) if threads is None else threads
     yield from decode_tensors((begun(*pair) for pair in pairs), threads=threads)
-
-
-def are_finite(dtype: torch.dtype, bits: np.ndarray) -> bool:
-    """Return whether no element of these bits (at least one) is a NaN or an infinity."""
-    if bits.itemsize == 1:  # dtypes without an infinity, too
-        return nought_of(torch.from_numpy(bits).view(dtype)).item() == 0.0
-    infinity, but_sign = _infinity(dtype)
-    return bool((bits & but_sign).max() < infinity)
-
-
-@cache
-def _infinity(dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return the bits of an infinity, above which are those of every NaN, and all bits but the sign."""
-    bits = units(torch.tensor(torch.inf, dtype=dtype))[0]
-    return bits, bits | (bits - 1)
 
 
 def decode_tensors(decodes: Iterable[Callable[[], _Result]], *, threads: int) -> Iterator[_Result]:

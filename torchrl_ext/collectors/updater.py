@@ -41,7 +41,7 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         mapper: trainer name -> checkpoint name, as for `WeightSender`.
         dtype: dtype, or its name, to which floating-point tensors are cast.
         verify, rehearse, max_gap, probe: how an update is verified, as for `WeightSender`.
-        finite: how NaNs and infinities are handled, as for `WeightSender`.
+        finite: as for `WeightSender`.
         settings: settings of a transport picked by name; None selects the transport's default.
 
     Attributes:
@@ -71,7 +71,7 @@ class TransportWeightUpdater(WeightUpdaterBase):  # type: ignore[misc]  # torchr
         rehearse: str = "once",
         max_gap: float | str | None = "dtype",
         probe: Any = None,
-        finite: str = "warn",
+        finite: bool = True,
         **settings: Any,
     ) -> None:
         if isinstance(transport, str):

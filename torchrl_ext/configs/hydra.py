@@ -94,7 +94,7 @@ class TransportWeightUpdaterConfig(TransportSettings):
     verify: Any = True
     rehearse: str = "once"
     max_gap: Any = "dtype"
-    finite: str = "warn"
+    finite: bool = True
     timeout_s: float | None = None
     master_address: str | None = None
     rank: int | None = None

@@ -43,7 +43,6 @@ from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import PROOFS, Info, ParamMeta, Part, SyncReport, least
 from torchrl_ext.weights.derived import as_mapper, converted
 from torchrl_ext.weights.digests import digest_of
-from torchrl_ext.weights.finite import FiniteCheck
 from torchrl_ext.weights.shared import differing, shared_in, tied_by_config, two_values
 from torchrl_ext.weights.source import MappingSource, as_source, inner_model, is_tensordict_module
 
@@ -84,10 +83,9 @@ class WeightSender:
             start (`torchrl_ext.proof.rehearsal`): ``"once"`` per start of the engine, before its first update;
             ``"always"``, with every connection before which nothing was loaded; ``"never"``, which leaves
             `SyncReport.proof` at ``"sent"`` for that engine.
-        finite: what to do about NaN or infinity in floating-point weights: ``"warn"`` logs one warning per update;
-            ``"refuse"`` makes the update fail, before the pause if this process holds the tensor or the transport reads
-            all tensors before the pause; ``"send"`` does not check. A delta transport checks only changed tensors. If
-            every trainer rank sends, each rank checks its own blocks.
+        finite: refuse weights with a NaN or an infinity, before the pause if this process holds the tensor or the
+            transport reads all tensors before it. If every trainer rank sends, each rank checks its own blocks. False
+            does not look, which saves a read of all weights.
         rank: this trainer process's rank; None takes torch's rank, or 0. Only rank 0 talks to engines and moves
             weights; the other ranks also call `update_weights`, take part in gathers, and learn from rank 0 which
             version is in service.
@@ -128,14 +126,13 @@ class WeightSender:
         dtype: torch.dtype | None = None,
         verify: bool | str = True,
         rehearse: str = "once",
-        finite: str = "warn",
+        finite: bool = True,
         rank: int | None = None,
         max_gap: float | str | None = "dtype",
         probe: Compute | Probe | None = None,
     ) -> None:
         if rehearse not in ("once", "never", "always"):
             raise ConfigError(f"there is no rehearse={rehearse!r}", expected="'once', 'never' or 'always'")
-        FiniteCheck(finite)  # raises now instead of in the first update
         self._verify, self._rehearse, self._finite = bool(verify), rehearse, finite
         engine = _client_of(transport, engine, rank)
         self._transport = transport
@@ -267,8 +264,8 @@ class WeightSender:
             ConfigError: ``wait`` is False, and the transport or a trainer with several ranks cannot go on without you.
             DeadlineError: the previous update, in the background, has not ended in time; it goes on.
             ConcurrentUpdateError: another thread sends through this transport or to this engine.
-            ManifestError, ConfigError: ``only`` selects no tensor or names one that is not sent; or, with
-                ``finite="refuse"``, a tensor that this process holds has a NaN or an infinity.
+            ManifestError, ConfigError: ``only`` selects no tensor or names one that is not sent; or a tensor that this
+                process holds has a NaN or an infinity.
             WeightSyncError: the update failed; the message says what each engine serves.
         """
         self._background.settle(self._transport.timeout_s)
@@ -366,13 +363,7 @@ class WeightSender:
         started = time.perf_counter() if copied is None else copied.began
         with self._logs.of_failures(), self._ranks.leading() as session:
             source = self._source(weights, only) if copied is None else copied.source
-            for name, tensor in source.held().items() if self._finite == "refuse" else ():  # before anything begins
-                if source.only is None or name in source.only:
-                    source.finite.look(name, tensor)
-            try:
-                report = self._drive(source, weights, started, copied)
-            finally:
-                source.finite.warn(source.version)
+            report = self._drive(source, weights, started, copied)
             session.end(self.version, accepted=True)
         log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
         self._logs(report)
@@ -380,11 +371,9 @@ class WeightSender:
 
     def _follow(self, weights: Any, only: Only | None) -> tuple[SyncReport, int]:
         """Follow rank 0's orders on another rank; return a report and the number of updates accepted since the last."""
-        looked: list[FiniteCheck] = []
 
         def own_steps() -> Steps:
             source = self._source(weights, only)
-            looked.append(source.finite)
 
             def outputs(_: Info) -> None:
                 if self._outputs is not None:
@@ -401,8 +390,6 @@ class WeightSender:
 
         ended = self._ranks.following(own_steps, apart=("outputs", "gather"))
         self.version = self.version + 1 if ended.version is None else ended.version
-        for finite in looked:
-            finite.warn(self.version)
         if ended.error is not None and not self._transport.gathers:
             raise ended.error
         if not ended.accepted:
@@ -625,9 +612,10 @@ class WeightSender:
         if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
             source = converted(source, registered)  # converts the module's parameter names to checkpoint names
         narrow = self._transport.parts
-        finite = FiniteCheck(self._finite, left=not narrow)
-        sent = UpdateSource(source, mapper=self._mapper, dtype=self._dtype, finite=finite, narrow=narrow, copied=copied)
+        sent = UpdateSource(source, mapper=self._mapper, dtype=self._dtype, narrow=narrow, copied=copied)
         sent.only = None if only is None else chosen(only, sent, self._trained(weights))
+        if self._finite:
+            sent.require_finite()
         return sent
 
     def _next_version(self) -> int:
@@ -679,7 +667,6 @@ class WeightSender:
             encoding=stats.encoding,
             whole=stats.whole,
             part=source.part is not None and not error,
-            finite=source.finite.finite,
             error=why(error) if error else None,
             began=time.time() - total,
             timeline=tuple(sorted(phases, key=attrgetter("end_s"))),

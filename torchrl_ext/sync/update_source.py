@@ -16,10 +16,9 @@ from torchrl_ext.transports.ranks import torch_group
 from torchrl_ext.types import ParamMeta, Part
 from torchrl_ext.weights.derived import MappedSource
 from torchrl_ext.weights.digests import tensor_digest
-from torchrl_ext.weights.finite import FiniteCheck
 from torchrl_ext.weights.shards.blocks import Shard, checked_shards
 from torchrl_ext.weights.snapshot import Snapshot
-from torchrl_ext.weights.source import WeightSource, checked
+from torchrl_ext.weights.source import WeightSource, checked, require_finite
 
 __all__ = ["UpdateSource", "bump"]
 
@@ -33,7 +32,6 @@ class UpdateSource(WeightSource):
         source: the weights to send.
         mapper: trainer name -> checkpoint name.
         dtype: cast floating-point tensors to this dtype.
-        finite: checks tensors for NaN and infinity during iteration, or lets the transport check; None for no check.
         copied: whether to copy all tensors now, as they are sent.
         narrow: whether a partial update yields only its tensors; if False, it yields all tensors, and `part` says which
             of them may differ from its base.
@@ -49,8 +47,7 @@ class UpdateSource(WeightSource):
         whole: the source of all tensors, including those that are not sent.
 
     Raises:
-        ManifestError: a tensor is on the meta device (offloaded, or never loaded). Iteration raises it for a NaN or an
-            infinity if ``finite`` refuses these.
+        ManifestError: a tensor is on the meta device (offloaded, or never loaded).
     """
 
     def __init__(
@@ -59,18 +56,16 @@ class UpdateSource(WeightSource):
         *,
         mapper: Callable[[str], str] | Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
-        finite: FiniteCheck | None = None,
         narrow: bool = True,
         copied: bool = False,
     ) -> None:
-        self.finite = FiniteCheck() if finite is None else finite
-        self.look = self.finite.look if self.finite.left else None
         mapped = mapper is not None or dtype is not None
         self.whole = MappedSource(source, rename=mapper, dtype=dtype) if mapped else source
         self.only: frozenset[str] | None = None
         self._narrow = narrow
         self._names: frozenset[str] | None = None  # names of the tensors that iteration yields; None for all
         self._params = self._all = self.whole.params()
+        self._checked: Collection[str] | None = None  # names of tensors that `require_finite` has seen; None before it
         self.digesting = False
         self.version, self.digests = 0, dict[str, str]()
         self._stream: Iterator[tuple[str, Tensor]] | None = None
@@ -94,6 +89,17 @@ class UpdateSource(WeightSource):
         self._stream, self._names = None, self.only if self.part is not None and self._narrow else None
         self._params = self._all if self._names is None else tuple(m for m in self._all if m.name in self._names)
 
+    def require_finite(self) -> None:
+        """Refuse NaN and infinity: in tensors that this process holds now, in all others as they are made.
+
+        Raises:
+            ManifestError: names a tensor with one; iteration raises it from now on, too.
+        """
+        held = {name: tensor for name, tensor in self.held().items() if self.only is None or name in self.only}
+        for name, tensor in held.items():
+            require_finite(name, tensor)
+        self._checked = held.keys()
+
     def _sends(self, name: str) -> bool:
         return self._names is None or name in self._names
 
@@ -115,8 +121,8 @@ class UpdateSource(WeightSource):
         stream = self._stream = iter(self.whole) if names is None else self.whole.pairs(names)
         self.digests, self.count, self.bytes = {}, 0, 0
         for meta, tensor in checked(stream, (meta for meta in self._params if names is None or meta.name in names)):
-            if self.look is None:
-                self.finite.look(meta.name, tensor)
+            if self._checked is not None and meta.name not in self._checked:
+                require_finite(meta.name, tensor)
             if self.digesting:
                 self.digests[meta.name] = tensor_digest(tensor)
             self.count, self.bytes = self.count + 1, self.bytes + meta.nbytes
@@ -146,8 +152,8 @@ class UpdateSource(WeightSource):
         for one in before:
             one.take()
         tensor = shard.take()
-        if self.look is None:
-            self.finite.look(shard.meta.name, tensor, shard.block, shard.meta.dtype)  # a cast may make infinities
+        if self._checked is not None and shard.meta.name not in self._checked:
+            require_finite(shard.meta.name, tensor.to(shard.meta.dtype))  # a cast may make infinities
         return tensor
 
     def _begin(self) -> Iterator[tuple[str, Tensor]]:

@@ -155,8 +155,7 @@ class Transport(ABC):
     slices: ClassVar[bool] = False
     """Workers receive only the blocks that they need (`Worker.slices`), as `torchrl_ext.landing.sliced.Sliced`."""
     parts: ClassVar[bool] = True
-    """An update of some tensors carries only these. If false, the transport itself finds the changes, and `prepare`
-    calls `WeightSource.look` for tensors not known to be finite, which saves a pass."""
+    """An update of some tensors carries only these. If false, the transport itself finds the changes."""
     gathers: ClassVar[bool] = True
     """`prepare` or ``transfer`` iterates over the source, together with the other trainer ranks."""
     background: ClassVar[bool] = False

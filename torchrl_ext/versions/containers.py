@@ -15,7 +15,6 @@ from torch import Tensor
 from torchrl_ext.codecs.base import Codec, Encoded
 from torchrl_ext.codecs.choice import BlockEncoding
 from torchrl_ext.codecs.patch import Patch
-from torchrl_ext.codecs.pipeline import are_finite
 from torchrl_ext.codecs.streams import Found
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import IntegrityError
@@ -60,7 +59,6 @@ class Coded(NamedTuple):
         total: units that the payload changes.
         kind: name of the block codec.
         payload: the block.
-        finite: whether what changed is known to be finite.
     """
 
     stream: int
@@ -73,28 +71,25 @@ class Coded(NamedTuple):
     total: int
     kind: str
     payload: bytes
-    finite: bool
 
 
-def code(table: ParamTable, codec: BlockEncoding, look: bool, found: Found) -> Coded:
+def code(table: ParamTable, codec: BlockEncoding, found: Found) -> Coded:
     """Code what was found in a block, in any thread.
 
     Args:
         table: whose stream it is.
         codec: the encoding.
-        look: look for NaN and infinity in what changed.
         found: what changed.
     """
     stream, segments = table.streams[found.stream], found.segments
     cuts = np.searchsorted(found.positions, stream.first[segments.start : segments.stop + 1] - found.start)
-    kind, payload, finite = "", b"", True
+    kind, payload = "", b""
     if found.positions.size:
         unit = unit_of(stream.dtype)
         kind, payload = codec.encode(unit, found)
-        finite = look and stream.dtype.is_floating_point and are_finite(stream.dtype, found.after)
     params = stream.params[segments.start : segments.stop]
     place = found.stream, found.start, found.size, segments
-    return Coded(*place, params, found.words, np.diff(cuts), found.positions.size, kind, payload, finite)
+    return Coded(*place, params, found.words, np.diff(cuts), found.positions.size, kind, payload)
 
 
 @final

@@ -21,7 +21,6 @@ from torch import Tensor
 from torchrl_ext.codecs import streams
 from torchrl_ext.codecs.blocks import KINDS
 from torchrl_ext.codecs.choice import BlockEncoding
-from torchrl_ext.codecs.pipeline import are_finite
 from torchrl_ext.codecs.streams import Found
 from torchrl_ext.codecs.units import unit_of, units
 from torchrl_ext.kernels.base import BITS
@@ -106,14 +105,13 @@ class Tiles:
         plain: of whole parameters.
         table: of the same parameters, some of them in tiles.
         codec: picks the kind of a block, for all changes that were found together.
-        look: look for NaN and infinity in what changed.
         copy: returns the newest tensor of a name, to which the changes lead.
     """
 
     def __init__(
-        self, plain: ParamTable, table: ParamTable, codec: BlockEncoding, look: bool, copy: Callable[[str], Tensor]
+        self, plain: ParamTable, table: ParamTable, codec: BlockEncoding, copy: Callable[[str], Tensor]
     ) -> None:
-        self._plain, self._table, self._codec, self._look, self._copy = plain, table, codec, look, copy
+        self._plain, self._table, self._codec, self._copy = plain, table, codec, copy
         self._plans = [_Plan(number, plain, table) for number in range(len(plain.streams))]
         self._open: dict[int, list[_Change]] = {}  # what is not coded yet, by stream
         self._begun = [0] * len(table.streams)  # the unit before which everything is
@@ -122,13 +120,12 @@ class Tiles:
         """Sort what was found in a block, in any thread."""
         from torchrl_ext.codecs.tile_loops import route
 
-        stream, plan, finite = self._plain.streams[found.stream], self._plans[found.stream], True
+        stream, plan = self._plain.streams[found.stream], self._plans[found.stream]
         changes = dict[int, _Change]()
         own = slice(found.segments.start, found.segments.stop)
         firsts = stream.first[own.start : own.stop + 1] - found.start
         if found.positions.size:
             chosen, self._codec.reasons[chosen.name] = self._codec.choose(unit_of(stream.dtype), found)
-            finite = self._look and stream.dtype.is_floating_point and are_finite(stream.dtype, found.after)
             count, ends = found.positions.size, np.zeros(len(plan.targets), np.int64)
             bits = np.empty_like(found.before), np.empty_like(found.after)
             every = _Change(np.empty(count, plan.index), *bits, chosen.name)
@@ -141,7 +138,7 @@ class Tiles:
                     changes[target] = every.part(low, high)
         counts, params = np.diff(np.searchsorted(found.positions, firsts)), stream.params[own]
         row = found.stream, found.start, found.size, found.segments, params, found.words, counts
-        return _Routed(Coded(*row, 0, "", b"", finite), changes)
+        return _Routed(Coded(*row, 0, "", b""), changes)
 
     def blocks(self, routed: Iterable[_Routed], threads: int) -> Iterator[Coded]:
         """Yield each of ``routed`` as it is, and coded blocks of streams, in the order of each stream."""
@@ -207,7 +204,7 @@ class Tiles:
         found = Found(target, start, places, change.before, change.after, range(0), words, old)
         payload, nothing = kind.encode(unit_of(stream.dtype), found), np.empty(0, np.int64)
         counted = places.size, kind.name, payload
-        return Coded(target, start, size, range(0), nothing, words, nothing, *counted, finite=True)
+        return Coded(target, start, size, range(0), nothing, words, nothing, *counted)
 
     def _units(self, target: int, start: int, size: int) -> np.ndarray:
         """Return the units of a block as they are now, in memory of their own."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import Codec, Encoded
 from torchrl_ext.codecs.choice import BlockEncoding
-from torchrl_ext.codecs.pipeline import are_finite, encode_tensors, worker_threads
+from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.codecs.streams import find
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.kernels.base import LINEAR, flat_bits, linear_keys, unsigned
@@ -352,14 +352,13 @@ class Copies(Baseline):
         self._codec, self._checksum, self._device, self._tiles = codec, checksum, device, tiles
         self._sent = self.table  # its streams are those of deltas
         self._copies: FlatCopies | None = None
-        self._finite: set[str] = set()  # copies that are known to be
         self._taken: WeightSource | None = None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every copy; after `take` each is made as it is yielded, so that nothing waits for all of them."""
         taken, self._taken = self._taken, None
         if taken is not None:
-            yield from self._copy(checked(taken, self.metas), taken)
+            yield from self._copy(checked(taken, self.metas))
         else:
             yield from ((meta.name, self.tensors[meta.name]) for meta in self.metas)
 
@@ -379,7 +378,7 @@ class Copies(Baseline):
         self._be(params)
         self._files = checkpoint.files()
         pairs = ((meta, tensor) for meta, tensor in checked(checkpoint) if meta.name in self.table.number)
-        for _ in self._copy(pairs, checkpoint):
+        for _ in self._copy(pairs):
             pass
 
     def take(self, source: WeightSource) -> None:
@@ -402,49 +401,34 @@ class Copies(Baseline):
             if isinstance(self._codec, Codec):
                 numbers = delta.version, delta.base_version
                 other = OtherDelta(*numbers, self._codec.name, self.tensors, self._checksum)
-                return write_other(delta, other, self._codec, self._changes(source, pairs, self._codec), draft, prefix)
+                return write_other(delta, other, self._codec, self._changes(pairs, self._codec), draft, prefix)
             sent = replace(delta, table=self._sent)
             files = BlockFiles(sent.table)
-            made = write_blocks(sent, files, self._blocks(source, pairs, self._codec), draft, prefix)
+            made = write_blocks(sent, files, self._blocks(pairs, self._codec), draft, prefix)
         self.stored = sum(files.sizes.values()), files.taking_s
         return made
 
-    def _blocks(self, source: WeightSource, pairs: Pairs, codec: BlockEncoding) -> Iterator[Coded]:
+    def _blocks(self, pairs: Pairs, codec: BlockEncoding) -> Iterator[Coded]:
         """Yield what changed, coded; the copies follow."""
-        doubtful = dict[str, None]()
 
         def placed() -> Iterator[tuple[int, int, Tensor]]:
             (streams, segments), number = self.table.last_place, self.table.number
             for name, tensor in pairs:
-                if name not in self._finite:
-                    doubtful[name] = None
                 at = number[name]
                 yield streams[at], segments[at], tensor
 
-        look, threads = source.look is not None, worker_threads()
+        threads = worker_threads()
         olds = [] if self._copies is None else self._copies.bits
         found = partial(find, self.table, olds, placed(), threads=threads, digest=LINEAR, follow=True)
         if self._sent is self.table:
-            blocks = found(partial(code, self.table, codec, look))
+            yield from found(partial(code, self.table, codec))
         else:
-            tiles = Tiles(self.table, self._sent, codec, look, self.tensors.__getitem__)
-            blocks = tiles.blocks(found(tiles.route), threads)
-        for block in blocks:
-            if not block.finite:
-                for param, changed in zip(block.params, block.changed, strict=True):
-                    if changed:
-                        doubtful[self.metas[param].name] = None
-            yield block
-        for name in doubtful:
-            self._look(source, name, self.tensors[name])
+            tiles = Tiles(self.table, self._sent, codec, self.tensors.__getitem__)
+            yield from tiles.blocks(found(tiles.route), threads)
 
-    def _changes(self, source: WeightSource, pairs: Pairs, codec: Codec) -> Iterator[Encoded]:
+    def _changes(self, pairs: Pairs, codec: Codec) -> Iterator[Encoded]:
         beside = ((name, self.tensors[name], tensor) for name, tensor in pairs)
-        for change in encode_tensors(beside, codec, follow=True):
-            name = change.meta.name
-            if change.changed or name not in self._finite:
-                self._look(source, name, self.tensors[name])
-            yield change
+        return encode_tensors(beside, codec, follow=True)
 
     def _pairs(self, source: WeightSource) -> Pairs:
         """Return a pass over the tensors that may have changed."""
@@ -452,14 +436,7 @@ class Copies(Baseline):
             return iter(source.pairs(source.part.names))
         return ((meta.name, tensor) for meta, tensor in checked(source, self.metas))
 
-    def _look(self, source: WeightSource, name: str, tensor: Tensor) -> None:
-        """Look for NaN and infinity in all of a tensor, where somebody wants to know of them."""
-        self._finite.discard(name)
-        found = None if source.look is None else source.look(name, tensor, None)
-        if found is not None and found.item() == 0.0:
-            self._finite.add(name)
-
-    def _copy(self, pairs: Iterable[tuple[ParamMeta, Tensor]], source: WeightSource) -> Iterator[tuple[str, Tensor]]:
+    def _copy(self, pairs: Iterable[tuple[ParamMeta, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         self.digests = np.zeros((len(self.metas), 2), DIGEST)
         streams, segments = self.table.last_place
         at, low, high, waiting = 0, 0, 0, 0  # the copies that are digested next: those of a stream, from one to another
@@ -470,31 +447,20 @@ class Copies(Baseline):
             copy, number = self.tensors[meta.name], self.table.number[meta.name]
             copy.copy_(tensor)
             if tensor.is_cuda or self._device is not None:
-                self._look(source, meta.name, tensor)
                 self.digests[number] = position_digest(tensor if tensor.is_cuda else copy, LINEAR)
             else:
                 stream, segment = streams[number], segments[number]
                 if (stream, segment) != (at, high) or waiting > _DIGESTED:
-                    self._see(source, at, low, high)
+                    self._see(at, low, high)
                     at, low, waiting = stream, segment, 0
                 high, waiting = segment + 1, waiting + tensor.nbytes
             yield meta.name, copy
-        self._see(source, at, low, high)
+        self._see(at, low, high)
 
-    def _see(self, source: WeightSource, stream: int, low: int, high: int) -> None:
-        """Take the digests of the copies of some parameters of a stream, and look for NaN and infinity in them."""
+    def _see(self, stream: int, low: int, high: int) -> None:
+        """Take the digests of the copies of some parameters of a stream."""
         if low == high:
             return
         assert self._copies is not None
-        own = self.table.streams[stream]
-        params = own.params[low:high]
+        params = self.table.streams[stream].params[low:high]
         self.digests[params] = self._copies.words(stream, low, high)
-        bits = unsigned(self._copies.bits[stream][int(own.first[low]) : int(own.first[high])])
-        names = [self.metas[param].name for param in params]
-        if source.look is None:
-            self._finite.difference_update(names)
-        elif bits.size and own.dtype.is_floating_point and are_finite(own.dtype, bits):
-            self._finite.update(names)
-        else:
-            for name in names:
-                self._look(source, name, self.tensors[name])

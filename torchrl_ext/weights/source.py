@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, starmap
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ __all__ = ["MappingSource", "ModuleSource", "WeightSource", "as_source", "checke
 
 log = logging.getLogger("torchrl_ext")
 
+_CAST = 1 << 20  # elements
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _examined: WeakSet[nn.Module] = WeakSet()  # modules whose extra state was looked for
@@ -48,13 +49,9 @@ class WeightSource(ABC):
     Attributes:
         part: for a source of some tensors, the version that has the others; for a source of all tensors, those that may
             have changed since that version; None if any may have changed.
-        look: checks a tensor or a block of it for NaN and infinity (`torchrl_ext.weights.finite.FiniteCheck.look`), for
-            a transport that reads only the changed parts of tensors (its `Transport.parts` is false); None for no
-            check.
     """
 
     part: Part | None = None
-    look: Callable[[str, Tensor, Hashable], Tensor | None] | None = None
 
     @abstractmethod
     def params(self) -> tuple[ParamMeta, ...]:
@@ -196,6 +193,26 @@ def require_memory(name: str, tensor: Tensor) -> None:
     raise ManifestError(
         f"{name!r} is {found}", expected="a tensor whose memory holds its values", state="nothing was sent", hint=hint
     )
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor with a NaN or an infinity.
+
+    Raises:
+        ManifestError: names it.
+    """
+    if not tensor.is_floating_point() or not tensor.numel() or "float4" in str(tensor.dtype):  # which has neither
+        return
+    tensor = tensor.detach()
+    small = tensor.element_size() == 1  # without comparisons, so that it is cast, a part at a time
+    for part in tensor.reshape(-1).split(_CAST) if small else [tensor]:
+        least, largest = torch.aminmax(part.float() if small else part)  # a NaN anywhere is both
+        if not (least.isfinite() and largest.isfinite()):
+            raise ManifestError(
+                f"there is a NaN or an infinity in {name!r}",
+                expected="finite weights",
+                hint="find what makes the weights non-finite in training, or send them anyway with finite=False",
+            )
 
 
 def _taken(name: str, tensor: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ class Subject:
         settings: dict[str, Any] = {"disk": files, "delta": files, "native": {"make": self.kind}}
         transport = tx.make_transport(self.transport, timeout_s=_WAIT_S, **settings.get(self.transport, {}))
         engine = tx.make_engine(self.kind, url=self.url, timeout_s=_WAIT_S, load_timeout_s=_WAIT_S)
-        with tx.WeightSender(transport, engine, finite="send") as sender:
+        with tx.WeightSender(transport, engine, finite=False) as sender:
             yield sender
 
     def restore(self) -> None:

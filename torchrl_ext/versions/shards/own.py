@@ -25,7 +25,7 @@ from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores.delta_manifest import DIGEST
 from torchrl_ext.stores.table import ParamTable, Segment
 from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.versions.containers import BlockFiles, Coded, code
+from torchrl_ext.versions.containers import BlockFiles, code
 from torchrl_ext.versions.writer import FlatCopies
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import block_words
@@ -51,7 +51,6 @@ class OwnBlocks:
         self._table = ParamTable.of(())
         self._kept: dict[int, list[_Place]] = {}  # by the number of the shard that they are parts of
         self._copies: FlatCopies | None = None  # None before the first version
-        self._finite: set[_Place] = set()  # blocks whose copies are known to be
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +85,6 @@ class OwnBlocks:
         params, streams = source.params(), dict[torch.dtype, list[Segment]]()
         numbers, order = {meta.name: number for number, meta in enumerate(params)}, dict[torch.dtype, int]()
         self._kept, self._copies = {}, None
-        self._finite.clear()
         for number, shard in enumerate(source.shards()):
             meta, rows = shard.meta, changed.get(str(number), [shard.block])
             for block in (Block(tuple(start), tuple(stop)) for start, stop in rows):
@@ -101,7 +99,7 @@ class OwnBlocks:
     def seed(self, source: WeightSource) -> Info:
         """Copy this rank's blocks; return what they add to the digest of each parameter, as ``{"words": base64}``."""
         with closing(self._taken(source)) as taken:
-            return self._copy(source, taken)
+            return self._copy(taken)
 
     def start(self, base: str) -> Info:
         """Copy this rank's blocks of the tensors in a checkpoint directory; return as `seed`.
@@ -124,7 +122,7 @@ class OwnBlocks:
                 meta, _ = self._of(place)
                 raise _other_base(meta, f"no {meta.name}")
 
-        return self._copy(source, parts())
+        return self._copy(parts())
 
     def encode(
         self, source: WeightSource, codec: BlockEncoding, stem: str, write: Callable[[str, bytes], None]
@@ -148,27 +146,10 @@ class OwnBlocks:
             raise ConfigError("this rank has no copies of its blocks", hint="send a full version")
         files, streams = BlockFiles(self._table, stem), self._copies.bits
         with closing(self._taken(source)) as taken:
-            looked = dict[_Place, Tensor]()
-
-            def placed() -> Iterator[tuple[int, int, Tensor]]:
-                for place, tensor in taken:
-                    if source.look is not None:
-                        looked[place] = tensor
-                    yield *place, tensor
-
-            coded = partial(code, self._table, codec, source.look is not None)
-            found = find(self._table, streams, placed(), coded, threads=_threads(), digest=LINEAR, follow=True)
-
-            def blocks() -> Iterator[Coded]:
-                for block in found:
-                    for at, segment in enumerate(block.segments):
-                        place = block.stream, segment
-                        doubtful = place not in self._finite or (block.changed[at] and not block.finite)
-                        if doubtful and place in looked:
-                            self._look(source, place, looked[place])
-                    yield block
-
-            for name, data in files.laid(blocks()):
+            placed = ((*place, tensor) for place, tensor in taken)
+            coded = partial(code, self._table, codec)
+            found = find(self._table, streams, placed, coded, threads=_threads(), digest=LINEAR, follow=True)
+            for name, data in files.laid(found):
                 write(name, data)
         return {
             "rows": _text(files.rows),
@@ -202,7 +183,7 @@ class OwnBlocks:
                         if shard.gathers:
                             shard.take()
 
-    def _copy(self, source: WeightSource, parts: Iterable[tuple[_Place, Tensor]]) -> Info:
+    def _copy(self, parts: Iterable[tuple[_Place, Tensor]]) -> Info:
         words = np.zeros((len(self._table.params), 2), DIGEST)
         for place, tensor in parts:
             if self._copies is None:
@@ -212,16 +193,7 @@ class OwnBlocks:
             copy.copy_(tensor)
             live = tensor if tensor.is_cuda else copy
             words[self._table.number[meta.name]] += np.array(block_words(meta, block, live, LINEAR), DIGEST)
-            self._look(source, place, tensor)
         return {"words": _text(words)}
-
-    def _look(self, source: WeightSource, place: _Place, tensor: Tensor) -> None:
-        """Look for NaN and infinity in all of a block, where somebody wants to know of them."""
-        self._finite.discard(place)
-        meta, block = self._of(place)
-        found = None if source.look is None else source.look(meta.name, tensor, block)
-        if found is not None and found.item() == 0.0:
-            self._finite.add(place)
 
 
 def _text(column: np.ndarray) -> str:
