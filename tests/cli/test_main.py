@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.fakes import FakeEngine
 from tests.processes import python
 from torchrl_ext.cli.frame import COMMANDS
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import StoreError, UpdateError
 from torchrl_ext.rpc import discovery
 from torchrl_ext.serving.processes import free_port
-from torchrl_ext.testing import FakeEngine
 from torchrl_ext.versions.others import Reader
 
 ACTIONS = [["chain", name] for name in ("ls", "show", "verify", "gc", "materialize", "diff")]

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
+from tests.fakes import FakeEngine
 from tests.models import greedy, tiny_checkpoint, tiny_model
 from tests.rpc.servers import running
 from torchrl_ext.cli.main import main
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.stores import open_store
-from torchrl_ext.testing import FakeEngine
 from torchrl_ext.types import is_loopback
 from torchrl_ext.weights.digests import tensor_digest
 

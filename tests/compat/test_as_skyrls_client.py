@@ -15,12 +15,12 @@ import pytest
 import torchrl_ext as tx
 from tests.compat.skyrl_client import made, routes, sent
 from tests.compat.test_slime_chains import write_slime
+from tests.fakes import FakeEngine
 from tests.rpc.servers import CONFIG, failed, initialised, running
 from tests.transports.chains import checkpoint, folder, step, weights
 from torchrl_ext.compat.skyrl import PauseMode, transport_for
 from torchrl_ext.errors import ConfigError, EngineError, StoreError
 from torchrl_ext.messages import Reset
-from torchrl_ext.testing import FakeEngine
 
 INIT = "init_weight_transfer_engine"
 CHECKOUT = os.environ.get("TORCHRL_EXT_SKYRL")

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.fakes import FakeEngine
 from tests.plugins.vllm_api import Client, Declared, FanOut, Placed, TRLs
 from tests.ranks import on_ranks
 from torchrl_ext.errors import ConfigError, EngineRefusedError, EngineUnreachableError, UpdateError
 from torchrl_ext.plugins.vllm.trainer import TorchRLExtTrainerEngine, TorchRLExtTrainerInitInfo
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.makes.vllm_client import ClientPort
-from torchrl_ext.testing.engines import FakeEngine
 
 
 def weights(step):

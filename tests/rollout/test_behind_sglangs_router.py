@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 import torchrl_ext as tx
+from tests.fakes import FakeEngine
 from tests.models import PROMPT, tiny_tokenizer
 from tests.rpc.test_router import Engine, serving
 from torchrl_ext.cli.environments import settings_for_router
@@ -17,7 +18,6 @@ from torchrl_ext.errors import EngineRefusedError
 from torchrl_ext.rollout.dialects import SGLangDialect
 from torchrl_ext.rollout.generation import GenerationRequest
 from torchrl_ext.serving.routing import Routing
-from torchrl_ext.testing import FakeEngine
 
 # sglang-router 0.3.2, as far as requests of ours use them; vllm-router 0.1.17 has neither of the last two
 SAMPLING = {

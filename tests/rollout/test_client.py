@@ -9,6 +9,7 @@ from contextlib import closing
 import httpx
 import pytest
 
+from tests.fakes import FakeEngine
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import WAIT_S
 from tests.rollout.aborts import aborted
@@ -16,7 +17,6 @@ from tests.rpc.servers import in_turn
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
 from torchrl_ext.rollout.client import Generation, InferenceClient, VersionSpan
 from torchrl_ext.rpc.health import Health
-from torchrl_ext.testing import FakeEngine
 
 ROUTE = "POST /inference/v1/generate"
 

@@ -1,10 +1,10 @@
 """Requests and answers, word by word, as each engine's own documentation has them."""
 
+from tests.fakes import FakeEngine
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rollout.dialects import SGLangDialect, VLLMDialect
 from torchrl_ext.rollout.generation import GenerationRequest, VersionSpan
-from torchrl_ext.testing import FakeEngine
 
 REQUEST = GenerationRequest(
     token_ids=(1, 2), n=2, max_tokens=3, temperature=0.5, seed=7, stop_token_ids=(9,), more={"min_tokens": 1}

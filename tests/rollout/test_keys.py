@@ -8,11 +8,11 @@ import httpx
 import pytest
 
 import torchrl_ext as tx
+from tests.fakes import FakeEngine
 from tests.rpc import sockets
 from tests.rpc.test_router import Gateway, serving
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.serving.routing import Routing
-from torchrl_ext.testing import FakeEngine
 
 OPEN = ("/health", "/ready", "/ping", "/workers", "/list_workers")
 

@@ -4,9 +4,9 @@ import json
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.fakes import FakeEngine
 from tests.rpc.servers import bare
 from torchrl_ext.routes import ADAPTERS_ROUTE
-from torchrl_ext.testing import FakeEngine
 
 
 class Adapters:

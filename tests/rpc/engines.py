@@ -6,6 +6,7 @@ import httpx
 import torch
 
 import torchrl_ext as tx
+from tests.fakes import MAKES, Call, FakeEngine, Faults
 from tests.processes import WAIT_S
 from tests.rpc.sockets import serving
 from tests.turns import CLOSE, PROMPTS, gap
@@ -13,8 +14,6 @@ from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, EngineError, EngineRefusedError, EngineUnreachableError
 from torchrl_ext.messages import Load
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.testing import MAKES, Call, FakeEngine
-from torchrl_ext.testing.engines import Faults
 from torchrl_ext.transports.base import Update
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source

@@ -3,8 +3,8 @@
 import json
 from contextlib import contextmanager
 
+from tests.fakes import FakeEngine
 from torchrl_ext.routes import ANSWERS
-from torchrl_ext.testing import FakeEngine
 
 CONFIG = {
     "model_config": {"model": "/models/policy", "dtype": "torch.float32"},

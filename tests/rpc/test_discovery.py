@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torchrl_ext as tx
+from tests.fakes import FakeEngine
 from tests.processes import python
 from tests.rpc.servers import CONFIG
 from tests.rpc.sockets import drip, serving
@@ -17,7 +18,6 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRe
 from torchrl_ext.registry import Make
 from torchrl_ext.rpc.server_info import read_server_info
 from torchrl_ext.serving.processes import free_port
-from torchrl_ext.testing import FakeEngine
 from torchrl_ext.types import EngineInfo
 
 FLAT = {

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import torchrl_ext as tx
+from tests.fakes import FakeEngine
 from tests.rpc.servers import CONFIG, GOOD, bare, failed, running
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, EngineRefusedError
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.sync.connection import Connection
-from torchrl_ext.testing import FakeEngine
 
 START = "POST /start_draft_weight_update"
 JOIN = {"transport": "disk", "params": [], "root": "/root/d", "connection": "d"}

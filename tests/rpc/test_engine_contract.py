@@ -15,11 +15,11 @@ from functools import partial
 import pytest
 
 import torchrl_ext as tx
+from tests.fakes import MAKES, FakeEngine
 from tests.processes import WAIT_S
 from tests.rpc.engines import PORTS, Trainer, client, running, weights
 from torchrl_ext.errors import ConfigError, EngineRefusedError, WeightSyncError
 from torchrl_ext.rpc.pool import Pool
-from torchrl_ext.testing import MAKES, FakeEngine
 
 FIRST, NEXT, RIVAL = 1, 2, 7
 UPDATE = ("connect", "prefetch", "begin", "load", "verify", "commit")

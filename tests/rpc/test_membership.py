@@ -9,6 +9,7 @@ import threading
 import pytest
 
 import torchrl_ext as tx
+from tests.fakes import FakeEngine
 from tests.processes import WAIT_S
 from tests.rpc.test_pool import Scripted
 from tests.rpc.test_router import Earlier, Engine, Gateway, serving
@@ -16,7 +17,6 @@ from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.rpc.membership import from_dns, from_file, from_router
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.rpc.router import RouterClient
-from torchrl_ext.testing import FakeEngine
 
 
 def test_a_file_lists_an_address_per_line_or_as_json_and_is_read_each_time(tmp_path):

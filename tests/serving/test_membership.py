@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fakes import FakeEngine
 from tests.rpc.test_router import Earlier, Engine, Gateway, serving
 from torchrl_ext.errors import ConfigError, EngineError, UpdateError
 from torchrl_ext.rpc.health import Health
@@ -18,7 +19,6 @@ from torchrl_ext.serving.launchers import LocalLauncher
 from torchrl_ext.serving.routing import Routing
 from torchrl_ext.serving.served import ExternalEngines, OwnedEngines
 from torchrl_ext.serving.topology import Topology
-from torchrl_ext.testing import FakeEngine
 from torchrl_ext.types import EngineInfo, EngineRow, SyncReport
 
 

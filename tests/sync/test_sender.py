@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 import torchrl_ext as tx
+from tests.fakes import FakeEngine
 from torchrl_ext.errors import ConcurrentUpdateError, ConfigError, NotConnectedError, TransportError, UpdateError
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
-from torchrl_ext.testing import WAIT_S, FakeEngine, same_bits
+from torchrl_ext.testing import WAIT_S, same_bits
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import as_source
 

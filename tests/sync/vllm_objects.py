@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torchrl.modules.llm.backends.vllm import vllm_async
 
+from tests.fakes import FakeEngine
 from tests.processes import WAIT_S
 from torchrl_ext.routes import BACKEND, TAKE_OVER
-from torchrl_ext.testing import FakeEngine
 
 WORDS = 16
 

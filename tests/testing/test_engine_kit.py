@@ -14,12 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.embedded import EmbeddedServer, served_here
+from tests.fakes import FakeEngine
 from tests.processes import finished
 from tests.testing import KIT
 from torchrl_ext.embedded.engine import Engine
 from torchrl_ext.proof.scoring import score
 from torchrl_ext.sync.receiver import WeightReceiver
-from torchrl_ext.testing import FakeEngine
 from torchrl_ext.testing.engine import test_updates as cases
 from torchrl_ext.testing.engine.subject import Subject
 from torchrl_ext.testing.tiny import make_tiny_lm

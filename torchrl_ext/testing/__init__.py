@@ -1,7 +1,6 @@
-"""Test suites for new transports, fake engines for tests of clients, and tiny models.
+"""Test suites for new transports, and tiny models.
 
     from torchrl_ext.testing import TransportContract  # or StandaloneContract, without a control layer
-    from torchrl_ext.testing import FakeEngine  # an HTTP server with the routes of one make
 
 The suites need pytest: ``pip install torchrl_ext[testing]``. Everything is imported on first use.
 """
@@ -10,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchrl_ext.testing.engines import FAULTS, MAKES, Call, FakeEngine, Fault
     from torchrl_ext.testing.transports import (
         DTYPES,
         SMALL_BYTES,
@@ -27,14 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES",
-    "FAULTS",
-    "MAKES",
     "SMALL_BYTES",
     "WAIT_S",
-    "Call",
     "Ends",
-    "FakeEngine",
-    "Fault",
     "StandaloneContract",
     "TransportContract",
     "any_bits",
@@ -44,13 +37,9 @@ __all__ = [
     "same_bits",
 ]
 
-_OF_ENGINES = {"FAULTS", "MAKES", "Call", "FakeEngine", "Fault"}
-
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in _OF_ENGINES:
-        return getattr(importlib.import_module(f"{__name__}.engines"), name)
     importlib.import_module("pytest").register_assert_rewrite(f"{__name__}.transports")  # asserts show values
     return getattr(importlib.import_module(f"{__name__}.transports"), name)

@@ -153,11 +153,6 @@ class FakeEngine(Faults):
         paused, asleep: whether generation is paused, and the tags whose memory was released.
         unrehearsed: whether the engine asks for a rehearsal.
         wrongs: what clients wrongly made the engine do, in words, such as serve part of an update or released weights.
-
-    Example:
-        >>> with FakeEngine("vllm") as fake:
-        ...     tx.discover(fake.url)[0].kind
-        'vllm'
     """
 
     def __init__(self, make: str, tensors: dict[str, Tensor] | None = None) -> None:
