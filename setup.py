@@ -35,7 +35,6 @@ EXTRAS["test"] = [
     *EXTRAS["prometheus"], *EXTRAS["opentelemetry"], "opentelemetry-sdk>=1.20",
     "pytest-timeout>=2.3", "pytest-xdist>=3.5", "pytest-cov>=5", "hypothesis>=6.100", "psutil>=5.9", "httpx>=0.27",
     "moto[server]>=5",
-    'triton>=3.6; platform_system == "Linux"',  # its interpreter and compiler need no GPU
 ]  # fmt: skip
 
 setup(

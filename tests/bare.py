@@ -13,7 +13,6 @@ EXTRAS = {
     "torchrl_ext.compat.torchrl_llm.configs": "hydra",
     "torchrl_ext.configs": "hydra",
     "torchrl_ext.embedded": "embedded",
-    "torchrl_ext.kernels.cuda_programs": "triton, which comes with a torch for CUDA",
     "torchrl_ext.plugins.sglang": "sglang",
     "torchrl_ext.plugins.vllm": "vllm",
     "torchrl_ext.testing.engine": "testing",

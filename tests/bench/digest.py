@@ -11,7 +11,8 @@ import torch
 
 from tests.bench.frame import say, seconds
 from torchrl_ext.bench.runner import ratio, rounds
-from torchrl_ext.kernels.base import LINEAR, POSITION, Piece, kernels
+from torchrl_ext.kernels.base import LINEAR, POSITION, Piece
+from torchrl_ext.kernels.host import HostKernels
 from torchrl_ext.weights.digests import tensor_digest
 
 _DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
@@ -19,7 +20,7 @@ _DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.float64)
 
 def measure(*, repeats: int = 7, mib: int = 64) -> dict[str, Any]:
     """Digests of tensors of --mib by one thread: whole tensors, a transposed one, and a change of 1 %."""
-    host, found = kernels.make("numba"), {}
+    host, found = HostKernels(), {}
     torch.set_num_threads(1)
     for dtype in _DTYPES:
         say(str(dtype))

@@ -25,7 +25,7 @@ from torchrl_ext.bench.transport import compare, settle
 from torchrl_ext.codecs.blocks import ULP
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.kernels.base import LINEAR, kernels_on
+from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.landing.patcher import Patcher, identity
 from torchrl_ext.versions.writer import FlatCopies
@@ -54,7 +54,6 @@ def measure(
     numbers: dict[str, Any] = {
         "size": size,
         "device": torch.cuda.get_device_name() if torch.device(device).type == "cuda" else device,
-        "kernels": kernels_on(torch.device(device)).name,
         "threads": threads,
         "torch": torch.__version__,
         "bytes": shapes_bytes(shapes),

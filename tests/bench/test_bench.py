@@ -54,7 +54,7 @@ def test_benchmarks_of_this_folder_are_tried_here_or_need_an_engine():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_benchmark_of_a_gpu_runs_there(capsys):
     assert main(["gpu", "--repeats", "1", "--size", "tiny", "--densities", "0.01", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kernels"] == "triton"
+    assert json.loads(capsys.readouterr().out)["deltas"]
 
 
 def test_transports_are_compared_with_their_references(tmp_path):

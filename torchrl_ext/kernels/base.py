@@ -8,7 +8,6 @@ bit for bit; `tests/kernels` runs one suite over them.
 from __future__ import annotations
 
 import functools
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate, chain
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.registry import Registry
 
 __all__ = [
     "BITS",
@@ -36,13 +34,10 @@ __all__ = [
     "Words",
     "Writes",
     "flat_bits",
-    "kernels",
     "kernels_on",
     "linear_keys",
     "unsigned",
 ]
-
-log = logging.getLogger(__name__)
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the dtype of its bits."""
@@ -245,7 +240,6 @@ class Writes(NamedTuple):
 class Kernels(ABC):
     """Loops over the bits of tensors on one kind of device, safe to use from several threads."""
 
-    name: ClassVar[str]
     on_host: ClassVar[bool] = False
     """Whether tensors lie where loops on the host can read them."""
 
@@ -298,36 +292,13 @@ class Kernels(ABC):
         """Write a list, and return the `sums` of what stands there then; no two of its elements are the same memory."""
 
 
-kernels = Registry("implementation of the kernels")
-kernels.register("numba", "torchrl_ext.kernels.host:HostKernels", "compiled loops on the host")
-kernels.register("torch", "torchrl_ext.kernels.torch_ops:TorchKernels", "torch's operators on any device")
-kernels.register("triton", "torchrl_ext.kernels.cuda:TritonKernels", "Triton programs on a CUDA device")
-
-
-def kernels_on(device: torch.device) -> Kernels:
-    """Return the kernels for tensors on ``device``: numba's on the host, Triton's on CUDA where it works, else torch's.
-
-    Raises:
-        ConfigError: ``device`` is the host, and numba cannot be imported.
-    """
-    try:
-        return _known(device)
-    except torch.OutOfMemoryError:  # in the probe: there may be room when the next one is made
-        return kernels.make("torch")
-
-
 @functools.cache
-def _known(device: torch.device) -> Kernels:
+def kernels_on(device: torch.device) -> Kernels:
+    """Return the kernels for tensors on ``device``: numba's loops on the host, else torch's operators."""
     if device.type == "cpu":
-        return kernels.make("numba")
-    if device.type == "cuda":
-        try:
-            found = kernels.make("triton")
-            probe = torch.zeros(1, dtype=torch.int32, device=device)
-            found.words(Piece(destination=probe, offset=0, strides=(1,)))  # it needs a C compiler, and more
-            return found
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # whatever is amiss with a compiler, torch's operators do the same
-            log.warning("Triton does not work here; torch's own operators replace it and are slower", exc_info=True)
-    return kernels.make("torch")
+        from torchrl_ext.kernels.host import HostKernels
+
+        return HostKernels()
+    from torchrl_ext.kernels.torch_ops import TorchKernels
+
+    return TorchKernels()

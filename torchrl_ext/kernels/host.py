@@ -35,7 +35,6 @@ def keys_of(digest: str) -> np.ndarray:
 class HostKernels(Kernels):
     """Kernels made of numba's loops, each in one thread; a caller cuts its work for several."""
 
-    name: ClassVar[str] = "numba"
     on_host: ClassVar[bool] = True
 
     def diff(self, old: Tensor, new: Tensor) -> Diff:

@@ -1,10 +1,10 @@
-"""Kernels for devices without Triton, by torch's operators: several passes over memory, and nothing to compile."""
+"""Kernels for any device, by torch's operators: several passes over memory, and nothing to compile."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torchrl_ext.kernels.base import (
     linear_keys,
 )
 
-__all__ = ["TorchKernels", "sums_of"]
+__all__ = ["TorchKernels"]
 
 _PIECE = 1 << 22  # elements whose words are held at a time, 8 bytes each in a handful of temporaries
 
@@ -91,8 +91,6 @@ def _words(total: Tensor) -> Words:
 class TorchKernels(Kernels):
     """Kernels made of torch's operators, for any device."""
 
-    name: ClassVar[str] = "torch"
-
     def diff(self, old: Tensor, new: Tensor) -> Diff:
         where = (old != new).nonzero().flatten()
         places = where.to(torch.int32) if old.numel() < 2**31 else where
@@ -143,7 +141,10 @@ class TorchKernels(Kernels):
         target.index_copy_(0, offsets.to(torch.int64), values)  # it takes no other; those of `land` are
 
     def sums(self, ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
-        return sums_of(ends, offsets, values)
+        keys, wide = (offsets.to(torch.int64) + 1) * _GOLDEN, _wide(values)
+        total = (((wide ^ _down(wide, 32)) + 1) * (keys ^ _down(keys, 32) | 1)).cumsum(0)
+        upto = torch.cat([total.new_zeros(1), total]).index_select(0, ends)
+        return upto.diff(prepend=total.new_zeros(1))
 
     def write(self, writes: Writes) -> Tensor:
         found = []
@@ -151,14 +152,6 @@ class TorchKernels(Kernels):
             self.scatter(target, writes.offsets[at:end], writes.values[at:end])
             found.append(target.index_select(0, writes.offsets[at:end]))
         return self.sums(writes.ends, writes.offsets, torch.cat(found))
-
-
-def sums_of(ends: Tensor, offsets: Tensor, values: Tensor) -> Tensor:
-    """Return the sums of `torchrl_ext.kernels.base.Kernels.sums`."""
-    keys, wide = (offsets.to(torch.int64) + 1) * _GOLDEN, _wide(values)
-    total = (((wide ^ _down(wide, 32)) + 1) * (keys ^ _down(keys, 32) | 1)).cumsum(0)
-    upto = torch.cat([total.new_zeros(1), total]).index_select(0, ends)
-    return upto.diff(prepend=total.new_zeros(1))
 
 
 def _moved(before: Tensor, steps: Tensor, ordered: bool) -> Tensor:
