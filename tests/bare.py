@@ -10,7 +10,6 @@ EXTRAS = {
     "torchrl_ext.cli": "cli",
     "torchrl_ext.compat.slime.embedded": "embedded",
     "torchrl_ext.compat.slime.routes": "embedded",  # or in an engine, which has starlette
-    "torchrl_ext.compat.torchrl_llm.configs": "hydra",
     "torchrl_ext.configs": "hydra",
     "torchrl_ext.embedded": "embedded",
     "torchrl_ext.plugins.sglang": "sglang",

@@ -8,9 +8,6 @@ from torchrl_ext.collectors.scheme import TransportWeightSyncScheme as Transport
 from torchrl_ext.collectors.updater import TransportWeightUpdater as TransportWeightUpdater
 from torchrl_ext.compat.flags.options import WeightUpdateConfig as WeightUpdateConfig
 from torchrl_ext.compat.megatron import MegatronSource as MegatronSource
-from torchrl_ext.compat.torchrl_llm.schemes import SGLangWeightSyncScheme as SGLangWeightSyncScheme
-from torchrl_ext.compat.torchrl_llm.schemes import VLLMDoubleBufferSyncScheme as VLLMDoubleBufferSyncScheme
-from torchrl_ext.compat.torchrl_llm.schemes import VLLMWeightSyncScheme as VLLMWeightSyncScheme
 from torchrl_ext.errors import WeightSyncError as WeightSyncError
 from torchrl_ext.planning.recommend import recommend as recommend
 from torchrl_ext.rollout.client import InferenceClient as InferenceClient

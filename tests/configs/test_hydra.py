@@ -21,7 +21,6 @@ import torchrl_ext.configs.hydra as groups
 from tests.processes import ROOT, finished, python
 from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
 from torchrl_ext.collectors.updater import TransportWeightUpdater
-from torchrl_ext.compat.torchrl_llm.configs import SGLangWeightSyncSchemeConfig
 from torchrl_ext.registry import transports
 
 TRAINER_S = 300
@@ -58,7 +57,6 @@ def test_the_fields_of_a_config_are_the_settings_of_what_it_makes():
     for config, cls, further in (
         (groups.TransportWeightSyncSchemeConfig, TransportWeightSyncScheme, moved - by_the_scheme),
         (groups.TransportWeightUpdaterConfig, TransportWeightUpdater, moved),
-        (SGLangWeightSyncSchemeConfig, tx.SGLangWeightSyncScheme, set()),
     ):
         own = inspect.signature(cls).parameters
         fields = {field.name: field.default for field in dataclasses.fields(config)}
@@ -92,21 +90,6 @@ def test_settings_reach_the_transport_as_plain_values(tmp_path):
     transport = scheme.create_transport()
     assert (transport.root, transport.timeout_s) == (str(tmp_path), 7.0)
     transport.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("name", "cls", "setting", "value"),
-    [
-        ("vllm", tx.VLLMWeightSyncScheme, "gpus_per_replica", 2),
-        ("vllm_double_buffer", tx.VLLMDoubleBufferSyncScheme, "remote_addr", "/shared"),
-        ("sglang", tx.SGLangWeightSyncScheme, "server_url", "http://host:30000"),
-    ],
-)
-def test_a_scheme_that_replaces_one_of_torchrls_is_made_from_its_config(name, cls, setting, value):
-    ours = [] if name == "sglang" else [f"weight_sync_scheme._target_=torchrl_ext.{cls.__name__}"]
-    config = composed(f"weight_sync_scheme={name}", f"weight_sync_scheme.{setting}={value}", *ours)
-    scheme = instantiate(config.weight_sync_scheme)
-    assert type(scheme) is cls and getattr(scheme, setting) == value
 
 
 SCHEME, UPDATER = "weight_sync_scheme", "weight_updater"

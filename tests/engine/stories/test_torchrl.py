@@ -7,7 +7,6 @@ from torchrl.collectors.llm import LLMCollector
 import torchrl_ext as tx
 from tests.models import tiny_model
 from torchrl_ext.cli.demo.training import DigitsTask
-from torchrl_ext.compat.torchrl_llm.schemes import VLLMWeightSyncScheme, get_model_metadata
 from torchrl_ext.testing.tiny import make_tokenizer
 
 pytestmark = pytest.mark.engine
@@ -37,12 +36,3 @@ def test_a_collector_updates_the_engine_of_its_rollouts_and_each_token_has_its_v
         finally:
             collector.shutdown()
     assert len(reports) == 2 and made_by[1] == {reports[0].version}
-
-
-def test_code_for_torchrls_vllm_scheme_drives_the_engine(vllm):
-    model = tiny_model(93)
-    sender = VLLMWeightSyncScheme(gpus_per_replica=1, num_replicas=1).create_sender()
-    sender.register_model(model)
-    sender.init_all_workers_group(get_model_metadata(model), vllm_engine=vllm.url)
-    vllm.assert_serves(model, sender.update_weights())
-    sender.shutdown()
