@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from functools import partial
 
 import httpx
 import torch
@@ -21,8 +20,6 @@ from torchrl_ext.cli.main import main
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.proof.scoring import score
 from torchrl_ext.rpc.http import HTTPSession
-from torchrl_ext.sync.published import PublishedFollower
-from torchrl_ext.transports.published import PublishedRoot
 from torchrl_ext.weights.source import WeightSource, as_source
 
 PROMPTS = [PROMPT, PROMPT[::-1]]
@@ -38,7 +35,7 @@ TRANSPORTS = {
     "sharded": ("sharded", {"bucket_bytes": 1 << 16}),
     "ipc": ("ipc", {}),
 }
-ROUTES = ("delta on a base", *(name for name in TRANSPORTS if name != "delta on a base"), "push", "published")
+ROUTES = ("delta on a base", *(name for name in TRANSPORTS if name != "delta on a base"), "push")
 
 
 def made(route, folder, base=None):
@@ -96,7 +93,7 @@ class Turns:
 
     def sender(self, route):
         folder = self.folder()
-        send = {"push": self._push, "published": self._publish}.get(route, partial(self._sent, route))(folder)
+        send = self._push(folder) if route == "push" else self._sent(route, folder)
         return Sender(50 + self._count, send)
 
     def join(self, model):
@@ -124,19 +121,6 @@ class Turns:
         def send(model):
             model.save_pretrained(folder)
             assert main(["push", str(folder), "--engines", self.url, "--transport", "disk", "--json"]) == 0
-
-        return send
-
-    def _publish(self, folder):
-        """The trainer knows no engine; another party puts what it published in service."""
-        trainer, reader = tx.make_transport("delta", root=str(folder)), PublishedRoot(str(folder))
-        follower = PublishedFollower(reader, tx.connect(self.url))
-        for end in (trainer.shutdown, reader.close, follower.close):
-            self._ends.callback(end)
-
-        def send(model):
-            trainer.send_weights("policy", model)
-            follower.take(reader.newest())
 
         return send
 

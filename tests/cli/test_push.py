@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
 from tests.fakes import FakeEngine
 from tests.models import greedy, tiny_checkpoint, tiny_model
@@ -167,34 +166,6 @@ def test_engines_of_two_makes_are_refused_before_any_of_them_joins_a_broadcast_o
         assert not any("init_weight" in route for route in (*vllm.counts, *sglang.counts))
 
 
-@pytest.mark.parametrize("transport", ["disk", "delta"])
-def test_engines_load_the_newest_version_that_another_process_published(transport, engines, start, tmp_path, capsys):
-    assert pushed(capsys, start, engines)["pushed"]
-    trainer = tx.make_transport(transport, root=tmp_path, **({"encoding": "xor"} if transport == "delta" else {}))
-    for seed in (5, 6):
-        trainer.send_weights("policy", tiny_model(seed))
-    trainer.shutdown()
-    urls = [engine.url for engine in engines]
-    assert main(["push", "--published", str(tmp_path), "--engines", *urls, "--base", str(start), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["pushed"] and told["report"]["version"] == 2 and told["report"]["verified"] == (transport == "disk")
-    assert [(row["state"], row["version"]) for row in told["report"]["engines"]] == [("serving", 2)] * 2
-    for engine in engines:
-        assert HTTPSession(engine.url).get("/weight_info")["weight_version"] == "2"
-        assert says(engine, 8) == greedy(tiny_model(6), PROMPT, 8)
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".probe")]
-
-
-def test_what_is_published_of_another_model_is_refused_before_the_pause(fresh, start, tmp_path, capsys):
-    trainer = tx.make_transport("disk", root=tmp_path)
-    trainer.send_weights("policy", tiny_model(0, hidden_size=64))
-    trainer.shutdown()
-    assert main(["push", "--published", str(tmp_path), "--engines", fresh.url, "--json"]) == 3
-    told = json.loads(capsys.readouterr().out)
-    assert told["type"] == "UpdateError" and "model.embed_tokens.weight" in told["error"]
-    assert told["report"]["engines"][0]["state"] == "serving" and holds(fresh, start)
-
-
 def _failed(capsys, directory, *argv, status=2):
     assert main(["push", str(directory), "--engines", *map(str, argv), "--json"]) == status
     return json.loads(capsys.readouterr().out)
@@ -207,10 +178,6 @@ def _failed(capsys, directory, *argv, status=2):
         ("dir --transport collective --root x --engines 127.0.0.1:9", "--transport disk or delta"),
         ("--engines 127.0.0.1:9 127.0.0.1:8 dir --keep-files", "--root"),
         ("--engines 127.0.0.1:9 dir --dtype float99", "'float99'"),
-        ("--engines 127.0.0.1:9", "--published"),
-        ("dir --published root --engines 127.0.0.1:9", "--published"),
-        ("--published root --transport disk --engines 127.0.0.1:9", "--transport does not go with"),
-        ("--published root --dtype bfloat16 --engines 127.0.0.1:9", "--dtype does not go with"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_before_anything_is_opened(argv, word, capsys):

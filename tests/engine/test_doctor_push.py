@@ -2,7 +2,6 @@
 
 import pytest
 
-import torchrl_ext as tx
 from tests.engine.served import command
 from tests.models import greedy, tiny_checkpoint, tiny_model
 from torchrl_ext.cli.environments import settings_for_router
@@ -46,19 +45,3 @@ def test_each_of_two_workers_answers_for_itself(tensor_parallel, tmp_path, capsy
     assert sorted(seen) == ["seen from both sides (worker 0)", "seen from both sides (worker 1)"]
     assert len([row for row in told["findings"] if row["check"] == "group"]) == 2
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("transport", ["disk", "delta"])
-def test_engines_of_both_makes_load_the_newest_version_that_another_process_published(
-    transport, vllm, sglang, checkpoint, tmp_path, capsys
-):
-    trainer = tx.make_transport(transport, root=tmp_path, **({"encoding": "xor"} if transport == "delta" else {}))
-    for seed in (5, 6):
-        trainer.send_weights("policy", tiny_model(seed))
-    trainer.shutdown()
-    urls = [vllm.url, sglang.url]
-    told = command(capsys, "push", "--published", tmp_path, "--engines", *urls, "--base", checkpoint)
-    assert told["pushed"] and told["report"]["version"] == 2
-    for engine in (vllm, sglang):
-        assert engine.tokens() == greedy(tiny_model(6)) and engine.version() == "2" and not engine.paused()

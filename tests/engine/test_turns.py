@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 seeds = seeds
 
-ROUTES = (*(route for route in BY if route != "delta on a base"), "push", "published")
+ROUTES = (*(route for route in BY if route != "delta on a base"), "push")
 RESUME = {"vllm": "/resume", "sglang": "/continue_generation"}
 POINTS = [
     *(("collective", point) for point in ("tensor:3", "call:12")),

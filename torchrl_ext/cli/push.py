@@ -1,11 +1,10 @@
-"""``torchrl-ext push``: put a checkpoint, or what another process published, into running engines from the shell."""
+"""``torchrl-ext push``: put a checkpoint into running engines from the shell."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from torchrl_ext.errors import ConfigError, ManifestError, UpdateError, WeightSy
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torchrl_ext.rpc.client import EngineClient
     from torchrl_ext.types import EngineInfo, SyncReport
     from torchrl_ext.weights.checkpoint import CheckpointSource
 
@@ -42,14 +40,10 @@ def push(
     engines: Annotated[
         list[str], Option(metavar="URL...", help="Address of an engine, not of a router; list several.")
     ],
-    directory: Annotated[str | None, Argument(metavar="DIR", help="Hugging Face checkpoint directory.")] = None,
-    published: Annotated[
-        str | None,
-        Option(metavar="ROOT", help="Push the newest version under this root, which engines can read, instead of DIR."),
-    ] = None,
+    directory: Annotated[str, Argument(metavar="DIR", help="Hugging Face checkpoint directory.")],
     transport: Annotated[
-        Literal["disk", "delta", "collective", "native"] | None, Option(help="Transport of DIR. Default: disk.")
-    ] = None,
+        Literal["disk", "delta", "collective", "native"], Option(help="How the weights travel.")
+    ] = "disk",
     dtype: Annotated[str | None, Option(help="Cast floating-point tensors, for example to bfloat16.")] = None,
     api_key: APIKey = None,
     timeout_s: Annotated[float, Option(help="Deadline of every step, in seconds.")] = 600.0,
@@ -68,8 +62,7 @@ def push(
         Option(
             metavar="DIR",
             rich_help_panel=_BY_FILES,
-            help="Checkpoint that the engines hold: with delta the current one, with --published the one that they "
-            "started with.",
+            help="Checkpoint that the engines hold, with delta.",
         ),
     ] = None,
     encoding: Annotated[
@@ -87,22 +80,16 @@ def push(
     Examples:
     * `torchrl-ext push checkpoints/step-400 --engines host1:8000 host2:8000 --root /shared/updates`
     * `torchrl-ext push checkpoints/step-500 --engines host1:8000 --transport delta --base checkpoints/step-400`
-    * `torchrl-ext push --published /shared/updates --engines host1:8000 host2:8000`
     """
     import torchrl_ext as tx
     from torchrl_ext.types import dtype_from_name
 
-    if (directory is None) == (published is None):
-        raise ConfigError("push takes DIR or --published ROOT", expected="one of the two")
-    mode = transport or "disk"
     given = {"--root": root, "--keep-files": keep_files, "--dtype": dtype, "--encoding": encoding, "--base": base}
-    given |= {"--master-address": master_address, "--transport": published and transport}
+    given |= {"--master-address": master_address}
     for option in [option for option, value in given.items() if value]:
-        if published and option != "--base":
-            raise ConfigError(f"{option} does not go with --published", expected="--base or nothing")
-        if not published and option not in _OPTIONS[mode]:
+        if option not in _OPTIONS[transport]:
             able = " or ".join(name for name, options in _OPTIONS.items() if option in options)
-            raise ConfigError(f"{option} does not go with --transport {mode}", expected=f"--transport {able}")
+            raise ConfigError(f"{option} does not go with --transport {transport}", expected=f"--transport {able}")
     if keep_files and not root:
         raise ConfigError("--keep-files needs a place for the files", hint="name it with --root")
     try:
@@ -110,26 +97,20 @@ def push(
     except ManifestError as unknown:
         raise ConfigError(unknown.what) from None
     with contextlib.ExitStack() as stack:
-        source = None if directory is None else stack.enter_context(_read(directory))
+        source = stack.enter_context(_read(directory))
         found = tx.discover(*engines, api_key=api_key)
-        if source is None:
-            mode = "delta" if all("delta" in info.transports for info in found) else "disk"
-        _check_engines(found, mode)
-        if source is not None:
-            settings = _settings(mode, found, root, keep_files, base, encoding, master_address, stack)
-            end = tx.make_transport(mode, timeout_s=timeout_s, **settings)
-            stack.callback(end.shutdown)
+        _check_engines(found, transport)
+        settings = _settings(transport, found, root, keep_files, base, encoding, master_address, stack)
+        end = tx.make_transport(transport, timeout_s=timeout_s, **settings)
+        stack.callback(end.shutdown)
         fleet = tx.connect(*engines, api_key=api_key, load_timeout_s=timeout_s)
         stack.callback(fleet.close)
-        if source is None:
-            report, error = _load_published(str(published), base or _served(found), mode, fleet, stack)
-        else:
-            note(f"{directory} to {len(found)} engine(s) by {mode}")
-            try:
-                report, error = tx.WeightSender(end, fleet, dtype=cast).update_weights(source), None
-            except UpdateError as failure:
-                report, error = failure.report, failure
-    document = {"pushed": error is None, "directory": directory or published, "report": report.to_json()}
+        note(f"{directory} to {len(found)} engine(s) by {transport}")
+        try:
+            report, error = tx.WeightSender(end, fleet, dtype=cast).update_weights(source), None
+        except UpdateError as failure:
+            report, error = failure.report, failure
+    document = {"pushed": error is None, "directory": directory, "report": report.to_json()}
     rows = table("engine", "kind", "state", "version", "pause", "")
     for row in report.engines:
         colour = "green" if row.state == "serving" and row.error is None else "red"
@@ -144,44 +125,9 @@ def push(
 def _summary(report: SyncReport) -> Iterator[str]:
     share = f" of {report.model_bytes:,}" if report.bytes != report.model_bytes else ""
     proof = f", proved: {report.proof}" if report.verified else ""
-    moved = f": {report.bytes:,}{share} bytes" if report.bytes else ""  # 0: another process has published it
-    yield f"version {report.version}{moved} in {report.spans['total']:.2f} s{proof}"
+    yield f"version {report.version}: {report.bytes:,}{share} bytes in {report.spans['total']:.2f} s{proof}"
     if report.encoding:
         yield f"coded as {report.encoding}"
-
-
-def _load_published(
-    place: str, base: str | None, transport: str, fleet: EngineClient, stack: contextlib.ExitStack
-) -> tuple[SyncReport, UpdateError | None]:
-    """Have the engines load the newest published version; return the report, with the error where one does not."""
-    from torchrl_ext.sync.published import PublishedFollower
-    from torchrl_ext.transports.published import PublishedRoot
-    from torchrl_ext.types import ParamMeta, SyncReport
-
-    root = PublishedRoot(place, base, transport=transport)
-    stack.callback(root.close)
-    newest = root.newest()
-    if newest is None:
-        raise ConfigError(f"{place} holds no version")
-    if transport == "disk" and "path" not in newest:
-        raise ConfigError(f"{place} holds no full version", expected="one, as some engines lack our plugin")
-    params = [ParamMeta.from_json(row) for row in newest["params"]]
-    began, error = time.perf_counter(), None
-    try:
-        PublishedFollower(root, fleet).take(newest)
-    except UpdateError as failure:
-        error = failure
-    report = SyncReport(
-        version=newest["version"],
-        transport=transport,
-        tensors=len(params),
-        model_bytes=sum(meta.nbytes for meta in params),
-        spans={"total": time.perf_counter() - began},
-        engines=fleet.rows(),
-        verified=error is None and "path" in newest and fleet.verifies and fleet.proof != "sent",
-        proof=fleet.proof,
-    )
-    return report, error
 
 
 def _check_engines(found: list[EngineInfo], transport: str) -> None:

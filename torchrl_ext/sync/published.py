@@ -1,12 +1,7 @@
-"""Loading of versions that another process published.
-
-A `PublishedFollower` drives engines through their clients. `DiskLoads` runs in an engine and implements
-``/update_weights_from_disk``. Both read versions with `torchrl_ext.transports.published`.
-"""
+"""Loading of versions that another process published: an engine's ``/update_weights_from_disk``."""
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,67 +12,13 @@ from msgspec import structs
 
 from torchrl_ext.errors import ConfigError, DeadlineError, StoreError, WeightSyncError, why
 from torchrl_ext.messages import Finish, Join, Load, Message, Prefetch, Start
-from torchrl_ext.reports import Spans
-from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.stores.opening import admit
-from torchrl_ext.sync.connection import Connection, update_error
-from torchrl_ext.transports.base import Handoff
 from torchrl_ext.transports.published import Joined, PublishedRoot
-from torchrl_ext.types import Info, ParamMeta
-from torchrl_ext.weights.checkpoint import CheckpointSource
-from torchrl_ext.weights.digests import tensor_digest
 
-__all__ = ["DiskLoads", "PublishedFollower", "ReloadableEngine"]
-
-log = logging.getLogger("torchrl_ext")
+__all__ = ["DiskLoads", "ReloadableEngine"]
 
 _FORMATS = (None, "auto", "safetensors", "delta")
 _BUSY_S = 600.0  # how long a call waits for the previous one
-
-
-@final
-class PublishedFollower:
-    """Updates engines to versions that another process publishes under a root.
-
-    A `WeightSender` would publish them again, with its own version numbers.
-
-    Args:
-        root: reads the versions; the engines have to see them under the same path.
-        engine: client of one engine or of a fleet.
-    """
-
-    def __init__(self, root: PublishedRoot, engine: EngineClient) -> None:
-        self._root, self._engine = root, engine
-        self._connection = Connection(engine, lambda *_: Handoff(info=root.invite()), transport=root.transport)
-
-    def take(self, info: Info) -> None:
-        """Put a published version in service.
-
-        Args:
-            info: from `PublishedRoot.newest`. If it has a ``path``, engines compare their digests with those of all
-                tensors there.
-
-        Raises:
-            UpdateError: an engine does not serve the version; the call can be repeated.
-        """
-        version = info["version"]
-        try:
-            params = tuple(ParamMeta.from_json(row) for row in info["params"])
-            with self._connection.turn():
-                self._connection.ensure(params, Spans())
-                self._engine.prefetch(version)
-                source = CheckpointSource(Path(info["path"])) if "path" in info and self._engine.verifies else ()
-                digests = {name: tensor_digest(tensor) for name, tensor in source}
-                with self._engine.updating(version):
-                    self._engine.load(info)
-                    self._engine.verify(digests)
-        except Exception as error:
-            self._connection.drop()  # the next update must not build on an incomplete one
-            raise update_error(error, f"weights version {version} of {self._root.root}", self._engine.rows()) from error
-
-    def close(self) -> None:
-        """Close the engine's client; the engine keeps serving its weights."""
-        self._connection.close()
 
 
 class ReloadableEngine(Protocol):

@@ -10,7 +10,6 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.messages import Files
 from torchrl_ext.stores import Chain, open_store, version_name, version_number
@@ -28,7 +27,6 @@ __all__ = ["Joined", "PublishedRoot"]
 log = logging.getLogger("torchrl_ext")
 
 _UNCHANGED = "nothing was loaded"
-_SHORTEST_S, _LONGEST_S = 0.005, 0.1  # between two looks at the pointer
 
 
 class Joined(NamedTuple):
@@ -52,12 +50,10 @@ class PublishedRoot:
     Args:
         root: directory or URL, which engines reach under the same path.
         base: the checkpoint with which the engines were started; a directory here, or a name that only they know.
-        transport: the one as whose workers engines read it: ``"delta"``, or ``"disk"`` of full versions of ours, which
-            engines without our plugin can load too.
     """
 
-    def __init__(self, root: str | os.PathLike[str], base: str | None = None, *, transport: str = "delta") -> None:
-        self.root, self._base, self.transport = os.fspath(root), base, transport
+    def __init__(self, root: str | os.PathLike[str], base: str | None = None) -> None:
+        self.root, self._base = os.fspath(root), base
         self._store = open_store(root)
         self._shared = SharedRoot(self._store, uuid.uuid4().hex)
         self._base_here = base if base is not None and os.path.isdir(base) else None
@@ -84,35 +80,6 @@ class PublishedRoot:
         if not version:
             raise StoreError(f"{path} holds no version", state=_UNCHANGED)
         return root, version
-
-    def newest(self, timeout_s: float = 0.0, before: Info | None = None) -> Info | None:
-        """Describe the newest complete version to engines.
-
-        Args:
-            timeout_s: seconds to wait for one.
-            before: what this returned for the version that they serve; None for any version.
-
-        Returns:
-            ``{"transport", "version", "run_id", "params"}``, and ``path`` where it is a full one in a directory, with a
-            manifest of ours; None where no other version came.
-
-        Raises:
-            ConfigError: the versions lead back to a checkpoint that is not known here.
-        """
-        chain, served = self._chain(), before or {"version": 0}
-        for _ in Deadline(timeout_s).pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):
-            number = chain.latest()
-            with suppress(FileNotFoundError):  # removed meanwhile: a newer one is coming
-                if number and (number != served["version"] or chain.replaced(number, served["run_id"])):
-                    return self._described(number)
-        return None
-
-    def _described(self, number: int) -> Info:
-        version, place = self._chain().version(number), Path(self.root, version_name(number))
-        params = [meta.to_json() for meta in version.params]
-        info = {"transport": self.transport, "version": number, "run_id": version.run_id, "params": params}
-        ours = version.full is not None and (place / MANIFEST).is_file()
-        return {**info, "path": str(place.absolute())} if ours else info
 
     def contents(self, version: int, files: Any = None, *, parts: bool = False) -> tuple[list[Any], list[str] | None]:
         """Return the parameters of a version as JSON, and those of its files that one call brings.
@@ -192,7 +159,7 @@ class PublishedRoot:
         """
         return {
             **self._shared.invite(),
-            "transport": self.transport,
+            "transport": "delta",
             "base": self._base,
             "needs_base": self._needs_base(),
             "params": params,

@@ -1,4 +1,4 @@
-"""TorchRL's own surface on a vLLM server: an updater in its collector, and code for its scheme but for one import."""
+"""TorchRL's own surface on a vLLM server: an updater in its collector."""
 
 import pytest
 from tensordict import set_list_to_stack
