@@ -24,6 +24,8 @@ import traceback
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
+from types import SimpleNamespace
 
 import httpx
 import torch
@@ -603,20 +605,20 @@ class Schedule:
             self._fault(f"lost although {stayed} were up: {request.error!r}, after {request.end - request.start:.2f} s")
 
     def _check_versions(self, request):
-        answer, place = request.answer, 0
-        versions = answer.token_versions()
-        for mark in answer.extras:
-            own = versions[place : place + mark["count"]]
-            place += mark["count"]
+        answer = request.answer
+        versions, spans = answer.token_versions(), answer.weight_versions
+        for _, part in groupby(spans, key=lambda span: id(span.version.by)):
+            part = list(part)
+            own, url = versions[part[0].start : part[-1].end], part[0].version.by.url
             lives = [
                 life
                 for life in self.lives
-                if life.url == mark["engine"] and life.born <= request.end and request.start <= life.until
+                if life.url == url and life.born <= request.end and request.start <= life.until
             ]
             if own != sorted(own) or not any(self._may(life, request, own) for life in lives):
-                self._fault(f"{mark['engine']} sampled with versions {own}, which it did not serve: {request}")
-        if place != len(answer.token_ids):
-            self._fault(f"{place} tokens are marked: {request}")
+                self._fault(f"{url} sampled with versions {own}, which it did not serve: {request}")
+        if sum(span.end - span.start for span in spans) != len(answer.token_ids):
+            self._fault(f"tokens without a version: {request}")
 
     def _may(self, life, request, versions):
         """Whether a process can have had these versions in service while it sampled for the request."""
@@ -663,8 +665,27 @@ class Schedule:
         self.faults.append(what)
 
 
+class _Label(str):
+    """The label of a version in one answer of one engine (``by.url``), which is that of no other answer."""
+
+    def __new__(cls, label, by):
+        found = super().__new__(cls, label)
+        found.by = by
+        return found
+
+    def __eq__(self, other):
+        return super().__eq__(other) and self.by is other.by
+
+    __hash__ = str.__hash__
+
+
 def _marked(read, url, answer):
-    return [replace(one, extras=({"engine": url, "count": len(one.token_ids)},)) for one in read(answer)]
+    found = read(answer)
+    for i, one in enumerate(found):
+        by = SimpleNamespace(url=url)
+        spans = tuple(replace(span, version=_Label(span.version, by)) for span in one.weight_versions)
+        found[i] = replace(one, weight_versions=spans)
+    return found
 
 
 def _stacks():

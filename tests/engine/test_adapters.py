@@ -13,7 +13,6 @@ from tests.engine.served import LONG, OLDER, ServedSGLang, ServedVLLM, sending, 
 from tests.models import PROMPT, greedy, tiny_model
 from tests.pages import on_servers
 from tests.processes import WAIT_S, calling, finished
-from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import EngineRefusedError, UpdateError
 from torchrl_ext.rpc.engine import Engine
 
@@ -182,13 +181,6 @@ def test_clients_for_rollouts_generate_with_the_adapter_and_know_its_version(eng
     assert list(found.token_ids) == greedy(policy, PROMPT, 24)
     assert found.token_versions() == [version] * 24
     client.close()
-    kind = tx.discover(engine.url)[0].kind
-    remote = RemoteInferenceClient(proxy_url=engine.url, server_urls=[engine.url], kind=kind, adapter=NAME)
-    sampling = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
-    told = remote.run(remote.generate({"prompt_token_ids": [PROMPT, LONG], "sampling_params": sampling}))
-    assert told["response_ids"] == [greedy(policy, PROMPT, 24), greedy(policy, LONG, 24)]
-    assert told["weight_versions"] == [[version] * 24] * 2
-    remote.close()
 
 
 def test_new_base_weights_keep_the_adapter(engine, adapters, policy, tmp_path):

@@ -11,12 +11,9 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.compat.test_slime_chains import write_slime
 from tests.engine.served import LONG, OLDER, assert_spans, at_work, command, sending, until_met
 from tests.models import PROMPT, greedy, greedy_over_kept_keys, tiny_model
 from tests.pages import on_servers
-from tests.transports.chains import folder
-from torchrl_ext.compat.skyrl import RemoteInferenceClient
 
 pytestmark = pytest.mark.engine
 
@@ -319,26 +316,3 @@ def test_the_log_of_updates_has_no_traceback_and_that_of_a_failure_has_one(vllm,
     assert not vllm.http.call("POST", "/init_weight_transfer_engine", {"init_info": {}}).ok
     until_met(lambda: "ERROR:    Exception in ASGI application" in log.read_text()[begun:])
     assert log.read_text()[begun:].count("Traceback") >= 3, "of the worker, the core and the API server"
-
-
-def test_versions_of_a_folder_are_served_by_skyrls_own_order_of_calls(vllm, checkpoint, tmp_path):
-    held, root = dict(tiny_model(0).state_dict()), tmp_path / "sync"
-    with sending("disk", tmp_path / "other", vllm) as sender:
-        sender.update_weights(held)  # the folder's versions begin with what the server was started with
-    client = RemoteInferenceClient(proxy_url=vllm.url, server_urls=[vllm.url], kind="vllm")
-    client.run(client.init_weight_update_communicator({"base_model_path": str(checkpoint)}))
-    for version, seed in ((1, 36), (2, 37)):
-        model = tiny_model(seed)
-        write_slime(folder(root, version), version, held, model.state_dict(), "xor", "xxh3-128")
-        held = dict(model.state_dict())
-        client.run(client.fetch_weights(version, sync_dir=str(root)))
-        assert not vllm.paused()
-        client.run(client.pause_generation())
-        client.run(client.reset_prefix_cache(True))
-        client.run(client.start_weight_update())
-        client.run(client.update_named_weights({"target_version": version, "sync_dir": str(root)}))
-        client.run(client.finish_weight_update())
-        client.run(client.resume_generation())
-        client.increment_weight_version()
-        assert vllm.says(model) and vllm.version() == str(version)
-    client.close()

@@ -3,7 +3,6 @@
 import gc
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -12,11 +11,9 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.compat.test_slime_chains import write_slime
 from tests.embedded import EmbeddedServer
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import files_of, maps_of, python
-from tests.transports.chains import folder
 from torchrl_ext.bench.runner import track_peak
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, UpdateError
@@ -167,58 +164,6 @@ def test_each_step_of_the_colocated_order_may_come_from_a_client_of_its_own(serv
         }
         assert report.verified and tokens(server) == greedy(model)
     client.close()
-
-
-def test_the_sleep_around_an_update_frees_the_weights_and_the_frozen_requests_go_on(server, sender):
-    """SkyRL's asynchronous order, with a `WeightSender` for its broadcast; no request is lost."""
-    client = RemoteInferenceClient(proxy_url=server.url, server_urls=[server.url], kind="embedded")
-    sender.update_weights(tiny_model(3))
-    model, found = tiny_model(4), []
-    asking = threading.Thread(target=lambda: found.extend(tokens(server, 400, ignore_eos=True)), daemon=True)
-    asking.start()
-    client.run(client.pause_generation())
-    client.run(client.sleep_for_weight_sync())
-    assert ask(server, "/is_sleeping")["tags"] == ["kv_cache", "weights"]
-    client.run(client.wake_for_weight_sync(["weights"]))
-    assert ask(server, "/is_sleeping")["tags"] == ["kv_cache"] and ask(server, "/is_paused")["is_paused"]
-    assert sender.update_weights(model).verified
-    client.run(client.wake_for_weight_sync(["kv_cache"]))
-    assert ask(server, "/is_sleeping")["tags"] == [] and ask(server, "/is_paused")["is_paused"]
-    client.run(client.resume_generation())
-    asking.join(60)
-    assert len(found) == 400 and tokens(server) == greedy(model)
-    client.close()
-
-
-def test_versions_of_a_folder_are_served_by_skyrls_own_order_of_calls(server, engine, checkpoint, tmp_path):
-    def begin_anew():
-        other = tx.WeightSender(tx.make_transport("disk", root=tmp_path / "other"), engine)
-        other.update_weights(tiny_model(0))
-        other.shutdown()
-
-    begin_anew()  # the folder's versions begin with what the engine was started with
-    root = tmp_path / "sync"
-    client = RemoteInferenceClient(proxy_url=server.url, server_urls=[server.url], kind="embedded")
-    client.run(
-        client.init_weight_update_communicator({"base_model_path": str(checkpoint), "local_checkpoint_dir": "x"})
-    )
-    held = dict(tiny_model(0).state_dict())
-    for version, seed in ((1, 4), (2, 5)):
-        model = tiny_model(seed)
-        write_slime(folder(root, version), version, held, model.state_dict(), "xor", "xxh3-128")
-        held = dict(model.state_dict())
-        told = {"target_version": version, "version": version, "sync_dir": str(root)}
-        client.run(client.fetch_weights(version, sync_dir=str(root)))
-        assert not ask(server, "/is_paused")["is_paused"]
-        client.run(client.pause_generation())
-        client.run(client.start_weight_update())
-        client.run(client.update_named_weights(told))
-        client.run(client.finish_weight_update())
-        client.run(client.resume_generation())
-        client.increment_weight_version()
-        assert tokens(server) == greedy(model) and ask(server, "/weight_info")["weight_version"] == str(version)
-    client.close()
-    begin_anew()
 
 
 def test_control_calls_that_fail_say_how_each_engine_is(server, engine):

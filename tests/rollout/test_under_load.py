@@ -66,7 +66,7 @@ def test_no_request_is_lost_every_token_has_its_version_and_sessions_stay(engine
                 answers.append((6 + i % 24, await client.generate(batch)))
                 seen.update(answers[-1][1]["weight_versions"][0])
                 body = {"token_ids": PROMPT[:2], "sampling_params": {"max_tokens": 1}}
-                told = await client.post("/inference/v1/generate", body, session_id=session)
+                told = await client._post("/inference/v1/generate", body, session)
                 models[session].add(told["model"])
                 count += 1
 
@@ -77,7 +77,7 @@ def test_no_request_is_lost_every_token_has_its_version_and_sessions_stay(engine
 
         def roll_out():
             try:
-                client.run(everybody(), timeout_s=600)
+                asyncio.run(asyncio.wait_for(everybody(), 600))
             except Exception as error:  # noqa: BLE001 - failed below, in the test's own thread
                 failures.append(error)
 

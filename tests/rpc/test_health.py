@@ -5,16 +5,13 @@ from __future__ import annotations
 import threading
 from queue import Queue
 
-import pytest
-
 from tests.processes import WAIT_S
 from torchrl_ext.errors import EngineError
 from torchrl_ext.rpc import connections
 from torchrl_ext.rpc.health import Health
 
 
-@pytest.mark.parametrize("loop", [connections.HTTP, connections.CALLERS])
-def test_nobody_is_called_on_an_event_loop(loop):
+def test_nobody_is_called_on_an_event_loop():
     health, heard = Health(), Queue()
     health.subscribe(lambda url, why: heard.put((url, why is None, threading.current_thread())))
 
@@ -23,7 +20,7 @@ def test_nobody_is_called_on_an_event_loop(loop):
         health.mend("e", by="requests")
         return threading.current_thread()
 
-    there = connections.run(complain(), loop)
+    there = connections.run(complain())
     told = [heard.get(timeout=WAIT_S) for _ in range(2)]
     assert {(url, well) for url, well, _ in told} == {("e", False), ("e", True)}
     assert there not in [thread for _, _, thread in told]

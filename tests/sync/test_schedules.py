@@ -13,7 +13,7 @@ import pytest
 
 from tests.processes import forking
 from tests.schedules import Schedule, checkpoint
-from torchrl_ext.rpc.connections import CALLERS, HTTP, run
+from torchrl_ext.rpc.connections import HTTP, run
 
 SEEDS = {"delta": (), "collective": (3,)}
 RUNS = [
@@ -31,7 +31,7 @@ def model_dir(tmp_path_factory):
 def held():
     """What this process has that a schedule may leave: threads and sockets, without those that all clients share."""
     gc.collect()  # errors hold frames, and these what they worked with
-    threads = {thread for thread in threading.enumerate() if thread.name not in (HTTP, CALLERS)}
+    threads = {thread for thread in threading.enumerate() if thread.name != HTTP}
     return threads, {(one.laddr, one.raddr) for one in psutil.Process().net_connections("inet") if one.laddr}
 
 

@@ -72,7 +72,6 @@ class VLLMDialect(Dialect):
                 logprobs=tuple(entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()),
                 finish_reason=choice["finish_reason"],
                 weight_versions=_spans(choice.get("weight_versions"), label, len(choice["token_ids"] or ())),
-                extras=_extras(answer.get("prompt_logprobs"), choice.get("routed_experts")),
             )
             for choice in choices
         ]
@@ -121,13 +120,6 @@ class SGLangDialect(Dialect):
             finish_reason=meta["finish_reason"]["type"],
             weight_versions=_spans(spans, meta.get("adapter", ""), len(tokens)),
         )
-
-
-def _extras(prompt_logprobs: Any, routed_experts: Any) -> tuple[Info, ...]:
-    """Return an answer's extra fields as its part of `Generation.extras`."""
-    fields = {"prompt_logprobs": prompt_logprobs, "routed_experts": routed_experts}
-    found = {name: value for name, value in fields.items() if value is not None}
-    return (found,) if found else ()
 
 
 def _spans(rows: Sequence[Info] | None, label: str, count: int) -> tuple[VersionSpan, ...]:

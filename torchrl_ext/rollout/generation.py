@@ -62,7 +62,6 @@ class GenerationRequest:
         adapter: name of the LoRA adapter to generate with; None for the base weights.
         session_id: a router sends the requests of one session to one engine; None or "" for no session.
         demand: weight versions that the request accepts; None for all.
-        route: replaces the dialect's route.
         fields: further fields of the body.
     """
 
@@ -77,7 +76,6 @@ class GenerationRequest:
     adapter: str | None = None
     session_id: Any = None
     demand: Demand | None = None
-    route: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     def split(self) -> list[GenerationRequest]:
@@ -97,15 +95,12 @@ class Generation:
         finish_reason: ``"stop"``, ``"length"`` or ``"abort"`` (the engine was paused with mode ``abort``).
         weight_versions: contiguous spans, several if the weights changed during the generation; empty if the engine
             reports none. With an adapter they give its version, which does not change during a generation.
-        extras: further requested fields as the engine returned them, one mapping per joined answer:
-            ``prompt_logprobs``, ``routed_experts``.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
     finish_reason: str = "length"
     weight_versions: tuple[VersionSpan, ...] = ()
-    extras: tuple[Mapping[str, Any], ...] = field(default=(), repr=False, compare=False)
 
     def token_versions(self) -> list[int]:
         """Return the number of each token's weight version; `UNKNOWN_VERSION` where the engine reports none."""
@@ -197,7 +192,6 @@ class PartialGeneration:
             logprobs=(*before.logprobs, *answer.logprobs),
             finish_reason="length" if spent else answer.finish_reason,
             weight_versions=tuple(versions),
-            extras=(*before.extras, *answer.extras),
         )
         return replace(self, so_far=so_far, joined=count)
 

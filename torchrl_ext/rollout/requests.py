@@ -77,7 +77,6 @@ class Requests:
         targets: at least one dialect, by base address.
         limit: maximum requests in flight per target; 0 for no limit.
         api_key, retire_s, persistent, health: as for `InferenceClient`.
-        connection_limit: maximum connections per target; 0 for no limit.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class Requests:
         retire_s: float = 0.0,
         persistent: bool = False,
         health: Health | None = None,
-        connection_limit: int = 0,
     ) -> None:
         self._targets, self._limit = targets, limit or float("inf")
         self._retire_s, self._persistent = retire_s, persistent
@@ -100,7 +98,6 @@ class Requests:
         self._warned = float("-inf")
         self._seen: dict[tuple[str, str | None], tuple[int, float]] = {}  # by target and adapter: version, and when
         how: dict[str, Any] = {"api_key": api_key, "max_body_bytes": _MAX_BODY_BYTES, "keep_s": _KEEP_S}
-        how["connection_limit"] = connection_limit
         self._sessions = {url: HTTPSession(url, **how) for url in self._targets}
 
     async def generations(
@@ -220,7 +217,7 @@ class Requests:
     async def _ask(self, request: GenerationRequest, until: float) -> list[Generation]:
         async def ask(url: str) -> list[Generation]:
             dialect = self._targets[url]
-            route, body = request.route or dialect.route, {**dialect.body(request), **request.fields}
+            route, body = dialect.route, {**dialect.body(request), **request.fields}
             demand = None if request.adapter else request.demand  # engines do not know an adapter's version
             answer, where = await self._post(url, route, body, request.session_id, until, demand), url + route
             try:

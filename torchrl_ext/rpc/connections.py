@@ -1,4 +1,4 @@
-"""Event loops that all clients of a process share, DNS look-up and TLS contexts."""
+"""The event loop that all clients of a process share, DNS look-up and TLS contexts."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ import certifi
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError
 
-__all__ = ["CALLERS", "HTTP", "Resolver", "authorities", "begin", "can_wait", "each", "run"]
+__all__ = ["HTTP", "Resolver", "authorities", "begin", "can_wait", "each", "run"]
 
 _T = TypeVar("_T")
 
-HTTP, CALLERS = "torchrl-ext-http", "torchrl-ext-callers"
-"""Names of this process's two loops: one runs all HTTP calls, the other runs callers' own coroutines."""
+HTTP = "torchrl-ext-http"
+"""The name of the thread that runs this process's loop."""
 
 
 @final
 class _Loop(threading.Thread):
     """Runs an event loop in a daemon thread until the process ends."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name, daemon=True)
+    def __init__(self) -> None:
+        super().__init__(name=HTTP, daemon=True)
         self.loop = asyncio.new_event_loop()
 
     def run(self) -> None:
@@ -41,48 +41,45 @@ class _Loop(threading.Thread):
 
 
 _lock = threading.RLock()  # a finalizer may make a call at any time, also while it is held
-_loops: dict[tuple[int, str], _Loop] = {}  # by pid: a child that closed its parent's loop would change its epoll
+_loops: dict[int, _Loop] = {}  # by pid: a child that closed its parent's loop would change its epoll
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
-def _current(name: str) -> _Loop:
-    """Return this process's loop ``name``; start it on first use."""
-    key = os.getpid(), name
+def _current() -> _Loop:
+    """Return this process's loop; start it on first use."""
+    pid = os.getpid()
     with _lock:
-        if key not in _loops:
-            _loops[key] = _Loop(name)
-            _loops[key].start()
-        return _loops[key]
+        if pid not in _loops:
+            _loops[pid] = _Loop()
+            _loops[pid].start()
+        return _loops[pid]
 
 
-def can_wait(name: str = HTTP) -> bool:
-    """Return whether the calling thread may wait for the loop ``name``.
+def can_wait() -> bool:
+    """Return whether the calling thread may wait for the loop.
 
     False in the loop's own thread (where finalizers may run too) and during interpreter shutdown (threads have ended).
     """
-    return not sys.is_finalizing() and threading.current_thread() is not _current(name)
+    return not sys.is_finalizing() and threading.current_thread() is not _current()
 
 
-def begin(call: Coroutine[Any, Any, _T], name: str = HTTP) -> concurrent.futures.Future[_T]:
-    """Start ``call`` on the loop ``name``; cancelling the future cancels the call."""
-    return asyncio.run_coroutine_threadsafe(call, _current(name).loop)
+def begin(call: Coroutine[Any, Any, _T]) -> concurrent.futures.Future[_T]:
+    """Start ``call`` on the loop; cancelling the future cancels the call."""
+    return asyncio.run_coroutine_threadsafe(call, _current().loop)
 
 
-def run(call: Coroutine[Any, Any, _T], name: str = HTTP) -> _T:
-    """Run ``call`` on the loop ``name`` and return its result; an interrupted wait (ctrl-c) cancels it.
-
-    Args:
-        name: `HTTP`, or `CALLERS` for a coroutine from outside the library, which may block its loop.
+def run(call: Coroutine[Any, Any, _T]) -> _T:
+    """Run ``call`` on the loop and return its result; an interrupted wait (ctrl-c) cancels it.
 
     Raises:
-        ConfigError: the calling thread must not wait for that loop (`can_wait`).
+        ConfigError: the calling thread must not wait for the loop (`can_wait`).
     """
-    if not can_wait(name):
+    if not can_wait():
         call.close()
         raise ConfigError("this call would block the event loop that it runs on", hint="await the coroutine instead")
-    loop = _current(name).loop
+    loop = _current().loop
     try:
-        return begin(call, name).result()
+        return begin(call).result()
     except BaseException:  # ctrl-c may also come after begin has started the call and before it returns the future
         loop.call_soon_threadsafe(_cancel, call, loop)
         raise

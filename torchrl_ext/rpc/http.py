@@ -191,7 +191,6 @@ class HTTPSession:
         keep_s: how long an idle connection on the shared event loop is kept, in seconds; choose less than the server's
             own keep-alive (uvicorn: 5 s). A call over a connection that the server was just closing is sent once more,
             so that only sessions whose calls may be repeated should keep connections.
-        connection_limit: maximum number of connections, with ``keep_s``; 0 for no limit.
         connect_timeout_s: how long connecting may take, over all addresses of a name, in seconds.
 
     Raises:
@@ -208,7 +207,6 @@ class HTTPSession:
         until: float = math.inf,
         check: Callable[[HTTPSession], None] | None = None,
         keep_s: float = 0.0,
-        connection_limit: int = 0,
         connect_timeout_s: float = 10.0,
     ) -> None:
         self.url, self.api_key, self.timeout_s = normalise_url(url), api_key, timeout_s
@@ -219,7 +217,7 @@ class HTTPSession:
                 "the API key goes to %s unencrypted, because the address has no scheme: write https:// or http://", host
             )
         self._max_body_bytes, self._until, self._check = max_body_bytes, until, check
-        self._keep_s, self._limit, self._connect_timeout_s = keep_s, connection_limit, connect_timeout_s
+        self._keep_s, self._connect_timeout_s = keep_s, connect_timeout_s
         self._kept: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}  # another one after a fork
         weakref.finalize(self, _drop, self._kept)
 
@@ -353,7 +351,7 @@ class HTTPSession:
         if client is None or client.closed:
             keep: dict[str, Any] = {"keepalive_timeout": self._keep_s} if kept else {"force_close": True}
             client = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._limit, resolver=Resolver(), **keep),
+                connector=aiohttp.TCPConnector(limit=0, resolver=Resolver(), **keep),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
                 trace_configs=[_reuse()],

@@ -6,25 +6,20 @@ In addition, answers have weight versions per token, and generations that an eng
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import functools
 import itertools
-import logging
 import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchrl_ext.compat.skyrl import sampling as samples
 from torchrl_ext.compat.skyrl.control import EngineControl
-from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent, WeightSyncError
-from torchrl_ext.rollout.dialects import Dialect
+from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, RouteAbsent
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, checked_prompt
 from torchrl_ext.rollout.requests import Requests, back_off, targets
-from torchrl_ext.rpc.connections import CALLERS, each, run
-from torchrl_ext.rpc.http import HTTPSession
+from torchrl_ext.rpc.connections import each, run
 from torchrl_ext.types import Info
 
 if TYPE_CHECKING:
@@ -32,20 +27,20 @@ if TYPE_CHECKING:
 
 __all__ = ["RemoteInferenceClient"]
 
-log = logging.getLogger("torchrl_ext")
-
 _T = TypeVar("_T")
-_CONCURRENCY, _CONNECTIONS = "SKYRL_GENERATE_CONCURRENCY_PER_ENGINE", "SKYRL_HTTP_CONNECTION_LIMIT"
-_FORGET_TIMEOUT_S = 10.0
-_EXPERTS_ROUTE = "/skyrl/v1/generate"
-_KEPT = ("_updates", "_sizes", "_base", "_fetched", "_loading")  # when the client is pickled
+_CONCURRENCY = "SKYRL_GENERATE_CONCURRENCY_PER_ENGINE"
+_SAMPLING = {
+    **{name: name for name in ("temperature", "max_tokens", "seed", "top_k", "top_p")},
+    **{"stop_strings": "stop", "stop_tokens": "stop_token_ids"},
+}
+"""Sampling settings of `RemoteInferenceClient.sample` -> vLLM's."""
 
 
 @dataclass(kw_only=True)
 class RemoteInferenceClient(EngineControl):
     """Sends requests to a router and control calls to the engines behind it; picklable.
 
-    Methods are coroutines that work in any event loop; `run` calls them from synchronous code.
+    Methods are coroutines that work in any event loop; `run` calls one from synchronous code.
 
     A call for tokens or text is retried until its deadline, unless an engine refuses the request. It raises
     EngineUnreachableError, EngineRefusedError or DeadlineError if no usable answer arrives.
@@ -53,8 +48,7 @@ class RemoteInferenceClient(EngineControl):
     Attributes:
         proxy_url: base address of the router (or of the only engine), for token requests.
         model_name: ``model`` of requests; None leaves it to the engine.
-        enable_return_routed_experts: request the experts to which each token was routed; from vLLM servers only.
-        tokenizer: converts text, if given, instead of the engines' routes.
+        tokenizer: turns tokens into text and back, if given, instead of the engines' routes.
         concurrency_per_engine: maximum requests in flight per engine, over all calls; 0 for no limit. None takes
             ``SKYRL_GENERATE_CONCURRENCY_PER_ENGINE`` from the environment, or 512.
         timeout_s: deadline of a call for tokens, for all its prompts together, in seconds.
@@ -65,34 +59,30 @@ class RemoteInferenceClient(EngineControl):
 
     proxy_url: str
     model_name: str | None = None
-    enable_return_routed_experts: bool = False
     tokenizer: Any = field(default=None, repr=False, compare=False)
     concurrency_per_engine: int | None = None
     timeout_s: float = 1800.0
-    _dialect: Dialect = field(init=False, repr=False, compare=False)
     _requests: Requests = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        servers, dp_size = self.server_urls, self.data_parallel_size
-        limit = _number_from(_CONCURRENCY, 512) if self.concurrency_per_engine is None else self.concurrency_per_engine
-        if dp_size < 1 or len(servers) % dp_size or limit < 0:
-            raise ConfigError(
-                f"{len(servers)} servers, data_parallel_size={dp_size}, concurrency_per_engine={limit}",
-                expected="servers in groups of data_parallel_size, and a limit of at least 0",
-            )
-        if self.enable_return_routed_experts and self.kind != "vllm":
-            raise ConfigError(f"routed experts are not read from {self.kind} engines", expected='kind="vllm"')
+        given, limit = os.environ.get(_CONCURRENCY, "512"), self.concurrency_per_engine
+        if limit is None:
+            if not given.isdecimal():
+                raise ConfigError(f"{_CONCURRENCY}={given!r} in the environment", expected="a whole number")
+            limit = int(given)
+        if limit < 0:
+            raise ConfigError(f"concurrency_per_engine is {limit}", expected="at least 0")
         proxy = targets([self.proxy_url], self.kind)
-        ((self.proxy_url, self._dialect),) = proxy.items()
-        if len(servers) > 1 and self.proxy_url in servers:
+        (self.proxy_url,) = proxy
+        if len(self.server_urls) > 1 and self.proxy_url in self.server_urls:
             raise ConfigError(
-                f"proxy_url {self.proxy_url} is one of {len(servers)} servers: the others would get no requests",
+                f"proxy_url {self.proxy_url} is one of {len(self.server_urls)} servers: the others would get no "
+                "requests",
                 hint="put a router in front of them (torchrl_ext.serving.routing.Routing)",
             )
-        how: dict[str, Any] = {"limit": limit * len(servers) // dp_size, "api_key": self.api_key, "persistent": True}
-        how["connection_limit"] = _number_from(_CONNECTIONS, 0)
-        self._requests = Requests(proxy, **how)
+        limit *= len(self.server_urls)
+        self._requests = Requests(proxy, limit=limit, api_key=self.api_key, persistent=True)
 
     @classmethod
     def of(cls, routing: Routing, **settings: Any) -> RemoteInferenceClient:
@@ -109,50 +99,25 @@ class RemoteInferenceClient(EngineControl):
         urls, kind = tuple(info.url for info in routing.engines), routing.engines[0].kind
         return cls(proxy_url=routing.url, server_urls=urls, kind=kind, **{"api_key": routing.api_key, **settings})
 
-    def get_endpoint_url(self) -> str:
-        """Return the address of token requests."""
-        return self.proxy_url
-
-    # running and closing
-
-    def run(self, call: Coroutine[Any, Any, _T], timeout_s: float | None = None) -> _T:
-        """Await ``call`` from synchronous code: ``client.run(client.pause())``.
+    def run(self, call: Coroutine[Any, Any, _T]) -> _T:
+        """Await a call of this client from synchronous code: ``client.run(client.pause())``.
 
         Raises:
-            DeadlineError: it took longer than ``timeout_s`` seconds.
             ConfigError: called from a coroutine that `run` awaits, which would be a deadlock.
         """
-        try:
-            return run(asyncio.wait_for(call, timeout_s), CALLERS)
-        except WeightSyncError:
-            call.close()  # it may not have started
-            raise
-        except asyncio.TimeoutError as error:
-            raise DeadlineError(f"the call took longer than {timeout_s} s") from error
+        return run(call)
+
+    def close(self) -> None:
+        """Close the connections; pending requests fail. May be called twice; a later call connects again."""
+        self._requests.close()
 
     async def teardown(self) -> None:
         """Call `close` from a coroutine."""
         self.close()
 
-    aclose = teardown
-
-    def close(self) -> None:
-        """Close the connections, and forget what engines reported; pending requests fail.
-
-        May be called twice; a later call connects again.
-        """
-        self._sizes = self._receivers = None
-        self._requests.close()
-
-    async def __aenter__(self) -> RemoteInferenceClient:
-        return self
-
-    async def __aexit__(self, *_: Any) -> None:
-        await self.teardown()
-
     def __reduce__(self) -> tuple[Any, ...]:
         given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.init}
-        return functools.partial(type(self), **given), (), {name: getattr(self, name) for name in _KEPT}
+        return functools.partial(type(self), **given), ()
 
     # tokens
 
@@ -161,20 +126,16 @@ class RemoteInferenceClient(EngineControl):
 
         Args:
             input_batch: ``prompt_token_ids`` (token ids per prompt), ``sampling_params`` (vLLM's names; ``n`` is 1);
-                optionally ``session_ids`` (one per prompt: prompts of one session stay on one engine), ``mm_features``
-                (image features per prompt, as `render` returns them), ``cache_salt`` (characters that vLLM refuses are
-                replaced).
+                optionally ``session_ids`` (one per prompt: prompts of one session stay on one engine).
             model: replaces ``model_name``.
 
         Returns:
             Lists with one entry per prompt: ``responses`` (text; None if neither side has a tokenizer),
             ``response_ids``, ``stop_reasons``, ``response_logprobs`` (None unless requested), ``weight_versions``
-            (version number per token; -1 where an engine reports none). With `enable_return_routed_experts` also
-            ``rollout_expert_indices``, integer arrays ``[tokens, layers, experts]`` over prompt and continuation; else
-            None.
+            (version number per token; -1 where an engine reports none).
 
         Raises:
-            ConfigError: no token ids, an empty prompt, ``n`` above 1, or no model while updates bring only an adapter.
+            ConfigError: no token ids, an empty prompt, or ``n`` above 1.
         """
         prompts = input_batch.get("prompt_token_ids")
         if prompts is None:
@@ -185,58 +146,44 @@ class RemoteInferenceClient(EngineControl):
         sessions = input_batch.get("session_ids") or [None] * len(prompts)
         if len(sessions) != len(prompts):
             raise ConfigError(f"{len(sessions)} session_ids for {len(prompts)} prompts", expected="one per prompt")
-        salt, features = samples.safe_salt(input_batch.get("cache_salt")), input_batch.get("mm_features")
-        rows = zip(prompts, sessions, features or [None] * len(prompts), strict=True)
-        requests = [
-            _request(prompt, i, sampling, session, cache_salt=salt, features=one)
-            for i, (prompt, session, one) in enumerate(rows)
-        ]
-        found = await self._all(requests, self._resolved(model))
+        rows = enumerate(zip(prompts, sessions, strict=True))
+        found = await self._generated([self._request(prompt, i, sampling, one, model) for i, (prompt, one) in rows])
         texts = None
         if self.tokenizer is not None or self.kind != "embedded":
             texts = await self.detokenize([one.token_ids for one in found])
-        scored, routed = bool(requests) and requests[0].logprobs, self.enable_return_routed_experts
         return {
             "responses": texts,
             "response_ids": [list(one.token_ids) for one in found],
             "stop_reasons": [one.finish_reason for one in found],
-            "response_logprobs": [list(one.logprobs) for one in found] if scored else None,
+            "response_logprobs": (None if sampling.get("logprobs") is None else [list(one.logprobs) for one in found]),
             "weight_versions": [one.token_versions() for one in found],
-            "rollout_expert_indices": [samples.routed_experts(one) for one in found] if routed else None,
         }
 
     async def sample(self, request_payload: Mapping[str, Any]) -> Info:
         """Continue one prompt several times; given a seed, continuation i is sampled with ``seed + i``.
 
         Args:
-            request_payload: ``{"json": body}`` with ``prompt`` (with ``chunks`` of ``tokens`` and of images),
-                ``num_samples``, ``sampling_params``, ``session_id``, ``model``, ``include_prompt_logprobs`` and
-                ``topk_prompt_logprobs``.
+            request_payload: ``{"json": body}`` with ``prompt`` (with ``chunks`` of ``tokens``), ``num_samples``,
+                ``sampling_params``, ``session_id`` and ``model``.
 
         Returns:
-            ``{"type": "sample", "sequences", "prompt_logprobs", "topk_prompt_logprobs"}``; each sequence is
-            ``{"tokens", "logprobs", "stop_reason"}``. Log-probabilities are in nats.
+            ``{"type": "sample", "sequences"}``; each sequence is ``{"tokens", "logprobs", "stop_reason"}``.
+            Log-probabilities are in nats.
 
         Raises:
             ConfigError: as for `generate`.
         """
         body = request_payload.get("json") or {}
-        session_id, model = body.get("session_id"), self._resolved(body.get("model"))
-        chunks = (body.get("prompt") or {}).get("chunks") or []
-        rendered = {}
-        if messages := samples.image_messages(chunks):
-            rendered = await self.render({"json": {"messages": messages, "session_id": session_id, "model": model}})
-        ids, features = samples.spliced(chunks, rendered)
-        request = _request(ids, 0, {"logprobs": 0, **samples.sampling_of(body)}, session_id, features=features)
-        found = await self._all([dataclasses.replace(request, n=body.get("num_samples", 1))], model)
-        prompt, top = None, None
-        if samples.wants_prompt(body):
-            prompt, top = samples.prompt_logprobs(ids, found[0], body.get("topk_prompt_logprobs") or 0)
+        ids = [token for chunk in (body.get("prompt") or {}).get("chunks") or [] for token in chunk["tokens"]]
+        given = body.get("sampling_params") or {}
+        sampling = {"logprobs": 0, **{own: given.get(name) for name, own in _SAMPLING.items()}}
+        request = self._request(ids, 0, sampling, body.get("session_id"), body.get("model"))
+        found = await self._generated([dataclasses.replace(request, n=body.get("num_samples", 1))])
         sequences = [
             {"tokens": list(one.token_ids), "logprobs": list(one.logprobs) or None, "stop_reason": one.finish_reason}
             for one in found
         ]
-        return {"type": "sample", "sequences": sequences, "prompt_logprobs": prompt, "topk_prompt_logprobs": top}
+        return {"type": "sample", "sequences": sequences}
 
     async def chat_completion(self, request_payload: Mapping[str, Any]) -> Info:
         """Request a chat completion over ``/v1/chat/completions``; if an engine aborts it, the request starts again.
@@ -265,9 +212,7 @@ class RemoteInferenceClient(EngineControl):
             )
         body, session_id = self._body(request_payload)
         kind = "chat/completions" if "messages" in body else "completions"
-        return await self.post(f"/v1/{kind}/render", body, session_id=session_id)
-
-    render_chat_completion = render
+        return await self._post(f"/v1/{kind}/render", body, session_id)
 
     async def tokenize(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of each text, from `tokenizer` or else from an engine."""
@@ -284,23 +229,10 @@ class RemoteInferenceClient(EngineControl):
         answers = await each([self._of_text("/detokenize", {"tokens": list(ids)}) for ids in token_ids])
         return [answer.get("prompt", answer.get("text")) for answer in answers]
 
-    async def finish_session(self, session_id: Any) -> None:
-        """Tell the router to forget a session, within ten seconds; only log a failure. Skip an empty ``session_id``."""
-        if session_id in (None, ""):
-            return
-        router = HTTPSession(self.proxy_url, api_key=self.api_key, timeout_s=_FORGET_TIMEOUT_S)
-        try:
-            (await router.exchange("POST", "/finish_session", query={"session_id": str(session_id)})).checked()
-        except RouteAbsent:
-            return  # not every router has this route
-        except (EngineError, DeadlineError) as error:
-            log.warning("session %s was not ended: %s", session_id, error)
-
-    async def post(self, route: str, body: Any = None, *, session_id: Any = None) -> Any:
-        """Call any other request route through the router, and return the JSON answer."""
-        return await self._requests.post(route, body, session_id, self._until())
-
     # helpers
+
+    async def _post(self, route: str, body: Any, session_id: Any = None) -> Any:
+        return await self._requests.post(route, body, session_id, self._until())
 
     async def _of_text(self, route: str, body: Info) -> Any:
         """Call a route that tokenizes or detokenizes through the router, or on a server if the router lacks the route.
@@ -309,7 +241,7 @@ class RemoteInferenceClient(EngineControl):
         """
         body = body if self.model_name is None else {**body, "model": self.model_name}
         try:
-            return await self.post(route, body)
+            return await self._post(route, body)
         except RouteAbsent as error:
             if self.proxy_url in self.server_urls:
                 raise
@@ -323,20 +255,8 @@ class RemoteInferenceClient(EngineControl):
                 why = other
         raise why
 
-    async def _all(self, requests: Sequence[GenerationRequest], model: str | None) -> list[Generation]:
-        """Return the continuations of all requests, from ``model``, or else from the adapter."""
-        how: dict[str, Any] = {"adapter": None if model else self.adapter}
-        how["route"] = _EXPERTS_ROUTE if self.enable_return_routed_experts else None
-        named = {"model": model} if model else {}
-        asked = [dataclasses.replace(one, fields={**one.fields, **named}, **how) for one in requests]
-        until = self._until()
-        try:
-            return await self._requests.generations(asked, until, self.detokenize)
-        except RouteAbsent:
-            if not self.enable_return_routed_experts:
-                raise
-            asked = [dataclasses.replace(one, route=None) for one in asked]  # vLLM's own route returns them, too
-            return await self._requests.generations(asked, until, self.detokenize)
+    async def _generated(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        return await self._requests.generations(requests, self._until(), self.detokenize)
 
     async def _completed(self, route: str, payload: Mapping[str, Any]) -> Info:
         """Return an OpenAI-style answer that no engine aborted."""
@@ -358,43 +278,21 @@ class RemoteInferenceClient(EngineControl):
 
     def _body(self, payload: Mapping[str, Any]) -> tuple[Info, Any]:
         body = dict(payload.get("json") or {})
-        model, session_id = self._resolved(body.pop("model", None)), body.pop("session_id", None)
-        named = self._dialect.adapted(self.adapter) if model is None else {"model": model}
-        return {**named, **body}, session_id
+        model, session_id = body.pop("model", None) or self.model_name, body.pop("session_id", None)
+        return {**({"model": model} if model else {}), **body}, session_id
 
-    def _resolved(self, model: str | None) -> str | None:
-        """Return a request's model; None if `adapter` names it or the engine chooses. Raise ConfigError if updates
-        bring only an adapter and the request would get the base model."""
-        if model or self.adapter is not None:
-            return model or None
-        if self.uses_lora_weight_sync:
-            raise ConfigError(
-                "LoRA is enabled, but the request names no model, so it would use the base weights",
-                hint="pass the adapter's name as model, or create the client with adapter=",
-            )
-        return self.model_name
-
-
-def _request(
-    prompt: Sequence[int], index: int, sampling: Mapping[str, Any], session_id: Any, **fields: Any
-) -> GenerationRequest:
-    """Return the request for a prompt from vLLM's ``sampling_params``, with the fields that are not None."""
-    more = {name: value for name, value in sampling.items() if value is not None}
-    known = {name: more.pop(name) for name in ("max_tokens", "temperature", "seed") if name in more}
-    return GenerationRequest(
-        token_ids=checked_prompt(prompt, index),
-        logprobs=more.pop("logprobs", None) is not None,
-        stop_token_ids=tuple(more.pop("stop_token_ids", ())),
-        more=more,
-        session_id=session_id,
-        fields={name: value for name, value in fields.items() if value is not None},
-        **known,
-    )
-
-
-def _number_from(variable: str, default: int) -> int:
-    """Return the integer in an environment variable, or ``default`` if unset; raise ConfigError for other text."""
-    given = os.environ.get(variable)
-    if given is not None and not given.isdecimal():
-        raise ConfigError(f"{variable}={given!r} in the environment", expected="a whole number")
-    return default if given is None else int(given)
+    def _request(
+        self, prompt: Sequence[int], index: int, sampling: Mapping[str, Any], session_id: Any, model: str | None
+    ) -> GenerationRequest:
+        """Return the request for a prompt from vLLM's ``sampling_params``."""
+        more, model = {name: value for name, value in sampling.items() if value is not None}, model or self.model_name
+        known = {name: more.pop(name) for name in ("max_tokens", "temperature", "seed") if name in more}
+        return GenerationRequest(
+            token_ids=checked_prompt(prompt, index),
+            logprobs=more.pop("logprobs", None) is not None,
+            stop_token_ids=tuple(more.pop("stop_token_ids", ())),
+            more=more,
+            session_id=session_id,
+            fields={"model": model} if model else {},
+            **known,
+        )
