@@ -119,7 +119,6 @@ def test_a_chain_is_published_followed_joined_and_collected(place, encoding):
     assert trainer.check_connection()
     store = open_store(url, options)
     assert Chain(store).numbers() == [4, 5]
-    assert store.list("readers") == []
 
 
 def test_a_new_run_that_got_as_far_in_an_emptied_bucket_is_followed(place):

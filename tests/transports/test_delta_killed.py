@@ -1,4 +1,4 @@
-"""Trainers and readers that are killed, and collection beside readers at work."""
+"""Trainers that are killed, and collection beside readers at work."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.processes import calling, running_python
-from tests.transports.chains import published, same, step, trainer_at, weights
+from tests.transports.chains import same, step, trainer_at, weights
 from tests.transports.members import Interrupted, stop
-from torchrl_ext.stores import Chain, LocalStore
+from torchrl_ext.stores import Chain
 from torchrl_ext.testing import WAIT_S
 
 
@@ -33,16 +33,6 @@ class TestKilled:
         assert same(trainer_at(root).receive_weights(WAIT_S), expected)
         assert not [path for path in root.rglob("*") if ".tmp-" in path.name]
 
-    def test_a_reader_killed_under_way_keeps_nothing_but_its_lease(self, root):
-        trainer, own, _ = published(root, 2, keyframe_every=0)
-        with running_python(calling(killed_reader, str(root))) as child:
-            assert child.stdout.readline() == "now\n"
-            child.send_signal(signal.SIGKILL)
-            child.wait(WAIT_S)
-        assert list((root / "readers").iterdir())
-        trainer.send_weights("policy", own)
-        assert same(trainer_at(root).receive_weights(WAIT_S), own)
-
 
 def killed_trainer(root, point):
     own = {"x": torch.full((500,), 1.0), "y": torch.arange(500.0)}
@@ -57,12 +47,6 @@ def killed_trainer(root, point):
     else:
         Chain.advance = stop
     trainer.send_weights(own)
-
-
-def killed_reader(root):
-    ranges = LocalStore.ranges
-    LocalStore.ranges = lambda self, key, spans: (key.endswith(".bin") and stop()) or ranges(self, key, spans)
-    trainer_at(root).receive_weights(WAIT_S)
 
 
 class TestCollection:

@@ -168,7 +168,7 @@ def gc(
     base: Base = None,
     storage_option: StorageOption = None,
 ) -> int:
-    """Remove the versions that neither the newest keyframes nor readers need.
+    """Remove the versions before the newest keyframes.
 
     Example: `torchrl-ext chain gc /shared/updates --keep 2`
     """

@@ -6,11 +6,10 @@
     weight_v000002/                 delta on 1
     weight_v000003/                 delta on 2
     weight_v000004/                 full (a keyframe), and in delta/ the delta on 3
-    readers/<id>                    the lease of a reader that is under way: collection leaves what it needs
 
 A reader that follows reads one delta per version, keyframes or not; one that joins reads the newest keyframe and the
 deltas after it. Nothing is ever rewritten in place. A reader that has a version's files open may read on while it is
-removed; one that comes too late sees `FileNotFoundError` and takes the newest instead.
+removed; one that comes too late sees `FileNotFoundError` and takes the route again, from the newest keyframe.
 
 In an object store the pointer could be put late by a writer that has lost the root. There the newest complete version
 counts, which is as good: its manifest was created last, and nobody removes it before there is a newer one.
@@ -18,17 +17,13 @@ counts, which is as good: its manifest was created last, and nobody removes it b
 
 from __future__ import annotations
 
-import json
 import logging
-import time
-import uuid
 from bisect import bisect_left
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
-from torchrl_ext.errors import IntegrityError, StoreError, WeightSyncError
-from torchrl_ext.stores.base import Store, seconds_left
+from torchrl_ext.errors import IntegrityError, StoreError
+from torchrl_ext.stores.base import Store
 from torchrl_ext.stores.manifest import MANIFEST, DeltaManifest, Manifest
 from torchrl_ext.stores.versions import NAME, ChainView, Held, Version, read_version, version_name
 from torchrl_ext.types import label_number
@@ -38,8 +33,7 @@ __all__ = ["Chain", "Route"]
 log = logging.getLogger("torchrl_ext")
 
 _LATEST = "latest"
-_READERS = "readers"
-_LONGEST, _LARGEST_LEASE = 64, 4096  # bytes
+_LONGEST = 64  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +45,12 @@ class Route:
         keyframe: the full version to start from.
         deltas: the deltas to apply, in order, each with the folder of its files.
         nbytes: bytes of all payload files on the route.
-        first: the oldest version on the route, which the reader needs until it has read everything.
     """
 
     start: Held | None
     keyframe: Manifest | None
     deltas: tuple[tuple[str, DeltaManifest], ...]
     nbytes: int
-    first: int
 
 
 class Chain:
@@ -67,21 +59,20 @@ class Chain:
     Args:
         store: where the versions are; one writer at a time.
         view: reads versions that have no manifest of ours.
-        lease_s: how long a reader's lease holds, in seconds; a reader that takes longer starts over.
 
     Attributes:
         known: the versions that were read, by number. Clear it to read them again, where another run may have replaced
             them.
     """
 
-    def __init__(self, store: Store, *, view: ChainView | None = None, lease_s: float = 600.0) -> None:
+    def __init__(self, store: Store, *, view: ChainView | None = None) -> None:
         self.store = store
         self.known: dict[int, Version] = {}
-        self.view, self._lease_s = view, lease_s
+        self.view = view
         self._keyframes: dict[int, bool] = {}
         self._published = 0
         self._offered: tuple[int, str | None] = (0, None)
-        self._told: set[str] = set()
+        self._told = False
 
     # which versions there are
 
@@ -144,8 +135,8 @@ class Chain:
                 hint="write the newest version's number into it",
             )
         number = label_number(text.decode())
-        if text and number is None and _LATEST not in self._told:  # no version is called so; the next one replaces it
-            self._told.add(_LATEST)
+        if text and number is None and not self._told:  # no version is called so; the next one replaces it
+            self._told = True
             log.warning("the pointer %r in %s is ignored: no version has the number %r", _LATEST, self.store.url, text)
         return number or 0  # it is empty while somebody copies the root
 
@@ -267,34 +258,12 @@ class Chain:
                 hint="wait for the next keyframe, or let the trainer publish one",
             )
         nbytes, start, keyframe, count = best
-        steps = tuple(reversed(deltas[:count]))
-        first = keyframe.version if keyframe else steps[0][1].version if steps else target
-        return Route(start=start, keyframe=keyframe, deltas=steps, nbytes=nbytes, first=first)
+        return Route(start=start, keyframe=keyframe, deltas=tuple(reversed(deltas[:count])), nbytes=nbytes)
 
     # what may go
 
-    @contextmanager
-    def leased(self, first: int) -> Iterator[None]:
-        """Keep version ``first`` and those after it from collection while the block runs, by a lease.
-
-        It is a small file, ``{"first": version, "until": seconds since 1970}``, which runs out by itself if its reader
-        dies. A store that this process may not write to gives no lease: the reader starts over when something is gone.
-        So it does where its clock and the trainer's differ by more than the lease, which is then held to have run out.
-        """
-        key = f"{_READERS}/{uuid.uuid4().hex}"
-        with suppress(StoreError):
-            self.store.put(key, json.dumps({"first": first, "until": time.time() + self._lease_s}).encode())
-        try:
-            yield
-        finally:
-            with suppress(StoreError):
-                self.store.delete(key)
-
     def collect(self, keep_keyframes: int = 1) -> list[int]:
-        """Remove versions that neither the newest keyframes nor readers under way need.
-
-        Leases that have run out are removed too. Leases are not trusted: one that would hold for longer than any
-        reader of ours asks for, or that names no version, is passed over with a warning.
+        """Remove versions before the newest keyframes; readers under way start over at the newest one.
 
         Args:
             keep_keyframes: how many of the newest keyframes stay, with everything after the oldest of them.
@@ -303,7 +272,6 @@ class Chain:
             The versions that were removed.
         """
         keyframes, numbers = 0, self.numbers()
-        needed = numbers[0] if numbers else 0
         for number in reversed(numbers):
             if number not in self._keyframes:
                 with suppress(FileNotFoundError, IntegrityError):
@@ -311,28 +279,8 @@ class Chain:
                     del self.known[number]  # a long chain's manifests are not kept for this
             keyframes += self._keyframes.get(number, False)
             if keyframes >= keep_keyframes:
-                needed = number
-                break
-        for name in self.store.list(_READERS):
-            key = f"{_READERS}/{name}"
-            try:
-                lease = json.loads(self.store.get(key, at_most=_LARGEST_LEASE))
-                first, left_s = lease["first"], seconds_left(lease["until"])
-                if type(first) is not int or first < 0 or left_s is None or left_s > 2 * self._lease_s:
-                    raise ValueError(f"it holds version {first!r} until {lease['until']!r}")
-            except FileNotFoundError:
-                continue
-            except (WeightSyncError, ValueError, TypeError, KeyError, RecursionError) as error:
-                if name not in self._told:
-                    self._told.add(name)
-                    log.warning("%s/%s is not a valid lease and is ignored: %s", self.store.url, key, error)
-                continue
-            if left_s > 0:
-                needed = min(needed, first)
-            else:  # its reader died, or takes longer than it said
-                with suppress(StoreError):
-                    self.store.delete(key)
-        return self.prune(before=needed, numbers=numbers)
+                return self.prune(before=number, numbers=numbers)
+        return []
 
     def prune(self, before: int, numbers: list[int] | None = None) -> list[int]:
         """Remove versions older than ``before``; what cannot be removed is logged, as newer ones are in service.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from torchrl_ext.deadline import Deadline
@@ -144,17 +145,20 @@ class StandaloneTransport(Transport):
         within = self._within = Deadline(wait_s, who)
         if self._end is None:
             self._end = self.attend(within)
-        arrival = self.mailbox.get(within, self._received)
-        if arrival is None:
-            return None
-        self._connected = True
-        try:
-            for loader in loaders:
-                loader.check(arrival.params)
-        except Exception as error:
-            self.mailbox.refuse(arrival, error)
-            raise
-        received = dict(self._end.receive(arrival, targets(), Deadline(self.timeout_s, who, within.stop)))
+        received = None
+        while received is None:
+            arrival = self.mailbox.get(within, self._received)
+            if arrival is None:
+                return None
+            self._connected = True
+            try:
+                for loader in loaders:
+                    loader.check(arrival.params)
+            except Exception as error:
+                self.mailbox.refuse(arrival, error)
+                raise
+            with suppress(FileNotFoundError):  # removed while it was read: a newer one is there
+                received = dict(self._end.receive(arrival, targets(), Deadline(self.timeout_s, who, within.stop)))
         for loader in loaders:
             loader.start()
             loader.load(received.items())

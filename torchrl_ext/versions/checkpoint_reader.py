@@ -26,7 +26,7 @@ _AHEAD_BYTES = 8 << 20  # small tensors are read and handed over together; from 
 class PublishedVersion:
     """The manifest and the open files of one full version, which is read in ranges.
 
-    On a file system it stays readable while it is pruned; in a bucket, the reader needs a lease until it is done.
+    On a file system it stays readable while it is pruned; in a bucket it is lost.
 
     Args:
         store: where the version is.

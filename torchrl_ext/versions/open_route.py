@@ -1,11 +1,10 @@
-"""A route through a chain, open for reading: collection cannot take away what has still to be read of it."""
+"""A route through a chain, open for reading."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
@@ -97,7 +96,6 @@ class OpenRoute:
         self.published = None if route.keyframe is None else open_full(route.keyframe.version, route.keyframe)
         self.deltas: list[OpenDelta] = []
         self._payloads, self._whole_bytes = Payloads(chain.store), 0
-        self._leases = ExitStack()
         try:
             for folder, manifest in route.deltas:
                 self.deltas.append(self._opened(chain, folder, manifest, wanted if self.held is not None else None))
@@ -164,13 +162,8 @@ class OpenRoute:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of payloads that are read: when the route is opened, or later where it is `streamed`."""
+        """Bytes of payloads that are read: when the route is opened, or later where they are many."""
         return self._payloads.nbytes + self._whole_bytes
-
-    @property
-    def streamed(self) -> bool:
-        """Whether reading on needs versions to stay in the store: deltas that are many, or a keyframe in a bucket."""
-        return self._payloads.streamed or (self.published is not None and not self._payloads.store.reads_removed)
 
     def first(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor as it is where the route starts, from the keyframe or the base.
@@ -334,15 +327,10 @@ class OpenRoute:
             hint="the delta builds on another base; let the trainer publish a keyframe",
         )
 
-    def keep(self, lease: ExitStack) -> None:
-        """Hold a lease until the route is closed."""
-        self._leases = lease
-
     def close(self) -> None:
-        """Close the files, and give up the lease. May be called twice."""
+        """Close the files. May be called twice."""
         if self.published is not None:
             self.published.close()
-        self._leases.close()
 
 
 def _release(folded: dict[Range, list[StreamPatch]], own: Iterable[Range], uses: Counter[Range]) -> None:

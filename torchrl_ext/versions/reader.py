@@ -6,7 +6,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from functools import partial
 
 import torch
@@ -243,11 +243,7 @@ class ChainReader:
                     raise FileNotFoundError(f"version {target} in {self.chain.store.url}") from error
                 raise
             try:
-                with ExitStack() as lease:
-                    lease.enter_context(self.chain.leased(route.first))
-                    opened = OpenRoute(self.chain, route, target, self._open_full, held, self._base, wanted)
-                    if opened.streamed:
-                        opened.keep(lease.pop_all())
+                opened = OpenRoute(self.chain, route, target, self._open_full, held, self._base, wanted)
                 self.read_bytes = opened.read_bytes
                 break
             except FileNotFoundError:

@@ -185,7 +185,7 @@ class ChainWriter:
         """Note that every engine has the version that was published last, and collect old ones.
 
         Args:
-            oldest: what engines may still read; not looked at, since readers under way have leases.
+            oldest: what engines may still read; not looked at, since a newer keyframe serves them as well.
             keyframes: how many of the newest keyframes stay, with what follows them.
         """
         self._acknowledged = True

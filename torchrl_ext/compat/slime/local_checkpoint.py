@@ -127,7 +127,7 @@ class LocalCheckpoint:
                 self._known_base(f"version {version} of {store.url} cannot be reached without its base, and ")
             raise
         opens = partial(PublishedVersion, store)
-        with chain.leased(route.first), closing(OpenRoute(chain, route, version, opens, held, None)) as opened:
+        with closing(OpenRoute(chain, route, version, opens, held, None)) as opened:
             if route.keyframe is not None:
                 self._seed_keyframe(store, route.keyframe)
             elif held is None or route.start is None or route.start[1] != held[1]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import codec_from_json
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, StoreError
+from torchrl_ext.errors import ConfigError, IntegrityError, StoreError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.stores import Store, open_store, version_name
 from torchrl_ext.stores.base import MemoryStore
@@ -164,7 +164,12 @@ class DeltaReader(WorkerEnd, Mailbox):
         route, self._opened = self._opened, None
         if route is None or route.reached[1] != arrival.version:
             route = self._reach(arrival.version, partial(self._reader.open, arrival.version), within)
-        yield from self._reader.tensors(route, into)
+        try:
+            yield from self._reader.tensors(route, into)
+        except IntegrityError as error:
+            if self._chain.latest() == arrival.version:
+                raise
+            raise FileNotFoundError(f"version {arrival.version} was removed while it was read") from error
         self._forget()
 
     def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
