@@ -1,14 +1,12 @@
-"""Trainer ranks follow rank 0 through its updates: over each kind of store, and whatever failed before."""
+"""Trainer ranks follow rank 0 through its updates, which fail on all ranks if on one: over each kind of store."""
 
 from __future__ import annotations
 
-import itertools
 import signal
 import sys
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -81,6 +79,10 @@ def fail(args):
     raise ManifestError("the tensors differ", expected="the same", state="nothing was sent", hint="look")
 
 
+def failing():
+    return {"echo": fail}
+
+
 def raising(error):
     def steps():
         raise error
@@ -88,38 +90,19 @@ def raising(error):
     return steps
 
 
-def lead(ranks, version, *, ask=True):
+def lead(ranks, version):
     with ranks.leading() as session:
-        said = session.ask("echo", version=version) if ask else []
-        session.end(version, True)
+        said = session.ask("echo", version=version)
+        session.version = version
+        session.settle()
         return said
 
 
 def together(beside, trainer, version):
-    """One good update on all ranks; returns how many accepted ones each rank hears of."""
+    """One good update on all ranks."""
     calls = [beside(ranks.following, echo) for ranks in trainer[1:]]
     assert lead(trainer[0], version) == [{"version": version}] * len(calls)
-    ended = [call.result(WAIT_S) for call in calls]
-    assert all((one.version, one.error) == (version, None) for one in ended)
-    return [one.accepted for one in ended]
-
-
-class Follower:
-    """Rank 1 or 2 of a trainer in one update, in one of `WAYS`; ``ran`` is set when it has had its chance to answer."""
-
-    def __init__(self, beside, ranks, way):
-        self.rank, self.way, self.ran = ranks.rank, way, threading.Event()
-        self.call = None if way == "is away" else beside(ranks.following, self._steps)
-
-    def _steps(self):
-        if self.way == "fails to begin":
-            self.ran.set()
-            raise ManifestError("the tensors differ")
-        return {"echo": self._echo}
-
-    def _echo(self, args):
-        self.ran.set()
-        return args if self.way == "follows" else fail(args)
+    assert [call.result(WAIT_S) for call in calls] == [version] * len(calls)
 
 
 UPDATE = st.tuples(st.sampled_from(["leads", "leads", "fails"]), st.sampled_from(WAYS), st.sampled_from(WAYS))
@@ -128,52 +111,36 @@ UPDATE = st.tuples(st.sampled_from(["leads", "leads", "fails"]), st.sampled_from
 @settings(max_examples=12)
 @given(st.sampled_from(KINDS), st.lists(UPDATE, max_size=4))
 @example("tcp", [("leads", "is away", "fails a step"), ("fails", "follows", "fails to begin"), ("leads", *WAYS[::3])])
-def test_whatever_happens_in_an_update_all_ranks_hear_of_it_and_are_in_step_with_the_next(kind, updates):
+def test_an_update_fails_on_all_ranks_or_on_none_and_all_are_in_the_next(kind, updates):
+    steps = {"follows": echo, "fails to begin": raising(ManifestError("the tensors differ")), "fails a step": failing}
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         stores = Stores(kind, folder)
-        trainer, served, unheard = stores.trainer(3), 0, {1: 0, 2: 0}
+        trainer = stores.trainer(3)
         for version, (first, *ways) in enumerate([*updates, ("leads", "follows", "follows")], 1):
-            if first == "fails":  # rank 0 would wait at its next update for ranks that heard of nothing
-                ways = ["follows" if way == "is away" else way for way in ways]
-            others = [Follower(pool.submit, trainer[rank], way) for rank, way in enumerate(ways, 1)]
-            here = [other for other in others if other.call is not None]
-            away = [other.rank for other in others if other.call is None]
-            failing = [other for other in here if other.way != "follows"]
+            trainer[0]._timeout_s = 1.0 if "is away" in ways else PATIENT_S
+            calls = [pool.submit(trainer[at].following, steps[way]) for at, way in enumerate(ways, 1) if way in steps]
             met = None
             try:
                 with trainer[0].leading() as session:
                     if first == "fails":
                         raise ValueError("no module")
-                    session.order("echo", version=version)
-                    assert all(other.ran.wait(WAIT_S) for other in here)
-                    assert session.answers(Deadline(0.3 if away else WAIT_S)) == [{"version": version}] * 2
-                    session.end(version, True)
+                    assert session.ask("echo", version=version) == [{"version": version}] * 2
+                    session.version = version
+                    session.settle()
             except (ValueError, ManifestError, DeadlineError) as error:
                 met = error
-            if first == "fails":
-                assert isinstance(met, ValueError)
-                failing = [other for other in failing if other.way == "fails to begin"]
-            elif failing:  # which comes before the silence of another rank
-                assert isinstance(met, ManifestError) and f"trainer rank {failing[0].rank}: the tensors" in str(met)
-            elif away:
-                named = f"rank {away[0]}" if len(away) == 1 else "ranks 1, 2"
-                assert isinstance(met, DeadlineError) and f"trainer {named} did not answer" in str(met)
-            else:
+            if ways == ["follows", "follows"] and first == "leads":
                 assert met is None
-                served = version
-                unheard = {rank: count + 1 for rank, count in unheard.items()}
-            if failing and first == "leads":  # those that come late hear of a failure for which none waited for them
-                for other in others:
-                    other.call = other.call or pool.submit(trainer[other.rank].following, echo)
-            for other in [other for other in others if other.call is not None]:
-                if other in failing:
-                    with pytest.raises(ManifestError, match=r"^the tensors differ"):
-                        other.call.result(WAIT_S)
-                    continue
-                ended = other.call.result(WAIT_S)
-                assert (ended.version, ended.accepted) == (served, unheard[other.rank])
-                assert str(met if met is None else getattr(met, "what", met)) in str(ended.error)
-                unheard[other.rank] = 0
+                assert [call.result(WAIT_S) for call in calls] == [version] * 2
+                continue
+            assert met is not None
+            if "is away" in ways and "fails to begin" not in ways:
+                away = [str(at) for at, way in enumerate(ways, 1) if way == "is away"]
+                assert f"trainer rank{'s' * (len(away) > 1)} {', '.join(away)} did not answer" in str(met)
+            calls += [pool.submit(trainer[at].following, echo) for at, way in enumerate(ways, 1) if way == "is away"]
+            for call in calls:  # one that was away comes late, and hears of it
+                with pytest.raises((TransportError, ManifestError, DeadlineError)):
+                    call.result(WAIT_S)
 
 
 class TestInStep:
@@ -183,7 +150,7 @@ class TestInStep:
         call = beside(second.following, echo)
         with first.leading() as session:
             assert session.ask("echo", text=text) == [{"text": text}]
-        assert call.result(WAIT_S).version == 0
+        assert call.result(WAIT_S) is None
 
     def test_what_is_not_of_use_to_json_is_the_failure_of_the_rank_that_says_it(self, stored, beside):
         first, second = stored.trainer()
@@ -196,25 +163,25 @@ class TestInStep:
     def test_the_store_does_not_grow(self, stores, beside):
         trainer, counts = stores.trainer(3), []
         for version in range(1, 31):
-            assert together(beside, trainer, version) == [1, 1]
+            together(beside, trainer, version)
             counts.append(stores.client().num_keys())
         assert max(counts[3:]) <= counts[2], counts
 
 
 class TestFailures:
-    def test_a_failure_keeps_its_class_and_its_four_parts_and_later_steps_go_on(self, stored, beside):
+    def test_a_failure_keeps_its_class_and_its_four_parts_to_the_end(self, stored, beside):
         first, second = stored.trainer()
         call = beside(second.following, echo)
-        with first.leading() as session:
+        with pytest.raises(ManifestError) as last, first.leading() as session:
             with pytest.raises(ManifestError) as met:
                 session.ask("fail")
-            assert session.ask("echo", more=1) == [{"more": 1}]
-            session.end(1, True)
+            session.settle()
         expected = ("trainer rank 1: the tensors differ", "the same", "nothing was sent", "look")
-        assert (met.value.what, met.value.expected, met.value.state, met.value.hint) == expected
+        for each in (met, last):
+            assert (each.value.what, each.value.expected, each.value.state, each.value.hint) == expected
         with pytest.raises(ManifestError, match=r"^the tensors differ"):
             call.result(WAIT_S)
-        assert together(beside, [first, second], 2) == [2]  # one of an update that this rank did not hear of
+        together(beside, [first, second], 2)
 
     def test_errors_of_every_class_interrupts_and_words_that_are_no_text_are_heard(self, stored, beside):
         first, second = stored.trainer()
@@ -224,34 +191,20 @@ class TestFailures:
             (OSError("no such file: \udcff"), TransportError),
         ):
             call = beside(second.following, dict)
-            with pytest.raises(type(error)), first.leading() as session:
-                session.end(7, False)
+            with pytest.raises(type(error)), first.leading():
                 raise error
-            ended = call.result(WAIT_S)
-            assert ended.version == 7 and type(ended.error) is kind
-        assert "no such file: ?" in str(ended.error)
+            with pytest.raises(kind) as met:
+                call.result(WAIT_S)
+            assert type(met.value) is kind
+        assert "no such file: ?" in str(met.value)
 
-    def test_a_rank_that_comes_late_to_an_update_that_met_nobody_follows_that_one(self, stores, beside):
-        trainer, failed = stores.trainer(), threading.Event()
-
-        def lead_twice():
-            with suppress(ManifestError), trainer[0].leading():
-                raise ManifestError("nothing is named so")
-            failed.set()
-            return lead(trainer[0], 1)
-
-        leading = beside(lead_twice)
-        assert failed.wait(WAIT_S)
-        with pytest.raises(ManifestError, match=r"^nothing is named so"):  # its own
-            trainer[1].following(raising(ManifestError("nothing is named so")))
-        assert trainer[1].following(echo, Deadline(20.0)).version == 1  # else it waits for an update that nobody begins
-        assert leading.result(WAIT_S) == [{"version": 1}]
-
-    def test_a_late_rank_that_was_missed_hears_of_it_when_no_update_follows(self, stored):
-        first, second = stored.trainer(timeout_s=0.5)
-        with pytest.raises(DeadlineError):
-            lead(first, 1)
-        assert "trainer rank 1 did not answer" in str(second.following(echo).error)
+    def test_a_rank_that_comes_too_late_hears_that_it_was_missed(self, stores, beside):
+        first, second = stores.trainer(timeout_s=0.5)
+        with pytest.raises(DeadlineError, match="trainer rank 1 did not answer"), first.leading():
+            pytest.fail("not every rank is there")
+        with pytest.raises(DeadlineError, match="trainer rank 0: trainer rank 1 did not answer"):
+            second.following(echo)
+        together(beside, [first, second], 2)
 
     def test_two_threads_of_one_rank_are_refused_and_the_update_goes_on(self, stored, beside):
         trainer = stored.trainer()
@@ -262,7 +215,7 @@ class TestFailures:
                 session.ask("echo")
                 entered.set()
                 assert refused.wait(WAIT_S)
-                session.end(1, True)
+                session.version = 1
 
         update, call = beside(slow), beside(trainer[1].following, echo)
         assert entered.wait(WAIT_S)
@@ -274,58 +227,8 @@ class TestFailures:
         finally:
             refused.set()
         update.result(WAIT_S)
-        assert call.result(WAIT_S) == (1, 1, None)
-        assert together(beside, trainer, 2) == [1]
-
-
-class TestLate:
-    def test_updates_that_a_rank_leaves_out_are_counted_with_the_next(self, stores, beside):
-        trainer = stores.trainer()
-        for version in range(1, 4):
-            lead(trainer[0], version, ask=False)
-        assert trainer[1].following(echo) == (3, 3, None)  # for which nobody waited
-        assert together(beside, trainer, 4) == [1]
-
-    def test_a_step_of_all_ranks_runs_on_a_late_one_too_and_others_do_not(self, stored, beside):
-        trainer, ran = stored.trainer(3), []
-
-        def steps():
-            return {name: lambda args, name=name: ran.append(name) for name in ("gather", "enter")}
-
-        call = beside(trainer[1].following, steps)
-        with trainer[0].leading() as session:
-            session.order("enter")
-            session.order("gather", always=True)
-            session.end(1, True)
-        call.result(WAIT_S)
-        ran.clear()
-        before = stored.shared.num_keys()
-        assert trainer[2].following(steps) == (1, 1, None)
-        assert ran == ["gather"] and stored.shared.num_keys() == before
-
-    def test_a_rank_leaves_a_session_that_a_newer_one_has_replaced(self, stores, beside):
-        trainer = stores.trainer(timeout_s=1)
-        frozen, goes_on, turns = threading.Event(), threading.Event(), itertools.count()
-
-        def step(args):
-            if next(turns) == 0:
-                frozen.set()
-                assert goes_on.wait(WAIT_S)
-            return args
-
-        call = beside(trainer[1].following, lambda: {"echo": step})
-        with suppress(DeadlineError), trainer[0].leading() as session:
-            session.order("echo")
-            assert frozen.wait(WAIT_S)
-            session.answers(Deadline(0.1))
-        for version in (2, 3):
-            lead(trainer[0], version, ask=False)
-        with trainer[0].leading() as session:  # the first session is not in the store any more
-            goes_on.set()
-            session.order("echo", version=4)
-            assert session.answers(Deadline(WAIT_S)) == [{"version": 4}]
-            session.end(4, True)
-        assert call.result(WAIT_S) == (4, 3, None)
+        assert call.result(WAIT_S) == 1
+        together(beside, trainer, 2)
 
 
 class TestWaits:
@@ -336,11 +239,15 @@ class TestWaits:
         within.stop.set()
         with pytest.raises(TransportError, match="trainer rank 0 began no update before a failure elsewhere"):
             call.result(WAIT_S)
+        goes_on = threading.Event()
+        call = beside(trainer[1].following, lambda: {"echo": lambda args: goes_on.wait(WAIT_S) and args})
         with pytest.raises(TransportError, match="trainer rank 1 did not answer before"), trainer[0].leading() as led:
             led.order("echo")
             led.answers(within)
-        assert "before a failure elsewhere" in str(trainer[1].following(echo).error)
-        assert together(beside, trainer, 2) == [1]
+        goes_on.set()
+        with pytest.raises(TransportError, match="before a failure elsewhere"):
+            call.result(WAIT_S)
+        together(beside, trainer, 2)
 
     def test_a_rank_waits_for_rank_0_until_its_deadline_and_its_own_failure_comes_first(self, stored):
         _, second = stored.trainer(timeout_s=0.01)
@@ -354,16 +261,19 @@ class TestWaits:
         """Over one client, a rank that waits lets another thread post what it waits for."""
         server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=WAIT_S), False)
         trainer = [TrainerRanks("one", PATIENT_S, group=lambda r=rank: Group(r, 2, server)) for rank in range(2)]
-        assert together(beside, trainer, 1) == [1]
+        together(beside, trainer, 1)
 
     def test_a_store_that_is_gone_is_said_so(self, beside, tmp_path):
         gone = Stores("tcp", tmp_path)
         first, second = gone.trainer()
         together(beside, [first, second], 1)
+        call = beside(second.following, echo)
         with first.leading() as session:  # which is left without an error of its own
             gone.shared = None
             with pytest.raises(NotConnectedError, match="the store of the trainer's process group is gone"):
                 session.ask("echo")
+        with pytest.raises(NotConnectedError, match="is gone"):
+            call.result(WAIT_S)
         with pytest.raises(NotConnectedError, match="is gone"):
             second.following(echo)
         with pytest.raises(NotConnectedError), first.leading():
@@ -377,13 +287,13 @@ class TestAlone:
         with ranks.leading() as session:
             assert ranks.session is session and session.ask("echo") == []
             session.order("gather")
-            session.end(1, True)
+            session.settle()
         assert ranks.session.answers() == []
 
     def test_a_rank_without_a_group_gathers_and_believes_in_the_update(self):
         ranks, ran = TrainerRanks("alone", PATIENT_S, rank=1), []
         assert not ranks.drives
-        assert ranks.following(lambda: {"gather": ran.append}) == (None, 1, None)
+        assert ranks.following(lambda: {"gather": ran.append}) is None
         assert ran == [{}]
         with pytest.raises(ManifestError):
             ranks.following(lambda: {"gather": fail})
@@ -395,9 +305,9 @@ class TestAlone:
 
 def leads_for_ever(path):
     ranks = TrainerRanks("policy", 30, group=lambda: Group(0, 2, dist.FileStore(path, -1)))
+    print("now", flush=True)
     with ranks.leading() as session:
         session.order("echo")
-        print("now", flush=True)
         sys.stdin.read()
 
 
@@ -429,9 +339,9 @@ def test_over_torchs_process_group(rank, world, folder):
     for version in range(1, 4):
         if rank == 0:
             with ranks.leading() as session:
-                session.order("gather", always=True)
+                session.order("gather")
                 gather()
                 assert session.answers() == [{"sum": sum(range(world))}] * (world - 1)
-                session.end(version, True)
+                session.version = version
         else:
-            assert ranks.following(lambda: {"gather": gather}) == (version, 1, None)
+            assert ranks.following(lambda: {"gather": gather}) == version

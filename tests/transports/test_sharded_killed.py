@@ -34,7 +34,7 @@ from torchrl_ext.transports.ranks import _Notes
 
 SHAPES = {"a": (12, 8), "b": (8, 12), "c": (10,), "d": (16, 16), "e": (4, 4)}
 ROLES = ("rank 0", "rank 1", "engine 0", "engine 1")
-COUNTED = {Group: ("send", "receive", "wait"), _Notes: ("put", "_sleep")}
+COUNTED = {Group: ("send", "receive", "wait"), _Notes: ("put", "read")}
 COUNTED |= dict.fromkeys((HostedNotes, RemoteNotes), ("put", "wait"))
 
 

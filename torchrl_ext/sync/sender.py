@@ -218,7 +218,7 @@ class WeightSender:
                 self._connection.ensure(params, self._spans)
         elif self._ranks.drives:
             with self._ranks.leading() as session:
-                session.end(self.version, accepted=False)
+                session.version = self.version
                 self._connection.ensure(params, self._spans)
         else:
             self._ranks.following(lambda: steps_of(self._transport, self._source()))
@@ -272,9 +272,8 @@ class WeightSender:
         if not wait:
             return self._begin(weights, only)
         with self._after_catching_up("update_weights"):
-            report, accepted = self._lead(weights, only) if self._ranks.drives else self._follow(weights, only)
-        for _ in range(accepted):
-            bump(self._collectors)
+            report = self._lead(weights, only) if self._ranks.drives else self._follow(weights, only)
+        bump(self._collectors)
         return report
 
     def _begin(self, weights: Any, only: Only | None) -> Future[SyncReport]:
@@ -299,7 +298,7 @@ class WeightSender:
 
             def update() -> SyncReport:
                 with locks:
-                    report, _ = self._lead(None, None, copied)
+                    report = self._lead(None, None, copied)
                 bump(self._collectors)
                 return report
 
@@ -358,19 +357,19 @@ class WeightSender:
         """Note that the engines already hold ``version`` (0: their start weights), so the first may be partial."""
         self._connection.delivered = version
 
-    def _lead(self, weights: Any, only: Only | None, copied: _Copied | None = None) -> tuple[SyncReport, int]:
-        """Drive an update on rank 0; return its report and the number of accepted updates, which is 1."""
+    def _lead(self, weights: Any, only: Only | None, copied: _Copied | None = None) -> SyncReport:
+        """Drive an update on rank 0, and return its report."""
         started = time.perf_counter() if copied is None else copied.began
         with self._logs.of_failures(), self._ranks.leading() as session:
             source = self._source(weights, only) if copied is None else copied.source
             report = self._drive(source, weights, started, copied)
-            session.end(self.version, accepted=True)
+            session.version = self.version
         log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
         self._logs(report)
-        return report, 1
+        return report
 
-    def _follow(self, weights: Any, only: Only | None) -> tuple[SyncReport, int]:
-        """Follow rank 0's orders on another rank; return a report and the number of updates accepted since the last."""
+    def _follow(self, weights: Any, only: Only | None) -> SyncReport:
+        """Follow rank 0's orders on another rank, and return a report."""
 
         def own_steps() -> Steps:
             source = self._source(weights, only)
@@ -388,13 +387,9 @@ class WeightSender:
             own: Steps = {"limit": lambda order: source.limit(order["base"]), "outputs": outputs, "compare": compare}
             return {**own, **steps}
 
-        ended = self._ranks.following(own_steps, apart=("outputs", "gather"))
-        self.version = self.version + 1 if ended.version is None else ended.version
-        if ended.error is not None and not self._transport.gathers:
-            raise ended.error
-        if not ended.accepted:
-            log.warning("trainer rank 0 could not put an update in service; engines serve version %d", self.version)
-        return SyncReport(version=self.version, transport=self._transport.name), ended.accepted
+        version = self._ranks.following(own_steps, apart=("outputs", "gather"))
+        self.version = self.version + 1 if version is None else version
+        return SyncReport(version=self.version, transport=self._transport.name)
 
     def _drive(self, source: UpdateSource, weights: Any, started: float, copied: _Copied | None) -> SyncReport:
         compared: AbstractContextManager[None] = nullcontext()
@@ -403,7 +398,7 @@ class WeightSender:
         try:
             source.version = self._next_version()
             if self._outputs is not None:
-                self._ranks.session.order("outputs", always=True)
+                self._ranks.session.order("outputs")
                 reference = copied.reference if copied else self._outputs.asked(weights, self._model())
                 assert reference is not None
                 compared = self._outputs.compared(self.engine, source, reference)
@@ -447,7 +442,7 @@ class WeightSender:
             anew = self._connection.ensure(source.params(), self._spans) or anew
             whole = source.only is None or anew or source.only == self._refused
             base = None if whole else self._connection.delivered
-            self._ranks.session.order("limit", always=True, base=base)
+            self._ranks.session.order("limit", base=base)
             source.limit(base)
             source.digesting = self._verify and self.engine.verifies and not self._transport.carries_digests
             source.version = self._next_version()
@@ -482,7 +477,7 @@ class WeightSender:
             groups += tied_by_config(source.whole)
         names = sorted({place.name for places in groups for place in places})
         if names:
-            self._ranks.session.order("compare", always=True, names=names)
+            self._ranks.session.order("compare", names=names)
             tensors = dict(source.whole.pairs(names))
             for places in groups:
                 if two := differing(places, tensors):

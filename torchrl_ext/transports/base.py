@@ -281,11 +281,16 @@ def exclusive(transport: Transport, what: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def passing(transport: Transport, source: WeightSource) -> Iterator[None]:
-    """Include the other trainer ranks in the block's pass over ``source``; if the block fails, finish the pass."""
+    """Include the other trainer ranks in the block's pass over ``source``; if the block fails, finish the pass.
+
+    Raises:
+        WeightSyncError: another rank failed in it.
+    """
     if transport.gathers:
-        transport.ranks.session.order("gather", always=True)
+        transport.ranks.session.order("gather")
     try:
         yield
+        transport.ranks.session.settle()
     except BaseException:
         if transport.gathers:
             source.drain()

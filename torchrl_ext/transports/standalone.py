@@ -80,21 +80,19 @@ class StandaloneTransport(Transport):
         Raises:
             ConcurrentUpdateError: another send runs.
             TransportError, DeadlineError: the bytes could not be moved.
-            WeightSyncError: rank 0 failed, on another rank.
+            WeightSyncError: another rank failed.
         """
         weights = model_id if weights is None else weights
         with exclusive(self, "send_weights"):
             if not self.ranks.drives:
                 self._within = Deadline(float("inf"), "trainer rank 0")
-                ended = self.ranks.following(lambda: steps_of(self, as_source(weights)), self._within)
-                if ended.error is not None:
-                    raise ended.error
+                self.ranks.following(lambda: steps_of(self, as_source(weights)), self._within)
                 return
             with self.ranks.leading() as session:
                 source = as_source(weights)
                 version = self._last_version = self.latest_version() + 1  # taken even where it fails: some may get it
                 self._send(Update(source=source, version=version))
-                session.end(version, accepted=True)
+                session.version = version
 
     def _send(self, update: Update) -> None:
         within = self._within = Deadline(self.timeout_s, f"the workers of this {self.name} transport")

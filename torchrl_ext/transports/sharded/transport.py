@@ -119,9 +119,7 @@ class ShardedTransport(StandaloneTransport):
                 self._trainer.host(STANDALONE_GROUP, self._standalone_workers(), params, within)
         else:
             forever = Deadline(float("inf"), stop=within.stop)
-            ended = self.ranks.following(lambda: self._trainer.steps(None), forever)
-            if ended.error is not None:
-                raise ended.error
+            self.ranks.following(lambda: self._trainer.steps(None), forever)
 
     def open(self, workers: int, params: tuple[ParamMeta, ...], within: Deadline) -> Handoff:
         """See `Transport.open`; 0 workers (no control layer) means those that call `init_all_workers_group`.
