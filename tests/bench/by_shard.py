@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.bench.frame import say, seconds, together
-from torchrl_ext.bench.runner import track_peak
+from tests.memory import track_peak
 from torchrl_ext.codecs.choice import ulp
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.codecs.streams import find

@@ -16,7 +16,7 @@ from torchrl_ext.serving.processes import free_port
 from torchrl_ext.versions.others import Reader
 
 ACTIONS = [["chain", name] for name in ("ls", "show", "verify", "gc", "materialize", "diff")]
-ACTIONS += [["bench", name] for name in ("transport", "delta", "scheme")]
+ACTIONS += [["bench", name] for name in ("transport", "delta")]
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import torch
 
 import torchrl_ext as tx
 from tests.embedded import EmbeddedServer
+from tests.memory import track_peak
 from tests.models import PROMPT, greedy, tiny_model
 from tests.processes import files_of, maps_of, python
-from torchrl_ext.bench.runner import track_peak
 from torchrl_ext.compat.skyrl import RemoteInferenceClient
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError, UpdateError
 from torchrl_ext.messages import Seal

@@ -19,6 +19,7 @@ import torch
 from msgspec.structs import replace
 
 import torchrl_ext as tx
+from tests.memory import track_peak
 from tests.processes import calling, files_of, maps_of, running_python
 from tests.transports import ipc_ends
 from tests.transports.ipc_ends import (
@@ -31,7 +32,6 @@ from tests.transports.ipc_ends import (
     stops_taking,
     weights,
 )
-from torchrl_ext.bench.runner import track_peak
 from torchrl_ext.errors import DeadlineError, TransportError, WeightSyncError
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.ipc.memory import create

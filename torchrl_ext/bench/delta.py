@@ -22,7 +22,7 @@ import zstandard
 from torch import Tensor
 
 from torchrl_ext.bench.data import SIZES, Pair, synthetic_pair
-from torchrl_ext.bench.runner import ratio, rounds, track_peak
+from torchrl_ext.bench.runner import ratio, rounds
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.codecs.streams import find
@@ -116,7 +116,7 @@ def _published_bytes(pair: Pair, encoding: str) -> int:
 
 
 def measure_encode(pair: Pair, repeats: int, threads: int, folder: str | None = None) -> Info:
-    """Time each way to find, code, check and write changes to a file, in turns; and the memory that `ulp` adds.
+    """Time each way to find, code, check and write changes to a file, in turns.
 
     Args:
         pair: any dtype.
@@ -152,14 +152,11 @@ def measure_encode(pair: Pair, repeats: int, threads: int, folder: str | None = 
 
         ways = {"copy": copies, "xor": xor} | {kind: partial(blocks, kind) for kind in KINDS}
         seconds = rounds({name: partial(publish, way) for name, way in ways.items()}, repeats)
-        with track_peak() as extra:
-            publish(ways["ulp"])
     return {
         "seconds": seconds,
         "gb_per_s": {way: total / median(taken) / 1e9 for way, taken in seconds.items()},
         "ulp / xor": ratio(seconds["ulp"], seconds["xor"]),
         "ulp / copy": ratio(seconds["ulp"], seconds["copy"]),
-        "memory / weights": 1 + extra[0] / total if extra else None,  # a copy of them is the baseline
     }
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-__all__ = ["figures", "ratio", "rounds", "track_peak"]
+__all__ = ["figures", "ratio", "rounds"]
 
 
 def rounds(ways: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
@@ -50,29 +46,3 @@ def figures(results: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "low": min(values), "high": max(values)}
-
-
-@contextlib.contextmanager
-def track_peak() -> Iterator[list[int]]:
-    """Note the most resident memory that the block adds, in bytes; the list stays empty where it cannot be known.
-
-    Linux: writing 5 to ``/proc/self/clear_refs`` resets the high-water mark in ``/proc/self/status`` (proc(5)).
-    """
-    extra: list[int] = []
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):  # what glibc keeps of earlier work would hide the block's own
-        ctypes.CDLL(None).malloc_trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _resident_bytes("VmRSS")
-    except OSError:
-        yield extra
-        return
-    yield extra
-    extra.append(_resident_bytes("VmHWM") - before)
-
-
-def _resident_bytes(field: str) -> int:
-    """Return a field of ``/proc/self/status``, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))

@@ -62,24 +62,6 @@ def delta(
     return _run("delta", size=size, densities=density, threads=threads, repeats=repeats, folder=folder)
 
 
-@app.command()
-def scheme(
-    parameters: Annotated[int, typer.Option(min=1, help="Parameters of the policy, in float32.")] = 100_000_000,
-    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 4,
-    transport: Annotated[str, typer.Option(help="Transport of our scheme.")] = "ipc",
-    repeats: Repeats = 7,
-    folder: Folder = None,
-) -> int:
-    """Measure an update of a collector's workers, beside TorchRL's own multi-process scheme.
-
-    Examples:
-    * `torchrl-ext bench scheme`
-    * `torchrl-ext bench scheme --parameters 1000000`
-    """
-    settings = {"parameters": parameters, "workers": workers, "transport": transport}
-    return _run("scheme", repeats=repeats, folder=folder, **settings)
-
-
 def _run(subject: str, *, folder: Path | None, **settings: Any) -> int:
     place = None if folder is None else str(folder)
     results = importlib.import_module(f"torchrl_ext.bench.{subject}").measure(note, folder=place, **settings)

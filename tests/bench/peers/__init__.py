@@ -31,7 +31,7 @@ from tests.bench.peers import growth
 from tests.bench.peers.layouts import Row, changed, weigh
 from tests.bench.peers.site import BACKENDS, Checkpoints, Site, Weights, make_checkpoints, serving
 from tests.bench.peers.ways import SLIME_COMMIT, WAYS, Way
-from torchrl_ext.bench.runner import track_peak
+from tests.memory import track_peak
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError
 
