@@ -325,9 +325,8 @@ class SyncReport:
         bytes: bytes of weights that the transport sent or published, counted once for all engines.
         model_bytes: bytes of the whole model.
         density: changed elements / all elements; 1.0 for a full update.
-        spans: seconds by phase: ``copy`` (with ``wait=False``), ``connect`` and ``rehearse`` (before a first update),
-            ``prepare`` (includes ``publish``), ``prefetch``, ``pause`` (includes ``transfer``), ``probe``, and
-            ``total``.
+        spans: seconds by phase: ``connect`` and ``rehearse`` (before a first update), ``prepare`` (includes
+            ``publish``), ``prefetch``, ``pause`` (includes ``transfer``), ``probe``, and ``total``.
         engines: one row per engine.
         verified: every engine compared digests with the trainer's, and `proof` is at least ``"in place"``.
         proof: the weakest proof among the engines. ``"sent"``: the engine confirms the bytes that it received.

@@ -14,7 +14,6 @@ import typer
 from torchrl_ext.bench.runner import figures
 
 SUBJECTS = {
-    "background": "updates in the background, beside updates that the trainer waits for",
     "by_shard": "deltas by shard: memory of FSDP2 ranks, and the time to code their blocks",
     "coding": "kinds of blocks of changes, beside their entropy and a copy",
     "digest": "digests of weights on the host, beside a copy of the same bytes",

@@ -21,7 +21,6 @@ from torchrl_ext.cli.main import main as cli
 from torchrl_ext.errors import ConfigError
 
 SMALLEST = {
-    "background": "--size tiny",
     "by_shard": "--ranks 2 --layers 2 --width 128",
     "coding": "--hidden 64 --steps 2",
     "digest": "--mib 1",

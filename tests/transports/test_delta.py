@@ -63,7 +63,10 @@ class Chains(RuleBasedStateMachine):
         self.starts()
 
     def starts(self):
-        self.sender, self.builds = tx.WeightSender(trainer_at(self.root, **self.how, **self.base), self.engine), False
+        self.sender, self.builds = (
+            tx.WeightSender(trainer_at(self.root, **self.how, **self.base), self.engine, finite=False),
+            False,
+        )
 
     def source(self, share):
         self.steps += 1
@@ -169,7 +172,7 @@ class TestBase:
         served, transport = copied(own), trainer_at(root, base=base, **how)
         for version in (1, 2, 3):
             step(own, version)
-            report = tx.WeightSender(transport, InProcessEngine(served)).update_weights(own)
+            report = tx.WeightSender(transport, InProcessEngine(served), finite=False).update_weights(own)
             assert report.bytes < report.model_bytes / 2
             assert same(served, own)
             assert same(trainer_at(root, base=base).receive_weights(WAIT_S), own)
@@ -179,7 +182,7 @@ class TestBase:
         served = copied(own)
         served["b.weight"][7] = 1.5
         before = copied(served)
-        sender = tx.WeightSender(trainer_at(root, base=base), InProcessEngine(served))
+        sender = tx.WeightSender(trainer_at(root, base=base), InProcessEngine(served), finite=False)
         step(own, 1)
         with pytest.raises(UpdateError, match=r"'b.weight' of the base") as refused:
             sender.update_weights(own)
@@ -218,7 +221,7 @@ class TestFleet:
 
         own, trainer = weights(), trainer_at(root, keyframe_every=0, keep_files=True)
         loaders = [Counted({name: torch.zeros_like(tensor) for name, tensor in own.items()}) for _ in range(2)]
-        senders = [tx.WeightSender(trainer, InProcessEngine(tx.WeightReceiver(one))) for one in loaders]
+        senders = [tx.WeightSender(trainer, InProcessEngine(tx.WeightReceiver(one)), finite=False) for one in loaders]
         for version, number in enumerate((0, 1, 0, 0, 0, 1)):
             step(own, version)
             assert senders[number].update_weights(own).verified
@@ -237,7 +240,7 @@ class TestFleet:
                 super().prefetch(version, part)
 
         engine = Refusing(served)
-        sender = tx.WeightSender(trainer_at(root, keyframe_every=2), engine)
+        sender = tx.WeightSender(trainer_at(root, keyframe_every=2), engine, finite=False)
         sender.update_weights(own)
         engine.fails = True
         for version in (2, 3):

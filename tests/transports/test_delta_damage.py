@@ -54,7 +54,7 @@ class TestDamage:
 
         trainer = Spoiled(root, keyframe_every=0, encoding="ulp")
         trainer.spoils[3] = spoil
-        sender = tx.WeightSender(trainer, Watched(served))
+        sender = tx.WeightSender(trainer, Watched(served), finite=False)
         alone = trainer_at(root)
         for version in (1, 2):
             sender.update_weights(own)
@@ -107,7 +107,7 @@ class TestDamage:
         own, served = weights(), {k: torch.zeros_like(v) for k, v in weights().items()}
         trainer = Spoiled(root)
         trainer.spoils[1] = lambda d: flip(d / "model.safetensors", -9)
-        sender = tx.WeightSender(trainer, InProcessEngine(served))
+        sender = tx.WeightSender(trainer, InProcessEngine(served), finite=False)
         with pytest.raises(UpdateError, match=r"model.safetensors is damaged"):
             sender.update_weights(own)
         assert not any(tensor.view(torch.uint8).any() for tensor in served.values())

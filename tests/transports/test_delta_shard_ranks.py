@@ -167,7 +167,7 @@ def test_fsdp2_and_hsdp_trainers_write_each_element_once(rank, world, folder):
             fully_shard(layer, mesh=mesh)
         transport = tx.DeltaTransport(root, by_shard=True, keyframe_every=3)
         served = {name: torch.zeros_like(tensor) for name, tensor in as_source(model)}
-        sender = tx.WeightSender(transport, InProcessEngine(served) if rank == 0 else None, rank=rank)
+        sender = tx.WeightSender(transport, InProcessEngine(served) if rank == 0 else None, rank=rank, finite=False)
         sender.register_model(model)
         for version in range(1, 6):
             report = sender.update_weights()

@@ -62,7 +62,7 @@ def sending(rank, served, dtype=None, **settings):
     """A sender on every rank; rank 0 drives the engines."""
     settings = {"bucket_bytes": 8192, "timeout_s": 20, **settings}
     engines = Pool([client(one) for one in served]) if rank == 0 else None
-    sender = tx.WeightSender(tx.make_transport("sharded", **settings), engines, rank=rank, dtype=dtype)
+    sender = tx.WeightSender(tx.make_transport("sharded", **settings), engines, rank=rank, dtype=dtype, finite=False)
     yield sender
     sender.shutdown()
 

@@ -7,11 +7,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,12 +26,10 @@ from torchrl_ext.errors import (
     why,
 )
 from torchrl_ext.messages import REPLACED
-from torchrl_ext.proof.outputs import Compute, Outputs, Probe, Reference
-from torchrl_ext.registry import transports
+from torchrl_ext.proof.outputs import Compute, Outputs, Probe
 from torchrl_ext.reports import Phase, Spans
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.rpc.discovery import connect
-from torchrl_ext.sync.background import Background
 from torchrl_ext.sync.connection import Connection, update_error
 from torchrl_ext.sync.only import Only, chosen, trainable
 from torchrl_ext.sync.telemetry import Log, Logs
@@ -52,15 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["WeightSender"]
 
 log = logging.getLogger("torchrl_ext")
-
-
-class _Copied(NamedTuple):
-    """What an update in the background has of the trainer, when it began, and when the copy was made."""
-
-    source: UpdateSource
-    reference: Reference | None
-    began: float
-    copy: Spans
 
 
 class WeightSender:
@@ -111,10 +99,6 @@ class WeightSender:
         >>> report.version, report.verified, report.proof
         (1, True, 'in place')
         >>> sender.shutdown()
-        >>> with tx.WeightSender(tx.make_transport("delta", root=root), tx.connect(address)) as sender:
-        ...     future = sender.update_weights(lm, wait=False)  # train on meanwhile
-        ...     future.result().version
-        2
     """
 
     def __init__(
@@ -143,7 +127,6 @@ class WeightSender:
         self._collectors: list[weakref.ref[Any]] = []
         self._logs = Logs()
         self._spans, self._stats = Spans(), TransferStats()
-        self._background = Background()
         self._attempted = 0
         self._latest: tuple[int, tuple[ParamMeta, ...], Mapping[str, str]] = 0, (), {}  # version, tensors, digests
         self._catching_up = threading.Lock()
@@ -223,24 +206,7 @@ class WeightSender:
         else:
             self._ranks.following(lambda: steps_of(self._transport, self._source()))
 
-    @overload
-    def update_weights(
-        self, weights: Any = None, *, only: Only | None = None, wait: Literal[True] = True
-    ) -> SyncReport: ...
-
-    @overload
-    def update_weights(
-        self, weights: Any = None, *, only: Only | None = None, wait: Literal[False]
-    ) -> Future[SyncReport]: ...
-
-    @overload
-    def update_weights(
-        self, weights: Any = None, *, only: Only | None = None, wait: bool
-    ) -> SyncReport | Future[SyncReport]: ...
-
-    def update_weights(
-        self, weights: Any = None, *, only: Only | None = None, wait: bool = True
-    ) -> SyncReport | Future[SyncReport]:
+    def update_weights(self, weights: Any = None, *, only: Only | None = None) -> SyncReport:
         """Send the registered model's weights, or ``weights``, as the next version.
 
         Args:
@@ -249,62 +215,20 @@ class WeightSender:
                 trainer rank. If all engines serve the last update, only these are sent; otherwise (after a failure or
                 with a new engine, for example) all are, and `SyncReport.part` is False. If engines refuse a partial
                 update and still serve the previous version, a trainer with one rank sends all tensors at once.
-            wait: if False, copy all tensors, on their devices, and return; a thread of the sender sends the copies, and
-                the trainer may change its weights meanwhile. For the transports whose `Transport.background` is true
-                (delta, disk, sharded), and trainers with one rank. The copies take the bytes of the model, in the
-                dtypes that are sent, until the update ends. The next update waits for this one, for the transport's
-                timeout at most, as `shutdown` does. Both raise its error, in place of sending anything, unless you
-                have taken it from the future. The thread also increments the versions of collectors. A process that
-                ends without `shutdown` stops the update half-way.
 
         Returns:
-            The report, with one row per engine; if ``wait`` is False, its future, which cannot be cancelled.
+            The report, with one row per engine.
 
         Raises:
-            ConfigError: ``wait`` is False, and the transport or a trainer with several ranks cannot go on without you.
-            DeadlineError: the previous update, in the background, has not ended in time; it goes on.
             ConcurrentUpdateError: another thread sends through this transport or to this engine.
             ManifestError, ConfigError: ``only`` selects no tensor or names one that is not sent; or a tensor that this
                 process holds has a NaN or an infinity.
             WeightSyncError: the update failed; the message says what each engine serves.
         """
-        self._background.settle(self._transport.timeout_s)
-        if not wait:
-            return self._begin(weights, only)
         with self._after_catching_up("update_weights"):
             report = self._lead(weights, only) if self._ranks.drives else self._follow(weights, only)
         bump(self._collectors)
         return report
-
-    def _begin(self, weights: Any, only: Only | None) -> Future[SyncReport]:
-        """Copy what an update sends, and send it in a thread, which holds the locks until it ends."""
-        if not self._transport.background or self._ranks.size > 1 or not self._ranks.drives:
-            raise ConfigError(
-                f"wait=False is not for the {self._transport.name} transport of this trainer",
-                expected=f"one trainer rank, and one of the transports {', '.join(_in_background())}",
-                state="nothing was sent",
-                hint="leave wait=False out",
-            )
-        began = time.perf_counter()
-        with ExitStack() as held:
-            held.enter_context(self._after_catching_up("update_weights"))
-            reference = None if self._outputs is None else self._outputs.asked(weights, self._model())
-            copy = Spans()
-            with copy.of("copy"):
-                source = self._source(weights, only, copied=True)
-            copied = _Copied(source, reference, began, copy)
-            locks = held.pop_all()
-            held.callback(locks.close)  # if no thread can be started
-
-            def update() -> SyncReport:
-                with locks:
-                    report = self._lead(None, None, copied)
-                bump(self._collectors)
-                return report
-
-            future = self._background.begin(update)
-            held.pop_all()
-        return future
 
     def catch_up(self) -> SyncReport:
         """Have engines that joined, came back or missed an update take the version in service, under its number.
@@ -332,15 +256,11 @@ class WeightSender:
         return self._transport.check_connection()
 
     def shutdown(self) -> None:
-        """Leave the engines and release the transport; engines keep serving their weights.
-
-        Raises:
-            WeightSyncError: an update in the background failed, or did not end within the transport's timeout.
-        """
-        with ExitStack() as left:
-            left.callback(self._transport.shutdown)
-            left.callback(self._connection.close)
-            self._background.settle(self._transport.timeout_s)
+        """Leave the engines and release the transport; engines keep serving their weights."""
+        try:
+            self._connection.close()
+        finally:
+            self._transport.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -357,12 +277,12 @@ class WeightSender:
         """Note that the engines already hold ``version`` (0: their start weights), so the first may be partial."""
         self._connection.delivered = version
 
-    def _lead(self, weights: Any, only: Only | None, copied: _Copied | None = None) -> SyncReport:
+    def _lead(self, weights: Any, only: Only | None) -> SyncReport:
         """Drive an update on rank 0, and return its report."""
-        started = time.perf_counter() if copied is None else copied.began
+        started = time.perf_counter()
         with self._logs.of_failures(), self._ranks.leading() as session:
-            source = self._source(weights, only) if copied is None else copied.source
-            report = self._drive(source, weights, started, copied)
+            source = self._source(weights, only)
+            report = self._drive(source, weights, started)
             session.version = self.version
         log.info("weights version %d accepted by %d engine(s)", self.version, len(report.engines))
         self._logs(report)
@@ -391,17 +311,15 @@ class WeightSender:
         self.version = self.version + 1 if version is None else version
         return SyncReport(version=self.version, transport=self._transport.name)
 
-    def _drive(self, source: UpdateSource, weights: Any, started: float, copied: _Copied | None) -> SyncReport:
+    def _drive(self, source: UpdateSource, weights: Any, started: float) -> SyncReport:
         compared: AbstractContextManager[None] = nullcontext()
-        self._spans = Spans() if copied is None else copied.copy
-        self._stats, source.version = TransferStats(), self._attempted + 1
+        self._spans, self._stats, source.version = Spans(), TransferStats(), self._attempted + 1
         try:
             source.version = self._next_version()
             if self._outputs is not None:
                 self._ranks.session.order("outputs")
-                reference = copied.reference if copied else self._outputs.asked(weights, self._model())
-                assert reference is not None
-                compared = self._outputs.compared(self.engine, source, reference)
+                asked = self._outputs.asked(weights, self._model())
+                compared = self._outputs.compared(self.engine, source, asked)
             try:
                 with compared:
                     self._deliver(source)
@@ -597,7 +515,7 @@ class WeightSender:
         rename = as_mapper(self._mapper or {})
         return lambda: frozenset(map(rename, trainable(module)))
 
-    def _source(self, weights: Any = None, only: Only | None = None, copied: bool = False) -> UpdateSource:
+    def _source(self, weights: Any = None, only: Only | None = None) -> UpdateSource:
         registered = self._model()
         if weights is None and registered is None:
             raise NotConnectedError(
@@ -606,8 +524,7 @@ class WeightSender:
         source = as_source(registered if weights is None else weights)
         if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
             source = converted(source, registered)  # converts the module's parameter names to checkpoint names
-        narrow = self._transport.parts
-        sent = UpdateSource(source, mapper=self._mapper, dtype=self._dtype, narrow=narrow, copied=copied)
+        sent = UpdateSource(source, mapper=self._mapper, dtype=self._dtype, narrow=self._transport.parts)
         sent.only = None if only is None else chosen(only, sent, self._trained(weights))
         if self._finite:
             sent.require_finite()
@@ -666,14 +583,6 @@ class WeightSender:
             began=time.time() - total,
             timeline=tuple(sorted(phases, key=attrgetter("end_s"))),
         )
-
-
-def _in_background() -> Iterator[str]:
-    """Yield the names of the transports that send in the background."""
-    for name in transports.names():
-        with suppress(ConfigError):  # of a package that cannot be imported
-            if transports.load(name).background:
-                yield name
 
 
 def _client_of(transport: Transport, engine: EngineClient | str | None, rank: int | None) -> EngineClient:

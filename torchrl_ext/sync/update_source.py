@@ -17,7 +17,6 @@ from torchrl_ext.types import ParamMeta, Part
 from torchrl_ext.weights.derived import MappedSource
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.shards.blocks import Shard, checked_shards
-from torchrl_ext.weights.snapshot import Snapshot
 from torchrl_ext.weights.source import WeightSource, checked, require_finite
 
 __all__ = ["UpdateSource", "bump"]
@@ -32,7 +31,6 @@ class UpdateSource(WeightSource):
         source: the weights to send.
         mapper: trainer name -> checkpoint name.
         dtype: cast floating-point tensors to this dtype.
-        copied: whether to copy all tensors now, as they are sent.
         narrow: whether a partial update yields only its tensors; if False, it yields all tensors, and `part` says which
             of them may differ from its base.
 
@@ -57,7 +55,6 @@ class UpdateSource(WeightSource):
         mapper: Callable[[str], str] | Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
         narrow: bool = True,
-        copied: bool = False,
     ) -> None:
         mapped = mapper is not None or dtype is not None
         self.whole = MappedSource(source, rename=mapper, dtype=dtype) if mapped else source
@@ -80,8 +77,6 @@ class UpdateSource(WeightSource):
                 state="nothing was sent",
                 hint="load the weights, or reload offloaded ones, before sending them",
             )
-        if copied:
-            self.whole, self._gathers = Snapshot(self.whole), False
 
     def limit(self, base: int | None) -> None:
         """From the next iteration on, send only the tensors in `only`, on top of version ``base``, or all for None."""

@@ -158,8 +158,6 @@ class Transport(ABC):
     """An update of some tensors carries only these. If false, the transport itself finds the changes."""
     gathers: ClassVar[bool] = True
     """`prepare` or ``transfer`` iterates over the source, together with the other trainer ranks."""
-    background: ClassVar[bool] = False
-    """An update may run in another thread, from a copy of the weights, while the trainer computes."""
     timeout_s: float = 60.0
 
     def __init__(self, *, timeout_s: float = 60.0) -> None:

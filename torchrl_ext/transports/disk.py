@@ -68,7 +68,6 @@ class DiskTransport(StandaloneTransport):
     """
 
     name: ClassVar[str] = "disk"
-    background: ClassVar[bool] = True
 
     def __init__(
         self,

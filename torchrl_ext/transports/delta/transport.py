@@ -101,7 +101,6 @@ class DeltaTransport(StandaloneTransport):
 
     name: ClassVar[str] = "delta"
     carries_digests: ClassVar[bool] = True
-    background: ClassVar[bool] = True
     parts: ClassVar[bool] = False  # changes are of whole versions; what did not change costs nothing
 
     def __init__(

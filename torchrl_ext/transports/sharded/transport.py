@@ -67,7 +67,6 @@ class ShardedTransport(StandaloneTransport):
     name: ClassVar[str] = "sharded"
     carries_digests: ClassVar[bool] = True
     slices: ClassVar[bool] = True
-    background: ClassVar[bool] = True
     gathers: ClassVar[bool] = False  # each rank sends what it holds
 
     def __init__(
