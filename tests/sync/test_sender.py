@@ -343,7 +343,7 @@ def test_a_replaced_sender_that_shuts_down_leaves_the_engine_to_the_new_one(shar
     client = InProcessEngine(receiver)
     client.close()  # it joined nothing
     clients = client, client if shared else InProcessEngine(receiver)
-    old, new = (tx.WeightSender(tx.DiskTransport(tmp_path / str(n)), one) for n, one in enumerate(clients))
+    old, new = (tx.WeightSender(tx.DeltaTransport(tmp_path / str(n)), one) for n, one in enumerate(clients))
     for sender in (old, new):
         sender.update_weights(policy)
     old.shutdown()

@@ -234,7 +234,7 @@ class TestEmbedded:
         online, model = tx.make_engine("inprocess", engine=engine), tiny_model(0)
         layer = {name: tensor for name, tensor in states(tiny_model(1)).items() if ".layers.1." in name}
         report = run(
-            online.update_model_weights(place / "seed1", only="model.layers.1")
+            online.update_model_weights(place / "seed1", only=[*layer])
             if way == "checkpoint"
             else online.update_model_weights_from_state_dict(layer)
         )

@@ -109,14 +109,14 @@ def test_a_rank_that_fails_in_the_pass_fails_the_update_on_every_rank(rank, worl
 
 @on_ranks(2)
 def test_some_tensors_are_sent_where_every_rank_names_them_and_everything_after_a_failure(rank, world, folder):
-    trainer, source = Trainer(tx.DiskTransport(folder)), policy(2)
+    trainer, source = Trainer(tx.MemoryTransport()), policy(2)
     trainer.in_step(1, 1)
     report = trainer.update(source, only="b")
     assert source.passes == 1 and (rank != 0 or report.part)
     trainer.serves(2, "b")
     trainer.serves(1, "a")
     with pytest.raises(ManifestError):
-        trainer.update(policy(3), only="nothing.*")
+        trainer.update(policy(3), only="nothing")
     report = trainer.update(policy(4), only="b")
     assert rank != 0 or report.part, "nothing was sent, so the last version still holds"
     trainer.receiver.invalidate()

@@ -100,8 +100,8 @@ def test_a_part_gathers_nothing_else_and_everything_follows_one_that_failed(rank
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DTensor, "full_tensor", lambda self: gathered.append(self) or whole(self))
         for only, transport.failing, gathers in [
-            (["body"], False, everything),
-            (["body.0"], False, 2),
+            (["one"], False, everything),
+            (["body.0.weight", "body.0.bias"], False, 2),
             (["body.2.bias"], True, 1),
             (["body.2.bias"], False, everything),
             (["one", "embed.weight"], False, 2),

@@ -472,7 +472,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
                 f"of a part with {', '.join(map(repr, (opening or sorted(names))[:3]))} the engine rebuilds layers or "
                 f"shares memory, and lacks {', '.join(map(repr, lacking[:3]))}{more} for them",
                 state=UNCHANGED,
-                hint="name them too: only= with the path of the whole layer; or leave only= out",
+                hint="name them too, or leave only= out",
             )
         self._part, self._direct = names, direct
 

@@ -16,7 +16,7 @@ from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
 from torchrl_ext.stores.base import checked_key
 from torchrl_ext.stores.delta_manifest import END, DeltaManifest, from_json, from_rows
 from torchrl_ext.stores.table import PARAMETERS
-from torchrl_ext.types import Count, Info, ParamMeta, Part, Shape, Text, Wire, decode_dtype, described, dtype_name
+from torchrl_ext.types import Count, ParamMeta, Shape, Text, Wire, decode_dtype, described, dtype_name
 
 __all__ = ["LARGEST", "MANIFEST", "DeltaManifest", "Manifest", "Placed", "read_manifest"]
 
@@ -65,7 +65,6 @@ class _Full(_Head, frozen=True, kw_only=True):
     checksum: str
     params: list[_Row]
     base_version: None = None
-    part: Info | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +76,6 @@ class Manifest:
         run_id: names the trainer process that published it.
         params: every parameter, in the order of the source.
         files: size in bytes of every file beside the manifest, by name.
-        part: which tensors differ from those of an earlier version, and the run that published that one; None where any
-            may. The version is complete without it.
     """
 
     FORMAT: ClassVar[str] = "torchrl_ext.weights"
@@ -88,7 +85,6 @@ class Manifest:
     run_id: str
     params: tuple[Placed, ...]
     files: Mapping[str, int]
-    part: tuple[str, Part] | None = None
 
     def to_bytes(self) -> bytes:
         """Return the manifest as JSON in UTF-8, one parameter per line."""
@@ -106,7 +102,6 @@ class Manifest:
             "run_id": self.run_id,
             "checksum": "xxh3-128",
             "files": dict(self.files),
-            **({} if self.part is None else {"part": {"run_id": self.part[0], **self.part[1].to_json()}}),
         }
         body = json.dumps(head, indent=2)[:-2].encode() + b',\n  "params": [\n' + b",\n".join(rows) + b"\n  ]"
         return body + _END % xxhash.xxh3_128_hexdigest(body).encode()
@@ -125,14 +120,7 @@ class Manifest:
             params[row.name] = Placed(meta=meta, file=row.file, checksum=row.checksum)
         if len(params) != len(found.params):
             raise ValueError("a parameter is listed twice")
-        part = None
-        if found.part is not None:
-            part = str(found.part["run_id"]), Part.from_json(found.part)
-            if not part[1].names <= params.keys():
-                raise ValueError("a tensor of its part is none of its parameters")
-        return cls(
-            version=found.version, run_id=found.run_id, params=tuple(params.values()), files=found.files, part=part
-        )
+        return cls(version=found.version, run_id=found.run_id, params=tuple(params.values()), files=found.files)
 
 
 def _of_rows(data: bytes) -> DeltaManifest:

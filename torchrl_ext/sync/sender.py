@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -31,17 +31,16 @@ from torchrl_ext.reports import Phase, Spans
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.sync.connection import Connection, update_error
-from torchrl_ext.sync.only import Only, chosen, trainable
 from torchrl_ext.sync.telemetry import Log, Logs
-from torchrl_ext.sync.update_source import UpdateSource, bump
+from torchrl_ext.sync.update_source import UpdateSource, bump, named
 from torchrl_ext.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
 from torchrl_ext.transports.ranks import Steps, TrainerRanks, drives, numbered
 from torchrl_ext.transports.standalone import StandaloneTransport
 from torchrl_ext.types import PROOFS, Info, ParamMeta, Part, SyncReport, least
-from torchrl_ext.weights.derived import as_mapper, converted
+from torchrl_ext.weights.derived import converted
 from torchrl_ext.weights.digests import digest_of
 from torchrl_ext.weights.shared import differing, shared_in, tied_by_config, two_values
-from torchrl_ext.weights.source import MappingSource, as_source, inner_model, is_tensordict_module
+from torchrl_ext.weights.source import MappingSource, as_source, inner_model
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -206,13 +205,13 @@ class WeightSender:
         else:
             self._ranks.following(lambda: steps_of(self._transport, self._source()))
 
-    def update_weights(self, weights: Any = None, *, only: Only | None = None) -> SyncReport:
+    def update_weights(self, weights: Any = None, *, only: Collection[str] | None = None) -> SyncReport:
         """Send the registered model's weights, or ``weights``, as the next version.
 
         Args:
             weights: the whole model, instead of the registered one.
-            only: the tensors that may differ from the last update (`torchrl_ext.sync.only.Only`), the same on every
-                trainer rank. If all engines serve the last update, only these are sent; otherwise (after a failure or
+            only: names of the tensors that may differ from the last update, as they are sent, the same on every trainer
+                rank. If all engines serve the last update, only these are sent; otherwise (after a failure or
                 with a new engine, for example) all are, and `SyncReport.part` is False. If engines refuse a partial
                 update and still serve the previous version, a trainer with one rank sends all tensors at once.
 
@@ -221,8 +220,9 @@ class WeightSender:
 
         Raises:
             ConcurrentUpdateError: another thread sends through this transport or to this engine.
-            ManifestError, ConfigError: ``only`` selects no tensor or names one that is not sent; or a tensor that this
-                process holds has a NaN or an infinity.
+            ManifestError: ``only`` is empty or names a tensor that is not sent; or a tensor that this process holds has
+                a NaN or an infinity.
+            ConfigError: the transport sends whole models only (its `Transport.parts` is false).
             WeightSyncError: the update failed; the message says what each engine serves.
         """
         with self._after_catching_up("update_weights"):
@@ -277,7 +277,7 @@ class WeightSender:
         """Note that the engines already hold ``version`` (0: their start weights), so the first may be partial."""
         self._connection.delivered = version
 
-    def _lead(self, weights: Any, only: Only | None) -> SyncReport:
+    def _lead(self, weights: Any, only: Collection[str] | None) -> SyncReport:
         """Drive an update on rank 0, and return its report."""
         started = time.perf_counter()
         with self._logs.of_failures(), self._ranks.leading() as session:
@@ -288,7 +288,7 @@ class WeightSender:
         self._logs(report)
         return report
 
-    def _follow(self, weights: Any, only: Only | None) -> SyncReport:
+    def _follow(self, weights: Any, only: Collection[str] | None) -> SyncReport:
         """Follow rank 0's orders on another rank, and return a report."""
 
         def own_steps() -> Steps:
@@ -498,7 +498,7 @@ class WeightSender:
 
     def _onto(self, update: Update) -> Part | None:
         """Return the part to announce to workers; None if the transport itself finds what changed."""
-        return update.source.part if self._transport.parts else None
+        return None if self._transport.compares else update.source.part
 
     def _served(self, update: Update, handoff: Handoff) -> None:
         self._stats = handoff.stats
@@ -507,15 +507,13 @@ class WeightSender:
         except Exception:
             log.error("weights version %d is in service, but its transport raised then", update.version, exc_info=True)
 
-    def _trained(self, weights: Any) -> Callable[[], frozenset[str]] | None:
-        """Return a function that returns the sent names of the trainable parameters; None without a module."""
-        module = self._model() if weights is None else inner_model(weights)
-        if not isinstance(module, nn.Module) or is_tensordict_module(module):
-            return None
-        rename = as_mapper(self._mapper or {})
-        return lambda: frozenset(map(rename, trainable(module)))
-
-    def _source(self, weights: Any = None, only: Only | None = None) -> UpdateSource:
+    def _source(self, weights: Any = None, only: Collection[str] | None = None) -> UpdateSource:
+        if only is not None and not self._transport.parts:
+            raise ConfigError(
+                f"a {self._transport.name} transport sends whole models only",
+                state="nothing was sent",
+                hint="leave only= out, or use another transport",
+            )
         registered = self._model()
         if weights is None and registered is None:
             raise NotConnectedError(
@@ -524,8 +522,8 @@ class WeightSender:
         source = as_source(registered if weights is None else weights)
         if isinstance(source, MappingSource) and isinstance(registered, nn.Module):
             source = converted(source, registered)  # converts the module's parameter names to checkpoint names
-        sent = UpdateSource(source, mapper=self._mapper, dtype=self._dtype, narrow=self._transport.parts)
-        sent.only = None if only is None else chosen(only, sent, self._trained(weights))
+        sent = UpdateSource(source, mapper=self._mapper, dtype=self._dtype, narrow=not self._transport.compares)
+        sent.only = None if only is None else named(only, sent)
         if self._finite:
             sent.require_finite()
         return sent

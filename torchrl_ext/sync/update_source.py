@@ -1,7 +1,8 @@
-"""`UpdateSource` wraps the source of one update; `bump` increments the policy version of collectors after it."""
+"""`UpdateSource` wraps the source of one update, `named` checks names of its tensors, and `bump` counts versions."""
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.shards.blocks import Shard, checked_shards
 from torchrl_ext.weights.source import WeightSource, checked, require_finite
 
-__all__ = ["UpdateSource", "bump"]
+__all__ = ["UpdateSource", "bump", "named"]
 
 log = logging.getLogger("torchrl_ext")
 
@@ -170,6 +171,29 @@ class UpdateSource(WeightSource):
                 pass
         except Exception:
             log.warning("other trainer ranks may wait for this one, which cannot finish its pass", exc_info=True)
+
+
+def named(only: Collection[str], source: WeightSource) -> frozenset[str]:
+    """Return the names by which a source sends some of its tensors.
+
+    Args:
+        only: their names, or a single one; the name of a tied tensor means the tensor that is sent for it.
+        source: the source that is sent.
+
+    Raises:
+        ManifestError: it sends no tensor of such a name, or ``only`` is empty.
+    """
+    sent = {**source.tied(), **{meta.name: meta.name for meta in source.params()}}
+    names = {only} if isinstance(only, str) else {*only}
+    unknown = sorted(names - sent.keys())
+    if unknown or not names:
+        close = difflib.get_close_matches(unknown[0], sent, n=1, cutoff=0.0) if unknown else []
+        raise ManifestError(
+            f"no tensor of the update is called {unknown[0]!r}" if unknown else "only= names no tensor",
+            expected=f"names such as {close[0]!r}" if close else "names of tensors, as they are sent",
+            state="nothing was sent",
+        )
+    return frozenset(sent[name] for name in names)
 
 
 def bump(collectors: Iterable[Callable[[], Any]]) -> None:

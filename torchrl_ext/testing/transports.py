@@ -39,6 +39,7 @@ from torch import Tensor, nn
 import torchrl_ext as tx
 from torchrl_ext.errors import (
     ConcurrentUpdateError,
+    ConfigError,
     ManifestError,
     NotConnectedError,
     TransportError,
@@ -357,7 +358,11 @@ class TransportContract(ABC):
         policy, served = (nn.Sequential(nn.Linear(60, 50), nn.BatchNorm1d(50)) for _ in range(2))
         sender = tx.WeightSender(trainer, _remote(served))
         sender.register_model(policy)
-        assert not sender.update_weights(only="1").part, "there was nothing to build on"
+        if not trainer.parts:
+            with pytest.raises(ConfigError, match="whole models only"):
+                sender.update_weights(only="1.weight")
+            return
+        assert not sender.update_weights(only="1.weight").part, "there was nothing to build on"
         for version, only in enumerate(
             (["1.weight", "1.bias"], ["0.bias", "1.weight"], ["1.weight"], None, ["0.weight"]), 2
         ):

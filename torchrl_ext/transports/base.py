@@ -48,7 +48,7 @@ class Update:
 
     Attributes:
         source: the weights. If it yields only some tensors, its ``part`` (`torchrl_ext.types.Part`) names the version
-            that has the others; for a transport whose `Transport.parts` is false, it yields all, and ``part`` names
+            that has the others; for a transport whose `Transport.compares` is true, it yields all, and ``part`` names
             those that may differ.
         version: its number.
         anew: workers may hold another sender's weights, so this version must not build on them.
@@ -155,7 +155,10 @@ class Transport(ABC):
     slices: ClassVar[bool] = False
     """Workers receive only the blocks that they need (`Worker.slices`), as `torchrl_ext.landing.sliced.Sliced`."""
     parts: ClassVar[bool] = True
-    """An update of some tensors carries only these. If false, the transport itself finds the changes."""
+    """An update of some tensors is possible (``only=``)."""
+    compares: ClassVar[bool] = False
+    """The transport itself finds what changed, so sources yield all tensors; `WeightSource.part` names those that may
+    differ."""
     gathers: ClassVar[bool] = True
     """`prepare` or ``transfer`` iterates over the source, together with the other trainer ranks."""
     timeout_s: float = 60.0
@@ -177,7 +180,7 @@ class Transport(ABC):
         """Do all work for a version that is possible before engines pause; the handoff has the rest.
 
         Raises:
-            StaleBaseError: the version on which a part builds is gone; the sender then sends all tensors.
+            StaleBaseError: workers have to join again first, which the sender sees to.
         """
 
     def rank_steps(self, source: WeightSource) -> Steps:

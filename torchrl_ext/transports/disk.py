@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, final
@@ -14,9 +14,8 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import IntegrityError, StaleBaseError, StoreError
+from torchrl_ext.errors import StoreError
 from torchrl_ext.stores import Chain, LocalStore, version_name
-from torchrl_ext.stores.versions import Held
 from torchrl_ext.transports.base import Arrival, Handoff, TransferStats, Update, Worker, WorkerEnd
 from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation, SharedRoot
 from torchrl_ext.transports.standalone import Mailbox, StandaloneTransport
@@ -68,6 +67,7 @@ class DiskTransport(StandaloneTransport):
     """
 
     name: ClassVar[str] = "disk"
+    parts: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -107,14 +107,8 @@ class DiskTransport(StandaloneTransport):
         if self._store.own():
             self._shared.moved()
         self._shared.clear()  # workers that joined have found the probe
-        with ExitStack() as held:
-            base = None if source.part is None else held.enter_context(closing(self._own_version(source.part.base)))
-            needed = self._full.needed_bytes(source, None if base is None else base.manifest)
-            draft = held.enter_context(self._store.draft(version_name(version), needed_bytes=needed))
-            if base is None:
-                self._full.write(draft, source, version, self._run_id)
-            else:
-                _, stats.bytes = self._full.write_part(draft, source, version, self._run_id, base)
+        with self._store.draft(version_name(version), needed_bytes=self._full.needed_bytes(source)) as draft:
+            self._full.write(draft, source, version, self._run_id)
         self._versions.advance(version)
         self._connected = True
         stats.spans.since("publish", began)
@@ -126,27 +120,6 @@ class DiskTransport(StandaloneTransport):
     def kept(self, version: int) -> Handoff | None:
         there = version in self._versions.numbers() and not self._versions.replaced(version, self._run_id)
         return Handoff(info=self._info(version)) if there else None
-
-    def _own_version(self, version: int) -> PublishedVersion:
-        """Open a version that this trainer published, which a part is to build on.
-
-        Raises:
-            StaleBaseError: it is not there any more, or another one's; or versions are adapters.
-        """
-        try:
-            if self._adapter:
-                raise IntegrityError("adapters are published whole")
-            opened = PublishedVersion(self._store, version)
-            try:
-                opened.check(opened.params(), self._run_id)
-            except IntegrityError:
-                opened.close()
-                raise
-        except (FileNotFoundError, IntegrityError) as error:
-            raise StaleBaseError(
-                f"no change can be built on version {version}: {error}", state="nothing was sent"
-            ) from error
-        return opened
 
     def latest_version(self) -> int:
         return self._versions.newest()
@@ -198,15 +171,12 @@ class DiskReader(WorkerEnd, Mailbox):
     def __init__(self, store: LocalStore, local: LocalCheckpoint | None) -> None:
         self._store, self._local = store, local
         self._versions = Chain(store)
-        self._received: Held | None = None
         self._opened: PublishedVersion | None = None
 
     def stage(self, version: int, held: object, within: Deadline, **_: object) -> None:
         opened = self._open(version, within)
         self._pin(opened)
-        part = opened.manifest.part  # what else it holds was verified with the version before
-        known = part is not None and (part[0], part[1].base) == self._received
-        opened.verify(part[1].names if part is not None and known else None)
+        opened.verify()
 
     def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
         if self._opened is None or self._opened.number != arrival.version:
@@ -215,8 +185,7 @@ class DiskReader(WorkerEnd, Mailbox):
         opened, self._opened = self._opened, None
         with closing(opened):
             opened.check(arrival.params, arrival.info.get("run_id"))
-            yield from opened.pairs(into, {meta.name for meta in arrival.params})
-        self._received = opened.manifest.run_id, arrival.version
+            yield from opened.pairs(into)
 
     def get(self, within: Deadline, received: Arrival | None = None) -> Arrival | None:
         for _ in within.pauses(shortest_s=_SHORTEST_S, longest_s=_LONGEST_S):

@@ -92,7 +92,7 @@ class PublishedVersion:
         """Compare the manifest with what the trainer says that it published.
 
         Args:
-            params: of the version; or those of its part alone, where it is known to be one.
+            params: of the version.
             run_id: of the trainer, where it said so.
 
         Raises:
@@ -105,9 +105,7 @@ class PublishedVersion:
                 expected=f"run {run_id}, the trainer that announced it",
                 hint="give each trainer its own root",
             )
-        held, part = self.params(), self.manifest.part
-        if part is not None and {meta.name for meta in params} == part[1].names:
-            held = tuple(meta for meta in held if meta.name in part[1].names)
+        held = self.params()
         for meta, told in zip(held, params, strict=False):
             if meta != told:
                 raise ManifestError(f"{self.path} holds {meta}", expected=str(told), state="nothing was read")
@@ -131,20 +129,19 @@ class PublishedVersion:
                 self._compare(placed, self._files[placed.file].checksum(placed.meta.name, scratch))
                 self._verified.add(placed.meta.name)
 
-    def pairs(self, into: Mapping[str, Tensor], names: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def pairs(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor in order, each verified first; the next ones are read meanwhile.
 
         Args:
             into: tensors to fill directly where they are contiguous and on the CPU. Then all that is yielded is
                 verified first, so that damaged files change none of them.
-            names: those to yield; None for all.
 
         Raises:
             IntegrityError: names the tensor whose bytes differ, and its file.
         """
         if into:
-            self.verify(names)
-        batches = self._batches(self._of(names))
+            self.verify()
+        batches = self._batches(self.manifest.params)
         with ThreadPoolExecutor(1, thread_name_prefix="torchrl-ext-read") as ahead:
             pending = ahead.submit(self._read, batches[0], into)
             for following in (*batches[1:], []):

@@ -17,9 +17,8 @@ from torchrl_ext.registry import Make, transports
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.port import restated
 from torchrl_ext.sync.engines.local import EmbeddedObjectPort, LocalPort, ModulePort, VLLMObjectPort
-from torchrl_ext.sync.only import Only, chosen
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.sync.update_source import UpdateSource
+from torchrl_ext.sync.update_source import UpdateSource, named
 from torchrl_ext.types import ParamMeta, SyncReport
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.source import WeightSource, as_source, is_torchrl
@@ -101,17 +100,17 @@ class InProcessEngine(Engine):
     # online switching
 
     async def update_model_weights(
-        self, model_weights_path: str | os.PathLike[str], *, only: Only | None = None
+        self, model_weights_path: str | os.PathLike[str], *, only: Collection[str] | None = None
     ) -> SyncReport:
         """Serve the weights of a checkpoint directory, and return the `SyncReport`; concurrent updates run one by one.
 
         Args:
             model_weights_path: the directory.
-            only: which of its tensors to load (`torchrl_ext.sync.only.Only`), leaving all others unchanged; None for
-                all.
+            only: names of the tensors to load, leaving all others unchanged; None for all.
 
         Raises:
-            ManifestError: ``only`` selects no tensor, or the engine's model has no tensor of such a name and shape.
+            ManifestError: ``only`` names a tensor that is not there, or the engine's model has no tensor of such a name
+                and shape.
             UpdateError: the update failed; the engine serves its old weights unless the message says otherwise.
         """
 
@@ -119,7 +118,7 @@ class InProcessEngine(Engine):
             checkpoint = CheckpointSource(model_weights_path)
             if only is None:
                 return self._switch(checkpoint)
-            return self._merge(dict(checkpoint.pairs(chosen(only, checkpoint))))
+            return self._merge(dict(checkpoint.pairs(named(only, checkpoint))))
 
         return await self._beside(switch)
 
@@ -187,7 +186,8 @@ class InProcessEngine(Engine):
         self._object.check()
         good = self._held()
         try:
-            report = self._sender.update_weights(source, only=names)
+            only = names if transports.load(self._transport).parts else None
+            report = self._sender.update_weights(source, only=only)
             self._object.check()
         except WeightSyncError as error:
             if self.rows()[0].state == "serving":

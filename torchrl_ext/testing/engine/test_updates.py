@@ -101,7 +101,7 @@ def test_tied_weights(engine: Subject) -> None:
 def test_partial_update(engine: Subject) -> None:
     """An update of some tensors leaves the engine as an update of all of them does."""
     names = [name for name in engine.start if "layers.1." in name] or list(engine.start)[:1]
-    if not engine.sender.update_weights(engine.changed(names), only=names).part:
+    if not engine.sender._transport.parts or not engine.sender.update_weights(engine.changed(names), only=names).part:
         pytest.skip("not applicable: by this transport the engine takes whole versions only")
     assert engine.off(engine.cold) > engine.visible, "the part changes no output"
     part = engine.client.logprobs(engine.prompts)

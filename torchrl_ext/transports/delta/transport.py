@@ -101,7 +101,7 @@ class DeltaTransport(StandaloneTransport):
 
     name: ClassVar[str] = "delta"
     carries_digests: ClassVar[bool] = True
-    parts: ClassVar[bool] = False  # changes are of whole versions; what did not change costs nothing
+    compares: ClassVar[bool] = True
 
     def __init__(
         self,
