@@ -195,7 +195,7 @@ def drawn(seed):
     """The events of a schedule: their names, and the numbers that decide what they happen to."""
     draw = random.Random(seed)
     hangs = draw.random() < 0.15
-    weights = {"update": 6, "trap": 4, "add": 2, "remove": 1, "kill": 2, "return": 3, "move": 1, "catch up": 1}
+    weights = {"update": 6, "trap": 4, "add": 2, "remove": 1, "kill": 2, "return": 3, "move": 1}
     weights |= {"hang": 2} if hangs else {}
     names, likely = zip(*weights.items(), strict=True)
     settings = {
@@ -414,26 +414,6 @@ class Schedule:
         if urls := self._dead():
             self._join(self._start().url)
             self._leave(urls[int(event["pick"] * len(urls))])
-
-    def _catch_up(self, event):
-        """Whoever is behind takes the version in service, if the transport keeps it."""
-        error = None
-        try:
-            report = self.sender.catch_up()
-            version, rows = report.version, report.engines
-        except UpdateError as failed:
-            error, version, rows = failed, failed.report.version, failed.rows
-        except EngineError as nobody:
-            error, version, rows = nobody, 0, ()
-        self._note(f"  caught up with {version}: {'ok' if error is None else error}")
-        self._observe_deaths()
-        now = {life.url: self._look(life) for life in self._members() if life.armed is None}
-        for row in rows:
-            look = now.get(row.engine)
-            if error is None and version and self._name == "delta" and look and look.version != version:
-                self._fault(f"it caught up with version {version}: {row}, and there is {look}")
-        if now and error is not None and not self._names_cause(error, set()):
-            self._fault(f"an error without a cause in the schedule: {error}")
 
     def _settle(self):
         """Nothing happens any more: some of the dead return, and the last updates reach everybody."""

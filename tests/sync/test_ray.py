@@ -352,31 +352,3 @@ def test_what_an_actor_of_any_class_holds_is_an_engine_when_it_is_told_where(clu
         sender.shutdown()
         for actor in (holder, stranger):
             ray.kill(actor)
-
-
-def test_actors_that_are_named_like_engines_take_part_as_they_come_and_go(cluster, tmp_path):
-    from torchrl_ext.rpc.pool import Pool
-    from torchrl_ext.sync.engines.ray import from_ray
-
-    def start(number):
-        options = {"num_cpus": 1, "name": f"engine-{number}"}
-        return EngineActor.as_remote(options).remote(make_net_of_zeros)
-
-    policy, actors = make_net(), [start(0)]
-    fleet = Pool([], members=from_ray("engine-"))
-    with tx.make_transport("disk", root=tmp_path / "root") as data, tx.WeightSender(data, fleet) as sender:
-        ray.get(actors[0].call.remote("describe"), timeout=WAIT_S)
-        sender.update_weights(policy)
-        actors.append(start(1))
-        ray.get(actors[1].call.remote("describe"), timeout=WAIT_S)
-        report = sender.catch_up()
-        assert [(row.version, row.proof) for row in report.engines] == [(1, "in place")] * 2
-        held = ray.get([one.apply.remote(weights_of) for one in actors], timeout=WAIT_S)
-        assert all(same(one, weights_of(policy)) for one in held)
-        ray.kill(actors[0])
-        step(policy)
-        sender.update_weights(policy)
-        assert len(sender.engine.rows()) == 1 and same(
-            ray.get(actors[1].apply.remote(weights_of), timeout=WAIT_S), weights_of(policy)
-        )
-        ray.kill(actors[1])

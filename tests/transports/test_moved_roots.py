@@ -109,16 +109,6 @@ def test_a_trainer_is_refused_where_its_root_is_anothers_now(link, way, transpor
     first.shutdown()
 
 
-@pytest.mark.parametrize("transport", ["delta", "disk"])
-def test_another_runs_version_of_a_number_is_not_kept_for_late_engines(link, transport):
-    trainer = tx.make_transport(transport, root=link)
-    trainer.send_weights(weights())
-    assert trainer.kept(1) is not None
-    flipped_to_another_run(link, transport, count=1)
-    assert (link / "weight_v000001").is_dir() and trainer.kept(1) is None
-    trainer.shutdown()
-
-
 def test_a_writer_changes_nothing_in_a_directory_that_it_did_not_lock(link):
     store, other = LocalStore(link), LocalStore(link)
     store.own()

@@ -13,8 +13,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRe
 from torchrl_ext.registry import engines
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.http import Answer, HTTPSession, Keys, normalise_urls
-from torchrl_ext.rpc.pool import Pool, discovered
-from torchrl_ext.rpc.roster import Source
+from torchrl_ext.rpc.pool import Members, Pool, discovered
 from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.types import EngineInfo
 from torchrl_ext.weights.source import is_torchrl
@@ -86,7 +85,7 @@ def connect(
     api_key: Keys = None,
     data_parallel_size: int = 1,
     missing: str = "raise",
-    members: Source | None = None,
+    members: Members | None = None,
     **settings: Any,
 ) -> Pool:
     """Return one client for the engines at ``addresses``, whatever their kinds.
@@ -99,8 +98,8 @@ def connect(
         missing: ``"raise"``, or ``"lose"``: engines that do not answer join the pool as lost and come back when they
             answer (see `Pool`). They are assumed to be of the same kind as the others; if the others are of several
             kinds, or none answers, the error is raised. An answer that describes no engine always raises.
-        members: returns the addresses of the engines that should take part, and is asked now and before each update
-            (see `torchrl_ext.rpc.roster`); there need be no ``addresses`` then, and no engine yet.
+        members: returns the addresses of the engines that should take part, and is asked now and before each update, in
+            place of ``addresses``; there need be no engine yet.
         settings: for each engine's client, such as ``pause_mode``.
 
     Raises:

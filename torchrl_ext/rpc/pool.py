@@ -10,15 +10,17 @@ from functools import partial
 from typing import Any, ClassVar
 
 from torchrl_ext.deadline import in_thread
-from torchrl_ext.errors import ConfigError, EngineError, why
+from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, why
 from torchrl_ext.rpc.client import EngineClient, _nothing
 from torchrl_ext.rpc.health import Health
-from torchrl_ext.rpc.roster import Roster, Source
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, label_number, least
 
-__all__ = ["Pool"]
+__all__ = ["Members", "Pool"]
 
 log = logging.getLogger("torchrl_ext")
+
+Members = Callable[[], Iterable[EngineClient | str]]
+"""Returns the addresses (or clients) of the engines that should take part in the next update."""
 
 _PROBE_S = 2.0  # how long an update waits for an engine that is already lost
 _LOST, _FAILED = "pool", "update"  # the reporters of a pool's complaints in `Health`
@@ -46,17 +48,18 @@ class Pool(EngineClient):
     and `commit` then raises an error with a row per engine. An engine that does not answer at all is lost: the others
     continue without it, and it rejoins at the first update before which it answers again.
 
-    `add`, `remove` and ``members`` (see `torchrl_ext.rpc.membership`) decide who takes part in the next update; a
-    running one goes on with the engines that it began with.
+    `add` and `remove`, or ``members``, decide who takes part in the next update; a running one goes on with the engines
+    that it began with.
 
     Args:
-        engines: the clients, at least one unless there is a source of members; their order decides rank offsets 1,
-            1 + w0, 1 + w0 + w1, ... A nested pool is replaced by its members.
+        engines: the clients, at least one unless there is ``members``; their order decides rank offsets 1, 1 + w0, 1 +
+            w0 + w1, ... A nested pool is replaced by its members.
         data_parallel_size: how many consecutive engines are servers of one deployment. Each server reports the workers
             of the whole deployment, so the group shares one offset and counts once.
         health: receives the pool's complaints: reporter ``"pool"`` for a lost engine, ``"update"`` for an engine that
             failed an update, until it takes an update or is resumed. By default the pool creates its own.
-        members: returns the addresses, or clients, of the engines that should take part; asked before each update.
+        members: returns the addresses, or clients, of the engines that should take part; asked before each update. If
+            it raises, nothing changes.
         make: takes an address, and returns a client for the engine that is added; by default `torchrl_ext.connect`.
 
     Attributes:
@@ -76,19 +79,26 @@ class Pool(EngineClient):
         *,
         data_parallel_size: int = 1,
         health: Health | None = None,
-        members: Source | None = None,
+        members: Members | None = None,
         make: Callable[[str], EngineClient] | None = None,
     ) -> None:
+        flat = _flat(engines)
+        urls = [engine.url for engine in flat]
+        if len({*urls}) < len(urls):
+            raise ConfigError(f"engine {max(urls, key=urls.count)} is listed twice")
         grouped = {engine._group for engine in engines if isinstance(engine, Pool)} - {1, data_parallel_size}
-        if grouped or not (engines or members):
+        if grouped or len(flat) % data_parallel_size or not (flat or members):
             raise ConfigError(
                 f"a pool of groups of {min(grouped)} in one with data_parallel_size={data_parallel_size}"
                 if grouped
-                else "a fleet needs an engine",
-                expected="whole groups of data_parallel_size engines, or a source of members",
+                else f"{len(flat)} engines with data_parallel_size={data_parallel_size}",
+                expected="whole groups of data_parallel_size engines, at least one, or members",
             )
-        self._roster = Roster(_flat(engines), data_parallel_size, make or discovered, members)
-        self.engines = self._roster.here()
+        self.engines = tuple(flat)
+        self._wanted: dict[str, EngineClient | str] = dict(zip(urls, flat, strict=True))
+        self._source, self._make = members, make or discovered
+        self._meeting: dict[str, Future[EngineClient]] = {}
+        self._problems: dict[str, str] = {}  # why a wanted engine, or the function that lists them, is missing
         self.health = Health() if health is None else health
         self._group = data_parallel_size
         self._met = False
@@ -103,28 +113,62 @@ class Pool(EngineClient):
         return ", ".join(engine.url for engine in self.engines) or "a fleet without engines"
 
     def add(self, *engines: EngineClient | str) -> None:
-        """Add engines, in whole groups; each takes part from the first update before which it answers.
+        """Add engines (clients or addresses); each takes part from the first update before which it answers.
 
         Any thread may call it at any time. Nothing happens for engines that are in the fleet.
 
         Raises:
-            ConfigError: an address is invalid, or the engines do not form whole groups; nothing has changed.
+            ConfigError: an address is invalid, or a function decides who takes part.
         """
-        self._roster.add(*_flat(engines))
+        self._refuse_change()
+        for one in _flat(engines):
+            self._wanted.setdefault(_name(one), one)
 
     def remove(self, *engines: EngineClient | str) -> None:
-        """Remove engines, in whole groups; the next update leaves them out, and closes their connections.
+        """Remove engines; the next update leaves them out, and closes their connections.
 
         Any thread may call it at any time. Nothing happens for engines that are not in the fleet.
 
         Raises:
-            ConfigError: only a part of a group is named; nothing has changed.
+            ConfigError: a function decides who takes part.
         """
-        self._roster.remove(*_flat(engines))
+        self._refuse_change()
+        for one in _flat(engines):
+            self._wanted.pop(one if one in self._wanted else _name(one), None)
+
+    def _refuse_change(self) -> None:
+        if self._source is not None:
+            raise ConfigError("members= decides who takes part in this fleet", hint="change what it returns")
 
     def reconcile(self, timeout_s: float) -> None:
-        """Make additions and removals effective, as each update does; wait ``timeout_s`` seconds for new engines."""
-        before, self.engines = self.engines, self._roster.settle(timeout_s)
+        """Make the list of engines effective, as each update does; wait ``timeout_s`` seconds for new engines."""
+        told, self._problems = self._problems, {}
+        if self._source is not None:
+            try:
+                self._wanted = {_name(one): one for one in self._source()}
+            except Exception as error:  # noqa: BLE001 - whoever it is that lists engines, the fleet goes on
+                self._problems["the function that lists members"] = why(error)
+        wanted, here = dict(self._wanted), {engine.url: engine for engine in self.engines}
+        known, jobs = dict[str, EngineClient](), dict[str, Future[EngineClient]]()
+        for url, one in wanted.items():
+            if url in here and (isinstance(one, str) or self._source is not None or one is here[url]):
+                known[url] = here[url]
+                continue
+            job = self._meeting.get(url)
+            if job is None or (job.done() and job.exception() is not None):
+                job = self._meeting[url] = in_thread(partial(self._meet, one), f"meet {url}")
+            jobs[url] = job
+        wait(jobs.values(), timeout_s)
+        for url, job in jobs.items():
+            error = job.exception() if job.done() else DeadlineError("it has not answered yet")
+            if error is None:
+                known[url] = job.result()
+                self._meeting.pop(url, None)
+            else:
+                self._problems[url] = why(error)
+        for name in self._problems.keys() - told.keys():
+            log.warning("%s changes nothing yet, and is tried again before each update: %s", name, self._problems[name])
+        before, self.engines = self.engines, tuple(known[url] for url in wanted if url in known)
         for engine in set(before) - set(self.engines):
             log.warning("engine %s has left the fleet", engine.url)
             self.health.forget(engine.url)
@@ -132,6 +176,11 @@ class Pool(EngineClient):
             self._decoding.discard(engine)
             self._doubted.discard(engine)
             in_thread(engine.close, f"close {engine.url}")
+
+    def _meet(self, one: EngineClient | str) -> EngineClient:
+        client = self._make(one) if isinstance(one, str) else one
+        client.info()
+        return client
 
     def members(self) -> tuple[str, ...]:
         """Reconcile the fleet; probe failed and lost engines; return the addresses that take part in the next update.
@@ -279,9 +328,12 @@ class Pool(EngineClient):
 
     def _of_each(self, part: Callable[[EngineClient], EngineClient]) -> Pool:
         """Return the pool of a part of each engine; it has the members that this pool has."""
-        pool = Pool(list(map(part, self.engines)), members=lambda: list(map(part, self._roster.settle(_PROBE_S / 2))))
-        pool.reconcile(_PROBE_S)  # from now on it follows this pool
-        return pool
+
+        def members() -> list[EngineClient]:
+            self.reconcile(_PROBE_S / 2)
+            return list(map(part, self.engines))
+
+        return Pool(list(map(part, self.engines)), members=members)
 
     def unload(self) -> None:
         self.everywhere("unload", lambda engine: engine.unload())
@@ -439,9 +491,9 @@ class Pool(EngineClient):
 
     def _nobody(self) -> EngineError:
         return EngineError(
-            "; ".join(filter(None, ["the fleet has no engine", self._roster.problems()])),
+            "; ".join(["the fleet has no engine", *(f"{name}: {what}" for name, what in self._problems.items())]),
             state="nothing was sent",
-            hint="add an engine, or have the source of members list one that answers",
+            hint="add an engine, or have members= list one that answers",
         )
 
     def _missed(self, what: str, missed: Mapping[EngineClient, Exception]) -> Exception:
@@ -475,6 +527,14 @@ def discovered(url: str, **settings: Any) -> EngineClient:
     from torchrl_ext.rpc.discovery import connect  # which imports this module
 
     return connect(url, **settings).engines[0]
+
+
+def _name(engine: EngineClient | str) -> str:
+    if isinstance(engine, EngineClient):
+        return engine.url
+    from torchrl_ext.rpc.http import normalise_url  # fleets of other engines need no HTTP client
+
+    return normalise_url(engine)
 
 
 def _number(weight_version: str) -> int:

@@ -156,7 +156,7 @@ class Routing:
         return connect(*self._engines, **{"api_key": self.api_key, "members": members, **settings})
 
     def adopt(self, info: EngineInfo) -> None:
-        """Add an engine; it gets requests once a report (of `catch_up`, too) shows that it has the others' weights.
+        """Add an engine; it gets requests once a report shows that it has the others' weights.
 
         Raises:
             ConfigError: one router cannot serve this engine together with the others.

@@ -122,7 +122,7 @@ class Connection:
             if self._joined is not None:
                 self.delivered = None
             try:
-                self._join(self.engine, params, spans)
+                self._join(params, spans)
             except WeightSyncError:
                 self.drop()  # the group is incomplete, also for members that joined an earlier one
                 if isinstance(self.engine, Pool):
@@ -159,7 +159,8 @@ class Connection:
         """Return a row with the version that its engine reported before it joined, if it has taken none since."""
         return row if row.version is not None else replace(row, version=label_number(self._labels.get(row.engine, "")))
 
-    def _join(self, engine: EngineClient, params: tuple[ParamMeta, ...], spans: Spans, connection: str = "") -> None:
+    def _join(self, params: tuple[ParamMeta, ...], spans: Spans) -> None:
+        engine = self.engine
         found = engine.info()
         # a pool reports its oldest version, but no version number that any of its engines has may be used again
         infos = engine.infos() if isinstance(engine, Pool) else [found]
@@ -169,7 +170,7 @@ class Connection:
         within = Deadline(self._timeout_s, f"the workers of {engine.url}")
         with spans.of("connect"):
             handoff = self._invite(found.world_size, params, within)
-            self._id = connection or uuid.uuid4().hex
+            self._id = uuid.uuid4().hex
             info = {
                 "timeout_s": self._timeout_s,
                 **handoff.info,
@@ -187,30 +188,6 @@ class Connection:
             _speaks_for[client] = weakref.ref(self)
         with spans.of("rehearse"), progress(f"rehearsing an update on {engine.url}"):
             engine.rehearse(self._rehearse)
-
-    def late(self, version: int) -> EngineClient | None:
-        """Return a client for the members that do not hold ``version``, or were started again since they joined."""
-        late = [
-            one for one in self._members() if {row.version for row in one.rows()} != {version} or one.replaced(self._id)
-        ]
-        if late and isinstance(self.engine, Pool):
-            return Pool(late, health=self.engine.health)
-        return self.engine if late else None
-
-    @contextmanager
-    def admitting(self, late: EngineClient, params: tuple[ParamMeta, ...], spans: Spans) -> Iterator[None]:
-        """Have members join beside the others, who notice nothing, and take a version in the block.
-
-        The next update goes on as if all had joined together, unless the block fails.
-        """
-        try:
-            self._join(late, params, spans, self._id)
-        except WeightSyncError:
-            late.members()  # the next call goes on without those that do not answer now
-            raise
-        yield
-        if self._joined is not None and self._joined[0] == params:
-            self._joined = params, self.engine.each()
 
 
 def update_error(

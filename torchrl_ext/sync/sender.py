@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -127,8 +126,6 @@ class WeightSender:
         self._logs = Logs()
         self._spans, self._stats = Spans(), TransferStats()
         self._attempted = 0
-        self._latest: tuple[int, tuple[ParamMeta, ...], Mapping[str, str]] = 0, (), {}  # version, tensors, digests
-        self._catching_up = threading.Lock()
         self._refused: frozenset[str] | None  # names of a partial update that these engines refused
         self._rows: tuple[tuple[ParamMeta, ...], list[Any]] = (), []
         self._connect_to(engine)
@@ -225,31 +222,10 @@ class WeightSender:
             ConfigError: the transport sends whole models only (its `Transport.parts` is false).
             WeightSyncError: the update failed; the message says what each engine serves.
         """
-        with self._after_catching_up("update_weights"):
+        with exclusive(self._transport, "update_weights"), self._connection.turn():
             report = self._lead(weights, only) if self._ranks.drives else self._follow(weights, only)
         bump(self._collectors)
         return report
-
-    def catch_up(self) -> SyncReport:
-        """Have engines that joined, came back or missed an update take the version in service, under its number.
-
-        The other engines go on. Only rank 0 does anything, in any thread, because the trainer's tensors are not needed.
-        The transport must keep versions (disk, or delta with a root); by others, such engines take the next update, and
-        the ``error`` of their rows says so. Digests are compared as in an update, but ``verify="outputs"`` is not
-        repeated. `update_weights` waits for a call that runs, for the transport's timeout at most.
-
-        Returns:
-            A report of the version in service, with one row per engine of the fleet.
-
-        Raises:
-            ConcurrentUpdateError: an update runs, or another sender updates an engine; call again later.
-            UpdateError: an engine did not take the version; the next update includes it if it answers.
-            EngineError: no engine answers.
-        """
-        if not self._ranks.drives:
-            return SyncReport(version=self.version, transport=self._transport.name)
-        with self._catching_up, exclusive(self._transport, "catch_up"), self._connection.turn():
-            return self._catch_up()
 
     def check_connection(self) -> bool:
         """Return whether the transport is connected."""
@@ -327,24 +303,13 @@ class WeightSender:
                 self._connection.drop()  # the next update must not build on a broken group or an incomplete update
                 raise
         except Exception as error:
-            if source.version in self._connection.in_service():
-                self._keep(source)
             report = self._report(source, started, error)
             # for any error, tell the caller what each engine serves
             begun = self._attempted == source.version  # else the number is free again
             what = f"weights version {source.version}" if begun else "the weights"
             raise update_error(error, what, report.engines, report) from error
         self.version = self._connection.delivered = source.version
-        self._keep(source)
         return self._report(source, started)
-
-    def _keep(self, source: UpdateSource) -> None:
-        """Note what an engine that joins late has to know of the version in service."""
-        params, digests = source.params(), source.digests
-        if source.part is not None:
-            params, digests = self._latest[1], {**self._latest[2], **digests}
-        whole = digests.keys() >= {meta.name for meta in params}
-        self._latest = source.version, params, digests if whole else {}
 
     def _deliver(self, source: UpdateSource) -> None:
         """Send one version to every engine that answers.
@@ -412,56 +377,6 @@ class WeightSender:
             return False
         self._refused = source.part.names  # by engines without our plugin, or for some tensors of a fused layer
         return True
-
-    @contextmanager
-    def _after_catching_up(self, what: str) -> Iterator[None]:
-        """Wait for a `catch_up` that runs, and reserve the transport and the engines."""
-        timeout_s = self._transport.timeout_s
-        with ExitStack() as held:
-            if not self._catching_up.acquire(timeout=timeout_s):
-                raise DeadlineError(f"engines still catch up after {timeout_s:g} s", state="nothing else was sent")
-            try:
-                held.enter_context(exclusive(self._transport, what))
-                held.enter_context(self._connection.turn())
-            finally:
-                self._catching_up.release()
-            yield
-
-    def _catch_up(self) -> SyncReport:
-        started, spans, (version, params, digests) = time.perf_counter(), Spans(), self._latest
-        late = self._connection.late(version) if version else None
-        kept = None if late is None else self._transport.kept(version)
-        failure: Exception | None = None
-        if late is not None and kept is not None:
-            own = {"transport": self._transport.name, "version": version, "params": [meta.to_json() for meta in params]}
-            try:
-                with self._connection.admitting(late, params, spans), spans.of("load"):
-                    late.prefetch(version)
-                    with late.updating(version):
-                        late.load({**own, **kept.info})
-                        digests = digests if late.verifies else {}
-                        late.verify(digests, self._digest(digests, kept))
-            except Exception as error:  # noqa: BLE001 - it is raised with a report
-                failure = error
-        rows = {row.engine: row for row in self.engine.rows()}
-        for row in () if late is None else late.rows():
-            why_not = f"the {self._transport.name} transport keeps no version {version} for it"
-            rows[row.engine] = row if kept else replace(row, error=f"it takes the next update: {why_not}")
-        proved = self._verify and (self._transport.carries_digests or bool(digests))
-        found = [row if proved and row.version == version else replace(row, proof=PROOFS[0]) for row in rows.values()]
-        proof = least(row.proof for row in found)
-        report = SyncReport(
-            version=version,
-            transport=self._transport.name,
-            engines=tuple(found),
-            proof=proof,
-            verified=proof != PROOFS[0],
-            spans={**spans, "total": time.perf_counter() - started},
-            error=None if failure is None else why(failure),
-        )
-        if failure is not None:
-            raise update_error(failure, f"weights version {version}", found, report) from failure
-        return report
 
     # one update, phase by phase
 

@@ -191,13 +191,6 @@ class Transport(ABC):
         """Return the newest version that this transport knows to exist; 0 before the first."""
         return 0
 
-    def kept(self, version: int) -> Handoff | None:
-        """Return how workers that join late take a version that was sent before; None if it is not kept for them.
-
-        Only the handoff's ``info`` counts: such workers need nothing more from the trainer.
-        """
-        return None
-
     @classmethod
     @abstractmethod
     def join(cls, info: Info, here: Worker, within: Deadline) -> WorkerEnd:

@@ -117,10 +117,6 @@ class DiskTransport(StandaloneTransport):
     def _info(self, version: int) -> Info:
         return {"run_id": self._run_id, "path": str(self._seen_at / version_name(version))}
 
-    def kept(self, version: int) -> Handoff | None:
-        there = version in self._versions.numbers() and not self._versions.replaced(version, self._run_id)
-        return Handoff(info=self._info(version)) if there else None
-
     def latest_version(self) -> int:
         return self._versions.newest()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -29,13 +29,12 @@ from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.rpc.port import Port
-from torchrl_ext.rpc.roster import Source
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.sync.engines.local import LocalPort
 from torchrl_ext.types import EngineInfo, Info
 from torchrl_ext.weights.source import is_torchrl
 
-__all__ = ["EngineActor", "RayPort", "Served", "connect_actors", "from_ray", "ray_engine"]
+__all__ = ["EngineActor", "RayPort", "Served", "connect_actors", "ray_engine"]
 
 _POLL_S = 0.05
 _LIMITS = {"timeout_s", "load_timeout_s", "start_timeout_s"}
@@ -363,29 +362,6 @@ def connect_actors(engine: Any, **settings: Any) -> EngineClient:
             "this AsyncVLLM has no replicas", hint="create it with AsyncVLLM.launch or AsyncVLLM.from_pretrained"
         )
     return Pool([ray_engine(actor, pick=partial(_async_llm, **vllm), **settings) for actor in engine.actors])
-
-
-def from_ray(actors: str | Callable[[], Iterable[Any]], *, namespace: str | None = None, **settings: Any) -> Source:
-    """Return the source that lists engines in Ray actors.
-
-    Args:
-        actors: the beginning of the actors' names, or a function that returns their handles or names.
-        namespace: where named actors are looked for; None for this job's namespace.
-        settings: for `connect_actors`, such as ``pick``.
-    """
-    return partial(_in_ray, actors, namespace, settings)
-
-
-def _in_ray(actors: Any, namespace: str | None, settings: dict[str, Any]) -> list[EngineClient]:
-    ray = _the_ray()
-    if callable(actors):
-        found = list(actors())
-    else:
-        where = ray.get_runtime_context().namespace if namespace is None else namespace
-        listed = ray.util.list_named_actors(all_namespaces=True)
-        names = sorted(one["name"] for one in listed if one["namespace"] == where)
-        found = [ray.get_actor(name, namespace=where) for name in names if name.startswith(actors)]
-    return [connect_actors(one, **settings) for one in found]
 
 
 def _async_llm(replica: Any, **settings: Any) -> InProcessEngine:

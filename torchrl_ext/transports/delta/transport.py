@@ -304,10 +304,6 @@ class DeltaTransport(StandaloneTransport):
     def latest_version(self) -> int:
         return self._chain.newest()
 
-    def kept(self, version: int) -> Handoff | None:
-        there = self._group is None and version in self._chain.numbers()
-        return Handoff() if there and not self._chain.replaced(version, self._run_id) else None
-
     def check_connection(self) -> bool:
         reached = self._store.available() if self._group is None else self._group.check_connection()
         return self._connected and reached
