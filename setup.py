@@ -19,8 +19,6 @@ EXTRAS = {
     "hydra": ["hydra-core>=1.3"],
     "peft": ["peft>=0.14"],
     "s3": ["s3fs>=2024.6"],
-    "prometheus": ["prometheus_client>=0.20"],
-    "opentelemetry": ["opentelemetry-api>=1.20"],
     "plot": ["matplotlib>=3.8"],
     "router": ["vllm-router>=0.1.17"],  # vLLM's; a job that starts its own routers needs it
     "vllm": ["vllm>=0.31"],  # a CUDA build; `torchrl-ext serve vllm` installs the CPU one by itself
@@ -32,7 +30,6 @@ EXTRAS = {
 EXTRAS["testing"] = ["pytest>=8"]
 EXTRAS["test"] = [
     *EXTRAS["testing"], *EXTRAS["peft"], *EXTRAS["s3"], *EXTRAS["hydra"], *EXTRAS["plot"],
-    *EXTRAS["prometheus"], *EXTRAS["opentelemetry"], "opentelemetry-sdk>=1.20",
     "pytest-timeout>=2.3", "pytest-xdist>=3.5", "pytest-cov>=5", "hypothesis>=6.100", "psutil>=5.9", "httpx>=0.27",
     "moto[server]>=5",
 ]  # fmt: skip

@@ -42,8 +42,6 @@ HOMES = {
     "requests": set(),
     "ray": {"serving", "sync"},
     "matplotlib": {"reports"},
-    "prometheus_client": {"sync"},
-    "opentelemetry": {"sync"},
     "vllm": {"plugins"},
     "sglang": {"plugins"},
     "pytest": {"testing"},

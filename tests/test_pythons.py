@@ -97,8 +97,6 @@ EXTRAS = [
     "hydra",
     "ray",
     "matplotlib",
-    "prometheus_client",
-    "opentelemetry",
 ]
 """Packages that an engine's environment may lack, and those that only extras bring."""
 
@@ -119,8 +117,6 @@ def test_an_installation_without_extras_imports_every_module_that_needs_none():
         ("from torchrl_ext.serving.topology import Topology; Topology.load('engines.yaml')", "cli"),
         ("import torchrl_ext.configs", "hydra"),
         ("from torchrl_ext.types import SyncReport; SyncReport(version=1, transport='disk').plot()", "plot"),
-        ("from torchrl_ext.sync.telemetry import Logs; Logs().add('prometheus')", "prometheus"),
-        ("from torchrl_ext.sync.telemetry import Logs; Logs().add('opentelemetry')", "opentelemetry"),
     ],
 )
 def test_an_extra_that_is_missing_is_named_in_one_line(code, extra):

@@ -20,7 +20,7 @@ from torchrl_ext.collectors.trainer_end import CollectorTransport, is_per_worker
 from torchrl_ext.collectors.worker_end import WorkerTransport
 from torchrl_ext.errors import ConfigError, NotConnectedError
 from torchrl_ext.registry import transports
-from torchrl_ext.sync.telemetry import Log, Logs
+from torchrl_ext.sync.logs import Log, Logs
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.types import SyncReport
 

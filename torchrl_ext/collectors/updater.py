@@ -14,8 +14,8 @@ from torchrl_ext.registry import transports
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.discovery import as_engine
 from torchrl_ext.rpc.http import normalise_urls
+from torchrl_ext.sync.logs import Log
 from torchrl_ext.sync.sender import WeightSender
-from torchrl_ext.sync.telemetry import Log
 from torchrl_ext.transports.base import Transport
 from torchrl_ext.transports.collective.transport import VLLMCollectiveTransport
 from torchrl_ext.types import SyncReport, dtype_from_name

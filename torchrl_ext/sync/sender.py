@@ -30,7 +30,7 @@ from torchrl_ext.reports import Phase, Spans
 from torchrl_ext.rpc.client import EngineClient, NullEngine
 from torchrl_ext.rpc.discovery import connect
 from torchrl_ext.sync.connection import Connection, update_error
-from torchrl_ext.sync.telemetry import Log, Logs
+from torchrl_ext.sync.logs import Log, Logs
 from torchrl_ext.sync.update_source import UpdateSource, bump, named
 from torchrl_ext.transports.base import Handoff, TransferStats, Transport, Update, exclusive, passing, steps_of
 from torchrl_ext.transports.ranks import Steps, TrainerRanks, drives, numbered
@@ -158,12 +158,11 @@ class WeightSender:
 
         Args:
             logs: each one a TorchRL logger (CSV, TensorBoard, W&B), which gets `SyncReport.scalars` with the version as
-                step; ``"prometheus"`` or ``"opentelemetry"`` (extras of these names); a
-                `torchrl_ext.sync.telemetry.PrometheusLog` or `OpenTelemetryLog` with settings of its own; or a function
-                that takes a `SyncReport`. `SyncReport.error` says why an update failed.
+                step, and the number of failed updates so far as ``sync/failures``; or a function that takes a
+                `SyncReport`, whose `SyncReport.error` says why an update failed.
 
         Raises:
-            ConfigError: a log is of none of these kinds, or its package is not installed.
+            ConfigError: a log is of none of these kinds.
         """
         self._logs.add(*logs)
 
