@@ -16,7 +16,7 @@ from tests.processes import ROOT, python
 PACKAGE = ROOT / "torchrl_ext"
 READS = ("msgspec.convert", "msgspec.json.decode", "msgspec.msgpack.decode")
 FLOORS = [
-    {"errors", "progress"},
+    {"errors"},
     {"reports"},
     {"types", "registry", "files", "deadline", "devices"},
     {"kernels", "messages"},
@@ -47,7 +47,7 @@ HOMES = {
     "pytest": {"testing"},
 }
 IN_ENGINES = {
-    "types", "errors", "progress", "reports", "messages", "routes", "registry", "files", "deadline", "devices",
+    "types", "errors", "reports", "messages", "routes", "registry", "files", "deadline", "devices",
     "kernels", "weights", "codecs", "landing", "stores", "versions", "transports", "proof", "sync", "plugins",
 }  # fmt: skip
 TRAINER_ONLY = {

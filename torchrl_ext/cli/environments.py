@@ -18,10 +18,9 @@ from typing import Any, TextIO
 
 from filelock import FileLock, Timeout
 
-from torchrl_ext.cli.frame import note
+from torchrl_ext.cli.frame import note, progress
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError
-from torchrl_ext.progress import progress
 
 __all__ = [
     "RELEASES",

@@ -12,19 +12,22 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import torchrl_ext
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError, StoreError, WeightSyncError
 
-__all__ = ["COMMANDS", "APIKey", "answer", "as_json", "fail", "note", "run", "table"]
+__all__ = ["COMMANDS", "APIKey", "answer", "as_json", "fail", "note", "progress", "run", "table"]
 
 COMMANDS = {
     "demo": (
@@ -105,6 +108,26 @@ def table(*columns: str) -> Table:
 def note(line: str) -> None:
     """Print a line of progress to standard error, and flush."""
     print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Show a bar on standard error while the block runs, if that is a terminal; it disappears at the end.
+
+    Args:
+        what: the step, as the bar's label.
+        total: bytes that the step processes; None shows only the time.
+
+    Returns:
+        A context; its value takes the number of bytes processed since its last call.
+    """
+    console = Console(stderr=True)
+    if not (console.is_terminal and console.is_interactive):
+        yield lambda nbytes: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as bars:
+        yield partial(bars.advance, bars.add_task(what, total=total))
 
 
 def fail(error: BaseException, *shown: RenderableType, **more: Any) -> int:

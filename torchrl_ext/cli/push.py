@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from rich.text import Text
 from typer import Argument, Option, Typer
 
-from torchrl_ext.cli.frame import APIKey, answer, fail, note, table
+from torchrl_ext.cli.frame import APIKey, answer, fail, note, progress, table
 from torchrl_ext.errors import ConfigError, ManifestError, UpdateError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -207,12 +207,13 @@ def _served(found: list[EngineInfo]) -> str | None:
 @contextlib.contextmanager
 def _read(directory: str) -> Iterator[CheckpointSource]:
     """Yield the source of a checkpoint; a bar on a terminal shows how much of it was read."""
-    from torchrl_ext.progress import counted, progress
     from torchrl_ext.weights.checkpoint import CheckpointSource
 
     class Counted(CheckpointSource):
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            return counted(super().__iter__(), lambda pair: pair[1].nbytes, advance)
+            for name, tensor in super().__iter__():
+                yield name, tensor
+                advance(tensor.nbytes)
 
     source = Counted(directory)
     with progress(f"reading {directory}", sum(meta.nbytes for meta in source.params())) as advance:

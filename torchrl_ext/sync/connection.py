@@ -15,7 +15,6 @@ from typing import final
 
 from torchrl_ext.deadline import Deadline, beside, one_at_a_time
 from torchrl_ext.errors import ConcurrentUpdateError, EngineError, UpdateError, WeightSyncError, why
-from torchrl_ext.progress import progress
 from torchrl_ext.reports import Spans
 from torchrl_ext.rpc.client import EngineClient
 from torchrl_ext.rpc.pool import Pool
@@ -186,7 +185,8 @@ class Connection:
                 handoff.transfer(within)
         for client in engine.each():
             _speaks_for[client] = weakref.ref(self)
-        with spans.of("rehearse"), progress(f"rehearsing an update on {engine.url}"):
+        log.info("rehearsing an update on %s, if it has to", engine.url)
+        with spans.of("rehearse"):
             engine.rehearse(self._rehearse)
 
 

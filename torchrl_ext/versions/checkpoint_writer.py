@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.progress import counted, progress
 from torchrl_ext.stores import Manifest, Placed
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
@@ -74,13 +73,12 @@ class FullWriter:
                 "weight_map": {meta.name: where[meta.name] for meta in params},
             }
             files[_INDEX] = msgspec.json.format(msgspec.json.encode(index)) + b"\n"
-        with progress(f"writing weights version {version}", total) as advance:
-            pairs = counted(checked(source, params), lambda pair: pair[0].nbytes, advance)
-            if draft.appends:
-                sums = append_shards(draft, shards, pairs, lanes=_LANES, in_flight_bytes=_LANES * PART_BYTES)
-            else:
-                in_flight = min(max(1, self._shard_bytes // 2), _IN_FLIGHT_BYTES)
-                sums = write_shards(draft.path, shards, pairs, in_flight_bytes=in_flight)
+        pairs = checked(source, params)
+        if draft.appends:
+            sums = append_shards(draft, shards, pairs, lanes=_LANES, in_flight_bytes=_LANES * PART_BYTES)
+        else:
+            in_flight = min(max(1, self._shard_bytes // 2), _IN_FLIGHT_BYTES)
+            sums = write_shards(draft.path, shards, pairs, in_flight_bytes=in_flight)
         sizes = {shard.name: shard.nbytes for shard in shards} | {name: len(data) for name, data in files.items()}
         for name, data in files.items():
             draft.write(name, data)

@@ -21,7 +21,6 @@ from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.codecs.streams import find
 from torchrl_ext.errors import ConfigError, StoreError
 from torchrl_ext.kernels.base import LINEAR, flat_bits, linear_keys, unsigned
-from torchrl_ext.progress import counted, progress
 from torchrl_ext.stores import Store, version_name
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.chain import Chain
@@ -394,17 +393,14 @@ class Copies(Baseline):
 
     def write(self, delta: DeltaManifest, source: WeightSource, draft: Draft, prefix: str) -> DeltaManifest:
         self.version = None
-        names = None if source.part is None else source.part.names
-        total = sum(meta.nbytes for meta in self.metas if names is None or meta.name in names)
-        with progress(f"coding the changes of weights version {delta.version}", total) as advance:
-            pairs = counted(self._pairs(source), lambda pair: pair[1].nbytes, advance)
-            if isinstance(self._codec, Codec):
-                numbers = delta.version, delta.base_version
-                other = OtherDelta(*numbers, self._codec.name, self.tensors, self._checksum)
-                return write_other(delta, other, self._codec, self._changes(pairs, self._codec), draft, prefix)
-            sent = replace(delta, table=self._sent)
-            files = BlockFiles(sent.table)
-            made = write_blocks(sent, files, self._blocks(pairs, self._codec), draft, prefix)
+        pairs = self._pairs(source)
+        if isinstance(self._codec, Codec):
+            numbers = delta.version, delta.base_version
+            other = OtherDelta(*numbers, self._codec.name, self.tensors, self._checksum)
+            return write_other(delta, other, self._codec, self._changes(pairs, self._codec), draft, prefix)
+        sent = replace(delta, table=self._sent)
+        files = BlockFiles(sent.table)
+        made = write_blocks(sent, files, self._blocks(pairs, self._codec), draft, prefix)
         self.stored = sum(files.sizes.values()), files.taking_s
         return made
 

@@ -1,0 +1,38 @@
+"""A bar on a terminal for what takes long, and nothing anywhere else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes import ROOT, WAIT_S
+from tests.terminals import on_terminal
+
+SLOW = """
+import time
+from torchrl_ext.cli.frame import progress
+with progress("reading a checkpoint", 200) as advance:
+    for _ in range(4):
+        time.sleep(0.2)
+        advance(50)
+"""
+
+
+def test_a_step_is_shown_on_a_terminal_with_its_share():
+    shown, _ = on_terminal(SLOW)
+    assert "reading a checkpoint" in shown
+    assert re.search("(25|50|75)%", shown)
+
+
+@pytest.mark.parametrize("variables", [{"TERM": "dumb"}, {"TTY_INTERACTIVE": "0"}])
+def test_a_terminal_that_wants_no_bars_gets_none(variables):
+    assert on_terminal(SLOW, **variables)[0] == ""
+
+
+def test_without_a_terminal_nothing_is_shown():
+    command = [sys.executable, "-c", SLOW]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=True)
+    assert (done.stderr, done.stdout) == ("", "")
