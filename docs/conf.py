@@ -37,7 +37,7 @@ def settings(what):
     from torchrl_ext.collectors.scheme import TransportWeightSyncScheme
     from torchrl_ext.compat.flags.options import WeightUpdateConfig
     from torchrl_ext.configs import hydra
-    from torchrl_ext.planning.facts import Facts
+    from torchrl_ext.planning import Facts
     from torchrl_ext.registry import transports
 
     moved = [transports.load(name) for name in sorted(transports.names())]

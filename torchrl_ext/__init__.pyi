@@ -9,7 +9,7 @@ from torchrl_ext.collectors.updater import TransportWeightUpdater as TransportWe
 from torchrl_ext.compat.flags.options import WeightUpdateConfig as WeightUpdateConfig
 from torchrl_ext.compat.megatron import MegatronSource as MegatronSource
 from torchrl_ext.errors import WeightSyncError as WeightSyncError
-from torchrl_ext.planning.recommend import recommend as recommend
+from torchrl_ext.planning import recommend as recommend
 from torchrl_ext.rollout.client import InferenceClient as InferenceClient
 from torchrl_ext.rollout.torchrl.policy import RemoteLLMPolicy as RemoteLLMPolicy
 from torchrl_ext.rpc.client import EngineClient as EngineClient

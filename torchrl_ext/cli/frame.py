@@ -38,7 +38,7 @@ COMMANDS = {
     "push": ("torchrl_ext.cli.push", "load a checkpoint into running engines"),
     "serve": ("torchrl_ext.cli.serve", "install and start an engine that can follow a trainer"),
     "chain": ("torchrl_ext.cli.chain", "list, check, prune and unpack the versions under a root"),
-    "plan": ("torchrl_ext.cli.plan", "recommend a transport for a deployment, and predict what an update costs"),
+    "plan": ("torchrl_ext.cli.plan", "recommend a transport for a deployment"),
     "doctor": ("torchrl_ext.cli.doctor.command", "find problems that would make an update fail"),
     "watch": ("torchrl_ext.cli.watch", "show versions, bytes, pauses, lag and state of roots and engines, live"),
     "bench": ("torchrl_ext.cli.bench", "measure transports on this machine"),

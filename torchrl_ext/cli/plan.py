@@ -1,4 +1,4 @@
-"""``torchrl-ext plan``: recommend a transport for a deployment, and predict what an update costs."""
+"""``torchrl-ext plan``: recommend a transport for a deployment."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import RenderableType
 
-from torchrl_ext.cli.frame import answer, table
+from torchrl_ext.cli.frame import answer
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.planning.facts import Facts
+from torchrl_ext.planning import Facts
 
 if TYPE_CHECKING:
-    from torchrl_ext.planning.recommend import Recommendation
+    from torchrl_ext.planning import Recommendation
 
 __all__ = ["app"]
 
@@ -29,12 +29,6 @@ def _count(value: float) -> str:
         if value >= scale:
             return f"{value / scale:.3g} {unit}"
     return f"{value:.3g}"
-
-
-def _seconds(value: float) -> str:
-    if value >= 100:
-        return f"{value:,.0f} s"
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
 def _number(text: str) -> float:
@@ -86,16 +80,15 @@ def plan(
     ] = None,
     **facts: Any,
 ) -> int:
-    """Recommend a transport for a deployment, and predict what an update costs.
+    """Recommend an entry point and a transport for a deployment, and say why the others were left out.
 
-    Recommends an entry point and a transport, with predicted seconds, bytes and pause of every route. Numbers may end
-    in k, M, G (or B) and T.
+    Numbers may end in k, M, G (or B) and T.
 
     Examples:
-    * `torchrl-ext plan --parameters 70B --engines 8 --workers-per-engine 4 --no-group --shared-path /shared/updates`
-    * `torchrl-ext plan --model checkpoints/start --engines 2 --density 0.001 --json`
+    * `torchrl-ext plan --parameters 70B --no-group --shared-path /shared/updates`
+    * `torchrl-ext plan --model checkpoints/start --trainer-ranks 8 --json`
     """
-    from torchrl_ext.planning.recommend import recommend
+    from torchrl_ext.planning import recommend
 
     given = {name: value for name, value in facts.items() if value is not None}
     if model is not None:
@@ -112,42 +105,17 @@ def _measured(directory: str) -> dict[str, Any]:
     params = CheckpointSource(directory).params()
     elements = sum(meta.numel for meta in params)
     size = sum(meta.nbytes for meta in params)
-    return {"parameters": elements, "tensors": len(params), "bytes_per_parameter": size / elements}
+    return {"parameters": elements, "bytes_per_parameter": size / elements}
 
 
 def _page(found: Recommendation) -> Iterator[RenderableType]:
-    from torchrl_ext.planning.costs import UNCERTAINTY
-
-    yield f"{found.chosen.label}: {found.reason}."
+    yield f"{found.transport}{f' ({found.encoding}) over {found.carrier}' if found.carrier else ''}: {found.reason}."
     for decision in found.answers.values():
         yield f"  {decision.goal}: {decision.entry_point}"
     flags = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in found.options.items()
     ]
     yield f"  {' '.join(flags)}"
-    facts = found.facts
-    yield f"{_count(facts.parameters)} parameters, {facts.density:.2%} changed, {facts.engines:,} engine(s):"
-    routes = table("route", "bytes", "seconds", "range", "pause")
-    for route in found.routes:
-        if route.obstacle is None:
-            cells = [route.label, f"{_count(route.bytes)}B", _seconds(route.seconds)]
-            cells += [f"{_seconds(route.low_s)} to {_seconds(route.high_s)}", _seconds(route.pause_s)]
-            routes.add_row(*cells, style="bold green" if route is found.chosen else "")
-    yield routes
     yield "rejected"
-    for label, why in _rejections(found).items():
-        yield f"  {label}: {why}"
-    yield f"Figures from this library's own benchmarks may be off by a factor of {UNCERTAINTY:g}: hence the ranges."
-    for note in found.notes:
-        yield f"  - {note}"
-
-
-def _rejections(found: Recommendation) -> dict[str, str]:
-    """Return one line per transport and carrier, about the best of its encodings."""
-    lines: dict[str, str] = {}
-    taken = found.chosen.transport, found.chosen.carrier
-    for route in sorted(found.routes, key=lambda route: route.seconds):
-        if (route.transport, route.carrier) != taken:
-            group = f"{route.transport} over {route.carrier}" if route.carrier else route.transport
-            lines.setdefault(group, found.rejected[route.label])
-    return lines
+    for name, why in found.rejected.items():
+        yield f"  {name}: {why}"

@@ -1,1 +1,0 @@
-"""Predict the cost of weight updates and recommend a route."""
