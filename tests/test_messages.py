@@ -27,12 +27,11 @@ from torchrl_ext import messages
 from torchrl_ext.collectors.worker_end import Keep
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.messages import Connected, Inspect, Join, Load, Message, Poll, Prefetch, Start, read
-from torchrl_ext.plugins.sglang.adapters import CheckLoaded
-from torchrl_ext.routes import ANSWERS, Flush, ListAdapters, answers_in, escaped, merged, unescaped
+from torchrl_ext.routes import ANSWERS, Flush, answers_in, escaped, merged, unescaped
 from torchrl_ext.types import Count, Info, ParamMeta, Params, Part, Port, Seconds, Text, Wire, _describing, decoded
 
 KINDS = [*{*Message.__subclasses__(), *Connected.__subclasses__()} - {Connected}]
-assert {Keep, CheckLoaded, Flush, ListAdapters} < {*KINDS}  # of other modules, whose import makes them known
+assert {Keep, Flush} < {*KINDS}  # of other modules, whose import makes them known
 
 WORDS, COUNTS = st.text(max_size=9), st.integers(0, 2**62 - 1)
 JSON = st.recursive(
@@ -147,8 +146,8 @@ def test_a_field_that_is_missing_is_named():
             read({other: value for other, value in LOAD.to_json().items() if other != name})
     with pytest.raises(ConfigError, match=r"a 'join' message .* missing required field `params`"):
         Join.of({"transport": "disk"})
-    with pytest.raises(ConfigError, match=r"'check_loaded' message .*'load'"):
-        CheckLoaded.from_json(LOAD.to_json())
+    with pytest.raises(ConfigError, match=r"'flush' message .*'load'"):
+        Flush.from_json(LOAD.to_json())
 
 
 NESTED = []

@@ -15,13 +15,13 @@ from torchrl_ext import registry
 from torchrl_ext.errors import ConfigError
 
 NAMES = {
-    "AdapterSender",
     "DeltaTransport",
     "DiskTransport",
     "EngineClient",
     "EngineInfo",
     "IPCTransport",
     "InferenceClient",
+    "LoraPublisher",
     "MegatronSource",
     "MemoryTransport",
     "RemoteLLMPolicy",

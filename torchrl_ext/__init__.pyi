@@ -15,7 +15,7 @@ from torchrl_ext.rollout.torchrl.policy import RemoteLLMPolicy as RemoteLLMPolic
 from torchrl_ext.rpc.client import EngineClient as EngineClient
 from torchrl_ext.rpc.discovery import connect as connect
 from torchrl_ext.rpc.discovery import discover as discover
-from torchrl_ext.sync.adapters import AdapterSender as AdapterSender
+from torchrl_ext.sync.lora import LoraPublisher as LoraPublisher
 from torchrl_ext.sync.receiver import WeightReceiver as WeightReceiver
 from torchrl_ext.sync.sender import WeightSender as WeightSender
 from torchrl_ext.transports.base import Transport

@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "FORMAT", "NOBODY", "REPLACED", "CheckAdapter", "Connected", "Digests", "Finish", "Inspect", "Join", "Leave",
-    "Load", "Message", "Poll", "Prefetch", "Pull", "Rehearse", "RehearsePolicy", "Reset", "Seal", "ServeAdapter",
-    "StageAdapter", "Start", "State", "UnloadAdapter", "Verify", "WeightsLost", "WorldSize", "partial_version",
-    "read", "replaced", "replaced_by", "stamped",
+    "FORMAT", "NOBODY", "REPLACED", "Connected", "Digests", "Finish", "Inspect", "Join", "Leave", "Load", "Message",
+    "Poll", "Prefetch", "Pull", "Rehearse", "RehearsePolicy", "Reset", "Seal", "Start", "State", "Verify",
+    "WeightsLost", "WorldSize", "partial_version", "read", "replaced", "replaced_by", "stamped",
 ]  # fmt: skip
 
 FORMAT = 5
@@ -50,7 +49,7 @@ WeightsLost = Annotated[str, msgspec.Meta(pattern=r"^(gone|reloaded)\Z")]
 
 
 def _kind_of(name: str) -> str:
-    """Return a message class's ``kind`` in JSON: ``"check_adapter"`` for ``"CheckAdapter"``."""
+    """Return a message class's ``kind`` in JSON: ``"weights_lost"`` for ``"WeightsLost"``."""
     return re.sub("(?<!^)(?=[A-Z])", "_", name).lower()
 
 
@@ -338,57 +337,6 @@ class State(Connected, frozen=True, kw_only=True):
 
 class Leave(Connected, frozen=True, kw_only=True):
     """Tells workers to leave the transport."""
-
-
-class CheckAdapter(Message, frozen=True, kw_only=True):
-    """Asks whether a LoRA adapter with these parameters could be loaded.
-
-    Attributes:
-        params: the adapter's tensors.
-        root: the invitation from `SharedRoot.invite` to the root of its versions; None if it was checked before.
-    """
-
-    params: Params
-    root: Info | None = None
-
-    @classmethod
-    def of(cls, info: Info) -> CheckAdapter:
-        """Make the message from the info of `Transport.open`, with ``params`` added.
-
-        Raises:
-            ConfigError: ``params`` are missing or malformed.
-        """
-        return cls.from_json({"params": info.get("params"), "root": {k: v for k, v in info.items() if k != "params"}})
-
-
-class StageAdapter(Message, frozen=True, kw_only=True):
-    """Tells the engine to load a version of a LoRA adapter, without using it for requests yet.
-
-    Attributes:
-        name: the adapter's name in requests.
-        version: the adapter's version.
-        path: the directory of its files.
-    """
-
-    name: Text
-    version: Count
-    path: Text
-
-
-class ServeAdapter(Message, frozen=True, kw_only=True):
-    """Tells the engine to use a staged version for new requests to this adapter.
-
-    The answer may have ``in_use``: the versions that running requests still use.
-    """
-
-    name: Text
-    version: Count
-
-
-class UnloadAdapter(Message, frozen=True, kw_only=True):
-    """Tells the engine to refuse new requests to this adapter."""
-
-    name: Text
 
 
 def replaced_by(ask: Callable[[Message], Any], connection: str) -> str:

@@ -16,9 +16,9 @@ from torchrl_ext.messages import Message
 from torchrl_ext.types import Info, least
 
 __all__ = [
-    "ADAPTERS_ROUTE", "ANSWERS", "BACKEND", "CHANNEL", "FROM_A_PAGE", "MAX_BODY_BYTES", "OPEN_UPDATE", "TAKE_OVER",
-    "Flush", "Guard", "ListAdapters", "answers_in", "asleep_by", "bears_key", "each_answer", "envelope", "escaped",
-    "merged", "one_by_one", "out_of_step", "unescaped",
+    "ANSWERS", "BACKEND", "CHANNEL", "FROM_A_PAGE", "MAX_BODY_BYTES", "OPEN_UPDATE", "TAKE_OVER", "Flush", "Guard",
+    "answers_in", "asleep_by", "bears_key", "each_answer", "envelope", "escaped", "merged", "one_by_one",
+    "out_of_step", "unescaped",
 ]  # fmt: skip
 
 BACKEND = "torchrl_ext"
@@ -36,9 +36,6 @@ ANSWERS = "torchrl_ext answers: "
 OPEN_UPDATE = "torchrl_ext: an earlier weight update is still open"
 """Text of an engine's refusal to join when ``/finish_weight_update`` has to end an abandoned update first."""
 
-ADAPTERS_ROUTE = "/torchrl_ext/adapters"
-"""Route of our vLLM plugin that lists LoRA adapters (GET) and handles messages about them (POST)."""
-
 MAX_BODY_BYTES = 64 << 20
 """The most that a body may have: far more than a hundred thousand parameters with long names need."""
 
@@ -54,10 +51,6 @@ _GAUGE = re.compile(r'^vllm:engine_sleep_state\{[^}\n]*sleep_state="(\w+)"[^}\n]
 
 class Flush(Message, frozen=True, kw_only=True):
     """Tells SGLang to flush its KV cache; the answer has ``flushed``, which is false while requests use the cache."""
-
-
-class ListAdapters(Message, frozen=True, kw_only=True):
-    """Asks SGLang which version each adapter name stands for; the answer has ``adapters``: ``{name: {"version"}}``."""
 
 
 def merged(answers: Sequence[Info]) -> Info:

@@ -10,7 +10,7 @@ from tests.hostile import worse_json
 from tests.plugins.test_damaged_calls import EVERY
 from torchrl_ext.errors import WeightSyncError
 from torchrl_ext.messages import FORMAT, read
-from torchrl_ext.routes import ADAPTERS_ROUTE, CHANNEL
+from torchrl_ext.routes import CHANNEL
 
 pytestmark = pytest.mark.engine
 
@@ -37,7 +37,6 @@ def of_vllm(chance):
         ("/update_weights", {"update_info": message}),
         ("/update_weights_from_disk", worse_json(LOAD, chance) | {"load_format": "delta"}),
         ("/pull_weights", worse_json(PULL, chance)),
-        (ADAPTERS_ROUTE, message),
         ("/collective_rpc", pull),
     ]
 

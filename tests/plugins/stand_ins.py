@@ -22,7 +22,7 @@ from torchrl_ext.weights.digests import tensor_digest
 
 REQUESTS = (
     "PauseGenerationReqInput", "ContinueGenerationReqInput", "UpdateWeightVersionReqInput", "CheckWeightsReqInput",
-    "CheckWeightsReqOutput", "LoadLoRAAdapterReqInput", "UnloadLoRAAdapterReqInput",
+    "CheckWeightsReqOutput",
 )  # fmt: skip
 
 
@@ -66,10 +66,8 @@ class VLLM(Engine):
             weight_transfer_config=transfer,
             model_config=config,
             kv_transfer_config=None,
-            lora_config=None,
             parallel_config=SimpleNamespace(data_parallel_size=1),
         )
-        self.output_processor = SimpleNamespace(request_states={})
         self.open = False
 
     async def is_paused(self):
@@ -114,18 +112,14 @@ class VLLM(Engine):
         if answer:
             raise RuntimeError(ANSWERS + json.dumps(answer))
 
-    async def init_weight_transfer_engine(self, request):
-        raise RuntimeError("LoRA is not enabled")
-
     def app(self, key=None):
         """The server's application."""
         plugin = endpoint.UpdateFromDisk()
-        models = SimpleNamespace(lora_requests={}, is_base_model=lambda name: False)
 
         @asynccontextmanager
         async def lifespan(app):
             args = SimpleNamespace(model=self.model, api_key=[key] if key else None)
-            await plugin.init_state(self, SimpleNamespace(openai_serving_models=models), args)
+            await plugin.init_state(self, SimpleNamespace(), args)
             yield
 
         async def sleeping(request):
@@ -142,7 +136,6 @@ class SGLang(Engine):
     def __init__(self, held, model):
         super().__init__(held, model)
         self.server_args = SimpleNamespace(model_path=self.model, disaggregation_mode="null")
-        self.lora_registry = SimpleNamespace(get_all_adapters=dict)
 
     @property
     def is_pause(self):
@@ -206,9 +199,6 @@ def add_sglang(patch):
         "sglang.srt.managers.io_struct": SimpleNamespace(**dict.fromkeys(REQUESTS, SimpleNamespace)),
         "sglang.srt.utils.auth": SimpleNamespace(
             AuthLevel=SimpleNamespace(ADMIN_OPTIONAL=None), auth_level=lambda level: lambda endpoint: endpoint
-        ),
-        "sglang.srt.runtime_context": SimpleNamespace(
-            get_lora=lambda: SimpleNamespace(enable_lora=False, max_lora_rank=8)
         ),
         "sglang.srt.distributed.parallel_state": SimpleNamespace(
             get_tp_group=lambda: SimpleNamespace(cpu_group=None, world_size=1),

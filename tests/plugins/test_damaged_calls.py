@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import random
@@ -12,15 +11,14 @@ import pytest
 import torch
 
 from tests.hostile import HOSTILE, worse_json
-from tests.plugins.stand_ins import SGLang, add_sglang
+from tests.plugins.stand_ins import add_sglang
 from tests.plugins.test_other_releases import MADE, REGISTER, stand_in
 from tests.processes import python
 from torchrl_ext import messages
 from torchrl_ext.collectors.worker_end import Keep
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.plugins.sglang import adapters, register
-from torchrl_ext.plugins.sglang.adapters import CheckLoaded
-from torchrl_ext.routes import CHANNEL, Flush, ListAdapters
+from torchrl_ext.plugins.sglang import register
+from torchrl_ext.routes import CHANNEL, Flush
 from torchrl_ext.sync import inspection
 from torchrl_ext.sync.worker_end import WorkerEnd
 from torchrl_ext.types import ParamMeta, Part
@@ -41,12 +39,6 @@ EVERY = [
     messages.Reset(weights="gone"),
     messages.State(),
     Flush(),
-    messages.CheckAdapter(params=PARAMS, root={"root": "/x"}),
-    CheckLoaded(label="a@7"),
-    ListAdapters(),
-    messages.StageAdapter(name="a", version=7, path="/x"),
-    messages.ServeAdapter(name="a", version=7),
-    messages.UnloadAdapter(name="a"),
     Keep(),
     messages.Leave(),
 ]
@@ -57,9 +49,9 @@ def damaged(seed, count):
     chance = random.Random(seed)
     yield from HOSTILE
     for message in EVERY:
-        yield message.to_json() | {"kind": "check_loaded"}
+        yield message.to_json() | {"kind": "load"}
         yield from (worse_json(message.to_json(), chance) for _ in range(count))
-    yield json.loads('{"format": 2, "kind": "stage_adapter", "name": "a", "version": 7, "path": "/\\ud800"}')
+    yield json.loads('{"format": 2, "kind": "pull", "source": "/x", "version": 7, "directory": "/\\ud800"}')
 
 
 class Scheduler:
@@ -70,7 +62,6 @@ class Scheduler:
         self.is_draft_worker, self.waiting_queue, self._engine_paused = False, [], False
         self.model_config = SimpleNamespace(model_path="/start", revision=None)
         self.tp_worker = SimpleNamespace(model_runner=self)
-        self.lora_manager, self.version = None, ""
         self.end = WorkerEnd(TensorsLoader({"w": torch.zeros(2)}), rank=0, workers=1, agree=lambda words: [words])
 
     def get_model_runner(self):
@@ -141,38 +132,6 @@ def test_a_scheduler_whose_model_holds_a_part_of_a_version_is_continued_by_nobod
     assert register.continue_generation(lambda *_: "goes on", scheduler) == "goes on"
     scheduler.end.receiver.invalidate(torn=True)
     assert register.continue_generation(lambda *_: "goes on", scheduler) is None and scheduler._engine_paused
-
-
-def test_no_call_of_sglangs_server_raises_and_every_answer_can_be_sent(monkeypatch):
-    add_sglang(monkeypatch)
-    monkeypatch.setattr(inspection, "_DIAL_S", 0.02)
-    manager, chance = SGLang({"w": torch.zeros(2)}, "/start"), random.Random(6)
-
-    async def theirs(manager, request, *_):
-        return True, "theirs", None, None
-
-    async def look_up(manager, request):
-        return request.lora_path
-
-    async def test():
-        for told in damaged(4, 40):
-            request = SimpleNamespace(action=CHANNEL + json.dumps(told))
-            success, words, *_ = await adapters.check_weights(theirs, manager, request)
-            assert isinstance(success, bool) and words.encode() is not None
-        own = adapters._managers.setdefault(manager, adapters.Adapters(manager, None))
-        own._served["a"] = "a@7"
-        for _ in range(1000):
-            names = [chance.choice([None, "a", odd(chance)]) for _ in range(3)]
-            parts = {0: SimpleNamespace(lora_path=None), 1: SimpleNamespace(lora_path="a")}
-            request = SimpleNamespace(lora_path=chance.choice([names, *names]), _sub_obj_cache=parts)
-            given = request.lora_path
-            found = await adapters.resolve(look_up, manager, request)
-            assert found is given or found == "a@7" or isinstance(given, list)
-            assert parts[0].lora_path is None and parts[1].lora_path == "a@7"
-            assert list(adapters.respond(lambda *_: [1], manager, SimpleNamespace(lora_path=odd(chance)))) == [1]
-
-    asyncio.run(test())
-    manager.end.close()
 
 
 VLLM = REGISTER.replace("plugin.register()\nplugin.register()", MADE + '''

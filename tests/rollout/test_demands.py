@@ -36,7 +36,6 @@ from torchrl_ext.rollout import requests
 from torchrl_ext.rollout.client import InferenceClient
 from torchrl_ext.rollout.demands import Admission, Demand
 from torchrl_ext.rollout.generation import version_number
-from torchrl_ext.weights.peft import adapter_label
 
 MIN, EXACT = "x-torchrl-ext-min-version", "x-torchrl-ext-exact-version"
 ROUTE = "/inference/v1/generate"
@@ -379,24 +378,6 @@ def test_a_409_whose_body_a_router_has_replaced_is_waited_out_as_well():
         assert len(server.calls) == 4
         with closing(InferenceClient(server.url)) as client, pytest.raises(EngineRefusedError, match="answered 409"):
             client.generate([PROMPT])  # who demands nothing is refused
-
-
-def test_an_adapters_version_is_its_own():
-    heard = []
-
-    def generate(asked):
-        heard.append({name.lower() for name in asked.headers})
-        choice = {"token_ids": [5], "finish_reason": "length"}
-        return 200, {"choices": [choice], "model": adapter_label("policy", 3)}
-
-    with sockets.serving(generate) as server, closing(InferenceClient(server.url, adapter="policy")) as client:
-        assert versions_of(client.generate([PROMPT], min_version=3)) == {3}
-        assert not heard[0] & {MIN, EXACT}  # the engine would compare its own weights
-        with pytest.raises(EngineRefusedError, match="weight version 3"):
-            client.generate([PROMPT], exact_version=2)
-
-
-# under load
 
 
 def test_engines_of_several_versions_under_load_answer_every_demand(of, engines):

@@ -68,7 +68,7 @@ def test_sglang_behind_a_router_generates_with_seeds_and_without():
     assert [one["tokens"] for one in samples] == [[5, 0], [6, 0]]
 
 
-def test_versions_are_read_from_spans_or_one_label_or_the_label_of_an_adapter():
+def test_versions_are_read_from_spans_or_one_label():
     told = {"finish_reason": {"type": "stop", "matched": 9}, "output_token_logprobs": [[-0.5, 4, None], [-1, 9, None]]}
     spans = [{"version": "default", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 2}]
     with_spans = {"output_ids": [4, 9], "meta_info": {**told, "weight_version": "3", "weight_versions": spans}}
@@ -78,6 +78,3 @@ def test_versions_are_read_from_spans_or_one_label_or_the_label_of_an_adapter():
     assert first.token_versions() == [0, 3]
     assert second.weight_versions == (VersionSpan(version="3", start=0, end=2),)
     assert SGLangDialect().read(without) == [second]
-    (third,) = SGLangDialect().read({"output_ids": [4, 9], "meta_info": {**told, "adapter": "policy@7"}})
-    (fourth,) = VLLMDialect().read({"model": "policy@7", "choices": [{"token_ids": [4, 9], "finish_reason": "stop"}]})
-    assert third.token_versions() == fourth.token_versions() == [7, 7]

@@ -54,15 +54,3 @@ def test_complaints_about_an_engine_leave_with_it_and_another_client_of_its_addr
     pool.remove("a")
     pool.add(again)
     assert pool.members() == ("b", "a") and pool.health.why("a") is None and pool.engines[1] is again
-
-
-def test_adapters_follow_the_engines_of_their_pool():
-    class Adapted(Scripted):
-        def adapter(self, name):
-            return Scripted(self.url)
-
-    pool = Pool([Adapted("a"), Adapted("b")])
-    adapters = pool.adapter("policy")
-    pool.add(Adapted("c"))
-    pool.remove("a")
-    assert adapters.members() == ("b", "c")

@@ -109,17 +109,6 @@ def test_workers_of_each_type_have_their_settings(spec, worker_type, role):
         assert spec.role(worker_type, ["http://e"], lambda: 9) == role
 
 
-def test_adapters_have_room_for_the_older_version_of_each(tmp_path):
-    for spec, flags in (
-        (VLLMSpec, ["--max-lora-rank=16", "--max-loras=4", "--max-cpu-loras=8"]),
-        (SGLangSpec, ["--max-lora-rank=9", "--max-loras-per-batch=5"]),
-    ):
-        assert set(flags) <= set(spec(tmp_path, lora_rank=9, lora_adapters=2).command(1))
-        assert "--enable-lora" not in spec(tmp_path).command(1)
-        with pytest.raises(ConfigError, match="lora_rank=0"):
-            spec(tmp_path, lora_rank=0).command(1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Broken(ServerSpec):
     """A server that says where its plugin was, and ends."""

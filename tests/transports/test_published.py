@@ -1,4 +1,4 @@
-"""What an engine takes from the call by which slime's first trainer announces flush files; and adapters' roots."""
+"""What an engine takes from the call by which slime's first trainer announces flush files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from tests.compat.test_slime_chains import renumber
 from tests.transports.chains import checkpoint, folder, published, same
 from torchrl_ext.errors import ConfigError, StoreError, WeightSyncError
 from torchrl_ext.landing.loader import TensorsLoader
-from torchrl_ext.messages import CheckAdapter, Finish, Join, Load, Prefetch, Reset, Start, stamped
-from torchrl_ext.plugins.adapters import check_adapter
+from torchrl_ext.messages import Finish, Join, Load, Prefetch, Reset, Start, stamped
 from torchrl_ext.sync.receiver import WeightReceiver
 from torchrl_ext.transports.published import PublishedRoot
 
@@ -100,13 +99,3 @@ def test_a_label_stands_for_versions_without_changes_unless_the_engine_loaded_by
     receiver.handle(Reset(weights="reloaded"))  # version 2, as a checkpoint that we did not see
     with pytest.raises((WeightSyncError, FileNotFoundError), match="weight_v000002"):
         lands(3, "2")
-
-
-def test_an_adapters_root_is_opened_where_roots_may_be_and_nowhere_else(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHRL_EXT_ROOTS", str(tmp_path / "allowed"))
-    for place, words in (("allowed", "does not contain the file that the trainer wrote"), ("other", "does not open")):
-        root = {"root": str(tmp_path / place), "trainer": "a", "run_id": "b", "probe": f".probe.tmp-{'0' * 32}"}
-        with pytest.raises(WeightSyncError, match=words):
-            check_adapter(CheckAdapter(params=(), root=root), enabled=True, max_rank=None)
-    with pytest.raises(ConfigError, match="LoRA is not enabled"):
-        check_adapter(CheckAdapter(params=()), enabled=False, max_rank=None)

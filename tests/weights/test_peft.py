@@ -1,21 +1,18 @@
-"""LoRA modules are merged on the way out and stay as they are; adapters by themselves are what PEFT would save."""
+"""LoRA modules are merged on the way out and stay as they are."""
 
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
-from tests.adapters import lora_policy, randomise
 from tests.models import tiny_model
 from tests.processes import python
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.testing import same_bits
-from torchrl_ext.weights.peft import ADAPTER_CONFIG, AdapterFolder, AdapterSource, PeftSource, as_adapter
+from torchrl_ext.weights.peft import PeftSource
 from torchrl_ext.weights.source import as_source, checked
 
 peft = pytest.importorskip("peft")
@@ -122,60 +119,3 @@ def test_asking_does_not_import_peft():
         "as_source(torch.nn.Linear(2, 2)).params(); assert 'peft' not in sys.modules",
         fresh=True,
     )
-
-
-# adapters as they are
-
-
-@pytest.fixture(scope="module")
-def policy():
-    return lora_policy(0)
-
-
-@pytest.mark.parametrize("wrap", [lambda model: model, torch.nn.Sequential], ids=["itself", "inside a module"])
-def test_an_adapter_is_what_save_pretrained_writes(policy, tmp_path, wrap):
-    policy.save_pretrained(tmp_path)
-    source, folder = AdapterSource(wrap(policy)), as_adapter(tmp_path)
-    saved = load_file(tmp_path / "adapter_model.safetensors")
-    for each in (source, folder):
-        found = {meta.name: tensor for meta, tensor in checked(each)}
-        assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
-    assert isinstance(folder, AdapterFolder)
-    configs = [json.loads(each.files()[ADAPTER_CONFIG]) for each in (source, folder)]
-    configs[1]["target_modules"].sort()  # a set, which PEFT writes in any order
-    configs[1]["auto_mapping"] = None  # where AutoPeftModel, which has no task type here, would find the base's class
-    assert configs[0] == configs[1]
-
-
-def test_each_pass_has_the_values_of_its_moment(policy):
-    source = AdapterSource(policy)
-    before = {name: tensor.clone() for name, tensor in source}
-    randomise(policy, 5)
-    after = dict(source)
-    assert not any(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_one_of_several_adapters_is_named():
-    model = lora_policy(0)
-    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    assert len(AdapterSource(model).params()) > len(AdapterSource(model, "other").params()) > 0
-    assert not any("other" in meta.name for meta in AdapterSource(model, "other").params())
-    with pytest.raises(ConfigError, match="no adapter 'third'"):
-        AdapterSource(model, "third")
-
-
-def test_models_and_folders_without_a_lora_adapter_are_refused(tmp_path):
-    ia3 = peft.get_peft_model(tiny_model(0), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / ADAPTER_CONFIG).write_text("{")
-    for weights, words in (
-        (tiny_model(0), r"no LoRA adapter.*get_peft_model"),
-        (ia3, "'IA3'"),
-        (lora_policy(0, init_lora_weights="pissa"), r"pissa.*base weights"),
-        (peft.inject_adapter_in_model(lora, tiny_model(0)), "no PEFT config"),
-        (tmp_path, r"adapter_config\.json is not there"),
-        (tmp_path / "damaged", "is not JSON"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            as_adapter(weights)

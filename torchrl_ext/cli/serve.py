@@ -34,10 +34,6 @@ def serve(
         int | None, Option(_FLAGS["tensor_parallel_size"], help="Workers that share the model (vllm, sglang).")
     ] = None,
     max_model_len: Annotated[int | None, Option(help="Longest sequence, prompt included, in tokens.")] = None,
-    lora_rank: Annotated[int | None, Option(help="Serve LoRA adapters up to this rank (vllm, sglang).")] = None,
-    lora_adapters: Annotated[
-        int | None, Option(help="Adapters that requests may use at the same time. Default: 1.")
-    ] = None,
     log_path: Annotated[
         str | None, Option(_FLAGS["log_path"], help="File for the server's log (vllm, sglang).")
     ] = None,
@@ -54,7 +50,7 @@ def serve(
     Examples:
     * `torchrl-ext serve vllm --model policy --port 8000 --dtype float32`
     * `torchrl-ext serve sglang --model policy --release 0.5.21`
-    * `VLLM_API_KEY=... torchrl-ext serve vllm --model policy --lora-rank 16`
+    * `VLLM_API_KEY=... torchrl-ext serve vllm --model policy`
     """
     given = {name: value for name, value in locals().items() if value}
     settings = {name: value for name, value in given.items() if name not in ("engine", "model", "release")}

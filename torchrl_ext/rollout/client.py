@@ -41,7 +41,7 @@ class InferenceClient:
         persistent: once every address has failed, retry until the deadline and log a warning every minute, because a
             router may find another engine meanwhile.
         health: engine health shared with others, such as a pool's; None, and a pickled copy, tracks its own.
-        adapter: name of the LoRA adapter to generate with (`AdapterSender`); None for the base weights.
+        adapter: name of the LoRA adapter to generate with (`torchrl_ext.LoraPublisher`); None for the base weights.
 
     Raises:
         ConfigError: no address, a duplicate or invalid one, an unknown kind, or ``max_concurrency`` below 1.
@@ -129,7 +129,7 @@ class InferenceClient:
             stop_token_ids: token ids that end a continuation.
             session_ids: one per prompt; a router sends the prompts of one session to one engine.
             min_version: every returned token was sampled by weights of this version or a newer one; while no engine has
-                them, the call waits. With an adapter, this and ``exact_version`` are the adapter's version.
+                them, the call waits.
             exact_version: every returned token was sampled by weights of this version.
             timeout_s: deadline of this call in place of the client's.
             sampling: further fields of vLLM's ``sampling_params``.

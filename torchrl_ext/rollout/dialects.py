@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, VersionSpan
 from torchrl_ext.types import Info
-from torchrl_ext.weights.peft import adapter_version
 
 __all__ = ["Dialect", "SGLangDialect", "VLLMDialect"]
 
@@ -63,7 +62,6 @@ class VLLMDialect(Dialect):
         return {} if name is None else {"model": name}
 
     def read(self, answer: Any) -> list[Generation]:
-        label = str(answer.get("model") or "")
         rows = enumerate(answer["choices"])
         choices = [choice for _, choice in sorted(rows, key=lambda row: row[1].get("index", row[0]))]
         return [
@@ -71,7 +69,7 @@ class VLLMDialect(Dialect):
                 token_ids=tuple(choice["token_ids"] or ()),
                 logprobs=tuple(entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or ()),
                 finish_reason=choice["finish_reason"],
-                weight_versions=_spans(choice.get("weight_versions"), label, len(choice["token_ids"] or ())),
+                weight_versions=_spans(choice.get("weight_versions")),
             )
             for choice in choices
         ]
@@ -118,14 +116,10 @@ class SGLangDialect(Dialect):
             token_ids=tokens,
             logprobs=tuple(entry[0] for entry in meta.get("output_token_logprobs") or ()),
             finish_reason=meta["finish_reason"]["type"],
-            weight_versions=_spans(spans, meta.get("adapter", ""), len(tokens)),
+            weight_versions=_spans(spans),
         )
 
 
-def _spans(rows: Sequence[Info] | None, label: str, count: int) -> tuple[VersionSpan, ...]:
-    """Return the spans in ``weight_versions``, which vLLM and SGLang report in the same form; if ``label`` is an
-    adapter's, return one span of its version over all ``count`` tokens."""
-    version = adapter_version(label)
-    if version is not None:
-        rows = [{"version": version, "start": 0, "end": count}]
+def _spans(rows: Sequence[Info] | None) -> tuple[VersionSpan, ...]:
+    """Return the spans in ``weight_versions``, which vLLM and SGLang report in the same form."""
     return tuple(VersionSpan(version=str(row["version"]), start=row["start"], end=row["end"]) for row in rows or ())

@@ -94,7 +94,7 @@ class Generation:
             not requested.
         finish_reason: ``"stop"``, ``"length"`` or ``"abort"`` (the engine was paused with mode ``abort``).
         weight_versions: contiguous spans, several if the weights changed during the generation; empty if the engine
-            reports none. With an adapter they give its version, which does not change during a generation.
+            reports none.
     """
 
     token_ids: tuple[int, ...]

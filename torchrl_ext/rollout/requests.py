@@ -218,8 +218,8 @@ class Requests:
         async def ask(url: str) -> list[Generation]:
             dialect = self._targets[url]
             route, body = dialect.route, {**dialect.body(request), **request.fields}
-            demand = None if request.adapter else request.demand  # engines do not know an adapter's version
-            answer, where = await self._post(url, route, body, request.session_id, until, demand), url + route
+            answer = await self._post(url, route, body, request.session_id, until, request.demand)
+            where = url + route
             try:
                 found = dialect.read(answer)
             except _UNREADABLE as error:

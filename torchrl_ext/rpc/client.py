@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.rpc.port import no_adapters, no_drafts, no_logprobs, no_unload
+from torchrl_ext.rpc.port import no_adapters, no_drafts, no_logprobs
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
 
 if TYPE_CHECKING:
@@ -163,10 +163,6 @@ class EngineClient(ABC):
         """Compare as `verify` does; not both are empty."""
         raise ConfigError(f"{self.url} compares no digests", hint="give WeightSender verify=False")
 
-    def oldest(self, version: int) -> int | None:
-        """Return the oldest version that the engine may still read while ``version`` is in service; None if unknown."""
-        return version
-
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probabilities of ``prompts`` under the engine's current weights, computed without its caches.
 
@@ -186,11 +182,26 @@ class EngineClient(ABC):
         """
         raise no_logprobs(self.url, self.kind)
 
-    def adapter(self, name: str) -> EngineClient:
-        """Return a client that updates the LoRA adapter ``name`` on this engine and leaves the base weights alone.
+    def load_adapter(self, name: str, path: str) -> None:
+        """Serve the LoRA adapter in a directory under ``name``, in place of the one that the name stands for now.
+
+        Args:
+            name: the adapter's name in requests: ``model`` of vLLM's routes, ``lora_path`` of SGLang's.
+            path: a directory as PEFT writes it (see `torchrl_ext.LoraPublisher`), under the engine's own path.
 
         Raises:
             ConfigError: this kind of engine serves no adapters.
+            EngineUnreachableError, EngineRefusedError, DeadlineError: the engine did not load it; the error says what
+                it serves under ``name`` now, if that is known.
+        """
+        raise no_adapters(self.kind)
+
+    def unload_adapter(self, name: str) -> None:
+        """Serve no adapter under ``name`` any more; the engine then refuses requests that name it.
+
+        Raises:
+            ConfigError: this kind of engine serves no adapters.
+            EngineUnreachableError, EngineRefusedError, DeadlineError: as for `load_adapter`.
         """
         raise no_adapters(self.kind)
 
@@ -204,14 +215,6 @@ class EngineClient(ABC):
                 refuses when a sender joins.
         """
         raise no_drafts(self.kind)
-
-    def unload(self) -> None:
-        """Take this client's LoRA adapter out of service.
-
-        Raises:
-            ConfigError: this client does not drive an adapter.
-        """
-        raise no_unload(self.url)
 
     @abstractmethod
     def pause(self) -> bool:
@@ -303,9 +306,6 @@ class NullEngine(EngineClient):
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self._on_load(info)
 
-    def adapter(self, name: str) -> EngineClient:
-        return self
-
     def draft(self) -> EngineClient:
         return self
 
@@ -318,4 +318,4 @@ class NullEngine(EngineClient):
     def _ignore(self, *args: Any, **settings: Any) -> None:
         """Do nothing."""
 
-    connect = prefetch = begin = commit = resume = sleep = wake_up = unload = oldest = close = _compare = _ignore
+    connect = prefetch = begin = commit = resume = sleep = wake_up = close = _compare = _ignore

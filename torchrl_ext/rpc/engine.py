@@ -102,25 +102,22 @@ class Engine(EngineClient):
     def proof(self) -> str:
         return self._row.proof
 
-    def oldest(self, version: int) -> int | None:
-        return self.port.oldest(version)
-
     def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         with self._step("compute log-probabilities"):
             return self.port.logprobs(prompts)
 
-    def adapter(self, name: str) -> EngineClient:
-        return Engine(self.port.adapter(name))
+    def load_adapter(self, name: str, path: str) -> None:
+        with self._step(f"serve adapter {name!r} from {path}"):
+            self.port.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        with self._step(f"unload adapter {name!r}"):
+            self.port.unload_adapter(name)
 
     def draft(self) -> EngineClient:
         found = Engine(self.port.draft())
         found.paused_by, found._drafted, self._drafted = self, True, True
         return found
-
-    def unload(self) -> None:
-        with self._step("unload it"):
-            self.port.unload()
-        self._row = replace(self._row, version=None)
 
     def tell(self, message: Message) -> list[Info]:
         """Send every worker a message and return their answers, if they give any.

@@ -315,13 +315,14 @@ class Pool(EngineClient):
         lost = self._lost()
         return tuple(engine for engine in self.engines if engine not in lost)
 
-    def oldest(self, version: int) -> int | None:
-        found = [engine.oldest(version) for engine in self.each()]
-        known = [one for one in found if one is not None]
-        return min(known) if known and len(known) == len(found) else None
+    def load_adapter(self, name: str, path: str) -> None:
+        """See `EngineClient.load_adapter`; an engine that does not answer is one that failed."""
+        what = f"serve adapter {name!r} from {path}"
+        self.everywhere(what, lambda engine: engine.load_adapter(name, path), among=self.engines)
 
-    def adapter(self, name: str) -> Pool:
-        return self._of_each(lambda engine: engine.adapter(name))
+    def unload_adapter(self, name: str) -> None:
+        what = f"unload adapter {name!r}"
+        self.everywhere(what, lambda engine: engine.unload_adapter(name), among=self.engines)
 
     def draft(self) -> Pool:
         return self._of_each(lambda engine: engine.draft())
@@ -334,9 +335,6 @@ class Pool(EngineClient):
             return list(map(part, self.engines))
 
         return Pool(list(map(part, self.engines)), members=members)
-
-    def unload(self) -> None:
-        self.everywhere("unload", lambda engine: engine.unload())
 
     def pause(self) -> bool:
         """See `EngineClient.pause`. If one engine fails to pause, the engines that served before are resumed.

@@ -134,21 +134,17 @@ class Port(ABC):
         """Return log-probabilities as `torchrl_ext.EngineClient.logprobs` does."""
         raise no_logprobs(self.url, self.kind)
 
-    def adapter(self, name: str) -> Port:
-        """Return the port of the LoRA adapter called ``name``."""
+    def load_adapter(self, name: str, path: str) -> None:
+        """Serve a LoRA adapter as `torchrl_ext.EngineClient.load_adapter` does."""
+        raise no_adapters(self.kind)
+
+    def unload_adapter(self, name: str) -> None:
+        """Serve no adapter under ``name`` any more."""
         raise no_adapters(self.kind)
 
     def draft(self) -> Port:
         """Return the port of the engine's draft model."""
         raise no_drafts(self.kind)
-
-    def unload(self) -> None:
-        """Take the adapter out of service; `ConfigError` if this port is not an adapter's."""
-        raise no_unload(self.url)
-
-    def oldest(self, version: int) -> int:
-        """Return the oldest version that the engine may still read while ``version`` is in service."""
-        return version
 
     def lacks_plugin(self, error: EngineRefusedError) -> bool:
         """Return whether the engine refused a message because it runs without our plugin."""
@@ -182,11 +178,6 @@ def no_drafts(kind: str, why: str = "") -> ConfigError:
         expected="a vLLM server with our backend",
         state="the draft model keeps the weights that the engine was started with",
     )
-
-
-def no_unload(url: str) -> ConfigError:
-    """Return the error of an engine that is no adapter, and so cannot be unloaded."""
-    return ConfigError(f"{url} cannot serve without weights", hint="unload adapters only")
 
 
 def check_sleep(level: int, tags: Collection[str] | None) -> frozenset[str]:

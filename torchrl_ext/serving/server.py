@@ -150,8 +150,6 @@ class StockSpec(EngineSpec):
     Attributes:
         cpu: whether the server computes on the CPU; None does so if this process sees no GPU.
         tensor_parallel_size: workers that share the model.
-        lora_rank: maximum rank of the LoRA adapters to serve; None disables LoRA.
-        lora_adapters: number of adapters that requests may use at the same time.
         plugin: whether the server gets our plugin.
         sleep_mode: let the server release device memory; no effect on a CPU.
         extra_args: more arguments for the server.
@@ -160,8 +158,6 @@ class StockSpec(EngineSpec):
     host: str = "127.0.0.1"
     cpu: bool | None = None
     tensor_parallel_size: int = 1
-    lora_rank: int | None = None
-    lora_adapters: int = 1
     plugin: bool = True
     sleep_mode: bool = False
     extra_args: Sequence[str] = ()

@@ -417,7 +417,7 @@ class WeightSender:
     def _served(self, update: Update, handoff: Handoff) -> None:
         self._stats = handoff.stats
         try:
-            handoff.served(self.engine.oldest(update.version))
+            handoff.served(update.version if self.engine.each() else None)
         except Exception:
             log.error("weights version %d is in service, but its transport raised then", update.version, exc_info=True)
 

@@ -49,8 +49,6 @@ class DiskTransport(StandaloneTransport):
         files: files that complete the checkpoint: a model directory whose config and tokenizer files are copied, or
             name -> content. They replace the source's files of the same names.
         seen_at: path under which workers access ``root``, if it differs.
-        adapter: publish PEFT adapters (``adapter_model.safetensors`` and ``adapter_config.json``) instead of whole
-            checkpoints.
         local_dir: directory on each engine's host, to which a version is copied while the engine serves, and from which
             it is then loaded (`torchrl_ext.versions.others`); shared by all engines of a host. None loads from
             ``root``, as engines without our plugin always do.
@@ -76,7 +74,6 @@ class DiskTransport(StandaloneTransport):
         keep_files: bool = False,
         shard_bytes: int = 4 << 30,
         files: str | os.PathLike[str] | Mapping[str, bytes] | None = None,
-        adapter: bool = False,
         seen_at: str | os.PathLike[str] | None = None,
         local_dir: str | os.PathLike[str] | None = None,
         timeout_s: float = 60.0,
@@ -87,7 +84,7 @@ class DiskTransport(StandaloneTransport):
         self._keep_files = keep_files
         self._seen_at = self._store.root if seen_at is None else Path(seen_at)
         self._local = None if local_dir is None else local_checkpoint(local_dir)
-        self._full, self._adapter = FullWriter(shard_bytes, files, adapter=adapter), adapter
+        self._full = FullWriter(shard_bytes, files)
         self._run_id = uuid.uuid4().hex
         self._shared = SharedRoot(self._store, self._run_id)
 

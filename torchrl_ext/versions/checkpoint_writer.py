@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
@@ -28,23 +27,21 @@ _LANES = 8  # files that are uploaded beside each other
 
 
 class FullWriter:
-    """Writes full versions: complete Hugging Face checkpoints, or PEFT adapters.
+    """Writes full versions: complete Hugging Face checkpoints.
 
     Args:
         shard_bytes: bound on the tensors of one file, in bytes; a larger tensor gets a file of its own.
         files: files that complete the checkpoint: a model directory whose config and tokenizer files are copied, or
             name -> content. They replace those of a source with the same names.
-        adapter: write PEFT's layout, one ``adapter_model.safetensors`` without an index, in place of a checkpoint's.
 
     Raises:
         ConfigError: no such ``files`` directory, a name in it that cannot be a file, or no room in a shard.
     """
 
-    def __init__(self, shard_bytes: int, files: Any = None, *, adapter: bool = False) -> None:
+    def __init__(self, shard_bytes: int, files: Any = None) -> None:
         if shard_bytes < 1:
             raise ConfigError(f"shard_bytes is {shard_bytes}", expected="a number of bytes, 1 or more")
-        self._shard_bytes = sys.maxsize if adapter else shard_bytes
-        self._adapter = adapter
+        self._shard_bytes = shard_bytes
         self._files = _checked_files(companion_files(files) if isinstance(files, (str, os.PathLike)) else files or {})
 
     def needed_bytes(self, source: WeightSource) -> int:
@@ -60,19 +57,18 @@ class FullWriter:
             ManifestError: the source does not yield what it declares.
         """
         params = source.params()
-        if draft.appends and not self._adapter:
+        if draft.appends:
             shards = plan_appended(params, self._shard_bytes, _LANES, PART_BYTES)
         else:
-            shards = plan_shards(params, self._shard_bytes, "adapter_model" if self._adapter else "model")
+            shards = plan_shards(params, self._shard_bytes)
         files = {**_checked_files(source.files()), **self._files}
         where = {meta.name: shard.name for shard in shards for meta in shard.params}
-        total = sum(map(attrgetter("nbytes"), params))
-        if not self._adapter:  # which file holds which tensor, as in any Hugging Face checkpoint; and the version
-            index = {
-                "metadata": {"total_size": total, "version": f"{version:06d}"},
-                "weight_map": {meta.name: where[meta.name] for meta in params},
-            }
-            files[_INDEX] = msgspec.json.format(msgspec.json.encode(index)) + b"\n"
+        # which file holds which tensor, as in any Hugging Face checkpoint; and the version
+        index = {
+            "metadata": {"total_size": sum(map(attrgetter("nbytes"), params)), "version": f"{version:06d}"},
+            "weight_map": {meta.name: where[meta.name] for meta in params},
+        }
+        files[_INDEX] = msgspec.json.format(msgspec.json.encode(index)) + b"\n"
         pairs = checked(source, params)
         if draft.appends:
             sums = append_shards(draft, shards, pairs, lanes=_LANES, in_flight_bytes=_LANES * PART_BYTES)

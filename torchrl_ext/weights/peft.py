@@ -1,36 +1,22 @@
-"""PEFT modules: their LoRA weights are sent merged, or as a separate adapter; the live module is unchanged."""
+"""PEFT modules: their LoRA weights are sent merged; the live module is unchanged."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
 from functools import partial
-from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.checkpoint import model_files
-from torchrl_ext.weights.shards.dtensor import require_whole
-from torchrl_ext.weights.source import Row, RowSource, WeightSource, full, named_tensors, same_memory
-from torchrl_ext.weights.tensorfile import TensorFile
+from torchrl_ext.weights.source import Row, RowSource, full, named_tensors, same_memory
 
-__all__ = [
-    "ADAPTER_CONFIG", "AdapterFolder", "AdapterSource", "PeftSource", "adapter_label", "adapter_rank",
-    "adapter_version", "as_adapter", "is_peft",
-]  # fmt: skip
+__all__ = ["PeftSource", "is_peft"]
 
 _PREFIX = "base_model.model."
-ADAPTER_CONFIG = "adapter_config.json"
-_TENSORS = "adapter_model.safetensors"
-_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
-"""Initialisations that do not change the base; PiSSA, OLoRA, CorDA and LoftQ move part of it into the adapter."""
 
 
 def is_peft(module: nn.Module) -> bool:
@@ -154,160 +140,4 @@ def _refused(path: str, kind: str) -> ConfigError:
         f"the adapter {kind} at {path or 'the root'!r} cannot be merged on the way out",
         expected="plain LoRA of linear, embedding and (2-d, 3-d) convolution layers, and modules_to_save",
         hint="call merge_and_unload() on a copy and send the copy, or pass your own WeightSource",
-    )
-
-
-@final
-class AdapterSource(RowSource):
-    """The tensors that ``PeftModel.save_pretrained`` would write, under the names that it gives them.
-
-    Args:
-        module: a ``PeftModel``, or a module that contains one.
-        adapter: its adapter; None for the active one.
-
-    Raises:
-        ConfigError: the adapter does not exist, is not LoRA, or its initialisation changed the base weights.
-    """
-
-    def __init__(self, module: nn.Module, adapter: str | None = None) -> None:
-        self._model = _peft_model(module)
-        self._adapter = _active_adapter(self._model) if adapter is None else adapter
-        if self._adapter not in self._model.peft_config:
-            raise ConfigError(
-                f"the module has no adapter {self._adapter!r}", expected=f"one of {', '.join(self._model.peft_config)}"
-            )
-        _require_plain_lora(self._config())
-
-    def rows(self) -> Iterable[Row]:
-        from peft import get_peft_model_state_dict
-
-        found = get_peft_model_state_dict(self._model, adapter_name=self._adapter, save_embedding_layers=False)
-        return [Row(name, tensor, partial(full, tensor)) for name, tensor in found.items()]
-
-    def files(self) -> Mapping[str, bytes]:
-        config = self._config() | {"inference_mode": True}
-        return {ADAPTER_CONFIG: json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"}
-
-    def _config(self) -> dict[str, Any]:
-        found = self._model.peft_config[self._adapter].to_dict()
-        plain = {name: sorted(value) if isinstance(value, set) else value for name, value in found.items()}
-        return json.loads(json.dumps(plain))  # what JSON cannot hold fails here, before anything is written
-
-
-@final
-class AdapterFolder(WeightSource):
-    """An adapter that ``PeftModel.save_pretrained`` has written.
-
-    Args:
-        folder: holds ``adapter_config.json`` and ``adapter_model.safetensors``.
-
-    Raises:
-        ConfigError: one of the two is missing, or the adapter is not of a kind that `AdapterSource` takes.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._tensors = Path(folder) / _TENSORS
-        config = Path(folder) / ADAPTER_CONFIG
-        try:
-            self._files = {ADAPTER_CONFIG: config.read_bytes()}
-            _require_plain_lora(json.loads(self._files[ADAPTER_CONFIG]))
-            with closing(TensorFile(self._tensors)) as file:
-                self._params = file.params()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise ConfigError(
-                f"{error.filename} is not there",
-                expected=f"the files of an adapter that PEFT saved: {ADAPTER_CONFIG} and {_TENSORS}",
-            ) from None
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ConfigError(f"{config} is not JSON: {error}") from error
-
-    def params(self) -> tuple[ParamMeta, ...]:
-        return self._params
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        with closing(TensorFile(self._tensors)) as file:
-            for meta in self._params:
-                yield meta.name, file.read(meta.name)[0]
-
-    def files(self) -> Mapping[str, bytes]:
-        return self._files
-
-
-def as_adapter(model: Any, adapter: str | None = None) -> WeightSource:
-    """Return the source for a PEFT module, or for a directory that PEFT has written.
-
-    Args:
-        model: the module or the directory; a WeightSource is returned as it is.
-        adapter: which adapter of the module; None for the active one.
-
-    Raises:
-        ConfigError: it has no adapter that can be sent.
-    """
-    if isinstance(model, WeightSource):
-        return model
-    if isinstance(model, (str, os.PathLike)):
-        return AdapterFolder(model)
-    if isinstance(model, nn.Module) and is_peft(model):
-        require_whole(model)
-        return AdapterSource(model, adapter)
-    raise ConfigError(
-        f"a {type(model).__name__} holds no LoRA adapter",
-        expected="a PeftModel, a module around one, or a directory that PEFT has written",
-        hint="wrap the model with peft.get_peft_model(model, LoraConfig(...))",
-    )
-
-
-def _peft_model(module: nn.Module) -> Any:
-    from peft import PeftModel
-
-    found = next((part for part in module.modules() if isinstance(part, PeftModel)), None)
-    if found is None:
-        raise ConfigError(
-            "the module has LoRA layers and no PEFT config: it was adapted in place",
-            expected="a PeftModel, whose config the engines need",
-            hint="make it with peft.get_peft_model(model, LoraConfig(...))",
-        )
-    return found
-
-
-def _active_adapter(model: Any) -> str:
-    names = model.active_adapters
-    if len(names) != 1:
-        raise ConfigError(
-            f"{len(names)} adapters are active ({', '.join(names)})",
-            expected="one",
-            hint="name the adapter to send: adapter=...",
-        )
-    return names[0]
-
-
-def _require_plain_lora(config: Mapping[str, Any]) -> None:
-    if config.get("peft_type") != "LORA":
-        raise ConfigError(f"the adapter is of PEFT's kind {config.get('peft_type')!r}", expected="'LORA'")
-    begun = config.get("init_lora_weights", True)
-    if isinstance(begun, str) and begun.lower() not in _PLAIN_INITS:
-        raise ConfigError(
-            f"an adapter begun with init_lora_weights={begun!r} fits only base weights that its initialisation changed",
-            expected="an adapter for the base weights that the engines serve",
-            hint="send the merged weights with WeightSender, or use another init_lora_weights",
-        )
-
-
-def adapter_label(name: str, version: int) -> str:
-    """Return an engine's label for one version of a LoRA adapter: ``"policy-lora@7"``."""
-    return f"{name}@{version}"
-
-
-def adapter_version(label: str) -> int | None:
-    """Return the version in an adapter's label: 7 for ``"policy-lora@7"``, None for a name without a version."""
-    number = label.rpartition("@")[2]
-    return int(number) if "@" in label and len(number) < 19 and number.isascii() and number.isdecimal() else None
-
-
-def adapter_rank(params: Iterable[ParamMeta]) -> int:
-    """Return the largest rank among an adapter's layers; 0 if it has none."""
-    return max(
-        (meta.shape[0] for meta in params if ".lora_A." in meta.name or "lora_embedding_A" in meta.name), default=0
     )

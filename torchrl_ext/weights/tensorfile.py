@@ -119,13 +119,12 @@ class Layout:
         )  # fmt: skip
 
 
-def plan_shards(params: Iterable[ParamMeta], shard_bytes: int, stem: str = "model") -> list[Layout]:
+def plan_shards(params: Iterable[ParamMeta], shard_bytes: int) -> list[Layout]:
     """Split ``params``, in order, over files of at most ``shard_bytes`` of tensors (one larger tensor: a file alone).
 
     A file also ends before its header would be larger than readers accept.
 
-    File names are those of Hugging Face checkpoints: ``model.safetensors``, or ``model-00001-of-00003.safetensors``;
-    ``stem`` is what stands in place of ``model``.
+    File names are those of Hugging Face checkpoints: ``model.safetensors``, or ``model-00001-of-00003.safetensors``.
     """
     groups: list[list[ParamMeta]] = [[]]
     filled = header = 0
@@ -138,9 +137,9 @@ def plan_shards(params: Iterable[ParamMeta], shard_bytes: int, stem: str = "mode
         filled += meta.nbytes
         header += row
     if len(groups) == 1:
-        return [Layout.of(f"{stem}.safetensors", groups[0])]
+        return [Layout.of("model.safetensors", groups[0])]
     total = len(groups)
-    return [Layout.of(f"{stem}-{i:05d}-of-{total:05d}.safetensors", group) for i, group in enumerate(groups, 1)]
+    return [Layout.of(f"model-{i:05d}-of-{total:05d}.safetensors", group) for i, group in enumerate(groups, 1)]
 
 
 def _is_text(name: str) -> bool:

@@ -26,7 +26,6 @@ from torchrl_ext.errors import ManifestError
 from torchrl_ext.sync.update_source import UpdateSource
 from torchrl_ext.testing import any_bits, same_bits
 from torchrl_ext.weights.derived import MappedSource
-from torchrl_ext.weights.peft import as_adapter
 from torchrl_ext.weights.shards.blocks import Block
 from torchrl_ext.weights.source import as_source
 
@@ -220,7 +219,6 @@ def test_weights_into_which_adapters_are_merged_are_gathered_the_others_are_not(
     fully_shard(model)
     shards = require_assembled(as_source(model), gathers={"1.weight"})
     assert [shard.why for shard in shards if shard.gathers] == ["adapters are merged into it"]
-    require_assembled(as_adapter(model))
 
 
 SIZES = (1, 2, 3, 5, 7, 11, 12, 13, 24, 31)

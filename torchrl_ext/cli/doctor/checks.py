@@ -27,7 +27,7 @@ from torchrl_ext.errors import ConfigError, DeadlineError, EngineRefusedError, W
 from torchrl_ext.landing.placement import keeps_values
 from torchrl_ext.messages import Inspect
 from torchrl_ext.registry import engines
-from torchrl_ext.routes import ADAPTERS_ROUTE, BACKEND
+from torchrl_ext.routes import BACKEND
 from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.http import HTTPSession, normalise_url
 from torchrl_ext.rpc.router import listed_workers
@@ -182,7 +182,7 @@ def _key(engine: Context) -> Iterator[Finding]:
         names = [*_update_routes(engine).get("", ()), "/sleep", "/wake_up"]
         calls = [("GET", route, None) for route in names]
     if kind == "vllm":
-        calls += [("GET", route, None) for route in ("/collective_rpc", "/server_info", ADAPTERS_ROUTE)]
+        calls += [("GET", route, None) for route in ("/collective_rpc", "/server_info")]
         calls.append(("POST", "/update_weights_from_disk", {}))
     stranger = HTTPSession(url, timeout_s=engine.trainer.timeout_s, max_body_bytes=_MAX_BODY_BYTES)
     tried = {route: stranger.call(method, route, body).status for method, route, body in calls}

@@ -1,8 +1,7 @@
 """Entry point of group ``sglang.srt.plugins``, by which a stock SGLang follows our transports and ``"delta"`` loads.
 
 SGLang calls `register` in each of its processes and then applies the hooks. Those of this file run in schedulers, which
-hold the model; others in the process of the HTTP server, which looks up adapters by name
-(`torchrl_ext.plugins.sglang.routes` and `torchrl_ext.plugins.sglang.adapters`).
+hold the model; others in the process of the HTTP server (`torchrl_ext.plugins.sglang.routes`).
 
 ``/weights_checker`` reaches every worker, between two steps of generation, whether the server is paused or not, and
 carries a free string: the ``action``. Ours begin with `torchrl_ext.routes.CHANNEL`; a server without the plugin
@@ -24,9 +23,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchrl_ext.errors import EngineError
-from torchrl_ext.messages import CheckAdapter, Reset, partial_version, read
+from torchrl_ext.messages import Reset, partial_version, read
 from torchrl_ext.plugins.found import enable, started_with
-from torchrl_ext.plugins.sglang import adapters as sglang_adapters
 from torchrl_ext.plugins.sglang import routes as sglang_routes
 from torchrl_ext.routes import CHANNEL
 
@@ -57,7 +55,6 @@ def register() -> None:
     needed = {
         "it cannot follow a trainer by our transports": lambda: _wrap(_worker_hooks()),
         "a pause in place may label one token of each request with a version too new": lambda: _wrap(_label_hooks()),
-        "it cannot load LoRA adapters from a trainer": lambda: _wrap(sglang_adapters.HOOKS),
         "slime's trainers cannot make it load versions": lambda: _wrap(sglang_routes.HOOKS),
     }
     enable("SGLang", "sglang", _TESTED, needed)
@@ -113,9 +110,6 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
     def answer() -> str:
         runner = manager.tp_worker.model_runner
         message = read(json.loads(request.action.removeprefix(CHANNEL)))
-        if isinstance(message, (CheckAdapter, sglang_adapters.CheckLoaded)):
-            _together(lambda: sglang_adapters.check_worker(runner.lora_manager, message))
-            return ""
         return json.dumps(_worker(runner).answer(message, manager))
 
     success, words = _guarded(answer)

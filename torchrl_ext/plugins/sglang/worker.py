@@ -9,7 +9,6 @@ SGLang hands a message to every worker at the same point of its loop, in the thr
 `State`            adds ``{"paused": bool, "asleep": [tags]}``
 `Start`            waits for the device, where a pause in place leaves a batch that still reads weights
 `Finish`           labels requests with the version from here on
-`CheckAdapter`     is asked by the process that looks names up (`torchrl_ext.plugins.sglang.adapters`)
 =================  ==============================================================================================
 """
 

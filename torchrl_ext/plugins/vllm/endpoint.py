@@ -1,6 +1,6 @@
 """Entry point of group ``vllm.endpoint_plugins``: routes beside vLLM's, for trainers that have no others.
 
-They are those of slime's trainers (`torchrl_ext.compat.slime.routes`) and those of `torchrl_ext.plugins.vllm.adapters`.
+They are those of slime's trainers (`torchrl_ext.compat.slime.routes`).
 In vLLM's development mode ``GET /is_sleeping`` also answers ``is_paused``, ``tags`` that sleep, ``dropped``, ``empty``
 and ``whole``, so that a trainer learns in one request what it has to know before it pauses the engine, or lets it
 serve.
@@ -21,7 +21,7 @@ import functools
 import importlib
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -32,9 +32,8 @@ from starlette.routing import Route, request_response
 
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.messages import Finish, Pull, Reset, State
-from torchrl_ext.plugins.vllm.adapters import AdapterRoutes
 from torchrl_ext.rollout.demands import Admission
-from torchrl_ext.routes import ADAPTERS_ROUTE, BACKEND, Guard, asleep_by
+from torchrl_ext.routes import BACKEND, Guard, asleep_by
 from torchrl_ext.rpc.port import EngineState
 from torchrl_ext.sync.engines.local import VLLMObjectPort
 from torchrl_ext.types import Info
@@ -42,8 +41,6 @@ from torchrl_ext.types import Info
 __all__ = ["UpdateFromDisk"]
 
 log = logging.getLogger("torchrl_ext")
-
-_Handler = Callable[[Request], Awaitable[JSONResponse]]
 
 _SLIME = "torchrl_ext.compat.slime.routes"  # by its name: nothing here depends on it
 _STATE = "/is_sleeping"
@@ -59,7 +56,6 @@ class UpdateFromDisk:
     def __init__(self) -> None:
         self._engine: Any = None
         self._steps: dict[str, Callable[[Info], Any]] = {}
-        self._adapters = AdapterRoutes()
         self._keys: list[str] = []
         self._labels: dict[str, str] | None = None  # None: ask the engine each time
 
@@ -67,14 +63,10 @@ class UpdateFromDisk:
         """Add the routes to the application, before its own, and the check of versions that requests demand."""
         app.add_middleware(Admission, label=self._label)  # behind vLLM's check of keys, which comes later
         slime = importlib.import_module(_SLIME)
-        handlers: dict[tuple[str, str], _Handler] = {
-            ("GET", ADAPTERS_ROUTE): self._adapters.answer,
-            ("POST", ADAPTERS_ROUTE): self._adapters.answer,
-            **{("POST", path): slime.handler(functools.partial(self._step, path)) for path in slime.PATHS},
-        }
+        handlers = {path: slime.handler(functools.partial(self._step, path)) for path in slime.PATHS}
         routes = [
-            Route(path, Guard(request_response(handler), self._keys), methods=[method])
-            for (method, path), handler in handlers.items()
+            Route(path, Guard(request_response(handler), self._keys), methods=["POST"])
+            for path, handler in handlers.items()
         ]
         if any(getattr(route, "path", None) == _STATE for route in app.routes):
             routes.append(Route(_STATE, self.state, methods=["GET"]))
@@ -82,7 +74,6 @@ class UpdateFromDisk:
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
         """Remember the engine, and the checkpoint that it was started with."""
-        self._adapters.init(engine_client, state)
         self._llm = engine_client
         self._watch_label()
         self._engine = _SlimeEngine(engine_client, args.model, asyncio.get_running_loop())

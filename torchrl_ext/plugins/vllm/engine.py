@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -31,8 +31,7 @@ from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError
-from torchrl_ext.messages import NOBODY, CheckAdapter, Connected, Finish, Join, Reset, Start, State, read, replaced
-from torchrl_ext.plugins.adapters import check_adapter, refuse_layers
+from torchrl_ext.messages import NOBODY, Connected, Finish, Join, Reset, Start, State, read, replaced
 from torchrl_ext.plugins.found import started_with
 from torchrl_ext.plugins.loader import EngineLoader
 from torchrl_ext.plugins.vllm.model import VLLMModel
@@ -94,7 +93,7 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return UpdateInfo(update_dict)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Do what a message says that loads nothing: join, prefetch, rehearse, check an adapter, answer."""
+        """Do what a message says that loads nothing: join, prefetch, rehearse, answer."""
         with set_current_vllm_config(self.vllm_config):
             agreed(lambda: one_by_one(init_info.info, lambda: self._name, self._prepare), last=self._is_last)
 
@@ -184,9 +183,6 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         message, end = read(told), self._base.end
         is_draft = isinstance(message, Connected) and message.target == "draft"
         match message:
-            case CheckAdapter():
-                end.together(lambda: _check_layers(self._base.layers.module, self.vllm_config, message))
-                return {}
             case Join():
                 end.together(lambda: self._admit(is_draft))
             case State(connection=""):
@@ -258,33 +254,3 @@ def gather_words(words: str) -> list[str]:
     """Return the messages of all workers of this engine; ranks lie as `initialize_model_parallel` lays them out."""
     groups = (get_tp_group(), get_pcp_group(), get_pp_group())
     return agree(words, *(group.cpu_group for group in groups if group.world_size > 1))
-
-
-def _check_layers(model: Any, vllm_config: Any, message: CheckAdapter) -> None:
-    """Refuse, on a worker, an adapter with a layer that has no LoRA there.
-
-    vLLM itself refuses a layer by the last part of its name only, and passes over any other that it does not find:
-    such an adapter would be served without a part of it.
-
-    Raises:
-        ConfigError, StoreError: see `check_adapter` and `refuse_layers`.
-    """
-    manager: Any = getattr(model, "lora_manager", None)
-    most = None if manager is None else manager.lora_config.max_lora_rank
-    check_adapter(message, enabled=manager is not None, max_rank=most)
-    if vllm_config.parallel_config.pipeline_parallel_size == 1:
-        wrapped = {*manager.modules, *(part for parts in manager.packed_modules.values() for part in parts)}
-        known = {name.rpartition(".")[2] for name in wrapped}
-        refuse_layers(_layers_of(model, message), wrapped.__contains__, known)
-
-
-def _layers_of(model: Any, message: CheckAdapter) -> Iterator[str]:
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    renames: Callable[[str], str] | None = None if mapper is None else mapper.get_rename_mapper()
-    from vllm.lora.utils import parse_fine_tuned_lora_name  # here, as other releases may lack it
-
-    for meta in message.params:
-        try:
-            yield parse_fine_tuned_lora_name(meta.name, renames)[0]
-        except ValueError as error:
-            raise ConfigError(f"vLLM cannot load {meta.name}: {error}", expected="plain LoRA tensors") from None

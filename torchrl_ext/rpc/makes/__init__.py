@@ -1,1 +1,1 @@
-"""Clients of engines behind HTTP: vLLM, SGLang, the embedded engine, and their LoRA adapters."""
+"""Clients of engines behind HTTP: vLLM, SGLang, and the embedded engine."""

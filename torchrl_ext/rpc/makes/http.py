@@ -14,7 +14,7 @@ from torchrl_ext.messages import Inspect, Join, Message, Prefetch, State, Verify
 from torchrl_ext.routes import merged
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
-from torchrl_ext.rpc.port import Port
+from torchrl_ext.rpc.port import Port, no_adapters, restated
 from torchrl_ext.rpc.router import refuse_router
 from torchrl_ext.rpc.server_info import ServerInfo
 from torchrl_ext.types import EngineInfo, Info, ParamMeta, dtype_name
@@ -52,6 +52,8 @@ class HTTPPort(Port):
         modes: the engine's pause modes.
         frozen: the pause mode in which running requests keep their cache.
         fields: what the true answer of a route has, by route; routes that answer nothing are left out.
+        lora_routes: what stands before ``/load_lora_adapter`` and ``/unload_lora_adapter``.
+        lora_needs: what the server needs to serve adapters, for errors.
 
     Raises:
         ConfigError: unknown pause mode, or ``keep_cache`` with another mode than ``frozen``.
@@ -60,6 +62,8 @@ class HTTPPort(Port):
     modes: ClassVar[tuple[str, ...]]
     frozen: ClassVar[str]
     fields: ClassVar[Mapping[str, tuple[str, ...]]]
+    lora_routes: ClassVar[str]
+    lora_needs: ClassVar[str]
 
     def __init__(
         self, http: HTTPSession, *, timeout_s: float = 600.0, pause_mode: str = "keep", keep_cache: bool = False
@@ -136,6 +140,39 @@ class HTTPPort(Port):
                 f"{error}",
                 expected="one for each token after the first",
             ) from error
+
+    def adapters(self) -> dict[str, str]:
+        """Return the directories of the LoRA adapters that the server serves, by name."""
+        answer = self.http.get("/v1/models")
+        try:
+            return {str(row["id"]): str(row["root"]) for row in answer["data"] if row.get("parent")}
+        except (AttributeError, KeyError, TypeError) as error:
+            raise EngineRefusedError(f"{self.url}/v1/models answered {answer!r:.200}", expected="models") from error
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """See `Port.load_adapter`."""
+        before = self.adapters().get(name)
+        try:
+            self._replace_adapter(name, path, before)
+            if self.adapters().get(name) != path:
+                raise EngineRefusedError(f"{self.url} does not list it after it was loaded")
+        except (EngineRefusedError, DeadlineError) as error:
+            raise restated(error, error.what, self._serving_now(name), hint=self.lora_needs) from error
+
+    def unload_adapter(self, name: str) -> None:
+        """See `Port.unload_adapter`."""
+        self.post(f"{self.lora_routes}/unload_lora_adapter", {"lora_name": name})
+
+    def _replace_adapter(self, name: str, path: str, before: str | None) -> None:
+        """Load an adapter; ``before`` is the directory of the one that the name stands for, if it has one."""
+        raise no_adapters(self.kind)
+
+    def _serving_now(self, name: str) -> str:
+        try:
+            found = self.adapters().get(name)
+        except (EngineError, DeadlineError):
+            return f"{self.url} does not say what it serves as {name!r}"
+        return f"{self.url} serves {name!r} from {found}" if found else f"{self.url} serves no adapter {name!r}"
 
     def _post(self, route: str, body: Any = None, **how: Any) -> Any:
         return self.http.post(route, body, fields=self.fields.get(route, ()), **how)

@@ -17,6 +17,8 @@ our messages (`torchrl_ext.messages`) travel in the ``action`` field of ``/weigh
 ``POST /release_memory_occupation``         ``{"tags": [...]}``; the server exits if it is not idle
 ``POST /resume_memory_occupation``          ``{"tags": [...]}``; the server exits if one of the tags is awake
 ``POST /generate``                          ``logprob_start_len: 0``: log-probabilities of given tokens
+``POST /load_lora_adapter``                 ``{"lora_name", "lora_path"}``; ``GET /v1/models`` lists them
+``POST /unload_lora_adapter``               ``{"lora_name"}``; answers when no request uses it any more
 ==========================================  ==================================================================
 
 A server without the plugin takes full files, or its own broadcasts. It does not report its weights afterwards, and
@@ -40,6 +42,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar, final
 
@@ -50,7 +53,6 @@ from torchrl_ext.registry import Make
 from torchrl_ext.routes import CHANNEL, Flush, merged
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
-from torchrl_ext.rpc.makes.adapters import AdapterPort
 from torchrl_ext.rpc.makes.http import HTTPPort, StockPort, bodies, is_absent, session
 from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, no_drafts, restated
 from torchrl_ext.rpc.server_info import ServerInfo, server_info
@@ -65,13 +67,6 @@ _GRAPHS = "cuda_graph"  # this tag sleeps and wakes with the cache
 _PLUGIN = (
     "install torchrl_ext in the engine's environment (it needs no trainer packages), or let `torchrl-ext serve sglang` "
     'start the server; without it, use the "disk" transport, which SGLang loads by itself, or "native"'
-)
-_ADAPTERS = (
-    "install torchrl_ext in the engine's environment, or let `torchrl-ext serve sglang --lora-rank N` start the server"
-)
-_LORA = (
-    "start the server with --enable-lora, --max-lora-rank and --lora-target-modules "
-    "(`torchrl-ext serve sglang --lora-rank N`)"
 )
 _REPORTING = (
     "/weights_checker", "/begin_weight_update", "/end_weight_update", "/update_weight_version",
@@ -97,6 +92,8 @@ class SGLangPort(HTTPPort):
         "/update_weights_from_disk": ("success", "message", "num_paused_requests"),
     }
     drops_first: ClassVar[bool] = True
+    lora_routes: ClassVar[str] = ""
+    lora_needs: ClassVar[str] = "start the server with --enable-lora, --max-lora-rank and --lora-target-modules"
 
     def __init__(
         self, http: HTTPSession, *, pause_mode: str = "keep", flush_timeout_s: float = 60.0, **settings: Any
@@ -160,11 +157,9 @@ class SGLangPort(HTTPPort):
         return found
 
     def state(self, *, fit: bool = False) -> EngineState:
-        # only the server's main process knows of a pause of mode "abort"; our plugin asks it if it can ("server")
         answer = self._fitness(self._say)
-        pauses = [answer.get("paused")]
-        if not answer.get("server"):
-            pauses.append(_NOT_READY.get(self.http.call("GET", "/ready").status))
+        # only the server's main process knows of a pause of mode "abort"
+        pauses = [answer.get("paused"), _NOT_READY.get(self.http.call("GET", "/ready").status)]
         known = [bool(one) for one in pauses if one is not None]
         return EngineState(
             paused=any(known) if known else None,
@@ -327,20 +322,21 @@ class SGLangPort(HTTPPort):
         rows = self.loads()
         return f"{sum(row['running'] for row in rows)} running, {sum(row['waiting'] for row in rows)} waiting"
 
-    def adapter(self, name: str) -> Port:
-        """See `Port.adapter`. The server needs ``--enable-lora`` and our plugin."""
-        return AdapterPort(self, name, self._tell_adapters, plugin=_ADAPTERS, lora=_LORA)
+    def _replace_adapter(self, name: str, path: str, before: str | None) -> None:
+        """Unload the earlier adapter, whose name SGLang would not load again, and load it anew if the new one fails."""
+        if before is not None:
+            self.unload_adapter(name)
+        try:
+            self.post("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        except EngineRefusedError:
+            if before is not None:
+                with suppress(EngineError, DeadlineError):
+                    self.post("/load_lora_adapter", {"lora_name": name, "lora_path": before})
+            raise
 
     def draft(self) -> Port:
         why = "its speculative workers need kernels that no build of sgl_kernel for CPUs has, so no test shows one"
         raise no_drafts("SGLang", why)
-
-    def _tell_adapters(self, message: Message) -> Info:
-        answer = merged(self._say(message, self.timeout_s))
-        if isinstance(answer.get("adapters"), dict):
-            return answer
-        expected = "the path of every loaded adapter"
-        raise EngineRefusedError(f"{self.url} answered {answer!r}", expected=expected, hint=_ADAPTERS)
 
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
         body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}}

@@ -26,6 +26,8 @@ Routes and bodies are vLLM's (`vllm.entrypoints.rl.online.api_router` and
 ``GET /metrics``                            ``vllm:engine_sleep_state``: how vLLM was put to sleep, until it is fully
                                             awake
 ``POST /inference/v1/generate``             with ``prompt_logprobs``: log-probabilities of given tokens
+``POST /v1/load_lora_adapter``              ``{"lora_name", "lora_path", "load_inplace": true}``
+``POST /v1/unload_lora_adapter``            ``{"lora_name"}``; ``GET /v1/models`` lists adapters
 ==========================================  ====================================================================
 
 A server without our backend takes full versions from files, or broadcasts if it was started with backend ``"nccl"``. It
@@ -57,10 +59,8 @@ from torchrl_ext.errors import ConfigError, EngineRefusedError, RouteAbsent
 from torchrl_ext.messages import Connected, Finish, Load, Message, Reset, Seal, Start, Verify
 from torchrl_ext.registry import Make
 from torchrl_ext.routes import (
-    ADAPTERS_ROUTE,
     ANSWERS,
     BACKEND,
-    ListAdapters,
     answers_in,
     asleep_by,
     each_answer,
@@ -69,9 +69,8 @@ from torchrl_ext.routes import (
 )
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
-from torchrl_ext.rpc.makes.adapters import AdapterPort
 from torchrl_ext.rpc.makes.http import HTTPPort, StockPort, bodies, session
-from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, no_drafts, no_logprobs, restated
+from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, no_adapters, no_drafts, no_logprobs, restated
 from torchrl_ext.rpc.server_info import ServerInfo, server_info
 from torchrl_ext.types import EngineInfo, Info
 
@@ -92,11 +91,6 @@ _PROBE = {"prompt_logprobs": 0, "skip_reading_prefix_cache": True, "max_tokens":
 """Settings that score a prompt: ``prompt_logprobs`` 0 returns only its own tokens; the sampled token is not used."""
 
 _DEV_MODE = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment; vLLM has these routes only in that mode"
-_ADAPTERS = (
-    "install torchrl_ext in the engine's environment and name it in VLLM_PLUGINS, or let "
-    "`torchrl-ext serve vllm --lora-rank N` start the server"
-)
-_LORA = "start the server with --enable-lora (`torchrl-ext serve vllm --lora-rank N`)"
 _FLAGS = (
     "install torchrl_ext in the engine's environment (it needs no trainer packages) and start the server with "
     f'--weight-transfer-config \'{{"backend": "{BACKEND}"}}\' and VLLM_SERVER_DEV_MODE=1, or let '
@@ -131,6 +125,10 @@ class VLLMPort(HTTPPort):
         "/collective_rpc": ("results",),
         "/update_weight_version": ("success",),
     }
+    lora_routes: ClassVar[str] = "/v1"
+    lora_needs: ClassVar[str] = (
+        "start the server with --enable-lora, a --max-lora-rank that fits, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+    )
     start: ClassVar[str] = "/start_weight_update"
     labels: ClassVar[bool] = True
     answer: Info = {}  # noqa: RUF012 - replaced, never changed
@@ -300,21 +298,12 @@ class VLLMPort(HTTPPort):
         for tag in sorted(state.asleep & tags, reverse=True):  # weights first: waking the last part resumes the engine
             self._post("/wake_up", query={"tags": tag}, timeout_s=self.timeout_s)
 
-    def adapter(self, name: str) -> Port:
-        """See `Port.adapter`. The server needs ``--enable-lora``."""
-        return AdapterPort(self, name, self._tell_adapters, plugin=_ADAPTERS, lora=_LORA)
+    def _replace_adapter(self, name: str, path: str, before: str | None) -> None:
+        self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path, "load_inplace": True})
 
     def draft(self) -> VLLMPort:
         """See `Port.draft`. The server needs ``--speculative-config`` with a draft model."""
         return self._as(DraftPort)
-
-    def _tell_adapters(self, message: Message) -> Info:
-        if isinstance(message, ListAdapters):
-            return self.http.get(ADAPTERS_ROUTE)
-        try:
-            return self.http.post(ADAPTERS_ROUTE, message.to_json(), timeout_s=self.timeout_s)
-        except EngineRefusedError as error:
-            raise restated(error, _own_words(error.what), reason=_own_words(error.reason)) from error
 
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
         return "/inference/v1/generate", {"token_ids": prompt, "sampling_params": _PROBE}
@@ -492,8 +481,8 @@ class EmbeddedPort(VLLMPort):
     def _choose(self, facts: ServerInfo) -> VLLMPort:
         return self._as(type(self))
 
-    def adapter(self, name: str) -> Port:
-        return Port.adapter(self, name)
+    def adapters(self) -> dict[str, str]:
+        raise no_adapters(self.kind)
 
     def draft(self) -> VLLMPort:
         raise no_drafts(self.kind)

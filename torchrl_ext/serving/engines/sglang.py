@@ -86,8 +86,8 @@ class SGLangSpec(StockSpec):
             **(_CPU_ARGUMENTS if cpu else {}),
         }
         command = [str(self.interpreter), "-m", self.module, *as_flags(arguments), "--skip-server-warmup"]
-        command += [*(_CPU_FLAGS if cpu else ()), *_lora(self.lora_rank, self.lora_adapters, cpu)]
-        return [*command, *(_SLEEP_FLAGS if self.sleep_mode and not cpu else ()), *_split(self.extra_args)[1]]
+        more = _CPU_FLAGS if cpu else _SLEEP_FLAGS if self.sleep_mode else ()
+        return [*command, *more, *_split(self.extra_args)[1]]
 
     def private(self) -> dict[str, str]:
         return _split(self.extra_args)[0]
@@ -124,16 +124,6 @@ class SGLangRouterSpec(RouterSpec):
 def SGLangServer(model_dir: str | Path, **settings: Any) -> GuardedProcess:
     """Start a stock SGLang server and wait until it is healthy; see `start`, and `SGLangSpec` for the settings."""
     return start(SGLangSpec(model_dir, **settings))
-
-
-def _lora(rank: int | None, adapters: int, cpu: bool) -> list[str]:
-    """Return arguments with room for the base, each adapter, and its older version that requests still use."""
-    if rank is None:
-        return []
-    if rank < 1 or adapters < 1:
-        raise ConfigError(f"lora_rank={rank}, lora_adapters={adapters}", expected="1 or more of each")
-    flags = {"max-lora-rank": rank, "lora-target-modules": "all", "max-loras-per-batch": 1 + 2 * adapters}
-    return ["--enable-lora", *as_flags({**flags, "lora-backend": "torch_native" if cpu else None})]
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, str], list[str]]:

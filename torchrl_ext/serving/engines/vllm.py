@@ -19,14 +19,12 @@ from torchrl_ext.serving.server import StockSpec, as_flags, start
 
 __all__ = ["VLLMRouterSpec", "VLLMServer", "VLLMSpec"]
 
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vllm.config.lora.MaxLoRARanks
-
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMSpec(StockSpec):
     """The settings of a vLLM server; see `ServerSpec`, `EngineSpec` and `StockSpec`.
 
-    The LoRA rank is rounded up to one that vLLM supports. On a CPU, tensor-parallel workers share the cores unless
+    On a CPU, tensor-parallel workers share the cores unless
     ``OMP_NUM_THREADS`` is set.
     """
 
@@ -60,7 +58,7 @@ class VLLMSpec(StockSpec):
         command = [str(self.interpreter), "-m", self.module, *as_flags(arguments)]
         command += ["--enable-scale-out"] if _has_scale_out(self.interpreter) else []  # /inference/v1/generate
         command += ["--enforce-eager"] if self.on_cpu else ["--enable-sleep-mode"] if self.sleep_mode else []
-        return [*command, *_lora(self.lora_rank, self.lora_adapters), *self.extra_args]
+        return [*command, *self.extra_args]
 
     def variables(self) -> dict[str, str]:
         allowed = os.environ.get("VLLM_PLUGINS")  # an allow-list; vLLM adds routes only of plugins on it
@@ -97,21 +95,6 @@ class VLLMRouterSpec(RouterSpec):
 def VLLMServer(model_dir: str | Path, **settings: Any) -> GuardedProcess:
     """Start a stock vLLM server and wait until it is healthy; see `start`, and `VLLMSpec` for the settings."""
     return start(VLLMSpec(model_dir, **settings))
-
-
-def _lora(rank: int | None, adapters: int) -> list[str]:
-    """Return arguments with room for each adapter and for its older version that requests still use."""
-    if rank is None:
-        return []
-    room = next((known for known in _RANKS if known >= rank), None)
-    if room is None or rank < 1 or adapters < 1:
-        raise ConfigError(
-            f"lora_rank={rank}, lora_adapters={adapters}", expected=f"a rank up to {_RANKS[-1]}, and 1 adapter or more"
-        )
-    return [
-        "--enable-lora",
-        *as_flags({"max-lora-rank": room, "max-loras": 2 * adapters, "max-cpu-loras": 4 * adapters}),
-    ]
 
 
 def _has_scale_out(python: Path) -> bool:

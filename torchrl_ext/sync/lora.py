@@ -1,0 +1,178 @@
+"""`LoraPublisher` publishes LoRA adapters as PEFT directories, which engines load by routes of their own."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor, distributed, nn
+
+from torchrl_ext.errors import ConfigError
+from torchrl_ext.files import sync
+from torchrl_ext.rpc.client import EngineClient
+from torchrl_ext.weights.source import full
+
+__all__ = ["LoraPublisher"]
+
+_PLAIN: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "lora_bias": False,
+    "use_dora": False,
+    "use_rslora": False,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "modules_to_save": None,
+}
+"""The settings of PEFT that every engine applies; SGLang 0.5.23 ignores other values of most without an error."""
+
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
+"""Initialisations that do not change the base; PiSSA, OLoRA, CorDA and LoftQ move part of it into the adapter."""
+
+
+@final
+class LoraPublisher:
+    """Publishes versions of LoRA adapters, and has engines serve them beside the base weights.
+
+    A version is a directory ``root/NAME/weight_v000007/`` with ``adapter_config.json`` and
+    ``adapter_model.safetensors`` as PEFT writes them. It appears as a whole, and numbers are never used twice. Each
+    engine then loads it by its own route, so it needs no plugin.
+
+    Args:
+        root: directory that the trainer and every engine can access under the same path. Engines read the files of an
+            adapter again, so keep it as long as they serve. Each name has one trainer at a time.
+        engine: client of one engine or of a fleet (`torchrl_ext.connect`).
+        keep: how many versions of each name stay once every engine serves the newest; requests that still run may use
+            the one before.
+
+    Raises:
+        ConfigError: ``keep`` is below 1.
+
+    Example:
+        >>> from peft import LoraConfig, get_peft_model
+        >>> lora = get_peft_model(lm, LoraConfig(r=4, target_modules="all-linear"))
+        >>> adapters = tx.LoraPublisher(root, tx.connect(address))
+        >>> adapters.publish("policy-lora", lora)  # the embedded engine serves no adapters; vLLM and SGLang do
+        Traceback (most recent call last):
+        torchrl_ext.errors.ConfigError: ...
+    """
+
+    def __init__(self, root: str | os.PathLike[str], engine: EngineClient, *, keep: int = 2) -> None:
+        if keep < 1:
+            raise ConfigError(f"keep is {keep}", expected="1 version or more")
+        self._root, self._engine, self._keep = Path(root).absolute(), engine, keep
+
+    def publish(self, name: str, module: nn.Module, *, adapter: str | None = None) -> Path | None:
+        """Write the next version of an adapter, and have every engine serve it under ``name``.
+
+        Every rank of a sharded module calls this, because its tensors are gathered; rank 0 alone writes and asks the
+        engines.
+
+        Args:
+            name: the adapter's name in requests: ``model`` of vLLM's routes, ``lora_path`` of SGLang's.
+            module: a ``PeftModel``, or a module (TorchRL wrapper, DDP) around one.
+            adapter: which adapter of the module; None for the active one.
+
+        Returns:
+            The version's directory; None on other ranks than 0.
+
+        Raises:
+            ConfigError: the module has no such adapter, it is not plain LoRA, or the engines serve no adapters.
+            EngineError, DeadlineError: at least one engine does not serve the version. The error names it, and says
+                which version it serves. Older versions stay until a later one is served by all.
+        """
+        folder = self._folder(name)
+        config, tensors = _exported(module, adapter)
+        if distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0:
+            return None
+        version = folder / f"weight_v{max(_numbers(folder), default=0) + 1:06d}"
+        _write(version, config, tensors)
+        self._engine.load_adapter(name, str(version))
+        for number in _numbers(folder)[: -self._keep]:
+            shutil.rmtree(folder / f"weight_v{number:06d}")
+        return version
+
+    def unload(self, name: str) -> None:
+        """Have every engine refuse requests to ``name`` from now on; files stay.
+
+        Raises:
+            ConfigError, EngineError, DeadlineError: at least one engine did not; the error names it.
+        """
+        self._folder(name)
+        self._engine.unload_adapter(name)
+
+    def _folder(self, name: str) -> Path:
+        if not name or name.startswith(".") or "/" in name or "\0" in name:
+            raise ConfigError(f"{name!r} is not a valid name of an adapter", expected="a name that a folder can have")
+        return self._root / name
+
+
+def _exported(module: nn.Module, adapter: str | None) -> tuple[Any, dict[str, Tensor]]:
+    """Return an adapter's config and full tensors, under the names that ``PeftModel.save_pretrained`` gives them."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    model = next((part for part in module.modules() if isinstance(part, PeftModel)), None)
+    if model is None:
+        raise ConfigError(
+            f"a {type(module).__name__} holds no LoRA adapter",
+            expected="a PeftModel, or a module around one",
+            hint="wrap the model with peft.get_peft_model(model, LoraConfig(...))",
+        )
+    active = model.active_adapters
+    if adapter is None and len(active) != 1:
+        raise ConfigError(f"{len(active)} adapters are active: {', '.join(active)}", expected="one, or adapter=...")
+    adapter = active[0] if adapter is None else adapter
+    if adapter not in model.peft_config:
+        raise ConfigError(f"the module has no adapter {adapter!r}", expected=f"one of {', '.join(model.peft_config)}")
+    config = copy.copy(model.peft_config[adapter])
+    config.inference_mode = True
+    _require_plain(config.to_dict())
+    found = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+    return config, {key: full(tensor).cpu().clone().contiguous() for key, tensor in found.items()}
+
+
+def _require_plain(config: dict[str, Any]) -> None:
+    others = {key: config[key] for key, plain in _PLAIN.items() if config.get(key) not in (None, plain)}
+    begun = config.get("init_lora_weights", True)
+    if isinstance(begun, str) and begun.lower() not in _PLAIN_INITS:
+        others["init_lora_weights"] = begun
+    if others:
+        raise ConfigError(
+            f"engines would not apply the adapter as trained: {others}",
+            expected="plain LoRA, scaled by lora_alpha / r, for the base weights that the engines serve",
+            hint="send merged weights with WeightSender, or train without these settings",
+        )
+
+
+def _write(version: Path, config: Any, tensors: dict[str, Tensor]) -> None:
+    """Write a version beside its place, and move it there; what an earlier trainer left unfinished is removed."""
+    from safetensors.torch import save_file  # a requirement of peft
+
+    folder = version.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".draft-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    draft = folder / f".draft-{uuid.uuid4().hex}"
+    draft.mkdir()
+    try:
+        config.save_pretrained(str(draft))
+        save_file(tensors, str(draft / "adapter_model.safetensors"), metadata={"format": "pt"})
+        for path in (*draft.iterdir(), draft):
+            sync(path)
+        draft.rename(version)
+        sync(folder)
+    except BaseException:
+        with suppress(OSError):
+            shutil.rmtree(draft)
+        raise
+
+
+def _numbers(folder: Path) -> list[int]:
+    """Return the numbers of the versions in a folder, in order."""
+    names = (path.name.removeprefix("weight_v") for path in folder.glob("weight_v*"))
+    return sorted(int(name) for name in names if name.isdecimal())
