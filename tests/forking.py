@@ -28,7 +28,6 @@ MODULES = (
     "torchrl_ext.cli.demo.training",
     "torchrl_ext.codecs.block_loops",
     "torchrl_ext.codecs.pipeline",
-    "torchrl_ext.codecs.row_loops",
     "torchrl_ext.codecs.token_loops",
     "torchrl_ext.embedded.engine",
     "torchrl_ext.embedded.server",

@@ -260,7 +260,6 @@ def test_files_of_others(name, chance):
         base_version=1,
         run_id="r",
         base_run_id="",
-        digest="",
         container=name,
         codecs=codecs,
         files={file: len(data) for file, data in files.items()},

@@ -25,7 +25,6 @@ from tests.memory import track_peak
 from torchrl_ext.codecs.choice import ulp
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.codecs.streams import find
-from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.sync.sender import WeightSender
 from torchrl_ext.transports.delta.transport import DeltaTransport
@@ -118,7 +117,7 @@ def _encode(tensors: list[Tensor], width: int, axis: int, repeats: int, density:
 
     def unsharded() -> None:
         coded = partial(code, table, codec)
-        blocks = find(table, copies.bits, placed, coded, threads=worker_threads(), digest=LINEAR, follow=True)
+        blocks = find(table, copies.bits, placed, coded, threads=worker_threads(), follow=True)
         deque(BlockFiles(table).laid(blocks), maxlen=0)
 
     taken: dict[Callable[[], None], list[float]] = {sharded: [], unsharded: []}

@@ -11,7 +11,7 @@ import torch
 
 from tests.bench.frame import say, seconds
 from torchrl_ext.bench.runner import ratio, rounds
-from torchrl_ext.kernels.base import LINEAR, POSITION, Piece
+from torchrl_ext.kernels.base import Piece
 from torchrl_ext.kernels.host import HostKernels
 from torchrl_ext.weights.digests import tensor_digest
 
@@ -37,8 +37,7 @@ def measure(*, repeats: int = 7, mib: int = 64) -> dict[str, Any]:
             "xxh3-128": lambda bits=bits: tensor_digest(bits),
         }
         for shape, piece in pieces.items():
-            for digest in (LINEAR, POSITION):
-                ways[f"{digest}, {shape}"] = lambda piece=piece, digest=digest: host.words(piece, digest)
+            ways[f"digest, {shape}"] = lambda piece=piece: host.words(piece)
         taken = rounds({way: partial(seconds, call) for way, call in ways.items()}, repeats)
         found[str(dtype).removeprefix("torch.")] = {
             way: {

@@ -18,7 +18,6 @@ from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.codecs.streams import StreamPatch, find, fold
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.kernels.base import LINEAR, POSITION
 from torchrl_ext.stores import table as table_module
 from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.types import ParamMeta
@@ -28,12 +27,11 @@ from torchrl_ext.weights.digests import position_digest
 @given(
     model=models(),
     tiles=st.integers(1, 3),
-    digest=st.sampled_from([POSITION, LINEAR]),
     block=st.sampled_from([7, 64, 1 << 20]),
     staged=st.sampled_from([3, 1 << 14]),
 )
 @settings(max_examples=50)
-def test_streams_list_each_change_once_and_keep_the_digests(model, tiles, digest, block, staged):
+def test_streams_list_each_change_once_and_keep_the_digests(model, tiles, block, staged):
     old, new = model
     metas = [ParamMeta.of(name, tensor) for name, tensor in old.items()]
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +48,7 @@ def test_streams_list_each_change_once_and_keep_the_digests(model, tiles, digest
             return block.stream, places.tolist(), block.before.tolist(), block.after.tolist()
 
         found = [([], [], []) for _ in olds]
-        for stream, *lists in find(table, olds, placed(table, new), then, threads=2, digest=digest):
+        for stream, *lists in find(table, olds, placed(table, new), then, threads=2):
             for own, more in zip(found[stream], lists, strict=True):
                 own += more
     for number, (was, now) in enumerate(zip(olds, news, strict=True)):
@@ -58,12 +56,12 @@ def test_streams_list_each_change_once_and_keep_the_digests(model, tiles, digest
         unsigned = unit_of(table.streams[number].dtype).dtype
         bits = (part[where].numpy().view(unsigned).tolist() for part in (was, now))
         assert found[number] == (where.tolist(), *bits)
-    total = {name: position_digest(tensor, digest) for name, tensor in old.items()}
+    total = {name: position_digest(tensor) for name, tensor in old.items()}
     for number, stream in enumerate(table.streams):
         for at, param in enumerate(stream.params):
             name = metas[param].name
             total[name] = total[name].plus(tuple(map(int, words[number][at])))
-    assert total == {name: position_digest(tensor, digest) for name, tensor in new.items()}
+    assert total == {name: position_digest(tensor) for name, tensor in new.items()}
 
 
 @pytest.mark.parametrize("threads", [2, 16, 64])
@@ -88,7 +86,7 @@ def test_the_bytes_taken_ahead_are_bounded_however_many_threads_there_are(thread
             yield 0, number, new
 
     old = torch.zeros(sum(sizes), dtype=torch.int16)
-    found = sum(find(table, [old], model(), lambda block: block.positions.size, threads=threads, digest=LINEAR))
+    found = sum(find(table, [old], model(), lambda block: block.positions.size, threads=threads))
     assert found == sum(sizes) and sum(2 * size for size in sizes) > 5 * streams._AHEAD
     assert most <= streams._AHEAD + 5 * 2 * max(sizes)  # one that is cut into blocks, one more, and two being looked at
 
@@ -103,8 +101,8 @@ def test_an_error_reaches_the_caller_and_a_stopped_search_leaves_no_thread(monke
             raise IntegrityError("what a test raises")
 
     with pytest.raises(IntegrityError, match="what a test raises"):
-        list(find(table, [old], [(0, 0, new)], then, threads=2, digest=LINEAR))
-    search = find(table, [old], [(0, 0, new)], lambda block: block.start, threads=2, digest=LINEAR)
+        list(find(table, [old], [(0, 0, new)], then, threads=2))
+    search = find(table, [old], [(0, 0, new)], lambda block: block.start, threads=2)
     assert next(search) == 0
     search.close()
     assert threading.active_count() == before
@@ -160,9 +158,7 @@ def test_tensors_still_computed_on_the_callers_stream(threads, lagging, monkeypa
                 yield *place, tensor.to(DEVICE) * 3 + 1  # queued now, as by an optimizer or a gather
 
         found = [
-            one
-            for many in find(table, there, computed(), changes_in, threads=threads, digest=LINEAR, follow=True)
-            for one in many
+            one for many in find(table, there, computed(), changes_in, threads=threads, follow=True) for one in many
         ]
     with Lagging():  # what is new was copied before the last block was yielded
         (after,) = (bits.cpu() for bits in there)

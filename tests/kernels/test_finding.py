@@ -12,7 +12,7 @@ from torchrl_ext.codecs import streams
 from torchrl_ext.codecs.blocks import ULP
 from torchrl_ext.codecs.streams import find, fold
 from torchrl_ext.codecs.units import unit_of
-from torchrl_ext.kernels.base import LINEAR, flat_bits, kernels_on
+from torchrl_ext.kernels.base import flat_bits, kernels_on
 from torchrl_ext.landing.patcher import Patcher, identity
 from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.types import ParamMeta
@@ -49,11 +49,11 @@ def found_in(model, old_on, new_on):
 
     places = [table.places[number][0] for number in range(len(model))]
     given = ((*place, new.to(new_on)) for place, (_, _, new) in zip(places, model, strict=True))
-    blocks = list(find(table, copies, given, then, threads=2, digest=LINEAR, follow=True))
+    blocks = list(find(table, copies, given, then, threads=2, follow=True))
     for copy, stream in zip(copies, table.streams, strict=True):
         assert bytes_of(copy.cpu()) == b"".join(bytes_of(flat_bits(model[param][2])) for param in stream.params)
     for (name, old, new), own in zip(model, words.tolist(), strict=True):
-        assert position_digest(old, LINEAR).plus(own) == position_digest(new, LINEAR), name
+        assert position_digest(old).plus(own) == position_digest(new), name
     return sorted(blocks)
 
 
@@ -84,12 +84,12 @@ def test_steps_of_several_versions_land_as_one_on_the_device(way):
             unit = unit_of(torch.bfloat16)
             return ULP.decode(ULP.encode(unit, found), table, 0, found.start, found.size)
 
-        patches += find(table, [flat_bits(old)], [(0, 0, new)], then, threads=1, digest=LINEAR)
+        patches += find(table, [flat_bits(old)], [(0, 0, new)], then, threads=1)
     live = {"w": chain[0].to(device)}
     patcher = Patcher(identity(live), own)
     (folded,) = fold(patches)
-    staged = patcher.stage(SimpleNamespace(patches=lambda wanted: iter([folded]), digest=LINEAR))
+    staged = patcher.stage(SimpleNamespace(patches=lambda wanted: iter([folded])))
     assert bytes_of(live["w"].cpu()) == bytes_of(chain[0])
     patcher.commit()
     assert bytes_of(live["w"].cpu()) == bytes_of(chain[-1])
-    assert staged == {"w": position_digest(chain[-1], LINEAR)}
+    assert staged == {"w": position_digest(chain[-1])}

@@ -9,8 +9,6 @@ import torch
 from tests.codecs.data import random_bits
 from torchrl_ext.kernels.base import (
     BITS,
-    LINEAR,
-    POSITION,
     Piece,
     Writes,
     flat_bits,
@@ -23,7 +21,6 @@ from torchrl_ext.kernels.torch_ops import TorchKernels
 SIZES = (0, 1, 63, 1024, 1025, 2500)
 DENSITIES = (0.0, 0.02, 0.5, 1.0)
 WIDTHS = (1, 2, 4, 8)
-DIGESTS = (POSITION, LINEAR)
 
 
 def bits(count, width, generator):
@@ -35,26 +32,22 @@ def changed(old, density, generator):
     return torch.where(torch.rand(old.shape, generator=generator) < density, old ^ 1, old)
 
 
-def summed(digest, positions, found):
-    """The formulas of `torchrl_ext.weights.digests`, by numpy."""
+def summed(positions, found):
+    """The formula of `torchrl_ext.weights.digests`, by numpy."""
     unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[found.element_size()]
     wide, positions = found.cpu().numpy().view(unsigned).astype(np.uint64), np.asarray(positions).astype(np.uint64)
-    if digest == POSITION:
-        words = mixed(positions, wide)
-    else:
-        byte, keys, one = positions * np.uint64(found.element_size()), linear_keys().astype(np.uint64), np.uint64(1)
-        word, shift = byte // np.uint64(4), byte % np.uint64(4) * np.uint64(8)
-        factors = mixed(word // np.uint64(2048), np.uint64(int.from_bytes(b"linear64", "little")))
-        terms = ((wide & np.uint64(0xFFFFFFFF)) + one << shift) * keys[:, word % np.uint64(2048)]
-        if found.element_size() == 8:
-            terms += ((wide >> np.uint64(32)) + one) * keys[:, (word + one) % np.uint64(2048)]
-        words = [term * (factor | one) for term, factor in zip(terms, factors, strict=True)]
+    byte, keys, one = positions * np.uint64(found.element_size()), linear_keys().astype(np.uint64), np.uint64(1)
+    word, shift = byte // np.uint64(4), byte % np.uint64(4) * np.uint64(8)
+    terms = ((wide & np.uint64(0xFFFFFFFF)) + one << shift) * keys[:, word % np.uint64(2048)]
+    if found.element_size() == 8:
+        terms += ((wide >> np.uint64(32)) + one) * keys[:, (word + one) % np.uint64(2048)]
+    words = [term * (factor | one) for term, factor in zip(terms, mixed(word // np.uint64(2048)), strict=True)]
     return tuple(int(word.sum(dtype=np.uint64)) for word in words)
 
 
-def mixed(positions, wide):
-    """`torchrl_ext.kernels.jit.fingerprint`, by numpy."""
-    z = positions * np.uint64(0x9E3779B97F4A7C15) + wide
+def mixed(rows):
+    """Two words for each row of keys, as splitmix64 mixes them."""
+    z = rows * np.uint64(0x9E3779B97F4A7C15) + np.uint64(int.from_bytes(b"linear64", "little"))
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     z = z ^ (z >> np.uint64(31))
@@ -121,11 +114,11 @@ def positions_of(name):
 
 def test_words_of_a_piece_are_those_of_its_positions(way):
     own, device = way
-    for name, width, digest in itertools.product(PLACES, WIDTHS, DIGESTS):
+    for name, width in itertools.product(PLACES, WIDTHS):
         memory = memory_of(name, width, torch.Generator().manual_seed(1))
         view = piece_of(name, memory).destination.reshape(-1)
-        expected = summed(digest, positions_of(name).numpy(), view)
-        assert own.words(piece_of(name, memory.to(device)), digest) == expected, (name, width, digest)
+        expected = summed(positions_of(name).numpy(), view)
+        assert own.words(piece_of(name, memory.to(device))) == expected, (name, width)
 
 
 @pytest.mark.parametrize("stride", (153, pytest.param(152, marks=pytest.mark.exhaustive)))
@@ -137,14 +130,14 @@ def test_words_of_a_large_turned_piece_are_those_of_its_positions(way, stride):
         memory = bits(150 * 1030, width, torch.Generator().manual_seed(5))
         turned = memory.reshape(150, 1030).t()
         piece = Piece(destination=memory.to(device).reshape(150, 1030).t(), offset=3, strides=(stride, 1))
-        expected = summed(LINEAR, positions.reshape(-1).numpy(), turned.reshape(-1))
-        assert own.words(piece, LINEAR) == expected, width
+        expected = summed(positions.reshape(-1).numpy(), turned.reshape(-1))
+        assert own.words(piece) == expected, width
 
 
 @pytest.mark.parametrize("ordered", (None, False, True), ids=("bits", "steps of integers", "steps of floats"))
 def test_changes_land_where_the_view_has_them(way, ordered):
     own, device = way
-    for name, width, digest in itertools.product(PLACES, WIDTHS, DIGESTS):
+    for name, width in itertools.product(PLACES, WIDTHS):
         if name == "none":
             continue
         generator = torch.Generator().manual_seed(2)
@@ -165,11 +158,11 @@ def test_changes_land_where_the_view_has_them(way, ordered):
         expected = memory.clone()
         expected[where] = payload[chosen] if ordered is None else moved(memory[where], payload[chosen], ordered)
         listed = positions[chosen].numpy()
-        words = difference(summed(digest, listed, expected[where]), summed(digest, listed, memory[where]))
+        words = difference(summed(listed, expected[where]), summed(listed, memory[where]))
         target = memory.to(device)
         piece = piece_of(name, target)
-        landed = own.land(piece, positions, payload, ordered, digest)
-        case = (name, width, digest)
+        landed = own.land(piece, positions, payload, ordered)
+        case = (name, width)
         assert torch.equal(target.cpu(), memory) and landed.words == words, case
         assert sorted(landed.offsets.tolist()) == sorted(where), case
         own.scatter(piece.memory, landed.offsets, landed.values)

@@ -6,7 +6,6 @@ import numpy as np
 
 from torchrl_ext.codecs.patch import StepPatch
 from torchrl_ext.codecs.streams import StreamPatch
-from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores.table import ParamTable
 
 
@@ -18,8 +17,8 @@ class Listed:
         digests: digest of every tensor at the end, 32 hex digits, by name.
     """
 
-    def __init__(self, *patches, digests=None, digest=LINEAR):
-        self._patches, self.digests, self.digest = patches, digests or {}, digest
+    def __init__(self, *patches, digests=None):
+        self._patches, self.digests = patches, digests or {}
 
     def patches(self, wanted):
         table = ParamTable.of(patch.meta for patch in self._patches)

@@ -11,7 +11,7 @@ from torchrl_ext.codecs.patch import SparsePatch, StepPatch, diff
 from torchrl_ext.codecs.units import units
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError
-from torchrl_ext.kernels.base import LINEAR, kernels_on
+from torchrl_ext.kernels.base import kernels_on
 from torchrl_ext.kernels.host import HostKernels
 from torchrl_ext.kernels.torch_ops import TorchKernels
 from torchrl_ext.landing.loader import TensorsLoader
@@ -103,7 +103,7 @@ def patch_of(kind, meta, old, new):
 
 
 def held_digest(pieces):
-    words = (kernels_on(piece.memory.device).words(piece, LINEAR) for piece in pieces)
+    words = (kernels_on(piece.memory.device).words(piece) for piece in pieces)
     return sum((PositionDigest(*each) for each in words), PositionDigest())
 
 
@@ -151,7 +151,7 @@ def test_every_dtype_lands_in_tensors_that_are_stored_as_sent(kind):
 
 
 def step(old, new):
-    digests = {name: position_digest(tensor, LINEAR).hex() for name, tensor in new.items()}
+    digests = {name: position_digest(tensor).hex() for name, tensor in new.items()}
     patches = (diff(ParamMeta.of(name, tensor), tensor, new[name]) for name, tensor in old.items())
     return Listed(*patches, digests=digests)
 
@@ -182,7 +182,7 @@ def test_a_patcher_follows_digests_nothing_in_pauses_and_reads_all_tensors_back_
     generator, old, kernels = torch.Generator().manual_seed(0), state(1), Watched()
     live = copy_of(old)
     patcher = Patcher(identity(live), kernels)
-    patcher.held(LINEAR)
+    patcher.held()
     kernels.digested = 0
     for turn in range(READ_BACK_VERSIONS):
         new = {name: patched_copy(tensor, (0.01, 0.5, 0.0)[turn % 3], generator) for name, tensor in old.items()}
@@ -194,7 +194,7 @@ def test_a_patcher_follows_digests_nothing_in_pauses_and_reads_all_tensors_back_
         assert all(same_bits(live[name], tensor) for name, tensor in new.items())
         old = new
     assert kernels.digested == sum(tensor.numel() for tensor in old.values())
-    assert {name: digest.hex() for name, digest in patcher.held(LINEAR).items()} == change.digests
+    assert {name: digest.hex() for name, digest in patcher.held().items()} == change.digests
 
 
 def test_damage_that_is_found_before_a_pause_ends_the_update_in_it_and_nothing_is_written():
@@ -203,7 +203,7 @@ def test_damage_that_is_found_before_a_pause_ends_the_update_in_it_and_nothing_i
     as_bits(new["a"]).view(-1)[5] ^= 1
     live = copy_of(old)
     patcher, forth, back = Patcher(identity(live)), step(old, new), step(new, old)
-    patcher.held(LINEAR)
+    patcher.held()
     as_bits(live["b"]).view(-1)[17] ^= 1
     with pytest.raises(IntegrityError, match="tensor 'b'"):
         for turn in range(READ_BACK_VERSIONS):

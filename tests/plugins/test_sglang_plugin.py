@@ -219,7 +219,6 @@ import os, sys, torch
 from torch import distributed
 from torchrl_ext.plugins.workers import agree, combine
 from torchrl_ext.types import ParamMeta
-from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.landing.patcher import Patcher, Piece
 from torchrl_ext.weights.digests import position_digest
 
@@ -247,7 +246,7 @@ pieces = {
 params = [ParamMeta.of(name, full) for name in ("packed on one", *pieces)]
 pieces |= {} if rank else {"packed on one": []}  # the other one cannot tell what it holds of this one
 patcher = Patcher(pieces)
-found = combine(patcher.held(LINEAR), patcher.shares, params, group)
+found = combine(patcher.held(), patcher.shares, params, group)
 assert {name: digest.hex() for name, digest in found.items()} == dict.fromkeys(
     ("rows", "columns", "both"), position_digest(full).hex()
 ), found

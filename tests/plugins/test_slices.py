@@ -10,7 +10,6 @@ from torch import nn
 
 import torchrl_ext as tx
 from torchrl_ext.errors import ConfigError, EngineRefusedError, IntegrityError, ManifestError
-from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.landing.sliced import Sliced, part_of
 from torchrl_ext.plugins.loader import EngineLoader, StandIns, swapped
 from torchrl_ext.plugins.slices import sharing_no_layer
@@ -262,11 +261,11 @@ def test_only_a_head_that_is_tied_may_land_nowhere(rank, tmp_path, tied):
 
 
 def test_the_checkpoint_of_the_start_counts_as_held_until_something_else_was_loaded(loader):
-    expected = {name: position_digest(tensor, LINEAR).hex() for name, tensor in weights(0).items()}
-    assert loader.position_digests(LINEAR) == expected
+    expected = {name: position_digest(tensor).hex() for name, tensor in weights(0).items()}
+    assert loader.position_digests() == expected
     loader.invalidate()
     with pytest.raises(ConfigError, match="base="):
-        loader.position_digests(LINEAR)
+        loader.position_digests()
 
 
 @pytest.mark.parametrize("by_targets", [True, False])

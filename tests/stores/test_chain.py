@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 import torchrl_ext as tx
 from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.errors import IntegrityError, StoreError
-from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.chain import Chain
@@ -34,7 +33,6 @@ def delta(version, base=None, run="r", base_run="r", nbytes=10):
         base_version=version - 1 if base is None else base,
         run_id=run,
         base_run_id=base_run,
-        digest=LINEAR,
         container=BLOCKS,
         codecs=(),
         files={"delta-00001.bin": nbytes},

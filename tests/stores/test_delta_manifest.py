@@ -18,8 +18,7 @@ from xxhash import xxh3_128_hexdigest
 
 from tests.hostile import at_most_more_bytes, refused_or_right, worse_json
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.kernels.base import LINEAR, POSITION
-from torchrl_ext.stores.delta_manifest import BLOCK, BLOCKS, DIGEST, END, ROWS, DeltaManifest
+from torchrl_ext.stores.delta_manifest import BLOCK, BLOCKS, DIGEST, END, DeltaManifest
 from torchrl_ext.stores.manifest import Manifest, Placed, read_manifest
 from torchrl_ext.stores.table import ParamTable, Segment
 from torchrl_ext.types import ParamMeta
@@ -43,7 +42,6 @@ def manifest(count=5, segments=None, share=4):
         base_version=6,
         run_id="a" * 32,
         base_run_id="b" * 32,
-        digest=LINEAR,
         container=BLOCKS,
         codecs=({"name": "ulp"},),
         files={"d.bin": at},
@@ -113,10 +111,9 @@ def test_what_a_manifest_says_of_a_parameter():
         assert 2 in stream.params[list(stream.within(int(row["start"]), int(row["start"] + row["size"])))]
 
 
-@pytest.mark.parametrize("kind", [*MADE, "rows"])
-def test_what_is_no_manifest_is_always_our_own_error(kind):
-    made = TestFormatsBefore4().rows() if kind == "rows" else document(MADE[kind]())
-    chance = random.Random(1)
+@MAKERS
+def test_what_is_no_manifest_is_always_our_own_error(make):
+    made, chance = document(make()), random.Random(1)
     worse = (signed(worse_json(made, chance)) for _ in range(1500))
     assert sum(refused_or_right(read_manifest, text, "here", right=sound) for text in worse) > 750
 
@@ -150,7 +147,6 @@ def manifests(draw):
         base_version=0,
         run_id=draw(st.text(max_size=5)),
         base_run_id="b",
-        digest=LINEAR,
         container=BLOCKS,
         codecs=({"name": "ulp"},),
         files={"d.bin": 12},
@@ -193,9 +189,8 @@ def test_bytes_that_are_no_manifest_are_refused_by_name(content):
     ("change", "said"),
     [
         ({"format": "torchrl_ext.other"}, "is format 'torchrl_ext.other'"),
-        ({"format_number": 5}, "use the same torchrl_ext version"),
+        ({"format_number": 2}, "use the same torchrl_ext version"),
         ({"base_version": 7}, "its base is version 7"),
-        ({"container": "rows"}, "only formats before 4"),
         ({"digests": ""}, "0 digests of 5 parameters"),
         ({"codecs": [{}]}, "a codec has no name"),
         ({"codecs": []}, "a block is of codec 0"),
@@ -244,73 +239,6 @@ class TestContent:
         for other in (text[:-40], text + b" ", cut, again, text.replace(b'"content"', b'"Content"')):
             with pytest.raises(IntegrityError, match="here is damaged"):
                 read_manifest(other, "here")
-
-
-class TestFormatsBefore4:
-    def rows(self, **changes):
-        """A delta of format 2 or 3: a row that changed, one of two boxes, and one that did not change."""
-        params = [
-            ["w", "bfloat16", [4, 6], "0" * 31 + "1", 7, 0, "d.bin", None, 30],
-            ["v", "float32", [4, 6], "0" * 31 + "2", [
-                [[0, 0], [4, 3], 5, 0, "d.bin", None, 20, "0123456789abcdef"], [[0, 3], [4, 3], 1, 0, "d.bin", 99, 10],
-            ]],
-            ["u", "float32", [3], "0" * 31 + "3"],
-        ]  # fmt: skip
-        return {
-            "format": "torchrl_ext.delta", "format_number": 3, "version": 7, "base_version": 6, "run_id": "r",
-            "base_run_id": "r", "digest": POSITION, "container": "shards", "codecs": [{"name": "ulp"}],
-            "files": {"d.bin": 120}, "params": params,
-        } | changes  # fmt: skip
-
-    def test_rows_become_streams_of_one_segment_and_one_block(self):
-        found = read_manifest(signed(self.rows()), "here")
-        assert (found.container, found.digest, found.changed.tolist()) == (ROWS, POSITION, [7, 6, 0])
-        assert found.hex_digests == {name: f"{at:032x}" for at, name in enumerate("wvu", 1)}
-        assert found.blocks["offset"].tolist() == [0, 30, 99]  # None follows the payload before it
-        assert found.blocks["size"].tolist() == [24, 12, 12]
-        assert found.blocks["checksum"].tolist() == [0, 0x0123456789ABCDEF, 0]
-        assert [stream.segments for stream in found.table.streams] == [
-            (Segment(0),), (Segment(1, (0, 0), (4, 3)),), (Segment(1, (0, 3), (4, 3)),),
-        ]  # fmt: skip
-
-    def test_the_first_format_has_no_checksum(self):
-        text = json.dumps(self.rows(format_number=1)).encode()
-        assert same(read_manifest(text, "here"), read_manifest(signed(self.rows()), "here"))
-
-    def test_another_librarys_rows_say_where_a_tensor_lies(self):
-        rows = self.rows(container="flushes", params=[["w", "bfloat16", [4, 6], "", 7, 0, "d.bin", None, 30, "sum"]])
-        found = read_manifest(signed(rows), "here")
-        assert (found.container, found.placed["w"].file, found.placed["w"].checksum) == ("flushes", "d.bin", "sum")
-        assert found.blocks.size == found.digests.size == 0
-
-    BOX = ([0, 0], [4, 3], 9, 0, "d.bin", 0, 10)
-
-    @pytest.mark.parametrize(
-        ("at", "value"),
-        [
-            *((0, start) for start in ([-1, 0], [4, 0], [0], "00")),
-            *((1, sizes) for sizes in ([4, 7], [0, 3], [4.0, 3], [True, 3], "ab")),
-            *((2, changed) for changed in (0, 13)),
-            (3, 1),
-            *((4, file) for file in ("e.bin", "")),
-            (5, -5),
-            (6, 1 << 40),
-            (7, "no hex"),
-        ],
-    )
-    def test_parts_that_cannot_be_are_refused(self, at, value):
-        part, rows = [*self.BOX[:at], value, *self.BOX[at + 1 :]], self.rows()
-        for bad in ([part, rows["params"][1][4][1]], [part, part], [[]], None, 3):
-            rows["params"][1][4:] = [bad]
-            with pytest.raises(IntegrityError, match="here is damaged"):
-                read_manifest(signed(rows), "here")
-
-    @pytest.mark.parametrize("at", [[0, 0], [0, 2], [3, 0]], ids=["equal", "beside", "below"])
-    def test_blocks_of_a_parameter_that_share_elements_are_refused(self, at):
-        rows = self.rows()
-        rows["params"][1][4][1][:2] = [at, [4 - at[0], 3]]
-        with pytest.raises(IntegrityError, match="'v' share elements"):
-            read_manifest(signed(rows), "here")
 
 
 class TestBombs:

@@ -21,13 +21,11 @@ from tests.transports.members import beside
 from tests.transports.shard_ranks import Blocks, chunk
 from tests.transports.sharded_engine import LinePort, Served, SliceLoader, StageLoader
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.kernels.base import LINEAR, POSITION
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.testing import free_port
 from torchrl_ext.transports.group.notes import HostedNotes
 from torchrl_ext.transports.group.process_group import Group
-from torchrl_ext.transports.sharded import rounds
 from torchrl_ext.weights.source import MappingSource, WeightSource, as_source
 
 
@@ -178,20 +176,6 @@ def test_rows_that_a_worker_cannot_read_end_the_update_on_both_sides_before_a_by
     assert isinstance(received, tx.WeightSyncError), received
     assert "a transfer plan that cannot be read" in str(received)
     assert isinstance(outcome, tx.WeightSyncError) and "rank 1 (pid" in str(outcome), outcome
-
-
-@pytest.fixture(params=[LINEAR, POSITION])
-def known(request, monkeypatch):
-    monkeypatch.setattr("torchrl_ext.transports.sharded.worker.LINEAR", request.param)
-    return request.param
-
-
-def test_both_sides_take_the_digest_that_the_worker_knows(known, ends, monkeypatch):
-    taken, block_words = set(), rounds.block_words
-    monkeypatch.setattr(rounds, "block_words", lambda *of: taken.add(of[-1]) or block_words(*of))
-    outcome, received = sent(ends, weights := {"first": torch.arange(16.0).reshape(4, 4)})
-    assert outcome is None and torch.equal(received["first"], weights["first"]), (outcome, received)
-    assert taken == {known}
 
 
 def test_what_a_source_only_makes_whole_goes_whole_and_is_named(ends, monkeypatch):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from torchrl_ext.codecs.choice import ulp
-from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores.delta_manifest import DIGEST
 from torchrl_ext.testing import any_bits
 from torchrl_ext.types import ParamMeta
@@ -47,7 +46,7 @@ def test_a_rank_digests_the_elements_of_its_blocks_that_changed_and_no_others(dt
     own.seed(source)
 
     def words_of(tensor):
-        return sum(np.array(block_words(meta, block, tensor[block.within(whole)], LINEAR), DIGEST) for block in blocks)
+        return sum(np.array(block_words(meta, block, tensor[block.within(whole)]), DIGEST) for block in blocks)
 
     for _ in range(2):
         before = words_of(tensor)

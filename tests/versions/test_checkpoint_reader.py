@@ -9,6 +9,7 @@ import threading
 import msgspec
 import pytest
 import torch
+import xxhash
 
 import torchrl_ext as tx
 from tests.processes import calling, running_python
@@ -169,12 +170,10 @@ class TestDamage:
     )
     def test_a_manifest_that_cannot_be_right_is_refused(self, folder, worker, old, new, said):
         manifest = folder / "manifest.json"
-        text, _, _ = (
-            manifest.read_text().replace('"format_number": 2', '"format_number": 1').partition(',\n  "content"')
-        )
-        text += "\n}\n"  # as in the first format, whose text had no checksum
-        assert old in text
-        manifest.write_text(text.replace(old, new))
+        body = manifest.read_text().partition(',\n  "content"')[0]
+        assert old in body
+        body = body.replace(old, new)
+        manifest.write_text(f'{body},\n  "content": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n')
         with pytest.raises(IntegrityError, match=said):
             worker.receive_weights(0.0)
 

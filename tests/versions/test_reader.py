@@ -83,7 +83,7 @@ def test_a_reader_that_cannot_read_all_back_begins_at_the_oldest_version_with_wh
     store = LocalStore(tmp_path / "root")
     reader = ChainReader(Chain(store), lambda *of: PublishedVersion(store, *of), str(base))
     reader.retain("packed".__eq__)
-    reader.adopt(4, lambda kind: {"read": position_digest(history[at]["read"], kind).hex()})
+    reader.adopt(4, lambda: {"read": position_digest(history[at]["read"]).hex()})
     assert reader.held is not None and reader.held[1] == (0, 0, 2, 2)[at]
     assert same(reader.mirror, {"packed": history[reader.held[1]]["packed"]})
     assert same(dict(reader.changes(4).whole(["packed"])), {"packed": own["packed"]})

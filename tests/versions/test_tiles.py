@@ -15,7 +15,6 @@ from tests.transports.chains import same, trainer_at
 from torchrl_ext.codecs import choice, streams
 from torchrl_ext.codecs.streams import find
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores import LocalStore, table
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.delta_manifest import from_json
@@ -43,7 +42,7 @@ def test_blocks_are_those_that_a_comparison_of_tiles_finds(model, tiles, encodin
     old, new = model
     metas = [ParamMeta.of(name, tensor) for name, tensor in old.items()]
     plain, cut, codec = ParamTable.of(metas), ParamTable.of(metas, tiles=tiles), getattr(choice, encoding)()
-    slow = find(cut, flat(cut, old), placed(cut, new), lambda found: code(cut, codec, found), threads=2, digest=LINEAR)
+    slow = find(cut, flat(cut, old), placed(cut, new), lambda found: code(cut, codec, found), threads=2)
     expected = {(block.stream, block.start): block for block in slow if block.payload}
     olds, held = flat(plain, old), {}
     for stream, bits in zip(plain.streams, olds, strict=True):  # tensors in the memory of the streams
@@ -52,7 +51,7 @@ def test_blocks_are_those_that_a_comparison_of_tiles_finds(model, tiles, encodin
         held |= {name: part.view(stream.dtype).view(old[name].shape) for name, part in zip(names, parts, strict=True)}
     assert same(held, old)
     made = Tiles(plain, cut, codec, held.__getitem__)
-    looked = find(plain, olds, placed(plain, new), made.route, threads=2, digest=LINEAR, follow=True)
+    looked = find(plain, olds, placed(plain, new), made.route, threads=2, follow=True)
     changed, found = np.zeros(len(metas), np.int64), {}
     for block in made.blocks(looked, 2):
         np.add.at(changed, block.params, block.changed)

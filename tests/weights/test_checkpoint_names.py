@@ -14,7 +14,6 @@ import torchrl_ext as tx
 from tests.models import CONVERTED, converted_model, tiny_model
 from torchrl_ext.collectors.policy_loader import ModelLoader
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.landing.loader import TensorsLoader, as_loader
 from torchrl_ext.sync.engines.inprocess import InProcessEngine
 from torchrl_ext.testing import same_bits
@@ -180,7 +179,7 @@ def test_either_names_land_and_read_back():
         assert same(own(held), own(sent))
         assert {name: tensor_digest(tensor) for name, tensor in update.items()}.items() <= loader.digests().items()
         expected = {name: position_digest(tensor).hex() for name, tensor in update.items()}
-        assert loader.position_digests(LINEAR) == expected
+        assert loader.position_digests() == expected
         change(sent)
         source = dict(as_source(sent))
 

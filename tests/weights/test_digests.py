@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.codecs.data import random_bits
-from torchrl_ext.kernels.base import LINEAR, POSITION, Piece, flat_bits, linear_keys
+from torchrl_ext.kernels.base import Piece, flat_bits, linear_keys
 from torchrl_ext.kernels.host import HostKernels
 from torchrl_ext.weights.digests import PositionDigest, position_digest
 
@@ -25,14 +25,9 @@ def second(z: int) -> int:
     return y ^ (y >> 29)
 
 
-def by_hand(raw: list[int], width: int, digest: str) -> PositionDigest:
+def by_hand(raw: list[int], width: int) -> PositionDigest:
     """The definition, element by element, in Python's integers."""
     words = [0, 0]
-    if digest == POSITION:
-        for position, value in enumerate(raw):
-            z = mix((position * GOLDEN + value) % WORD)
-            words = [(words[0] + z) % WORD, (words[1] + second(z)) % WORD]
-        return PositionDigest(*words)
     seed = int.from_bytes(b"linear64", "little")
     parts = [(8 * k + 4 * half, bits >> 32 * half) for k, bits in enumerate(raw) for half in (0, 1)]
     for byte, bits in parts if width == 8 else [(k * width, bits) for k, bits in enumerate(raw)]:
@@ -44,42 +39,39 @@ def by_hand(raw: list[int], width: int, digest: str) -> PositionDigest:
     return PositionDigest(*words)
 
 
-def of_part(full: torch.Tensor, ranges, digest: str = LINEAR) -> PositionDigest:
+def of_part(full: torch.Tensor, ranges) -> PositionDigest:
     """The digest of a rectangular part, at its place in the full tensor."""
     part = full[tuple(slice(first, end) for first, end in ranges)].contiguous()
     offset = sum(first * stride for (first, _), stride in zip(ranges, full.stride(), strict=True))
-    return PositionDigest(*HostKernels().words(Piece(destination=part, offset=offset, strides=full.stride()), digest))
+    return PositionDigest(*HostKernels().words(Piece(destination=part, offset=offset, strides=full.stride())))
 
 
-@pytest.mark.parametrize("digest", (POSITION, LINEAR))
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float32, torch.float64))
-def test_it_is_what_its_definition_says(dtype, digest):
+def test_it_is_what_its_definition_says(dtype):
     tensor = random_bits(9001, dtype, torch.Generator().manual_seed(0))
     raw = [value % 2 ** (8 * dtype.itemsize) for value in flat_bits(tensor).tolist()]
-    assert position_digest(tensor, digest) == by_hand(raw, dtype.itemsize, digest)
-    assert position_digest(tensor[:0], digest) == PositionDigest()
+    assert position_digest(tensor) == by_hand(raw, dtype.itemsize)
+    assert position_digest(tensor[:0]) == PositionDigest()
 
 
-def test_keys_of_the_linear_one_are_never_0_and_never_equal_in_a_row_even_if_shifted():
+def test_keys_are_never_0_and_never_equal_in_a_row_even_if_shifted():
     for row in linear_keys().astype(np.uint64):
         shifted = row << np.arange(0, 32, 8, dtype=np.uint64)[:, None]
         assert row.size == 2048 and row.all() and np.unique(shifted).size == shifted.size
 
 
-@pytest.mark.parametrize("digest", (POSITION, LINEAR))
-def test_shards_of_any_cut_add_up(digest):
+def test_shards_of_any_cut_add_up():
     full = random_bits(12 * 10 * 6000, torch.float32, torch.Generator().manual_seed(0)).reshape(12, 10, 6000)
-    whole = position_digest(full, digest)
+    whole = position_digest(full)
     for cuts in itertools.product([(0, 12), (0, 5, 12)], [(0, 10), (0, 1, 10)], [(0, 6000), (0, 4100, 6000)]):
         total = PositionDigest()
         for ranges in itertools.product(*(list(itertools.pairwise(cut)) for cut in cuts)):
-            total += of_part(full, ranges, digest)
+            total += of_part(full, ranges)
         assert total == whole
 
 
-@pytest.mark.parametrize("digest", (POSITION, LINEAR))
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float32, torch.float64))
-def test_signs_rows_columns_shifts_and_zeros_are_seen(digest, dtype):
+def test_signs_rows_columns_shifts_and_zeros_are_seen(dtype):
     """Regular errors, of which a sum of products could miss some: all differences are alike or end with zeros."""
     size = 4 * 4096
     tensor = random_bits(size, dtype, torch.Generator().manual_seed(1))
@@ -100,18 +92,17 @@ def test_signs_rows_columns_shifts_and_zeros_are_seen(digest, dtype):
         crossed,
         raw.clone().copy_(torch.zeros_like(raw)),
     ]
-    found = [position_digest(other.reshape(-1).contiguous().view(dtype), digest) for other in (raw, *others)]
+    found = [position_digest(other.reshape(-1).contiguous().view(dtype)) for other in (raw, *others)]
     assert len({*found, PositionDigest()}) == len(found) + 1
-    found = [position_digest(same[:count], digest) for count in range(0, size, 511)]
+    found = [position_digest(same[:count]) for count in range(0, size, 511)]
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.parametrize("digest", (POSITION, LINEAR))
-def test_accidents_are_seen(digest):
+def test_accidents_are_seen():
     """Swaps, moves, losses, repeats and single bits, of which sums and XORs of values miss most."""
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(2000, generator=generator).to(torch.bfloat16)
-    seen = {position_digest(tensor, digest)}
+    seen = {position_digest(tensor)}
     count = 1
     for _ in range(2000):
         other = tensor.clone()
@@ -131,8 +122,8 @@ def test_accidents_are_seen(digest):
             other[a] = -other[a]
         else:
             other[min(a, 1990) : min(a, 1990) + 8] = 0
-        found = position_digest(other, digest)
-        assert found != position_digest(tensor, digest)
+        found = position_digest(other)
+        assert found != position_digest(tensor)
         seen.add(found)
         count += 1
     assert len(seen) > 1500

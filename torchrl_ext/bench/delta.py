@@ -27,7 +27,6 @@ from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.codecs.streams import find
 from torchrl_ext.codecs.units import units
-from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores import Chain
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.delta_manifest import BLOCKS
@@ -176,7 +175,7 @@ def coded(olds: FlatCopies, new: Mapping[str, Tensor], kind: str, threads: int) 
     places = (place for (place,) in olds.table.places)
     rows = ((*place, tensor) for place, tensor in zip(places, new.values(), strict=True))
     then = partial(code, olds.table, make_codec(kind))
-    return find(olds.table, olds.bits, rows, then, threads=threads, digest=LINEAR)
+    return find(olds.table, olds.bits, rows, then, threads=threads)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

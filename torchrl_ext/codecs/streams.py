@@ -20,8 +20,7 @@ from torch import Tensor
 from torchrl_ext.codecs.patch import SparsePatch, StepPatch, index_dtype
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.devices import Recorded, recorded, settle, wait_for
-from torchrl_ext.kernels.base import BITS, UNSIGNED, Diff, flat_bits, kernels_on, unsigned
-from torchrl_ext.kernels.host import keys_of
+from torchrl_ext.kernels.base import BITS, UNSIGNED, Diff, flat_bits, kernels_on, linear_keys, unsigned
 from torchrl_ext.stores.table import ParamTable, Stream
 
 __all__ = ["BLOCK_UNITS", "Found", "StreamPatch", "find", "fold"]
@@ -113,7 +112,6 @@ def find(
     then: Callable[[Found], _Result],
     *,
     threads: int,
-    digest: str,
     follow: bool = False,
 ) -> Iterator[_Result]:
     """Find what changed in a model, block by block.
@@ -126,7 +124,6 @@ def find(
             accelerator they may still be computed on its current stream.
         then: called with each block that was looked at, in the thread that found what changed.
         threads: worker threads.
-        digest: `torchrl_ext.kernels.base.POSITION` or ``LINEAR``.
         follow: make ``olds`` what is new, at the latest when the block's result is yielded.
 
     Yields:
@@ -145,7 +142,7 @@ def find(
         block.close()
         old = olds[block.stream][block.start : block.start + block.size]
         made = recorded(run.tensors[0].device for run in block.runs)
-        task = pool.submit(_done, table.streams[block.stream], old, block, made, digest, then, follow)
+        task = pool.submit(_done, table.streams[block.stream], old, block, made, then, follow)
         waiting.append((block.nbytes, task))
         ahead += block.nbytes
 
@@ -189,12 +186,11 @@ def _done(
     live: Tensor,
     block: _Open,
     made: Recorded,
-    digest: str,
     then: Callable[[Found], _Result],
     follow: bool,
 ) -> _Result:
     wait_for(made)
-    found, listed = _found(stream, live, block, keys_of(digest))
+    found, listed = _found(stream, live, block)
     result = then(found)
     if follow and found.positions.size:
         _follow(found, listed)
@@ -216,14 +212,14 @@ def _follow(found: Found, listed: list[tuple[Tensor, Diff]]) -> None:
         kernels.scatter(live, *changed)
 
 
-def _found(stream: Stream, live: Tensor, block: _Open, keys: np.ndarray) -> tuple[Found, list[tuple[Tensor, Diff]]]:
+def _found(stream: Stream, live: Tensor, block: _Open) -> tuple[Found, list[tuple[Tensor, Diff]]]:
     """Return what changed in a block; and what a device listed, with the old bits there."""
     from torchrl_ext.kernels.host_loops import digest_segments, scan
 
     segments = stream.within(block.start, block.start + block.size)
     firsts = stream.first[segments.start : segments.stop + 1] - block.start
     starts, words, count = stream.starts[segments.start : segments.stop], np.zeros((len(segments), 2), np.uint64), 0
-    lists, news = _room(block.size + 64, live.element_size()), list[tuple[int, np.ndarray]]()
+    keys, lists, news = linear_keys(), _room(block.size + 64, live.element_size()), list[tuple[int, np.ndarray]]()
     listed = list[tuple[Tensor, Diff]]()
     for at, units, tensors in block.runs:
         flat = torch._utils._flatten_dense_tensors(tensors)  # contiguous; a tensor that is so is not copied
@@ -243,7 +239,7 @@ def _found(stream: Stream, live: Tensor, block: _Open, keys: np.ndarray) -> tupl
         count += more
     positions, before, after = (one[:count] for one in lists)
     found = Found(block.stream, block.start, positions, before, after, segments, words, live, news)
-    _digest_boxes(stream, found, firsts, keys)
+    _digest_boxes(stream, found, firsts)
     return found, listed
 
 
@@ -267,7 +263,7 @@ def _room(size: int, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return lists
 
 
-def _digest_boxes(stream: Stream, found: Found, firsts: np.ndarray, keys: np.ndarray) -> None:
+def _digest_boxes(stream: Stream, found: Found, firsts: np.ndarray) -> None:
     """Add to the digests of segments whose units do not follow one another in their parameter."""
     from torchrl_ext.kernels.host_loops import digest_segments
 
@@ -279,7 +275,7 @@ def _digest_boxes(stream: Stream, found: Found, firsts: np.ndarray, keys: np.nda
         if low < high:
             positions = stream.positions(segment, found.positions[low:high] - firsts[at])
             own = positions, found.before[low:high], found.after[low:high]
-            digest_segments(*own, *all_of_it, keys, found.words[at : at + 1])
+            digest_segments(*own, *all_of_it, linear_keys(), found.words[at : at + 1])
 
 
 @final

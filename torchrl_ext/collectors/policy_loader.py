@@ -82,8 +82,8 @@ class ModelLoader(WeightLoader, Patchable):
     def patchable(self, name: str) -> bool:
         return not _is_extra(name)  # a meta model gets its storage with the first version, sent in full
 
-    def position_digests(self, digest: str) -> dict[str, str]:
-        return {} if self._empty else self._current().position_digests(digest)
+    def position_digests(self) -> dict[str, str]:
+        return {} if self._empty else self._current().position_digests()
 
     def stage(self, changes: Changes) -> None:
         self._extra = dict(changes.whole([name for name in changes.digests if _is_extra(name)]))

@@ -22,8 +22,6 @@ from torchrl_ext.errors import ConfigError
 
 __all__ = [
     "BITS",
-    "LINEAR",
-    "POSITION",
     "ROW",
     "SEED",
     "UNSIGNED",
@@ -51,19 +49,15 @@ _INNERMOST = 16
 Words = tuple[int, int]
 """What elements add to a digest: two words, each modulo 2^64 (`torchrl_ext.weights.digests` has the formulas)."""
 
-POSITION: Final = "position-2x64"
-"""The digest of formats 1 to 3: a mix of position and bits per element."""
-LINEAR: Final = "linear-2x64"
-"""A digest at the speed of memory: bits times a key of their position."""
 SEED: Final = int.from_bytes(b"linear64", "little")
-"""Where the keys of `LINEAR` begin."""
+"""Where the keys of digests begin."""
 ROW: Final = 2048
-"""Words of 32 bits that `LINEAR` multiplies by keys of their own; both tables fit into half of a small L1 cache."""
+"""Words of 32 bits that a digest multiplies by keys of their own; both tables fit into half of a small L1 cache."""
 
 
 @functools.cache
 def linear_keys() -> np.ndarray:
-    """Return the keys of words modulo `ROW` in `LINEAR`, one row for each of its two sums: uint32, shape (2, ROW).
+    """Return the keys of words modulo `ROW` in a digest, one row for each of its two sums: uint32, shape (2, ROW).
 
     Key ``n`` in C order is the upper half of output ``n`` of splitmix64 (Steele, Lea, Flood 2014) from `SEED`. No key
     is 0, and no two in a row are equal, even if shifted by bytes. Read-only.
@@ -248,17 +242,15 @@ class Kernels(ABC):
         """Find the elements that differ between two tensors of bits, contiguous, shape (n,), on the device."""
 
     @abstractmethod
-    def words(self, piece: Piece, digest: str = POSITION) -> Words:
-        """Return what the elements of a piece add to the digest of its tensor, `POSITION` or `LINEAR`."""
+    def words(self, piece: Piece) -> Words:
+        """Return what the elements of a piece add to the digest of its tensor."""
 
-    def linear_words(self, pieces: Sequence[Piece]) -> list[Words]:
-        """Return `words` of each piece, of one width, for the digest `LINEAR`."""
-        return [self.words(piece, LINEAR) for piece in pieces]
+    def words_of(self, pieces: Sequence[Piece]) -> list[Words]:
+        """Return `words` of each piece; all are of one width."""
+        return [self.words(piece) for piece in pieces]
 
     @abstractmethod
-    def land(
-        self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None, digest: str = POSITION
-    ) -> Landed:
+    def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
         """Translate changes, and resolve steps against what the memory of a piece holds now. Writes nothing.
 
         Args:
@@ -268,7 +260,6 @@ class Kernels(ABC):
             payload: bits of the width of the memory, shape (k,), where ``positions`` are: new bits, or steps.
             ordered: None: ``payload`` is new bits. Else it is steps modulo 2^width on the line of integers (False) or
                 of a sign-magnitude format (True).
-            digest: `POSITION` or `LINEAR`.
         """
 
     @abstractmethod

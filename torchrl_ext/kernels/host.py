@@ -9,26 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import (
-    LINEAR,
-    POSITION,
-    UNSIGNED,
-    Diff,
-    Kernels,
-    Landed,
-    Piece,
-    Words,
-    Writes,
-    linear_keys,
-    unsigned,
-)
+from torchrl_ext.kernels.base import UNSIGNED, Diff, Kernels, Landed, Piece, Words, Writes, linear_keys, unsigned
 
-__all__ = ["HostKernels", "keys_of"]
-
-
-def keys_of(digest: str) -> np.ndarray:
-    """Return the keys by which compiled loops know a digest: none for `POSITION`, those of `LINEAR`."""
-    return linear_keys() if digest == LINEAR else linear_keys()[:, :0]
+__all__ = ["HostKernels"]
 
 
 @final
@@ -48,21 +31,18 @@ class HostKernels(Kernels):
         listed, was, now = (torch.from_numpy(column[:found].copy()) for column in (places, before, after))
         return Diff(listed, was.view(old.dtype), now.view(old.dtype))
 
-    def words(self, piece: Piece, digest: str = POSITION) -> Words:
-        from torchrl_ext.kernels.host_loops import digest_piece, linear_piece
+    def words(self, piece: Piece) -> Words:
+        from torchrl_ext.kernels.host_loops import digest_piece
 
         bits, total = piece.memory.numpy(), np.zeros(2, np.uint64)
         if bits.size:
             bits = bits.view(UNSIGNED[bits.itemsize])
             dims = np.array(piece.by_memory, np.int64).reshape(-1, 3)
-            if digest == LINEAR:
-                linear_piece(bits, dims, piece.offset, linear_keys(), total)
-            else:
-                digest_piece(bits, dims, piece.offset, total)
+            digest_piece(bits, dims, piece.offset, linear_keys(), total)
         return int(total[0]), int(total[1])
 
-    def linear_words(self, pieces: Sequence[Piece]) -> list[Words]:
-        from torchrl_ext.kernels.host_loops import linear_runs
+    def words_of(self, pieces: Sequence[Piece]) -> list[Words]:
+        from torchrl_ext.kernels.host_loops import digest_runs
 
         straight = [piece for piece in pieces if piece.straight]
         words = np.zeros((len(straight), 2), np.uint64)
@@ -71,13 +51,11 @@ class HostKernels(Kernels):
             offsets = np.array([piece.offset for piece in straight])
             sizes = np.array([piece.end - piece.offset for piece in straight])
             like = np.empty(0, UNSIGNED[straight[0].memory.element_size()])
-            linear_runs(addresses, offsets, sizes, like, linear_keys(), words)
+            digest_runs(addresses, offsets, sizes, like, linear_keys(), words)
         found = zip(words[:, 0].tolist(), words[:, 1].tolist(), strict=True)
-        return [next(found) if piece.straight else self.words(piece, LINEAR) for piece in pieces]
+        return [next(found) if piece.straight else self.words(piece) for piece in pieces]
 
-    def land(
-        self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None, digest: str = POSITION
-    ) -> Landed:
+    def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
         from torchrl_ext.kernels.host_loops import land, write
 
         target, where, total = piece.memory.numpy(), positions.numpy(), np.zeros(2, np.uint64)
@@ -87,7 +65,7 @@ class HostKernels(Kernels):
         offsets, values = where if same else np.empty(where.size, index), np.empty(where.size, unit)
         how = piece.straight, same, ordered is not None, bool(ordered)
         changes = where, payload.numpy().view(unit)
-        found = land(target.view(unit), dims, piece.offset, *changes, *how, offsets, values, keys_of(digest), total)
+        found = land(target.view(unit), dims, piece.offset, *changes, *how, offsets, values, linear_keys(), total)
         if found < where.size:  # the memory that waits for a pause is as long as what will be written in it
             offsets, values = offsets[:found].copy(), values[:found].copy()
         none = np.empty(0, np.int64)

@@ -7,15 +7,14 @@ from numba import carray
 
 from torchrl_ext.kernels.base import ROW, SEED
 from torchrl_ext.kernels.host_lists import CHUNK, list_changes
-from torchrl_ext.kernels.jit import GOLDEN, fingerprint, helper, line, njit, pointer, unline
+from torchrl_ext.kernels.jit import GOLDEN, helper, line, njit, pointer, unline
 
 __all__ = [
     "digest_piece",
+    "digest_runs",
     "digest_segments",
     "land",
     "land_segments",
-    "linear_piece",
-    "linear_runs",
     "move",
     "scan",
     "sums",
@@ -26,6 +25,8 @@ _LANDED = 4096  # changes that are translated together: they stay in the process
 _1, _2, _3, _32 = (np.uint64(number) for number in (1, 2, 3, 32))
 _NONE, _ONE = np.int64(0), np.int64(1)  # numba compiles a helper anew for the type of a literal
 _LOW = np.uint64(0xFFFFFFFF)
+_M1, _M2, _M3 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0xD6E8FEB86659FD93)
+_30, _27, _31, _29 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(29)
 _ROW, _ROW_BITS, _IN_ROW, _SEED = ROW, np.uint64(ROW.bit_length() - 1), np.uint64(ROW - 1), np.uint64(SEED)
 
 
@@ -36,28 +37,19 @@ def _widen(short, begin, count, places):
 
 
 @helper
-def _add_digest(start, places, before, after, count, digest):
-    """Add to a position digest what changes do to it; ``start`` is the position in the tensor of place 0."""
-    one, two = digest[0], digest[1]
-    for k in range(count):
-        key = np.uint64(start + places[k]) * GOLDEN
-        f0, f1 = fingerprint(key, np.uint64(before[k]))
-        g0, g1 = fingerprint(key, np.uint64(after[k]))
-        one += g0 - f0
-        two += g1 - f1
-    digest[0], digest[1] = one, two
-
-
-@helper
 def _factors(row):
-    """Return what the sums of a row of words are multiplied by: two odd words."""
-    one, two = fingerprint(np.uint64(row) * GOLDEN, _SEED)
-    return one | _1, two | _1
+    """Return what the sums of a row of words are multiplied by: two odd words, mixed as splitmix64 does."""
+    one = np.uint64(row) * GOLDEN + _SEED
+    one = (one ^ (one >> _30)) * _M1
+    one = (one ^ (one >> _27)) * _M2
+    one = one ^ (one >> _31)
+    two = (one ^ (one >> _32)) * _M3
+    return one | _1, (two ^ (two >> _29)) | _1
 
 
 @helper
-def _add_linear(start, places, before, after, count, keys, digest):
-    """Add to a linear digest what changes do to it; ``start`` is the position in the tensor of place 0."""
+def _add_change(start, places, before, after, count, keys, digest):
+    """Add to a digest what changes do to it; ``start`` is the position in the tensor of place 0."""
     one, two, total_one, total_two = np.uint64(0), np.uint64(0), digest[0], digest[1]
     row, (first, second), width = np.uint64(0), _factors(np.uint64(0)), np.uint64(before.itemsize)
     for k in range(count):
@@ -76,14 +68,6 @@ def _add_linear(start, places, before, after, count, keys, digest):
             one += high * np.uint64(keys[0, i + _1])
             two += high * np.uint64(keys[1, i + _1])
     digest[0], digest[1] = total_one + one * first, total_two + two * second
-
-
-@helper
-def _add_change(start, places, before, after, count, keys, digest):
-    if keys.size:
-        _add_linear(start, places, before, after, count, keys, digest)
-    else:
-        _add_digest(start, places, before, after, count, digest)
 
 
 @helper
@@ -163,7 +147,7 @@ def _linear_run(run, position, keys):
 
 @helper
 def _add_runs(old, new, base, segment, firsts, starts, keys, words):
-    """Do as `_add_segments`, of all elements of a range that begins at ``base``; for the linear digest."""
+    """Do as `_add_segments`, of all elements of a range that begins at ``base``."""
     at = 0
     while at < old.size:
         while firsts[segment + 1] <= base + at:
@@ -189,7 +173,7 @@ def scan(old, new, base, firsts, starts, keys, positions, before, after, words):
         firsts: int64 shape (k + 1,): where each segment begins, and the last one ends.
         starts: int64 shape (k,): position in its parameter of each segment's first unit, where the others follow it;
             -1 where they do not, and the digest is not added to.
-        keys: `torchrl_ext.kernels.base.linear_keys` for the linear digest; without elements for the position digest.
+        keys: `torchrl_ext.kernels.base.linear_keys`.
         positions: int32 or int64, before, after: as ``old``; at least ``n`` + 64 long. Lists to fill; positions count
             like ``firsts``.
         words: uint64 shape (k, 2).
@@ -202,7 +186,7 @@ def scan(old, new, base, firsts, starts, keys, positions, before, after, words):
         olds, news = before[found:], after[found:]
         changed = list_changes(old, new, begin, short, olds, news)
         end = min(size, begin + CHUNK)
-        if keys.size and changed > (end - begin) // 8:  # then sums over all elements are quicker
+        if changed > (end - begin) // 8:  # then sums over all elements are quicker
             segment = _add_runs(old[begin:end], new[begin:end], base + begin, segment, firsts, starts, keys, words)
         else:
             segment = _add_segments(base + begin, short, olds, news, changed, segment, firsts, starts, keys, words)
@@ -414,46 +398,14 @@ def _corner(dims, row, offset):
 
 
 @njit
-def digest_piece(memory, dims, offset, digest):
-    """Add to a position digest the elements of a piece.
+def digest_piece(memory, dims, offset, keys, digest):
+    """Add to a digest the elements of a piece.
 
     Args:
         memory: unsigned, shape (m,).
         dims, offset: ``by_memory``, int64 shape (d, 3), and ``offset`` of `torchrl_ext.kernels.base.Piece`.
-        digest: uint64 shape (2,).
-    """
-    last, rows, size, stride, to = dims.shape[0] - 1, 1, 1, 1, 1
-    if last >= 0:
-        size, stride, to = dims[last, 0], dims[last, 1], dims[last, 2]
-    for d in range(last):
-        rows *= dims[d, 0]
-    one, two, step = digest[0], digest[1], np.uint64(stride) * GOLDEN
-    for row in range(rows):
-        position, place = _corner(dims[:-1], row, offset)
-        key = np.uint64(position) * GOLDEN
-        if to == 1:
-            run = memory[place : place + size]
-            for i in range(run.size):
-                a, b = fingerprint(key, np.uint64(run[i]))
-                one += a
-                two += b
-                key += step
-        else:
-            for i in range(size):
-                a, b = fingerprint(key, np.uint64(memory[place + i * to]))
-                one += a
-                two += b
-                key += step
-    digest[0], digest[1] = one, two
-
-
-@njit
-def linear_piece(memory, dims, offset, keys, digest):
-    """Add to a linear digest the elements of a piece.
-
-    Args:
-        memory, dims, offset, digest: as in `digest_piece`.
         keys: `torchrl_ext.kernels.base.linear_keys`.
+        digest: uint64 shape (2,).
     """
     last, rows, size, stride, to = dims.shape[0] - 1, 1, 1, 1, 1
     if last >= 0:
@@ -472,8 +424,8 @@ def linear_piece(memory, dims, offset, keys, digest):
 
 
 @njit
-def linear_runs(addresses, positions, sizes, like, keys, words):
-    """Add to the linear digest of each of several tensors a run of its elements.
+def digest_runs(addresses, positions, sizes, like, keys, words):
+    """Add to the digest of each of several tensors a run of its elements.
 
     Whoever gives addresses makes sure that the memory from each on holds as many elements.
 

@@ -43,7 +43,6 @@ __all__ = [
     "changed64",
     "count_ones",
     "count_trailing_zeros",
-    "fingerprint",
     "helper",
     "line",
     "njit",
@@ -146,23 +145,6 @@ def pointer(typingctx: Any, address: Any) -> Any:
 
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiples of it keep the largest distance from each other
-_M1, _M2, _M3 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(0xD6E8FEB86659FD93)
-_30, _27, _31, _32, _29 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32), np.uint64(29)
-
-
-@numba.njit(nogil=True, inline="always")
-def fingerprint(key: Any, bits: Any) -> Any:
-    """Return two 64-bit words for one element: a bijective mix (splitmix64's) of ``key + bits``, and a second.
-
-    ``key`` is the element's position times `GOLDEN`. See `torchrl_ext.weights.digests` for why sums of these
-    are a digest.
-    """
-    z = key + bits
-    z = (z ^ (z >> _30)) * _M1
-    z = (z ^ (z >> _27)) * _M2
-    z = z ^ (z >> _31)
-    y = (z ^ (z >> _32)) * _M3
-    return z, y ^ (y >> _29)
 
 
 @helper

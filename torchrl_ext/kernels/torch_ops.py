@@ -9,19 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from torchrl_ext.kernels.base import (
-    LINEAR,
-    POSITION,
-    ROW,
-    SEED,
-    Diff,
-    Kernels,
-    Landed,
-    Piece,
-    Words,
-    Writes,
-    linear_keys,
-)
+from torchrl_ext.kernels.base import ROW, SEED, Diff, Kernels, Landed, Piece, Words, Writes, linear_keys
 
 __all__ = ["TorchKernels"]
 
@@ -35,7 +23,7 @@ def _signed(constant: int) -> int:
 
 _GOLDEN, _M1, _M2, _M3 = map(
     _signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
-)  # as in `torchrl_ext.kernels.jit`
+)  # as in `torchrl_ext.kernels.host_loops`
 
 
 def _down(words: Tensor, count: int) -> Tensor:
@@ -49,13 +37,14 @@ def _wide(bits: Tensor) -> Tensor:
     return bits.to(torch.int64) & ((1 << width) - 1) if width < 64 else bits
 
 
-def _fingerprints(positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-    z = positions * _GOLDEN + _wide(bits)
-    z = (z ^ _down(z, 30)) * _M1
-    z = (z ^ _down(z, 27)) * _M2
-    z = z ^ _down(z, 31)
-    y = (z ^ _down(z, 32)) * _M3
-    return z, y ^ _down(y, 29)
+def _factors(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the sums of rows of words are multiplied by."""
+    one = rows * _GOLDEN + _signed(SEED)
+    one = (one ^ _down(one, 30)) * _M1
+    one = (one ^ _down(one, 27)) * _M2
+    one = one ^ _down(one, 31)
+    two = (one ^ _down(one, 32)) * _M3
+    return one | 1, (two ^ _down(two, 29)) | 1
 
 
 @functools.cache
@@ -63,23 +52,17 @@ def _keys_on(device: torch.device) -> Tensor:
     return torch.from_numpy(linear_keys().astype("int64")).to(device)
 
 
-def _linear(positions: Tensor, bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return per element the words that it adds to a linear digest."""
+def _sums(positions: Tensor, bits: Tensor) -> Tensor:
+    """Return the words that elements add to a digest: int64, shape (2,)."""
     byte, wide = positions * bits.element_size(), _wide(bits)
     word, shift = byte >> 2, (byte & 3) << 3
     keys, at = _keys_on(positions.device), word & (ROW - 1)
-    rows = torch.div(word, ROW, rounding_mode="floor")
-    factors = _fingerprints(rows, torch.full_like(rows, _signed(SEED)))
+    factors = _factors(torch.div(word, ROW, rounding_mode="floor"))
     one, two = (((wide & 0xFFFFFFFF) + 1 << shift) * row[at] for row in keys)
     if bits.element_size() == 8:
         high = _down(wide, 32) + 1
         one, two = one + high * keys[0, at + 1], two + high * keys[1, at + 1]
-    return one * (factors[0] | 1), two * (factors[1] | 1)
-
-
-def _sums(positions: Tensor, bits: Tensor, digest: str) -> Tensor:
-    found = _linear(positions, bits) if digest == LINEAR else _fingerprints(positions, bits)
-    return torch.stack([words.sum() for words in found])
+    return torch.stack([(one * factors[0]).sum(), (two * factors[1]).sum()])
 
 
 def _words(total: Tensor) -> Words:
@@ -96,15 +79,15 @@ class TorchKernels(Kernels):
         places = where.to(torch.int32) if old.numel() < 2**31 else where
         return Diff(places, old.index_select(0, where), new.index_select(0, where))
 
-    def _change_words(self, positions: Tensor, before: Tensor, after: Tensor, digest: str) -> Words:
+    def _change_words(self, positions: Tensor, before: Tensor, after: Tensor) -> Words:
         total = torch.zeros(2, dtype=torch.int64, device=positions.device)
         for at in range(0, positions.numel(), _PIECE):
             end = at + _PIECE
             here = positions[at:end].to(torch.int64)
-            total += _sums(here, after[at:end], digest) - _sums(here, before[at:end], digest)
+            total += _sums(here, after[at:end]) - _sums(here, before[at:end])
         return _words(total)
 
-    def words(self, piece: Piece, digest: str = POSITION) -> Words:
+    def words(self, piece: Piece) -> Words:
         device, count = piece.memory.device, piece.destination.numel()
         total = torch.zeros(2, dtype=torch.int64, device=device)
         for at in range(0, count, _PIECE):
@@ -115,12 +98,10 @@ class TorchKernels(Kernels):
                 positions += coordinate * stride
                 offsets += coordinate * to
                 rest = torch.div(rest, size, rounding_mode="floor")
-            total += _sums(positions, piece.memory.index_select(0, offsets), digest)
+            total += _sums(positions, piece.memory.index_select(0, offsets))
         return _words(total)
 
-    def land(
-        self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None, digest: str = POSITION
-    ) -> Landed:
+    def land(self, piece: Piece, positions: Tensor, payload: Tensor, ordered: bool | None) -> Landed:
         positions, payload = positions.to(piece.memory.device), payload.to(piece.memory.device)
         rest = positions.to(torch.int64) - piece.offset
         offsets, fits = torch.zeros_like(rest), torch.ones_like(rest, dtype=torch.bool)
@@ -134,7 +115,7 @@ class TorchKernels(Kernels):
             positions, payload, offsets = positions[fits], payload[fits], offsets[fits]
         before = piece.memory.index_select(0, offsets)
         values = payload if ordered is None else _moved(before, payload, ordered)
-        words = self._change_words(positions, before, values, digest)
+        words = self._change_words(positions, before, values)
         return Landed(offsets=offsets, values=values, words=words)
 
     def scatter(self, target: Tensor, offsets: Tensor, values: Tensor) -> None:

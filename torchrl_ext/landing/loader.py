@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from torchrl_ext.codecs.streams import StreamPatch
 from torchrl_ext.errors import ConfigError, ManifestError, NotConnectedError
-from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.types import Info, ParamMeta
 from torchrl_ext.weights.digests import position_digest, tensor_digest
 from torchrl_ext.weights.hf_names import Spelling, groups_of
@@ -45,7 +44,6 @@ class Changes:
         patches: iterates once over the changes. It takes a function that says whether a changed tensor is wanted, and
             skips blocks without a wanted tensor; other blocks may include changes of unwanted tensors.
         digests: digest of every tensor after the changes, 32 hex digits, by name.
-        digest: the name of that digest (`torchrl_ext.weights.digests`).
         whole: returns the named tensors as they are after the changes, for tensors that are not patchable.
         held, reached: run id and number of the first and the last version.
         params: every parameter of the model, in order.
@@ -53,7 +51,6 @@ class Changes:
 
     patches: Callable[[Callable[[str], bool]], Iterator[StreamPatch]]
     digests: Mapping[str, str]
-    digest: str = LINEAR
     whole: Callable[[Iterable[str]], Iterator[tuple[str, Tensor]]]
     held: tuple[str, int] = ("", 0)
     reached: tuple[str, int] = ("", 0)
@@ -163,7 +160,7 @@ class Patchable(ABC):
         """Return whether changes of this checkpoint tensor can be written; otherwise the tensor is sent whole."""
 
     @abstractmethod
-    def position_digests(self, digest: str) -> dict[str, str]:
+    def position_digests(self) -> dict[str, str]:
         """Return the position digest of each checkpoint tensor, 32 hex digits, recomputed from the model's bytes.
 
         Raises:
@@ -317,9 +314,9 @@ class TensorsLoader(WeightLoader, Patchable):
     def proof(self) -> str:
         return "in place"
 
-    def position_digests(self, digest: str) -> dict[str, str]:
-        found = {name: one.hex() for name, one in self._patches().held(digest).items()}
-        return found | {name: position_digest(tensor, digest).hex() for name, tensor in self._spelled().assembled()}
+    def position_digests(self) -> dict[str, str]:
+        found = {name: one.hex() for name, one in self._patches().held().items()}
+        return found | {name: position_digest(tensor).hex() for name, tensor in self._spelled().assembled()}
 
     def stage(self, changes: Changes) -> None:
         from torchrl_ext.landing.patcher import compare
@@ -328,7 +325,7 @@ class TensorsLoader(WeightLoader, Patchable):
         found = self._patches().stage(changes)
         copied = self._copied & changes.digests.keys()
         self._whole = dict(changes.whole(copied)) if copied else {}
-        found |= {name: position_digest(tensor, changes.digest) for name, tensor in self._whole.items()}
+        found |= {name: position_digest(tensor) for name, tensor in self._whole.items()}
         dropped = sorted(changes.digests.keys() - found.keys())
         if dropped:
             raise ManifestError(

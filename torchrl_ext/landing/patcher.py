@@ -22,8 +22,7 @@ from torchrl_ext.codecs.patch import SparsePatch, StepPatch, index_dtype
 from torchrl_ext.codecs.streams import StreamPatch
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import IntegrityError, NotConnectedError
-from torchrl_ext.kernels.base import BITS, LINEAR, Kernels, Piece, Words, Writes, kernels_on
-from torchrl_ext.kernels.host import keys_of
+from torchrl_ext.kernels.base import BITS, Kernels, Piece, Words, Writes, kernels_on, linear_keys
 from torchrl_ext.stores.table import ParamTable, Stream, unit_bytes
 from torchrl_ext.weights.digests import PositionDigest
 from torchrl_ext.weights.view import View
@@ -84,7 +83,7 @@ class _Copy(NamedTuple):
     def _sums(self, parts: Iterable[Tensor]) -> Tensor:
         if self.kernels.on_host:  # then a digest takes a third of the time
             pieces = (Piece(destination=part, offset=0, strides=(1,)) for part in parts)
-            return torch.tensor([self.kernels.words(piece, LINEAR)[0] - 2**63 for piece in pieces])
+            return torch.tensor([self.kernels.words(piece)[0] - 2**63 for piece in pieces])
         device, sums = self.target.device, self.kernels.sums
         places = torch.arange(min(self.target.numel(), _most(self.kernels)), dtype=torch.int32, device=device)
         sized = ((torch.full((1,), part.numel(), device=device), part) for part in parts)
@@ -189,7 +188,6 @@ class Patcher:
 
     def __init__(self, pieces: Mapping[str, Sequence[Piece]], kernels: Kernels | None = None) -> None:
         self.pieces, self._kernels = pieces, kernels
-        self._digest_name = LINEAR
         self._plans: tuple[ParamTable, dict[int, _Plan]] | None = None
         self._held: dict[str, PositionDigest] = {}  # of what this rank has of each tensor, as far as it is known
         self._staged: dict[str, PositionDigest] | None = None  # of the tensors that change
@@ -217,9 +215,8 @@ class Patcher:
         self._damage = None
         self.drop()
 
-    def held(self, digest: str) -> dict[str, PositionDigest]:
-        """Return the digest of what this rank holds now of each tensor, from the bytes; takes the digest's name."""
-        self._use(digest)
+    def held(self) -> dict[str, PositionDigest]:
+        """Return the digest of what this rank holds now of each tensor, from the bytes."""
         self._held.clear()
         self._take(self.pieces)
         return dict(self._held)
@@ -241,7 +238,6 @@ class Patcher:
             self._damage = error
         self._turn = (self._turn + 1) % READ_BACK_VERSIONS
         lists, copies, staged = _Lists(), dict[str, list[_Copy]](), dict[str, PositionDigest]()
-        self._use(changes.digest)
         self._take(self.pieces)
         for every in changes.patches(self._wanted):
             for patch in self._land(every, lists, staged):
@@ -281,7 +277,7 @@ class Patcher:
             plan.highs[own],
             every.steps,
             unit_of(stream.dtype).ordered,
-            keys_of(self._digest_name),
+            linear_keys(),
             runs,
             ends,
             offsets,
@@ -328,9 +324,7 @@ class Patcher:
             low, high = np.searchsorted(patch.indices, bounds).tolist()
             if low == high:
                 continue
-            offsets, values, words = kernels.land(
-                piece, positions[low:high], payload[low:high], ordered, self._digest_name
-            )
+            offsets, values, words = kernels.land(piece, positions[low:high], payload[low:high], ordered)
             first, second = first + words[0], second + words[1]
             if not values.numel():
                 continue
@@ -348,12 +342,6 @@ class Patcher:
                 for at, its in zip(offsets.split(_most(kernels)), values.split(_most(kernels)), strict=True):
                     lists.add([patch.meta.name], Writes.of([(target, at, its)]), kernels)
         return first, second
-
-    def _use(self, digest: str) -> None:
-        """Keep digests of this name from now on."""
-        if digest != self._digest_name:
-            self._held.clear()
-            self._digest_name = digest
 
     def _wanted(self, name: str) -> bool:
         if name in self.pieces:
@@ -426,11 +414,7 @@ class Patcher:
                 own[0].append(name)
                 own[1].append(piece)
         for (kernels, _), (owners, pieces) in groups.items():
-            if self._digest_name == LINEAR:
-                words = kernels.linear_words(pieces)
-            else:
-                words = [kernels.words(piece, self._digest_name) for piece in pieces]
-            for name, added in zip(owners, words, strict=True):
+            for name, added in zip(owners, kernels.words_of(pieces), strict=True):
                 self._held[name] = self._held[name].plus(added)
 
 

@@ -586,7 +586,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
 
     # changes
 
-    def position_digests(self, digest: str) -> dict[str, str]:
+    def position_digests(self) -> dict[str, str]:
         """Return position digests of the model's tensors that can be read back, or else of the start checkpoint's.
 
         The start checkpoint is used only while no other weights were loaded.
@@ -596,14 +596,14 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         """
         self._follow()
         if self.model.alone and self._params and all(self.patchable(meta.name) for meta in self._params):
-            return {name: held.hex() for name, held in self._together(self._patcher.held(digest)).items()}
+            return {name: held.hex() for name, held in self._together(self._patcher.held()).items()}
         start = None if self.modified else self.start_weights()
         if start is None:
             raise ConfigError(
                 "this engine cannot read its weights back, and no longer holds the weights that it was started with",
                 hint="leave base= out, so that the trainer first sends a full version",
             )
-        return {name: position_digest(tensor, digest).hex() for name, tensor in start}
+        return {name: position_digest(tensor).hex() for name, tensor in start}
 
     def stage(self, changes: Changes) -> None:
         """Translate changes of tensors that can be patched; update the others on the host."""
@@ -614,7 +614,7 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
         self._staged, self._expected = self._patcher.stage(changes), changes.digests
         names = self._load_together(self._patcher.others)
         self._whole = list(changes.whole(names)) if names else []
-        compare({name: position_digest(tensor, changes.digest) for name, tensor in self._whole}, self._expected)
+        compare({name: position_digest(tensor) for name, tensor in self._whole}, self._expected)
 
     @property
     def staged_bytes(self) -> int:

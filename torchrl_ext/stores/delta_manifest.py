@@ -1,13 +1,12 @@
 """The manifest of a delta: what it is taken against, what it changes, and where the blocks of its streams lie.
 
-Format 4 is JSON in one zstd frame, and has no row per parameter but those of its table (`torchrl_ext.stores.table`):
-digests and blocks are binary columns, little-endian, in base64. Formats 1 to 3 have a row for each parameter, or for
-each block of one that a trainer rank wrote; they are read as tables whose streams have one segment and one block.
+It is JSON in one zstd frame, and has no row per parameter but those of its table (`torchrl_ext.stores.table`): digests
+and blocks are binary columns, little-endian, in base64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Annotated, Any, ClassVar, final
@@ -17,11 +16,10 @@ import numpy as np
 import xxhash
 import zstandard
 
-from torchrl_ext.errors import ManifestError
-from torchrl_ext.stores.table import TILES, ParamTable, Segment, units_of
-from torchrl_ext.types import Count, Info, ParamMeta, Text, Wire, decode_dtype, decoded, described, dtype_name
+from torchrl_ext.stores.table import TILES, ParamTable, Segment
+from torchrl_ext.types import Count, Info, ParamMeta, Text, Wire, decode_dtype, described, dtype_name
 
-__all__ = ["BLOCK", "BLOCKS", "DIGEST", "END", "ROWS", "DeltaManifest", "Placing", "from_json", "from_rows"]
+__all__ = ["BLOCK", "BLOCKS", "DIGEST", "END", "DeltaManifest", "Placing"]
 
 DIGEST = np.dtype("<u8")
 """Of the columns of digests, shape (parameters, 2)."""
@@ -39,15 +37,14 @@ BLOCK = np.dtype(
     ]
 )
 """Of the column of blocks, which are in order of stream and start: ``start`` and ``size`` in units of the stream, how
-many units changed, which bytes of which file code them with which codec, and their xxh3-64; 0 where a payload of an
-older format ends with its own."""
+many units changed, which bytes of which file code them with which codec, and their xxh3-64."""
 
-BLOCKS, ROWS = "blocks", "rows"
-"""Containers of ours, of which manifests say where each payload lies: of format 4, and of formats 1 to 3."""
+BLOCKS = "blocks"
+"""The container of ours, of which the manifest says where each block lies."""
 
 _LEVEL = 1  # of zstd: 19 took 13 to 25 times as long for every version, for 6 to 8 % fewer bytes
 END = b',"content":"%s"}'
-"""How the text of format 4 ends: with the xxh3-128 of all before."""
+"""How the text of a manifest ends: with the xxh3-128 of all before."""
 
 
 class Placing(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -57,28 +54,18 @@ class Placing(msgspec.Struct, frozen=True, array_like=True, gc=False):
     checksum: Text = ""
 
 
-class _Document(Wire, frozen=True, kw_only=True):
-    """The fields of JSON of every format that a `DeltaManifest` has as they are."""
+class _Head(Wire, frozen=True, kw_only=True):
+    """The manifest as JSON; `bytes` are base64 there."""
 
+    format: str
+    format_number: int
     version: Count
     base_version: Count
     run_id: Text
     base_run_id: Text
-    digest: Text
     container: Text
     codecs: tuple[dict[str, Any], ...]
     files: dict[str, Count]
-
-
-def _plain(found: _Document | DeltaManifest) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in _Document.__struct_fields__}
-
-
-class _Head(_Document, frozen=True, kw_only=True):
-    """Format 4 as JSON; `bytes` are base64 there."""
-
-    format: str
-    format_number: int
     params: msgspec.Raw
     tiles: Annotated[int, msgspec.Meta(ge=1, le=TILES)] = 1
     streams: list[list[Segment]] | None = None
@@ -87,6 +74,14 @@ class _Head(_Document, frozen=True, kw_only=True):
     base_digests: bytes = b""
     blocks: bytes = b""
     placed: dict[str, Placing] = msgspec.field(default_factory=dict)
+
+
+_ALIKE = "version", "base_version", "run_id", "base_run_id", "container", "codecs", "files"
+"""The fields of JSON that a `DeltaManifest` has as they are."""
+
+
+def _alike(found: _Head | DeltaManifest) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in _ALIKE}
 
 
 @final
@@ -99,7 +94,6 @@ class DeltaManifest:
         base_version: the version that it starts from.
         run_id: the trainer process that published it.
         base_run_id: the one that published the base; "" where another library wrote the delta, which does not say.
-        digest: name of the digest (`torchrl_ext.weights.digests`).
         container: how payloads are laid out in files (`torchrl_ext.versions.containers`).
         codecs: JSON of every codec used.
         files: size in bytes of every file beside the manifest.
@@ -113,13 +107,12 @@ class DeltaManifest:
     """
 
     FORMAT: ClassVar[str] = "torchrl_ext.delta"
-    NUMBER: ClassVar[int] = 4
+    NUMBER: ClassVar[int] = 1
 
     version: int
     base_version: int
     run_id: str
     base_run_id: str
-    digest: str
     container: str
     codecs: tuple[Info, ...]
     files: Mapping[str, int]
@@ -165,7 +158,7 @@ class DeltaManifest:
         head = _Head(
             format=self.FORMAT,
             format_number=self.NUMBER,
-            **_plain(self),
+            **_alike(self),
             params=msgspec.Raw(msgspec.json.encode(self.table.params, enc_hook=dtype_name)),
             tiles=self.table.tiles or 1,
             streams=None if self.table.tiles else [list(stream.segments) for stream in streams],
@@ -180,9 +173,13 @@ class DeltaManifest:
         return zstandard.ZstdCompressor(level=_LEVEL).compress(text)
 
     @classmethod
-    def _of(cls, head: _Head) -> DeltaManifest:
-        if head.container == ROWS:
-            raise ValueError("it has rows, which only formats before 4 have")
+    def of(cls, text: bytes) -> DeltaManifest:
+        """Return the manifest in a document whose checksum was compared.
+
+        Raises:
+            ValueError, ManifestError: it is malformed, or contradicts itself.
+        """
+        head = msgspec.json.decode(text, type=described(_Head), dec_hook=decode_dtype)
         table = ParamTable.of(_params(bytes(head.params)), head.streams, tiles=head.tiles)
         if len(table.number) != len(table.params):
             raise ValueError("a parameter is listed twice")
@@ -190,7 +187,7 @@ class DeltaManifest:
         if lost is not None:
             raise ValueError(f"no stream, or more than one, covers each unit of {lost}")
         found = cls(
-            **_plain(head),
+            **_alike(head),
             table=table,
             changed=np.frombuffer(head.changed, DIGEST),
             digests=_digests(head.digests, len(table.params)),
@@ -215,7 +212,7 @@ class DeltaManifest:
             raise ValueError("a codec has no name")
         if self.changed.size != len(self.params):
             raise ValueError(f"{self.changed.size} counts of {len(self.params)} parameters")
-        if self.container in (BLOCKS, ROWS) and len(self.digests) != len(self.params):
+        if self.container == BLOCKS and len(self.digests) != len(self.params):
             raise ValueError(f"it has {len(self.digests)} digests of {len(self.params)} parameters")
         for name, one in self.placed.items():
             if name not in self.table.number or (one.file and one.file not in self.files):
@@ -248,98 +245,3 @@ def _digests(data: bytes, count: int) -> np.ndarray:
     if len(data) not in (0, 16 * count):
         raise ValueError(f"{len(data)} bytes of digests of {count} parameters")
     return np.frombuffer(data, DIGEST).reshape(-1, 2)
-
-
-def from_json(text: bytes) -> DeltaManifest:
-    """Return the manifest in a document of format 4, whose checksum was compared.
-
-    Raises:
-        ValueError, ManifestError: it is malformed, or contradicts itself.
-    """
-    return DeltaManifest._of(msgspec.json.decode(text, type=described(_Head), dec_hook=decode_dtype))
-
-
-class _Before4(_Document, frozen=True, kw_only=True):
-    """Formats 1 to 3 as JSON."""
-
-    params: list[list[Any]]
-    base_digests: dict[str, str] = msgspec.field(default_factory=dict)
-
-
-_BOXES = 1 << 12  # of one parameter, about one for each trainer rank; more would take long to compare
-_OURS = ("packed", "shards")  # as formats 1 to 3 call them
-
-
-class _Payload(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The end of a row of formats 1 to 3."""
-
-    changed: Count
-    codec: Count
-    file: Text
-    offset: Count | None
-    nbytes: Count
-    checksum: Text = ""
-
-
-def from_rows(found: Any) -> DeltaManifest:
-    """Return the manifest in a document of format 1, 2 or 3.
-
-    A row is ``[name, dtype, shape, digest]``; or that and ``changed, codec, file, offset, nbytes[, checksum]``; or that
-    and a list of ``[start, sizes, changed, ...]``, one for each block that a trainer rank wrote. An offset is None
-    where the payload follows the one before in its file.
-
-    Raises:
-        ValueError, ManifestError: it is malformed, or contradicts itself.
-    """
-    head = decoded(found, _Before4, "the document", ManifestError)
-    metas = [ParamMeta.from_json(row[:3]) for row in head.params]
-    files = {name: number for number, name in enumerate(head.files)}
-    ends, placed = dict.fromkeys(files, 0), dict[str, Placing]()
-    segments, blocks, changed = list[list[Segment]](), list[tuple[int, ...]](), np.zeros(len(metas), DIGEST)
-    for number, (meta, row) in enumerate(zip(metas, head.params, strict=True)):
-        rows = row[4] if len(row) == 5 else [[None, None, *row[4:]]] if len(row) > 5 else []
-        for start, sizes, *rest in rows:
-            where = f"the row of {meta.name!r}"
-            one = decoded(rest, _Payload, where, ManifestError)
-            changed[number] += one.changed
-            if head.container not in _OURS:
-                placed[meta.name] = Placing(one.file, one.checksum)
-                continue
-            if one.file not in files:
-                raise ValueError(f"a payload of {meta.name!r} lies in {one.file!r}, which is not listed")
-            offset = ends[one.file] if one.offset is None else one.offset
-            ends[one.file] = offset + one.nbytes
-            segment = decoded([number, start, sizes], Segment, where, ManifestError)
-            stream = (len(segments), files[one.file], one.codec, 0, units_of(meta, segment))
-            blocks.append((*stream, one.changed, offset, one.nbytes, int(one.checksum or "0", 16)))
-            segments.append([segment])
-    table = ParamTable.of(metas, segments)
-    for meta, places in zip(metas, table.places, strict=True):
-        if len(places) > _BOXES:
-            raise ValueError(f"{meta.name!r} has {len(places)} blocks, and trainers wrote at most {_BOXES}")
-        if len(places) > 1:
-            boxes = np.array([table.streams[stream].box(segment) for stream, segment in places], np.int64)
-            starts, stops = boxes[:, 0], boxes[:, 1]
-            meet = ((starts[:, None] < stops) & (starts < stops[:, None])).all(axis=2)
-            if np.count_nonzero(meet) > len(places):  # each box meets itself
-                raise ValueError(f"two blocks of {meta.name!r} share elements")
-    made = DeltaManifest(
-        **_plain(head) | ({"container": ROWS} if head.container in _OURS else {}),
-        table=table,
-        changed=changed,
-        digests=_from_hex([row[3] for row in head.params]),
-        base_digests=_from_hex([head.base_digests[meta.name] for meta in metas] if head.base_digests else []),
-        blocks=np.array(blocks, BLOCK),
-        placed=placed,
-    )
-    made.check()
-    return made
-
-
-def _from_hex(digests: Sequence[str]) -> np.ndarray:
-    """Return digests of 32 hex digits as two words each; none where all are empty, as in another library's deltas."""
-    if not any(digests):
-        return np.empty((0, 2), DIGEST)
-    if any(len(digest) != 32 for digest in digests):
-        raise ValueError("a digest is not 32 hex digits")
-    return np.frombuffer(bytes.fromhex("".join(digests)), ">u8").reshape(-1, 2).astype(DIGEST)

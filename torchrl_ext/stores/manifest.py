@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -14,7 +14,7 @@ import zstandard
 
 from torchrl_ext.errors import IntegrityError, ManifestError, StoreError
 from torchrl_ext.stores.base import checked_key
-from torchrl_ext.stores.delta_manifest import END, DeltaManifest, from_json, from_rows
+from torchrl_ext.stores.delta_manifest import END, DeltaManifest
 from torchrl_ext.stores.table import PARAMETERS
 from torchrl_ext.types import Count, ParamMeta, Shape, Text, Wire, decode_dtype, described, dtype_name
 
@@ -51,15 +51,15 @@ class _Row(Wire, frozen=True, kw_only=True, gc=False):
 
 
 class _Head(Wire, frozen=True, kw_only=True):
-    """What all formats have; the first one has no checksum of its own text."""
+    """What manifests of both kinds have."""
 
     format: str
     format_number: int
     files: dict[str, Count]
-    content: str | None = None
 
 
 class _Full(_Head, frozen=True, kw_only=True):
+    content: str
     version: Count
     run_id: Text
     checksum: str
@@ -79,7 +79,7 @@ class Manifest:
     """
 
     FORMAT: ClassVar[str] = "torchrl_ext.weights"
-    NUMBER: ClassVar[int] = 2
+    NUMBER: ClassVar[int] = 1
 
     version: int
     run_id: str
@@ -123,15 +123,7 @@ class Manifest:
         return cls(version=found.version, run_id=found.run_id, params=tuple(params.values()), files=found.files)
 
 
-def _of_rows(data: bytes) -> DeltaManifest:
-    return from_rows(json.loads(data, parse_constant=_refuse))
-
-
-_READERS: Mapping[tuple[str, int], Callable[[bytes], Manifest | DeltaManifest]] = {
-    **{(Manifest.FORMAT, number): Manifest.of for number in (1, 2)},
-    **{(DeltaManifest.FORMAT, number): _of_rows for number in (1, 2, 3)},
-    (DeltaManifest.FORMAT, DeltaManifest.NUMBER): from_json,
-}
+_KINDS: tuple[type[Manifest | DeltaManifest], ...] = (Manifest, DeltaManifest)
 
 
 def read_manifest(data: bytes, where: str) -> Manifest | DeltaManifest:
@@ -139,12 +131,12 @@ def read_manifest(data: bytes, where: str) -> Manifest | DeltaManifest:
 
     Args:
         data: the file's content, untrusted: JSON as it is, or in one zstd frame, told apart by the frame's first four
-            bytes. Its text has to match the checksum at its end, which the first format has not.
+            bytes. Its text has to match the checksum at its end.
         where: its path, for messages.
 
     Raises:
-        IntegrityError: no manifest of a format that this version of the library reads, or a hostile one, which would
-            take far more memory than a manifest does.
+        IntegrityError: no manifest of the format that this version of the library writes, or a hostile one, which
+            would take far more memory than a manifest does.
     """
     try:
         text = _unpacked(data)
@@ -152,19 +144,19 @@ def read_manifest(data: bytes, where: str) -> Manifest | DeltaManifest:
         if len(text) > LARGEST or parts > min(len(text) // 4 + 1000, 16 * PARAMETERS):
             raise ValueError(f"it has {parts:,} parts in {len(text):,} bytes, which no manifest has")
         head = msgspec.json.decode(text, type=described(_Head))
-        read = _READERS.get((head.format, head.format_number))
-        if read is None:
+        kinds = [kind for kind in _KINDS if (head.format, head.format_number) == (kind.FORMAT, kind.NUMBER)]
+        if not kinds:
             raise IntegrityError(
                 f"{where} is format {head.format!r} number {head.format_number}",
-                expected=" or ".join(f"{name!r} number {number}" for name, number in _READERS),
+                expected=" or ".join(f"{kind.FORMAT!r} number {kind.NUMBER}" for kind in _KINDS),
                 hint="use the same torchrl_ext version on both sides",
             )
         for file in head.files:
             if "/" in checked_key(file):
                 raise ValueError(f"{file!r} is not a file name")
-        if (head.format_number > 1 or head.content is not None) and not _is_whole(text):
+        if not _is_whole(text):
             raise ValueError("its content does not match its checksum")
-        return read(text)
+        return kinds[0].of(text)
     except _DAMAGE as error:
         raise IntegrityError(
             f"{where} is damaged: {error}",
@@ -190,7 +182,3 @@ def _unpacked(data: bytes) -> bytes:
     if not 0 <= size <= most:
         raise ValueError(f"its zstd frame declares {size} bytes, and a manifest of its size takes at most {most}")
     return zstandard.ZstdDecompressor().decompress(data, max_output_size=size, allow_extra_data=False)
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")

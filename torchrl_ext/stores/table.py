@@ -155,7 +155,7 @@ class ParamTable:
 
     Attributes:
         params: every parameter; names differ.
-        streams: they hold every unit of every parameter exactly once; of formats 1 to 3, of those that changed.
+        streams: they hold every unit of every parameter exactly once.
         tiles: as in `of`; 0 where ``segments`` were given.
     """
 

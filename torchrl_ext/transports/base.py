@@ -217,7 +217,7 @@ class WorkerEnd(ABC):
     def stage(
         self,
         version: int,
-        held: Callable[[str], Mapping[str, str]] | None,
+        held: Callable[[], Mapping[str, str]] | None,
         within: Deadline,
         *,
         files: Sequence[str] | None = None,
@@ -227,8 +227,8 @@ class WorkerEnd(ABC):
 
         Args:
             version: the version to reach.
-            held: takes the name of a digest (`torchrl_ext.weights.digests`) and returns the digests of the model's
-                tensors; None if the model may hold parts of several versions, so that no change can build on it.
+            held: returns the digests of the model's tensors (`torchrl_ext.weights.digests`); None if the model may hold
+                parts of several versions, so that no change can build on it.
             within: deadline of each wait.
             files: names of the files of one part, if the version arrives in parts; None for the whole version.
             label: the label of the weights in service.

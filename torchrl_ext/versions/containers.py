@@ -220,7 +220,7 @@ def write_other(
                 name = change.meta.name
                 number = delta.table.number[name]
                 changed[number] = change.changed
-                digests[number] = position_digest(other.tensors[name], delta.digest)
+                digests[number] = position_digest(other.tensors[name])
             yield change
 
     container: Container = containers.make(delta.container)

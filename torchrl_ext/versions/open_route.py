@@ -18,10 +18,9 @@ from torchrl_ext.codecs.pipeline import decode_tensors, worker_threads
 from torchrl_ext.codecs.streams import StreamPatch, fold
 from torchrl_ext.codecs.units import units
 from torchrl_ext.errors import IntegrityError, ManifestError
-from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.registry import containers
 from torchrl_ext.stores.chain import Chain, Route
-from torchrl_ext.stores.delta_manifest import BLOCKS, ROWS, DeltaManifest
+from torchrl_ext.stores.delta_manifest import BLOCKS, DeltaManifest
 from torchrl_ext.stores.manifest import MANIFEST, Manifest
 from torchrl_ext.stores.versions import Held
 from torchrl_ext.types import ParamMeta
@@ -75,7 +74,6 @@ class OpenRoute:
         published: that keyframe, its files open.
         base: what stands in for a keyframe where the route starts at version 0.
         digests: digest of every tensor where the route ends, by name; none where it ends at a keyframe.
-        digest: the name of that digest (`torchrl_ext.weights.digests`).
     """
 
     def __init__(
@@ -117,7 +115,6 @@ class OpenRoute:
                 hint="let the trainer publish a keyframe",
             )
         self.digests = self.deltas[-1].manifest.hex_digests if self.deltas else {}
-        self.digest = (self.deltas[-1].manifest.digest if self.deltas else "") or LINEAR
 
     def _opened(self, chain: Chain, folder: str, manifest: DeltaManifest, wanted: Wanted | None) -> OpenDelta:
         """Open a delta.
@@ -127,7 +124,7 @@ class OpenRoute:
             IntegrityError, ManifestError: as `torchrl_ext.versions.containers.Container.read`.
         """
         where, files, name = f"{chain.store.url}/{folder}", dict[str, memoryview](), ""
-        if manifest.container in (BLOCKS, ROWS):
+        if manifest.container == BLOCKS:
             return OpenDelta.of_blocks(self._payloads, folder, manifest, wanted)
         if manifest.container not in containers.names():
             raise ManifestError(
@@ -178,7 +175,7 @@ class OpenRoute:
             for name, tensor in self.base:
                 if name in own:
                     first = self.deltas[0]
-                    same_base({name: position_digest(tensor, first.manifest.digest).hex()}, first.manifest, first.where)
+                    same_base({name: position_digest(tensor).hex()}, first.manifest, first.where)
                     yield name, tensor
         else:
             raise IntegrityError(f"no full version leads to version {self.reached[1]}")
@@ -222,11 +219,12 @@ class OpenRoute:
                     state=error.state,
                     hint=error.hint or "let the trainer publish again",
                 ) from error
-            if found and old is not None:  # each is decoded against the result of the one before
+            if found is None:
+                continue
+            if old is not None:  # each is decoded against the result of the one before
                 old = old.copy()
-                for patch in found:
-                    patch.apply(old)
-            patches += found
+                found.apply(old)
+            patches.append(found)
         return fold(patches) if len(patches) > 1 else patches
 
     def _units(self, within: Range, copies: Mapping[str, Tensor]) -> np.ndarray | None:
@@ -315,7 +313,7 @@ class OpenRoute:
             IntegrityError: it is another one; names it and the deltas that made it.
         """
         expected = self.digests.get(name)
-        if expected is None or (found := position_digest(tensor, self.digest).hex()) == expected:
+        if expected is None or (found := position_digest(tensor).hex()) == expected:
             return
         number = self.deltas[0].table.number[name]
         made = [delta.where for delta in self.deltas if delta.changed[number]]

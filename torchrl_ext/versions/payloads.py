@@ -132,7 +132,7 @@ class Payloads:
                 payload, stated = _bytes_of(block, view, span), int(block["checksum"])
                 if len(payload) != block["nbytes"]:
                     raise incomplete(where, file, manifest, span.first + len(data), _name(manifest, block))
-                if stated and xxhash.xxh3_64_intdigest(payload) != stated:  # else the payload has one of its own
+                if xxhash.xxh3_64_intdigest(payload) != stated:
                     found, path = xxhash.xxh3_64_hexdigest(payload), f"{where}/{file}"
                     raise damaged(_name(manifest, block), path, f"{stated:016x}", found, manifest.version)
             self._held[span] = view

@@ -110,12 +110,12 @@ class ChainReader:
         self._retained = which
         self.mirror, self.held, self._landed = {}, None, None
 
-    def adopt(self, target: int, digests: Callable[[str], Mapping[str, str]]) -> None:
+    def adopt(self, target: int, digests: Callable[[], Mapping[str, str]]) -> None:
         """Find out which version of the chain the worker holds: one whose digests are all those of ``digests``.
 
         Args:
             target: the version that it is to get to.
-            digests: recomputes the digests of what it holds; takes the name of the digest.
+            digests: recomputes the digests of what it holds.
 
         Raises:
             IntegrityError: only the base would do, and the worker holds something else; names the tensor.
@@ -130,7 +130,7 @@ class ChainReader:
         if mirrored and not based:
             return  # there are no copies to begin with
         try:
-            own = digests(origin.digest)
+            own = digests()
         except ConfigError:  # the model cannot be read back
             return
         unread = {meta.name for meta in params} - own.keys()
@@ -146,7 +146,7 @@ class ChainReader:
             base = None
             with suppress(FileNotFoundError, IntegrityError):  # then it is not the one that the worker holds
                 base = self.chain.version(delta.base_version).delta if delta.base_version else None
-            if base is None or base.digest != origin.digest or not base.digests.size:
+            if base is None or not base.digests.size:
                 continue  # another library's deltas have no digests
             if has(base.hex_digests):
                 self.held, self._params = (base.run_id, base.version), _by_name(params)
@@ -157,17 +157,17 @@ class ChainReader:
         if based and self._base is not None:
             if origin.base_digests.size:
                 same_base({meta.name: own[meta.name] for meta in params if meta.name in own}, origin, where)
-            elif not self._is_base(own, origin.digest):
+            elif not self._is_base(own):
                 return  # another library's deltas do not name their base: all is read anew
             pairs = self._base() if mirrored else ()
             self.mirror = {name: host_copy(tensor, self._copies) for name, tensor in pairs if name in mirrored}
             self.held, self._params = (origin.base_run_id, 0), _by_name(params)
 
-    def _is_base(self, own: Mapping[str, str], digest: str) -> bool:
+    def _is_base(self, own: Mapping[str, str]) -> bool:
         """Return whether tensors with these digests are those of the base checkpoint."""
         assert self._base is not None
         pairs = ((own[name], tensor) for name, tensor in self._base() if name in own)
-        return all(found == position_digest(tensor, digest).hex() for found, tensor in pairs)
+        return all(found == position_digest(tensor).hex() for found, tensor in pairs)
 
     def _back(self, target: int) -> Iterator[tuple[str, DeltaManifest]]:
         """Yield the deltas that lead to ``target``, the last one first, as far as there is no keyframe and no gap."""
@@ -225,7 +225,6 @@ class ChainReader:
             params=route.params,
             patches=partial(route.patches, self.mirror),
             digests=route.digests,
-            digest=route.digest,
             whole=partial(route.whole, self.mirror),
         )
 

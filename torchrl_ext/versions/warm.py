@@ -31,7 +31,7 @@ from torchrl_ext.codecs.choice import AutoBlocks, BlockEncoding
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import WeightSyncError
-from torchrl_ext.kernels.base import BITS, LINEAR
+from torchrl_ext.kernels.base import BITS
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.stores import Chain, LocalStore
 from torchrl_ext.types import ParamMeta
@@ -143,7 +143,7 @@ def _publish_and_land(codec: Codec | BlockEncoding, width: int, counts: Iterable
         reader.retain(lambda name: codec.whole_base)
         writer.publish(MappingSource(tensors), 1)
         loader = TensorsLoader(dict(reader.tensors(reader.open(1), {})))
-        loader.position_digests(LINEAR)
+        loader.position_digests()
         for version, apart in enumerate(_APART, 2):
             for tensor in tensors.values():
                 tensor.view(BITS[width])[::apart] += 1

@@ -20,7 +20,7 @@ from torchrl_ext.codecs.choice import BlockEncoding
 from torchrl_ext.codecs.pipeline import encode_tensors, worker_threads
 from torchrl_ext.codecs.streams import find
 from torchrl_ext.errors import ConfigError, StoreError
-from torchrl_ext.kernels.base import LINEAR, flat_bits, linear_keys, unsigned
+from torchrl_ext.kernels.base import flat_bits, linear_keys, unsigned
 from torchrl_ext.stores import Store, version_name
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.chain import Chain
@@ -124,7 +124,6 @@ class ChainWriter:
                         base_version=base[1],
                         run_id=self._run_id,
                         base_run_id=base[0],
-                        digest=LINEAR,
                         container=self._container,
                         codecs=(),
                         files={},
@@ -216,7 +215,7 @@ class Baseline(WeightSource):
     Attributes:
         table: the parameters, and the streams of their deltas.
         tensors: copies of them by name, as far as this process has them.
-        digests: uint64, shape (parameters, 2): their digests, `torchrl_ext.kernels.base.LINEAR`.
+        digests: uint64, shape (parameters, 2): their digests.
         version: run id and number of the version that they are.
         rank_bytes: bytes that each trainer rank wrote of the last delta, in order of rank, where several ranks write.
         stored: bytes of the last delta that this rank wrote, and the seconds that the store took for them.
@@ -307,18 +306,18 @@ class FlatCopies:
         return sum(bits.nbytes for bits in self.bits)
 
     def words(self, stream: int, low: int, high: int) -> np.ndarray:
-        """Return the linear digests of parts ``low`` to below ``high`` of a stream: uint64, shape (parts, 2).
+        """Return the digests of parts ``low`` to below ``high`` of a stream: uint64, shape (parts, 2).
 
         Where a part is no run of its parameter, the words are 0.
         """
-        from torchrl_ext.kernels.host_loops import linear_runs
+        from torchrl_ext.kernels.host_loops import digest_runs
 
         own = self.table.streams[stream]
         first, found = own.first[low : high + 1], np.zeros((high - low, 2), DIGEST)
         bits = unsigned(self.bits[stream][int(first[0]) : int(first[-1])].cpu())
         addresses = bits.ctypes.data + (first[:-1] - first[0]) * bits.itemsize
         sizes = np.where(own.starts[low:high] < 0, 0, np.diff(first))
-        linear_runs(addresses, own.starts[low:high], sizes, bits[:0], linear_keys(), found)
+        digest_runs(addresses, own.starts[low:high], sizes, bits[:0], linear_keys(), found)
         return found
 
     def by_name(self) -> dict[str, Tensor]:
@@ -415,7 +414,7 @@ class Copies(Baseline):
 
         threads = worker_threads()
         olds = [] if self._copies is None else self._copies.bits
-        found = partial(find, self.table, olds, placed(), threads=threads, digest=LINEAR, follow=True)
+        found = partial(find, self.table, olds, placed(), threads=threads, follow=True)
         if self._sent is self.table:
             yield from found(partial(code, self.table, codec))
         else:
@@ -443,7 +442,7 @@ class Copies(Baseline):
             copy, number = self.tensors[meta.name], self.table.number[meta.name]
             copy.copy_(tensor)
             if tensor.is_cuda or self._device is not None:
-                self.digests[number] = position_digest(tensor if tensor.is_cuda else copy, LINEAR)
+                self.digests[number] = position_digest(tensor if tensor.is_cuda else copy)
             else:
                 stream, segment = streams[number], segments[number]
                 if (stream, segment) != (at, high) or waiting > _DIGESTED:

@@ -1,30 +1,21 @@
 """Digests of tensors, for proving that two sides hold the same bytes.
 
 `tensor_digest` is over the bytes in their order. `PositionDigest` is over (position, bits) pairs in any order, and
-updated in O(changed).
-
-Every element contributes two 64-bit words, a mix of its flat position in the full checkpoint tensor and its raw bits;
-the digest is their sum modulo 2^64, lane by lane. So
+updated in O(changed): every element contributes to two sums modulo 2^64 by its raw bits and its flat position in the
+full checkpoint tensor. So
 
 * a shard's digest is the sum over its elements, and shards of any cut add up to the whole tensor's;
-* a change adds ``mix(position, new) - mix(position, old)``: the two ends of a delta keep it without reading the rest.
+* a change adds what the new bits contribute less what the old ones did: the two ends of a delta keep it without reading
+  the rest.
 
-Why it finds accidental errors. ``position * G + bits`` with G = 2^64 / golden ratio puts the positions of a tensor of N
-elements at least 2^64 / (2.7 N) apart (the three-distance theorem), so for bits of 16 no two pairs meet below 2^46
-elements, for bits of 32 below 2^30; splitmix64's finaliser, a bijection, spreads them. Lost, duplicated, moved, swapped
-and altered elements therefore change the sum by differences of words that behave as random, and go unnoticed with
-probability about 2^-128 in two lanes, where a plain XOR or sum of bits misses every swap. It is no defence against
-somebody who makes collisions on purpose.
-
-That is the digest ``position-2x64`` of formats 1 to 3. ``linear-2x64`` works at the speed of memory. It sees a tensor
-as little-endian words of 32 bits and multiplies word ``i`` in each of two sums, modulo 2^64, by
+It sees a tensor as little-endian words of 32 bits and multiplies word ``i`` in each of the two sums by
 
     key(i) = K[i % 2048] * H(i // 2048)
 
 with K of 32 bits (`torchrl_ext.kernels.base.linear_keys`) and H odd: the two words of splitmix64's finaliser and its
-second mix of ``(i // 2048) * G + SEED``, each ``| 1``. An element of at most 32 bits at byte b adds
-``((bits + 1) << 8 * (b % 4)) * key(b // 4)``, one of 64 bits the same for each of its halves; so zeros count, shards
-add up, and a change adds the difference of bits times a key. Of errors that do not depend on the keys it finds
+second mix of ``(i // 2048) * G + SEED``, each ``| 1``, where G is 2^64 / golden ratio. An element of at most 32 bits at
+byte b adds ``((bits + 1) << 8 * (b % 4)) * key(b // 4)``, one of 64 bits the same for each of its halves; so zeros
+count. Of errors that do not depend on the keys it finds
 
 * one changed word always: the difference of its bits times K is below 2^64, and H has an inverse;
 * two swapped elements of at most 32 bits in one row of 2048 words always, as shifted keys differ (tested);
@@ -45,7 +36,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from torchrl_ext.kernels.base import LINEAR, Piece, Words, flat_bits, kernels_on
+from torchrl_ext.kernels.base import Piece, Words, flat_bits, kernels_on
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.view import Block, View
 
@@ -95,24 +86,23 @@ class PositionDigest(NamedTuple):
         return f"{self.first:016x}{self.second:016x}"
 
 
-def position_digest(tensor: Tensor, digest: str = LINEAR) -> PositionDigest:
-    """Compute a digest of a full tensor, on its device: `torchrl_ext.kernels.base.POSITION` or ``LINEAR``.
+def position_digest(tensor: Tensor) -> PositionDigest:
+    """Compute the digest of a full tensor, on its device.
 
     Elements have 1, 2, 4 or 8 bytes, and complex128 counts as pairs of 8. The digest of a part is that of
     `block_words`.
     """
     live = flat_bits(tensor)
-    return PositionDigest(*kernels_on(live.device).words(Piece(destination=live, offset=0, strides=(1,)), digest))
+    return PositionDigest(*kernels_on(live.device).words(Piece(destination=live, offset=0, strides=(1,))))
 
 
-def block_words(meta: ParamMeta, block: Block, tensor: Tensor, digest: str = LINEAR) -> Words:
+def block_words(meta: ParamMeta, block: Block, tensor: Tensor) -> Words:
     """Return what the elements of a block add to the digest of their parameter.
 
     Args:
         meta: the parameter.
         block: which of its elements.
         tensor: they are, of the block's shape and the parameter's dtype, on any device.
-        digest: `torchrl_ext.kernels.base.POSITION` or ``LINEAR``.
     """
     shape, start = meta.shape, block.start
     if meta.dtype == torch.complex128:  # of two units per element
@@ -120,4 +110,4 @@ def block_words(meta: ParamMeta, block: Block, tensor: Tensor, digest: str = LIN
     strides = View.whole(shape).strides
     offset = sum(map(mul, start, strides))
     piece = Piece(destination=tensor, offset=offset, strides=strides)
-    return kernels_on(tensor.device).words(piece, digest)
+    return kernels_on(tensor.device).words(piece)

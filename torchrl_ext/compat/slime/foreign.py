@@ -21,7 +21,6 @@ from torchrl_ext.codecs.base import make_codec
 from torchrl_ext.compat.slime.current import CHECKSUMS, INDEX_NAME, DeltaIndex, parse_index
 from torchrl_ext.compat.slime.first import flush_name
 from torchrl_ext.errors import ConfigError, IntegrityError, ManifestError
-from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores import Chain, LocalStore, Manifest, Placed, Store, version_name
 from torchrl_ext.stores.delta_manifest import DIGEST, DeltaManifest, Placing
 from torchrl_ext.stores.manifest import MANIFEST
@@ -165,7 +164,6 @@ class ForeignVersions:
             base_version=number - 1 if index is None else index.base_version,
             run_id=_run(announced or files, b"" if index is None else index.to_bytes()),
             base_run_id="",  # any version with the number
-            digest=LINEAR,
             container="flushes" if index is None else "whole",
             codecs=() if index is None else (make_codec(index.delta_encoding).to_json(),),
             files=files,

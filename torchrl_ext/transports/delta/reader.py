@@ -131,7 +131,7 @@ class DeltaReader(WorkerEnd, Mailbox):
     def stage(
         self,
         version: int,
-        held: Callable[[str], Mapping[str, str]] | None,
+        held: Callable[[], Mapping[str, str]] | None,
         within: Deadline,
         *,
         files: Sequence[str] | None = None,
@@ -140,9 +140,7 @@ class DeltaReader(WorkerEnd, Mailbox):
         self._reader.expect(version, files, label)
         return self._reach(version, partial(self._changes, version, held, within), within)
 
-    def _changes(
-        self, version: int, held: Callable[[str], Mapping[str, str]] | None, within: Deadline
-    ) -> Changes | None:
+    def _changes(self, version: int, held: Callable[[], Mapping[str, str]] | None, within: Deadline) -> Changes | None:
         """Return the changes that lead to a version; None where it has to be read in full, which is open then."""
         if held is not None:
             if self._warming is not None:

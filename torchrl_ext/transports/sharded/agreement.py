@@ -8,7 +8,6 @@ import msgspec
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ManifestError, TransportError
-from torchrl_ext.kernels.base import POSITION
 from torchrl_ext.transports.group.handoffs import GroupLoad
 from torchrl_ext.transports.group.process_group import Group
 from torchrl_ext.transports.sharded.plans.plan import MemberPlan, TransferPlan
@@ -35,12 +34,10 @@ class Needs(msgspec.Struct, frozen=True):
     Attributes:
         share: of the parameters for which it joined; None for all of every tensor.
         whole: the tensors that it needs whole although the engine is sharded -> the reason.
-        digest: the best one that it knows; workers of earlier releases leave it out.
     """
 
     share: Share | None
     whole: dict[str, str]
-    digest: str = POSITION
 
     def of(self, params: Sequence[ParamMeta], joined: Sequence[ParamMeta]) -> Share:
         """Return the share of the parameters of an update.

@@ -161,7 +161,7 @@ class RoundSender:
                 else:
                     view.copy_(source)
         for (param, block), view in zip(transfers, views, strict=True):
-            self._digests[peer].append(block_words(params[param], block, view, self._plan.digest))
+            self._digests[peer].append(block_words(params[param], block, view))
         return message
 
     def _block(self, param: int, block: Block) -> Tensor:
@@ -238,7 +238,7 @@ class RoundReceiver:
                 if self._needed[number]:
                     tensor, parts = self._target(number)
                     del self._targets[number]
-                    words = [block_words(self._plan.params[number], *part, self._plan.digest) for part in parts]
+                    words = [block_words(self._plan.params[number], *part) for part in parts]
                     self._found[number] = np.array(words, dtype=np.uint64).sum(axis=0)
                     del parts
                     yield self._plan.params[number].name, tensor

@@ -14,7 +14,6 @@ import xxhash
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import DeadlineError, ManifestError, TransportError, WeightSyncError, why
-from torchrl_ext.kernels.base import LINEAR, POSITION
 from torchrl_ext.transports.base import Handoff, TransferStats, Update
 from torchrl_ext.transports.copies import BufferPool
 from torchrl_ext.transports.group import handoffs
@@ -133,8 +132,6 @@ class ShardedTrainer:
             self._plan = None
             needed = [needs.of(held.params, self._params) for needs in self._needs]
             plan = make_plan(held.params, shares, needed, bucket_bytes=self._bucket_bytes)
-            if any(needs.digest != LINEAR for needs in self._needs):
-                plan.digest = POSITION  # some worker is of an earlier release
             self._plans += 1
             hand_out(group, self._plans, plan)
             session.ask("plan", number=self._plans)

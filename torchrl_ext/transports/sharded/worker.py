@@ -8,7 +8,6 @@ from typing import ClassVar, final
 from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.transports.base import Arrival
 from torchrl_ext.transports.copies import BufferPool
 from torchrl_ext.transports.group.handoffs import GroupWorker
@@ -65,7 +64,7 @@ class ShardedWorker(GroupWorker):
         self.member.enter(room, rank, members, params if members is None else ())
         group, self._plan = self.member.carrier(), None
         share = Share.of_blocks(map(self._needed, params)) if self._slices else None
-        group.notes.put(f"{group.generation}/needs/{group.rank}", packed(Needs(share, dict(self._whole), LINEAR)))
+        group.notes.put(f"{group.generation}/needs/{group.rank}", packed(Needs(share, dict(self._whole))))
 
     def _needed(self, meta: ParamMeta) -> tuple[Block, ...]:
         return self._slices.get(meta.name, (Block.whole(meta.shape),))

@@ -14,7 +14,6 @@ from torch import Tensor
 from torchrl_ext.codecs.base import codec_from_json
 from torchrl_ext.codecs.choice import BlockEncoding
 from torchrl_ext.errors import ManifestError
-from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores import Store
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.delta_manifest import BLOCK, DIGEST, DeltaManifest
@@ -179,7 +178,7 @@ class RankCopies(Baseline):
         self._stream = iter(self._source)
         for meta, tensor in checked(self._stream, self.metas):
             expected = PositionDigest(*self.digests[self.table.number[meta.name]].tolist())
-            if (found := position_digest(tensor, LINEAR)) != expected:
+            if (found := position_digest(tensor)) != expected:
                 raise ManifestError(
                     f"tensor {meta.name!r} of the source is not what `shards()` gave of it on all ranks",
                     expected=f"digest {expected.hex()}, found {found.hex()}",

@@ -21,7 +21,6 @@ from torchrl_ext.codecs.choice import BlockEncoding
 from torchrl_ext.codecs.pipeline import worker_threads
 from torchrl_ext.codecs.streams import find
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.kernels.base import LINEAR
 from torchrl_ext.stores.delta_manifest import DIGEST
 from torchrl_ext.stores.table import ParamTable, Segment
 from torchrl_ext.types import Info, ParamMeta
@@ -148,7 +147,7 @@ class OwnBlocks:
         with closing(self._taken(source)) as taken:
             placed = ((*place, tensor) for place, tensor in taken)
             coded = partial(code, self._table, codec)
-            found = find(self._table, streams, placed, coded, threads=_threads(), digest=LINEAR, follow=True)
+            found = find(self._table, streams, placed, coded, threads=_threads(), follow=True)
             for name, data in files.laid(found):
                 write(name, data)
         return {
@@ -192,7 +191,7 @@ class OwnBlocks:
             copy = self._copies.parts[stream][segment]
             copy.copy_(tensor)
             live = tensor if tensor.is_cuda else copy
-            words[self._table.number[meta.name]] += np.array(block_words(meta, block, live, LINEAR), DIGEST)
+            words[self._table.number[meta.name]] += np.array(block_words(meta, block, live), DIGEST)
         return {"words": _text(words)}
 
 

@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import msgspec
 import numpy as np
 
 from torchrl_ext.errors import ConfigError, ManifestError
-from torchrl_ext.kernels.base import LINEAR, POSITION
 from torchrl_ext.transports.sharded.plans.shares import Share, numbers, packed, unpacked, unreadable
 from torchrl_ext.transports.sharded.plans.transfers import Transfers, pieces_of
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.shards.blocks import Block
 
 __all__ = ["MemberPlan", "Share", "Transfer", "TransferPlan", "group_rank", "make_plan"]
-
-
-DigestName = Literal["position-2x64", "linear-2x64"]
 
 
 def group_rank(rank: Any, workers: int) -> Any:
@@ -64,13 +60,12 @@ class _Rows(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         table: int64 of shape (rows, 2 + 2 * dimensions), little-endian: chunk, the group's rank of the other end, and
             start and stop of the box, in as many dimensions as any parameter has.
-        source, successor, digest: as in `MemberPlan`.
+        source, successor: as in `MemberPlan`.
     """
 
     table: bytes
     source: int | None
     successor: int | None
-    digest: DigestName = POSITION
 
 
 @final
@@ -85,7 +80,6 @@ class MemberPlan:
         rounds: how many there are.
         source: of a worker that is served by another one: that worker's rank in the group.
         successor: of a worker that passes on its bytes: the rank in the group of the next one.
-        digest: name of the digest of blocks; trainers of earlier releases leave it out.
 
     Raises:
         TransportError: they are malformed.
@@ -96,7 +90,7 @@ class MemberPlan:
         self._blocks: defaultdict[int, defaultdict[int, list[Block]]] = defaultdict(lambda: defaultdict(list))
         what = "trainer rank 0 sent a transfer plan"
         order, own = unpacked(schedule, _Schedule, what), unpacked(rows, _Rows, what)
-        self.source, self.successor, self.digest = own.source, own.successor, own.digest
+        self.source, self.successor = own.source, own.successor
         try:
             self._param, self._chunk, self._starts = map(numbers, (order.param, order.chunk, order.starts))
             dimensions = _dimensions(self.params)
@@ -147,7 +141,6 @@ class TransferPlan:
         bucket_bytes: the most that a rank sends, or a leader gets, in one round.
         leaders: the worker that gets the bytes of each worker from the trainer: the first that needs the same.
         schedule: the order of the plan for `MemberPlan`, as text.
-        digest: name of the digest of blocks, which every worker has to know.
         rounds: how many there are.
         rank_bytes: bytes that each trainer rank sends, without digests; int64 of shape (ranks,).
         worker_bytes: bytes that each worker gets, from the trainer or from the worker before it; int64 of shape
@@ -165,7 +158,6 @@ class TransferPlan:
     ) -> None:
         self.params, self.ranks, self.workers = tuple(params), ranks, len(leaders)
         self.bucket_bytes, self.leaders = bucket_bytes, tuple(leaders)
-        self.digest: DigestName = LINEAR
         loads = [one.loads(ranks, self.workers) for one in transfers]
         table = np.concatenate([np.zeros((0, ranks + self.workers), dtype=np.int64), *loads])
         counts = np.array([len(one) for one in loads], dtype=np.int64)
@@ -200,7 +192,7 @@ class TransferPlan:
             source, successor = (chain[at - 1] if at else None), next(iter(chain[at + 1 :]), None)
             mine, peers = workers == 1 + leader, ranks
         table = np.column_stack([self._table[:, 0], peers, self._table[:, 3:]])[mine].astype("<i8").tobytes()
-        return packed(_Rows(table=table, source=source, successor=successor, digest=self.digest))
+        return packed(_Rows(table=table, source=source, successor=successor))
 
     def member(self, member: int) -> MemberPlan:
         """Return the part of the plan that the member of this rank in the group carries out."""
