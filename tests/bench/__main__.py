@@ -22,7 +22,6 @@ SUBJECTS = {
     "names": "37,000 names through an engine's own loader and through ours",
     "peers": "our transports and layouts, beside what a user would choose instead, in real engines",
     "small": "an update of 60,000 small tensors, beside a clone of each",
-    "tiles": "the cost of tiles for a trainer, and the share of a delta that a worker reads",
 }
 
 

@@ -28,7 +28,6 @@ SMALLEST = {
     "names": "--layers 1 --transport delta",
     "peers": "--size small --part bits --part growth",
     "small": "--tensors 300",
-    "tiles": "--size tiny",
 }
 
 

@@ -18,7 +18,6 @@ from torchrl_ext.codecs.patch import apply_patch
 from torchrl_ext.codecs.streams import StreamPatch, find, fold
 from torchrl_ext.codecs.units import unit_of
 from torchrl_ext.errors import IntegrityError
-from torchrl_ext.stores import table as table_module
 from torchrl_ext.stores.table import ParamTable
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.digests import position_digest
@@ -26,19 +25,17 @@ from torchrl_ext.weights.digests import position_digest
 
 @given(
     model=models(),
-    tiles=st.integers(1, 3),
     block=st.sampled_from([7, 64, 1 << 20]),
     staged=st.sampled_from([3, 1 << 14]),
 )
 @settings(max_examples=50)
-def test_streams_list_each_change_once_and_keep_the_digests(model, tiles, block, staged):
+def test_streams_list_each_change_once_and_keep_the_digests(model, block, staged):
     old, new = model
     metas = [ParamMeta.of(name, tensor) for name, tensor in old.items()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streams, "BLOCK_UNITS", block)
         patch.setattr(streams, "_STAGED", staged)
-        patch.setattr(table_module, "_TILE", 1)
-        table = ParamTable.of(metas, tiles=tiles)
+        table = ParamTable.of(metas)
         olds, news = flat(table, old), flat(table, new)
         words = [np.zeros((len(stream.segments), 2), np.uint64) for stream in table.streams]
 

@@ -123,7 +123,7 @@ def test_words_of_a_piece_are_those_of_its_positions(way):
 
 @pytest.mark.parametrize("stride", (153, pytest.param(152, marks=pytest.mark.exhaustive)))
 def test_words_of_a_large_turned_piece_are_those_of_its_positions(way, stride):
-    """It is more than one tile, and its positions reach over several rows of keys."""
+    """Its positions reach over several rows of keys."""
     own, device = way
     positions = torch.arange(1030)[:, None] * stride + torch.arange(150) + 3
     for width in WIDTHS:

@@ -41,7 +41,7 @@ LEFT, RIGHT = Segment(0, (0, 0), (4, 2)), Segment(0, (0, 2), (4, 4))
 
 def test_a_plain_table_has_a_stream_for_each_dtype():
     table = ParamTable.of(METAS)
-    assert table.tiles == 1 and [stream.dtype for stream in table.streams] == [torch.float32, torch.bfloat16]
+    assert table.plain and [stream.dtype for stream in table.streams] == [torch.float32, torch.bfloat16]
     assert [stream.first.tolist() for stream in table.streams] == [[0, 24, 25], [0, 5]]
     assert table.places == [[(0, 0)], [(1, 0)], [(0, 1)]] and table.last_place == ([0, 1, 0], [0, 0, 1])
     assert table.lays_out_as(ParamTable.of(METAS)) and table.lost() is None
@@ -50,7 +50,7 @@ def test_a_plain_table_has_a_stream_for_each_dtype():
 
 def test_a_table_of_boxes_covers_each_parameter_once():
     whole = ParamTable.of(METAS, [[LEFT, Segment(2)], [RIGHT], [Segment(1)]])
-    assert whole.lost() is None and not whole.tiles and not whole.lays_out_as(ParamTable.of(METAS))
+    assert whole.lost() is None and not whole.plain and not whole.lays_out_as(ParamTable.of(METAS))
     assert whole.places[0] == [(0, 0), (1, 0)]
     for streams in ([[LEFT, Segment(2)], [Segment(1)]], [[LEFT, Segment(2), RIGHT, LEFT], [Segment(1)]]):
         assert ParamTable.of(METAS, streams).lost() == METAS[0]

@@ -14,7 +14,7 @@ from torchrl_ext.codecs import streams
 from torchrl_ext.errors import IntegrityError
 from torchrl_ext.kernels.base import Piece
 from torchrl_ext.landing.patcher import Patcher, compare
-from torchrl_ext.stores import LocalStore, table
+from torchrl_ext.stores import LocalStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.table import Segment, Stream
 from torchrl_ext.testing import any_bits
@@ -129,39 +129,39 @@ def followed(root, dim, **options):
     return Chain(LocalStore(root)).version(4).delta, [worker.reader.read_bytes for worker in workers]
 
 
-@pytest.mark.parametrize(("dim", "tiles"), [(0, 1), (0, WORKERS), (1, WORKERS)])
-def test_a_worker_reads_the_blocks_or_tiles_in_which_its_rows_or_columns_are(tmp_path, monkeypatch, dim, tiles):
-    monkeypatch.setattr(table, "_TILE", 1)
+def test_a_worker_reads_the_blocks_in_which_its_rows_are(tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "BLOCK_UNITS", 1 << 12)
     monkeypatch.setattr(LocalStore, "gap_bytes", 0)
-    delta, read = followed(tmp_path, dim, tiles=tiles)
-    assert delta.table.tiles == tiles
+    delta, read = followed(tmp_path, 0)
     total, largest = sum(delta.files.values()), int(delta.blocks["nbytes"].max())
-    norm = int(delta.blocks_of("norm")["nbytes"].sum())  # which every worker has
-    most = 1.1 * (total - norm) / WORKERS + norm if tiles > 1 else total / WORKERS + len(delta.params) * largest
-    assert all(0 < nbytes <= most for nbytes in read) and sum(read) >= total
+    assert all(0 < nbytes <= total / WORKERS + len(delta.params) * largest for nbytes in read) and sum(read) >= total
 
 
-def test_a_damaged_tile_is_named_by_the_workers_that_read_it_and_harms_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(table, "_TILE", 1)
+def test_a_worker_that_holds_columns_reads_all_and_lands_what_is_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(LocalStore, "gap_bytes", 0)
-    trainer, own = DeltaTransport(tmp_path, encoding="ulp", keyframe_every=0, tiles=WORKERS), weights()
+    delta, read = followed(tmp_path, 1)
+    assert read == [sum(delta.files.values())] * WORKERS
+
+
+def test_a_damaged_block_is_named_by_the_workers_that_read_it_and_harms_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "BLOCK_UNITS", 1 << 12)
+    monkeypatch.setattr(LocalStore, "gap_bytes", 0)
+    trainer, own = DeltaTransport(tmp_path, encoding="ulp", keyframe_every=0), weights()
     trainer.send_weights("policy", own)
-    first, second = (Worker(tmp_path, 1, number) for number in range(2))
-    for worker in (first, second):
+    first, last = (Worker(tmp_path, 0, number) for number in (0, WORKERS - 1))
+    for worker in (first, last):
         worker.begin(1)
     step(own, 2)
     trainer.send_weights("policy", own)
     delta = Chain(LocalStore(tmp_path)).version(2).delta
-    streams_of = [stream for stream, segment in delta.table.places[delta.table.number["gate"]]]
-    (row,) = delta.blocks[delta.blocks["stream"] == streams_of[3 * WORKERS]]  # of row 3 and column 0
+    row = delta.blocks_of("gate")[0]  # of its first rows
     flip(tmp_path / "weight_v000002" / [*delta.files][row["file"]], int(row["offset"]) + 9)
     before = {name: live.clone() for name, live in first.live.items()}
     with pytest.raises(IntegrityError, match=r"tensor 'gate' in .* is damaged"):
         first.follow(2)
     assert same(first.live, before)
-    second.follow(2)
-    assert second.holds(own)
+    last.follow(2)
+    assert last.holds(own)
 
 
 @settings(max_examples=300)

@@ -51,7 +51,6 @@ class TransportSettings(ConfigBase):  # type: ignore[misc]  # torchrl has no typ
     seen_at: str | None = None
     baseline_device: Any = None
     local_dir: str | None = None
-    tiles: int | None = None
     by_shard: bool | None = None
     channel: str | None = None
     make: str | None = None

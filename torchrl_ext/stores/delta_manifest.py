@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Annotated, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 import msgspec
 import numpy as np
 import xxhash
 import zstandard
 
-from torchrl_ext.stores.table import TILES, ParamTable, Segment
+from torchrl_ext.stores.table import ParamTable, Segment
 from torchrl_ext.types import Count, Info, ParamMeta, Text, Wire, decode_dtype, described, dtype_name
 
 __all__ = ["BLOCK", "BLOCKS", "DIGEST", "END", "DeltaManifest", "Placing"]
@@ -67,7 +67,6 @@ class _Head(Wire, frozen=True, kw_only=True):
     codecs: tuple[dict[str, Any], ...]
     files: dict[str, Count]
     params: msgspec.Raw
-    tiles: Annotated[int, msgspec.Meta(ge=1, le=TILES)] = 1
     streams: list[list[Segment]] | None = None
     changed: bytes
     digests: bytes
@@ -160,8 +159,7 @@ class DeltaManifest:
             format_number=self.NUMBER,
             **_alike(self),
             params=msgspec.Raw(msgspec.json.encode(self.table.params, enc_hook=dtype_name)),
-            tiles=self.table.tiles or 1,
-            streams=None if self.table.tiles else [list(stream.segments) for stream in streams],
+            streams=None if self.table.plain else [list(stream.segments) for stream in streams],
             changed=self.changed.astype(DIGEST, copy=False).tobytes(),
             digests=self.digests.astype(DIGEST, copy=False).tobytes(),
             base_digests=self.base_digests.astype(DIGEST, copy=False).tobytes(),
@@ -180,10 +178,10 @@ class DeltaManifest:
             ValueError, ManifestError: it is malformed, or contradicts itself.
         """
         head = msgspec.json.decode(text, type=described(_Head), dec_hook=decode_dtype)
-        table = ParamTable.of(_params(bytes(head.params)), head.streams, tiles=head.tiles)
+        table = ParamTable.of(_params(bytes(head.params)), head.streams)
         if len(table.number) != len(table.params):
             raise ValueError("a parameter is listed twice")
-        lost = None if table.tiles else table.lost()
+        lost = None if table.plain else table.lost()
         if lost is not None:
             raise ValueError(f"no stream, or more than one, covers each unit of {lost}")
         found = cls(

@@ -8,7 +8,7 @@ So a delta of many small parameters is a few long sequences, which cost what the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -24,15 +24,10 @@ from torchrl_ext.errors import ManifestError
 from torchrl_ext.types import Count, ParamMeta
 from torchrl_ext.weights.view import Block
 
-__all__ = ["PARAMETERS", "TILES", "ParamTable", "Segment", "Stream", "unit_bytes", "units_of"]
+__all__ = ["PARAMETERS", "ParamTable", "Segment", "Stream", "unit_bytes", "units_of"]
 
 PARAMETERS = 1 << 20
 """The most parameters that a table may have."""
-
-TILES = 16
-"""The most rows and columns of tiles of a matrix."""
-_TILE = 1 << 14  # elements: smaller matrices than tiles of this size are not cut
-_SEGMENTS = 1 << 18  # of all tiles together
 
 _Index = tuple[Count, ...]
 
@@ -156,33 +151,29 @@ class ParamTable:
     Attributes:
         params: every parameter; names differ.
         streams: they hold every unit of every parameter exactly once.
-        tiles: as in `of`; 0 where ``segments`` were given.
+        plain: there is one stream for each dtype, of whole parameters in their order.
     """
 
     params: tuple[ParamMeta, ...]
     streams: tuple[Stream, ...]
-    tiles: int
+    plain: bool
 
     @classmethod
-    def of(
-        cls, params: Iterable[ParamMeta], segments: Sequence[Sequence[Segment]] | None = None, *, tiles: int = 1
-    ) -> ParamTable:
+    def of(cls, params: Iterable[ParamMeta], segments: Sequence[Sequence[Segment]] | None = None) -> ParamTable:
         """Return the table of ``params``.
 
         Args:
             params: every parameter.
-            segments: those of each stream; default: all of each parameter, in their order, and one stream for each
-                dtype and, of large matrices, for each tile.
-            tiles: into so many rows, and so many columns, of tiles are large matrices cut.
+            segments: those of each stream; by default the table is ``plain``.
 
         Raises:
             ManifestError: a stream has no segments, or segments of several dtypes; or a parameter is listed twice, or
-                is not covered exactly once; or there are too many tiles.
+                is not covered exactly once.
         """
         params = tuple(params)
         if segments is not None:
-            return cls(params, tuple(_stream(own, params) for own in segments), 0)
-        return _tiled(params, tiles)
+            return cls(params, tuple(_stream(own, params) for own in segments), False)
+        return _plain(params)
 
     @cached_property
     def number(self) -> Mapping[str, int]:
@@ -219,53 +210,17 @@ class ParamTable:
 
     def lays_out_as(self, other: ParamTable) -> bool:
         """Return whether both have the same parameters and streams."""
-        if self.params != other.params or self.tiles == other.tiles > 0:
+        if self.params != other.params or (self.plain and other.plain):
             return self.params == other.params
         return [stream.segments for stream in self.streams] == [stream.segments for stream in other.streams]
 
 
 @lru_cache(maxsize=2)  # a delta's table is mostly that of the one before
-def _tiled(params: tuple[ParamMeta, ...], tiles: int) -> ParamTable:
-    return ParamTable(params, tuple(_by_place(params, tiles)), tiles)
-
-
-def _by_place(params: tuple[ParamMeta, ...], tiles: int) -> Iterator[Stream]:
-    """Yield a stream for each dtype, and for each dtype and tile of large matrices."""
-    places: dict[tuple[torch.dtype, int], list[Segment]] = {}
-    left = _SEGMENTS
+def _plain(params: tuple[ParamMeta, ...]) -> ParamTable:
+    segments: dict[torch.dtype, list[Segment]] = {}
     for number, meta in enumerate(params):
-        if not _is_cut(meta, tiles):
-            places.setdefault((meta.dtype, -1), []).append(Segment(number))
-            continue
-        left -= tiles * tiles
-        if left < 0:
-            raise ManifestError(
-                f"large parameters of a model have {tiles} x {tiles} tiles each", hint="set fewer tiles"
-            )
-        for place, segment in enumerate(_tiles(number, meta.shape, tiles)):
-            places.setdefault((meta.dtype, place), []).append(segment)
-    for (dtype, _), segments in places.items():
-        yield Stream(dtype, segments, params)
-
-
-def _is_cut(meta: ParamMeta, tiles: int) -> bool:
-    return (
-        tiles > 1
-        and len(meta.shape) > 1
-        and min(meta.shape[-2:]) >= tiles
-        and meta.numel >= tiles * tiles * _TILE
-        and not meta.dtype.is_complex
-    )
-
-
-def _tiles(param: int, shape: Sequence[int], tiles: int) -> Iterator[Segment]:
-    """Yield the tiles of a matrix, or of each of several that are stacked, row by row."""
-    rows, columns = ([size * at // tiles for at in range(tiles + 1)] for size in shape[-2:])
-    before = (0,) * (len(shape) - 2)
-    for row in range(tiles):
-        for column in range(tiles):
-            sizes = rows[row + 1] - rows[row], columns[column + 1] - columns[column]
-            yield Segment(param, (*before, rows[row], columns[column]), (*shape[:-2], *sizes))
+        segments.setdefault(meta.dtype, []).append(Segment(number))
+    return ParamTable(params, tuple(Stream(dtype, own, params) for dtype, own in segments.items()), True)
 
 
 def _before(block: Block, around: Block, index: int) -> int:

@@ -53,7 +53,6 @@ class Coded(NamedTuple):
 
     Attributes:
         stream, start, size: the block.
-        segments: numbers of those that meet it.
         params, words: int32, shape (k,); uint64, shape (k, 2): what is added to the digest of which parameter.
         changed: int64, shape (k,): units of it that changed.
         total: units that the payload changes.
@@ -64,7 +63,6 @@ class Coded(NamedTuple):
     stream: int
     start: int
     size: int
-    segments: range
     params: np.ndarray
     words: np.ndarray
     changed: np.ndarray
@@ -88,7 +86,7 @@ def code(table: ParamTable, codec: BlockEncoding, found: Found) -> Coded:
         unit = unit_of(stream.dtype)
         kind, payload = codec.encode(unit, found)
     params = stream.params[segments.start : segments.stop]
-    place = found.stream, found.start, found.size, segments
+    place = found.stream, found.start, found.size
     return Coded(*place, params, found.words, np.diff(cuts), found.positions.size, kind, payload)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Protocol, final
@@ -30,7 +29,6 @@ from torchrl_ext.stores.table import ParamTable, unit_bytes
 from torchrl_ext.stores.versions import BESIDE, Held
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.versions.containers import BlockFiles, Coded, OtherDelta, code, write_blocks, write_other
-from torchrl_ext.versions.tiles import Tiles
 from torchrl_ext.weights.checkpoint import CheckpointSource
 from torchrl_ext.weights.digests import digest_of, position_digest
 from torchrl_ext.weights.source import WeightSource, checked
@@ -335,20 +333,13 @@ class Copies(Baseline):
         codec: the encoding of deltas.
         checksum: of new tensors, in another library's files.
         device: where the copies are; by default on the host, pinned where the source's tensors are on a GPU.
-        tiles: as in `ParamTable.of`, of the table of deltas; that of the copies is of whole parameters.
     """
 
     def __init__(
-        self,
-        codec: Codec | BlockEncoding,
-        checksum: str = "xxh3-128",
-        device: torch.device | None = None,
-        *,
-        tiles: int = 1,
+        self, codec: Codec | BlockEncoding, checksum: str = "xxh3-128", device: torch.device | None = None
     ) -> None:
         super().__init__()
-        self._codec, self._checksum, self._device, self._tiles = codec, checksum, device, tiles
-        self._sent = self.table  # its streams are those of deltas
+        self._codec, self._checksum, self._device = codec, checksum, device
         self._copies: FlatCopies | None = None
         self._taken: WeightSource | None = None
 
@@ -388,7 +379,6 @@ class Copies(Baseline):
         """Forget the copies, unless they are of these parameters."""
         if params != self.metas:
             self.table, self._copies, self.tensors = ParamTable.of(params), None, {}
-            self._sent = ParamTable.of(params, tiles=self._tiles) if self._tiles > 1 else self.table
 
     def write(self, delta: DeltaManifest, source: WeightSource, draft: Draft, prefix: str) -> DeltaManifest:
         self.version = None
@@ -397,9 +387,8 @@ class Copies(Baseline):
             numbers = delta.version, delta.base_version
             other = OtherDelta(*numbers, self._codec.name, self.tensors, self._checksum)
             return write_other(delta, other, self._codec, self._changes(pairs, self._codec), draft, prefix)
-        sent = replace(delta, table=self._sent)
-        files = BlockFiles(sent.table)
-        made = write_blocks(sent, files, self._blocks(pairs, self._codec), draft, prefix)
+        files = BlockFiles(self.table)
+        made = write_blocks(delta, files, self._blocks(pairs, self._codec), draft, prefix)
         self.stored = sum(files.sizes.values()), files.taking_s
         return made
 
@@ -412,14 +401,9 @@ class Copies(Baseline):
                 at = number[name]
                 yield streams[at], segments[at], tensor
 
-        threads = worker_threads()
         olds = [] if self._copies is None else self._copies.bits
-        found = partial(find, self.table, olds, placed(), threads=threads, follow=True)
-        if self._sent is self.table:
-            yield from found(partial(code, self.table, codec))
-        else:
-            tiles = Tiles(self.table, self._sent, codec, self.tensors.__getitem__)
-            yield from tiles.blocks(found(tiles.route), threads)
+        then = partial(code, self.table, codec)
+        return find(self.table, olds, placed(), then, threads=worker_threads(), follow=True)
 
     def _changes(self, pairs: Pairs, codec: Codec) -> Iterator[Encoded]:
         beside = ((name, self.tensors[name], tensor) for name, tensor in pairs)

@@ -23,7 +23,6 @@ from torchrl_ext.stores import Store, open_store
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.stores.delta_manifest import BLOCKS, DeltaManifest
-from torchrl_ext.stores.table import TILES
 from torchrl_ext.transports.base import Handoff, TransferStats, Update, Worker
 from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
 from torchrl_ext.transports.delta.broadcast import KeptTensors, announce
@@ -71,10 +70,6 @@ class DeltaTransport(StandaloneTransport):
             time, and saves a copy of the whole model to the GPU for every version.
         local_dir: directory on each engine's host, for copies of the parameters that cannot be patched in place
             (quantised, packed); readers without a control layer keep copies of all. None keeps them in memory.
-        tiles: number of rows and of columns of tiles into which deltas cut large matrices, so that a tensor-parallel
-            worker reads little more than its part of the changes; the number of an engine's workers is best. Encoding
-            takes up to twice the processor time. Requires carrier ``"disk"``, a single trainer rank that writes, and
-            one of this library's own encodings.
         by_shard: every rank of the trainer creates this transport, keeps a baseline of only its own blocks
             (`WeightSource.shards`), and writes its own files of a version; workers read the files that they need.
             Requires carrier ``"disk"`` and one of this library's own encodings.
@@ -88,7 +83,7 @@ class DeltaTransport(StandaloneTransport):
     Raises:
         ConfigError: the encoding is unknown (the message lists all) or does not take ``settings``; the carrier is
             unknown; there is a root with carrier ``"collective"``, or no root with ``"disk"``; or
-            ``by_shard`` or ``tiles`` does not support the carrier or the encoding.
+            ``by_shard`` does not support the carrier or the encoding.
 
     Example:
         >>> trainer, worker = tx.DeltaTransport(root), tx.DeltaTransport(root)
@@ -119,7 +114,6 @@ class DeltaTransport(StandaloneTransport):
         checksum: str = "xxh3-128",
         baseline_device: Any = None,
         local_dir: str | os.PathLike[str] | None = None,
-        tiles: int = 1,
         by_shard: bool = False,
         master_address: str = "127.0.0.1",
         master_port: int = 0,
@@ -151,14 +145,6 @@ class DeltaTransport(StandaloneTransport):
                 expected="carrier 'disk', where every trainer rank writes files, and one of this library's encodings",
                 hint="transport 'sharded' moves blocks without files",
             )
-        if isinstance(tiles, bool) or tiles not in range(1, TILES + 1):
-            raise ConfigError(f"tiles is {tiles!r}", expected=f"a number from 1 to {TILES}")
-        if tiles > 1 and (carrier != "disk" or by_shard or self._codec.container != BLOCKS):
-            raise ConfigError(
-                f"tiles={tiles} with carrier {carrier!r}, encoding {encoding!r} and by_shard={by_shard}",
-                expected="carrier 'disk', one of this library's encodings, and a single rank that writes",
-                hint="leave tiles out",
-            )
         run_id = self._run_id = uuid.uuid4().hex
         self._store: Store
         self._full: WritesFull
@@ -181,7 +167,7 @@ class DeltaTransport(StandaloneTransport):
 
         def baseline() -> Baseline:
             if self._own is None:
-                return Copies(self._codec, checksum, where, tiles=tiles)
+                return Copies(self._codec, checksum, where)
             return RankCopies(lambda: self.ranks.session, self._own, self._codec)
 
         self._writer = ChainWriter(
