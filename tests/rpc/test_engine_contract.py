@@ -239,7 +239,6 @@ def test_whatever_an_engine_answers_the_error_is_ours(port, trainers):
         *(("vllm", {"pause_mode": mode, "keep_cache": True}, "keep_cache means nothing") for mode in ("wait", "abort")),
         ("sglang", {"pause_mode": "wait"}, "abort, retract, in_place"),
         ("sglang", {"pause_mode": "retract", "keep_cache": True}, "in_place"),
-        ("inprocess", {"free_cache": True, "keep_cache": True}, "drops the cache that keep_cache keeps"),
         ("inprocess", {"pause_mode": "abort", "keep_cache": True}, "pause mode 'abort'"),
     ],
 )

@@ -242,16 +242,6 @@ class TestEmbedded:
         model.load_state_dict({**model.state_dict(), **layer})
         assert self.says(engine) == greedy(model, PROMPT, 8)
 
-    def test_memory_of_keys_and_values_is_given_up_for_the_load_and_requests_go_on(self, engine, place, monkeypatch):
-        online = tx.make_engine("inprocess", engine=engine, free_cache=True)
-        asleep, load = [], tx.WeightReceiver.load
-        monkeypatch.setattr(tx.WeightReceiver, "load", lambda *given: (asleep.append(engine.asleep), load(*given)))
-        running = submitted(engine, 40, temperature=1.0, seed=1)
-        run(online.update_model_weights(place / "seed1"))
-        assert asleep == [{"kv_cache"}] and not engine.asleep
-        (output,) = running.result(60)
-        assert len(output.token_ids) == 40 and self.says(engine) == greedy(tiny_model(1), PROMPT, 8)
-
     @pytest.mark.parametrize("kept", [False, True])
     def test_a_frozen_request_goes_on_with_its_keys_where_they_are_to_be_kept_and_else_without(
         self, engine, place, kept
@@ -317,16 +307,15 @@ class TestVLLM:
     def served(self, folders):
         llm = AsyncLLM(net(0))
         llm.vllm_config.model_config.model = str(folders / "0")
-        llm.vllm_config.model_config.enable_sleep_mode = True
-        return llm, tx.make_engine("inprocess", engine=llm, free_cache=True)
+        return llm, tx.make_engine("inprocess", engine=llm)
 
-    def test_weights_are_put_back_after_a_load_that_failed_though_the_cache_is_given_up_by_then(self, folders):
+    def test_weights_are_put_back_after_a_load_that_failed(self, folders):
         async def main():
-            (llm, engine), freed = self.served(folders), []
-            llm.fake.inject("fail", "POST /update_weights", first=lambda: freed.append(set(llm.fake.asleep)))
+            llm, engine = self.served(folders)
+            llm.fake.inject("fail", "POST /update_weights")
             with pytest.raises(UpdateError, match=r"it fails here(.|\n)*were restored"):
                 await engine.update_model_weights(folders / "1")
-            assert freed == [{"kv_cache"}] and llm.fake.serving and same(llm.model, states(net(0)))
+            assert llm.fake.serving and same(llm.model, states(net(0)))
             report = await engine.update_model_weights(folders / "1")
             assert report.verified and llm.fake.serving and same(llm.model, states(net(1))) and not llm.fake.wrongs
 
@@ -343,11 +332,10 @@ class TestVLLM:
 
         run(main())
 
-    @pytest.mark.parametrize("step", ["pause", "release_kv_cache_memory"])
-    def test_an_engine_that_fails_before_the_load_serves_again_and_the_error_is_ours(self, folders, step):
+    def test_an_engine_that_fails_before_the_load_serves_again_and_the_error_is_ours(self, folders):
         async def main():
             llm, engine = self.served(folders)
-            llm.fake.inject("lose", f"POST /{step}")
+            llm.fake.inject("lose", "POST /pause")
             with pytest.raises(EngineRefusedError, match="it broke half-way; inprocess did not"):
                 await asyncio.to_thread(engine.begin, 1)
             assert llm.fake.serving and engine.rows()[0].state == "serving"

@@ -56,7 +56,7 @@ class Base:
         )
         self.vllm_config = SimpleNamespace(
             parallel_config=parallel,
-            model_config=SimpleNamespace(model="net", multimodal_config=None, enable_sleep_mode=False),
+            model_config=SimpleNamespace(model="net", multimodal_config=None),
             weight_transfer_config=None if backend is None else SimpleNamespace(backend=backend),
             kv_transfer_config=None,
         )
@@ -133,12 +133,6 @@ class Online(Base):
 
     async def resume_generation(self):
         self._post("resume")
-
-    async def release_kv_cache_memory(self):
-        self._post("release_kv_cache_memory")
-
-    async def wake_up(self, tags):
-        self._post("wake_up", tags=tags)
 
     async def check_health(self):
         return None

@@ -64,15 +64,13 @@ class Engine(EngineClient):
 
     Args:
         port: the port of the engine.
-        free_cache: release the memory of keys and values during a load.
     """
 
     rehearsed: tuple[Info, ...] = ()
 
-    def __init__(self, port: Port, *, free_cache: bool = False) -> None:
+    def __init__(self, port: Port) -> None:
         self.kind = port.kind  # type: ignore[misc]
         self._own = self.port = port
-        self._free_cache, self._freed = free_cache, False
         self._connection = ""  # the sender's that joined last through this client
         self._torn = False  # this client has sent only a part of a version; used if workers do not report `whole`
         self._before = EngineState(paused=None)  # before the current update
@@ -266,9 +264,6 @@ class Engine(EngineClient):
         with self._step(f"drop what it cached for version {version}", undo=undo):
             if self.port.drops_first:
                 self.port.drop_cached()
-            if self._free_cache and not self._freed:  # a failed update may have left it freed
-                self._freed = True  # before the call: after a timeout it is unknown what was freed
-                self.port.sleep(1, _KV, before)
         with self._step(f"start version {version}", undo=partial(self._abandoned, before)):
             if self._connection and self.port.proves:
                 self.port.tell(State(connection=self._connection))  # refused if another sender has joined since
@@ -442,7 +437,7 @@ class Engine(EngineClient):
     def _served(self) -> None:
         """Record that the engine serves."""
         pause_s = self._row.pause_s if self._since is None else time.perf_counter() - self._since
-        self._since, self._freed = None, False
+        self._since = None
         self._row = replace(self._row, state="serving", error=None, pause_s=pause_s)
 
     def _note(self, state: str) -> None:
@@ -459,8 +454,6 @@ class Engine(EngineClient):
         try:
             if self.port.state(fit=True).whole is False:
                 return self._paused("a part of another sender's version")
-            if self._freed:
-                self.port.wake(_KV, EngineState(paused=True, asleep=_KV))
             self.port.release()
             state = self.port.state()
         except (EngineError, DeadlineError) as error:
@@ -492,8 +485,6 @@ class Engine(EngineClient):
 
     def _wake(self, wanted: frozenset[str], state: EngineState, *, serving: bool) -> None:
         """Wake the sleeping parts of ``wanted``; keep the engine paused unless ``serving`` and it is fully awake."""
-        if self._freed and "kv_cache" in wanted:
-            state = replace(state, asleep=state.asleep | _KV)
         if not state.asleep & wanted:
             if serving and not state.asleep:
                 self._serve()

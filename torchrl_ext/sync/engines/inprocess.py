@@ -38,8 +38,6 @@ class InProcessEngine(Engine):
         url: name for reports.
         pause_mode: what happens to running requests of vLLM and the embedded engine: ``"keep"`` freezes them,
             ``"wait"`` lets them finish, ``"abort"`` aborts them.
-        free_cache: release the KV cache's memory during a load, if the engine can; it then recomputes frozen requests
-            from their tokens. vLLM releases memory only with sleep mode enabled, and otherwise just clears the cache.
         keep_cache: keep the KV cache of the old weights: frozen requests continue with it, and later requests to vLLM
             with the same prefix reuse it. Each token still has the version that sampled it.
         loop: event loop of an `AsyncLLM`; None finds it.
@@ -56,19 +54,13 @@ class InProcessEngine(Engine):
         *,
         url: str = "inprocess",
         pause_mode: str = "keep",
-        free_cache: bool = False,
         keep_cache: bool = False,
         loop: asyncio.AbstractEventLoop | None = None,
         transport: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        if keep_cache and (free_cache or pause_mode != "keep"):
-            raise ConfigError(
-                "free_cache drops the cache that keep_cache keeps"
-                if free_cache
-                else f"keep_cache means nothing with pause mode {pause_mode!r}",
-                expected="pause_mode='keep', and no free_cache",
-            )
+        if keep_cache and pause_mode != "keep":
+            raise ConfigError(f"keep_cache means nothing with pause mode {pause_mode!r}", expected="pause_mode='keep'")
         if is_torchrl(engine, "LocalLLMWrapper"):  # its own `update_weights` does nothing
             engine = engine.llm_instance
         bases = {f"{base.__module__}.{base.__name__}" for base in type(engine).__mro__}  # there may be no vLLM here
@@ -80,7 +72,7 @@ class InProcessEngine(Engine):
         else:
             self._object = ModulePort(engine)
         self._object.url, self._object.timeout_s = url, timeout_s
-        super().__init__(self._object, free_cache=free_cache)
+        super().__init__(self._object)
         self._transport = transport or self._object.transport
         self._turn = threading.Lock()
         self._good: WeightSource | None = None  # the last weights that it was switched to

@@ -83,12 +83,6 @@ class LocalPort(Port):
     def start_weights(self) -> WeightSource:
         """Return the weights that the engine holds before the first update, to fall back on."""
 
-    def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
-        """Release the KV cache's memory, if there is any."""
-
-    def wake(self, tags: frozenset[str], state: EngineState) -> None:
-        """Restore the KV cache's memory."""
-
     def close(self, connection: str) -> None:
         if connection:
             # it may be gone; and an `AsyncLLM` cannot be called from its own event loop, or after that has ended
@@ -178,9 +172,6 @@ class EmbeddedObjectPort(LocalPort):
     def drop_cached(self) -> None:
         if not self._keep_cache:
             self._engine.scheduler.forget()
-
-    def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
-        self._engine.release_kv_cache()
 
     def wake(self, tags: frozenset[str], state: EngineState) -> None:
         self._engine.wake_up(sorted(tags & state.asleep))
@@ -300,17 +291,6 @@ class VLLMObjectPort(LocalPort):
     def abandon(self) -> None:
         with suppress(EngineRefusedError):  # after a failure, workers have no open update
             self._workers("finish_weight_update")
-
-    def sleep(self, level: int, tags: frozenset[str] | None, state: EngineState) -> None:
-        """Release the KV cache's memory if vLLM's sleep mode is enabled; otherwise only clear the cache."""
-        if self._asynchronous and self._config.model_config.enable_sleep_mode:
-            self._do(self._llm.release_kv_cache_memory)
-        else:
-            self._do(self._llm.reset_prefix_cache, self._asynchronous)
-
-    def wake(self, tags: frozenset[str], state: EngineState) -> None:
-        if self._asynchronous and self._config.model_config.enable_sleep_mode:
-            self._do(self._llm.wake_up, ["kv_cache"])
 
     def check(self) -> None:
         if self._asynchronous:
