@@ -500,18 +500,16 @@ class Schedule:
             while not self._stop.is_set():
                 with self._changing:
                     urls = tuple(self._fleet_urls)
-                key = urls, draw.random() < 0.5
                 if not urls:
                     self._stop.wait(0.05)
                     continue
-                if key not in clients:
-                    clients[key] = ends.enter_context(self._client(*key))
-                self._ask(clients[key], urls, draw)
+                if urls not in clients:
+                    clients[urls] = ends.enter_context(self._client(urls))
+                self._ask(clients[urls], urls, draw)
 
-    def _client(self, urls, shared):
+    def _client(self, urls):
         """A client that says of each answer which engine gave it, and with how many tokens."""
-        health = self.fleet.health if shared else None
-        client = InferenceClient(urls, kind="embedded", timeout_s=ENDS_S, retire_s=0.3, health=health)
+        client = InferenceClient(urls, kind="embedded", timeout_s=ENDS_S, retire_s=0.3)
         for url, dialect in client._targets.items():
             dialect.read = partial(_marked, dialect.read, url)
         return client

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pickle
 import threading
+import time
 from contextlib import closing
 
 import httpx
@@ -16,7 +17,6 @@ from tests.rollout.aborts import aborted
 from tests.rpc.servers import in_turn
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, EngineRefusedError, RouteAbsent
 from torchrl_ext.rollout.client import Generation, InferenceClient, VersionSpan
-from torchrl_ext.rpc.health import Health
 
 ROUTE = "POST /inference/v1/generate"
 
@@ -96,19 +96,16 @@ def test_an_aborted_request_with_stop_strings_is_asked_again_from_the_start():
 
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
-def test_an_engine_that_cannot_answer_now_is_left_to_others_and_complained_of_for_a_while(status):
-    health = Health()
+def test_an_engine_that_cannot_answer_now_is_left_to_others_for_a_while(status):
     with FakeEngine("vllm") as busy, FakeEngine("vllm") as free:
         busy.answers[ROUTE] = in_turn((status, {"detail": "later"}), (200, {"choices": [part(2, reason="stop")]}))
         free.answers[ROUTE] = (200, {"choices": [part(1, reason="stop")]})
-        with closing(InferenceClient([busy.url, free.url], health=health)) as client:
+        with closing(InferenceClient([busy.url, free.url], retire_s=0.5)) as client:
             for _ in range(2):
                 assert client.generate([[7]])[0].token_ids == (1,)
-            assert "later" in str(health.why(busy.url)) and len(busy.calls) == 1
-            health.mend(busy.url, by="requests")
-            health.fail(free.url, EngineError("an update lost it"), by="pool")
+            assert len(busy.calls) == 1
+            time.sleep(0.6)
             assert client.generate([[7]])[0].token_ids == (2,)
-            assert health.why(busy.url) is None and health.why(free.url) is not None
 
 
 def test_what_may_pass_is_asked_again_until_the_deadline_by_a_persistent_client_alone(caplog):
@@ -129,19 +126,19 @@ def test_what_may_pass_is_asked_again_until_the_deadline_by_a_persistent_client_
 PAUSED = "Generation is paused. Please retry after it resumes."  # vLLM 0.33, in modes "abort" and "wait"
 
 
-def test_a_request_that_a_paused_engine_refuses_waits_for_the_end_of_the_pause_and_nobody_is_complained_of():
-    health, paused = Health(), (503, {"error": {"message": PAUSED, "type": "ServiceUnavailableError", "code": 503}})
+def test_a_request_that_a_paused_engine_refuses_waits_for_the_end_of_the_pause_and_nobody_is_avoided():
+    paused = (503, {"error": {"message": PAUSED, "type": "ServiceUnavailableError", "code": 503}})
     with FakeEngine("vllm") as engine:
         good = (200, {"choices": [part(2, reason="stop")]})
         engine.answers[ROUTE] = in_turn((200, {"choices": [part(1)]}), paused, paused, good)
-        with closing(InferenceClient(engine.url, health=health)) as client:
+        with closing(InferenceClient(engine.url)) as client:
             assert client.generate([[7]])[0].token_ids == (1, 2)
         assert [call.body["token_ids"] for call in engine.calls] == [[7], *[[7, 1]] * 3]
         engine.answers[ROUTE] = paused
         late = pytest.raises(DeadlineError, match="Generation is paused")
-        with closing(InferenceClient(engine.url, timeout_s=0.5, health=health)) as client, late:
+        with closing(InferenceClient(engine.url, timeout_s=0.5)) as client, late:
             client.generate([[7]])
-        assert health.why(engine.url) is None
+        assert not client._requests._retired
 
 
 def test_a_session_is_named_with_each_of_its_requests_to_either_make_of_router():

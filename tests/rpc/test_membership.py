@@ -53,4 +53,5 @@ def test_complaints_about_an_engine_leave_with_it_and_another_client_of_its_addr
     pool.lose(first, EngineError("it is gone"))
     pool.remove("a")
     pool.add(again)
-    assert pool.members() == ("b", "a") and pool.health.why("a") is None and pool.engines[1] is again
+    assert pool.members() == ("b", "a") and [row.error for row in pool.rows()] == [None, None]
+    assert pool.engines[1] is again

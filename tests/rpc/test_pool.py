@@ -16,7 +16,6 @@ import torchrl_ext as tx
 from tests.processes import WAIT_S
 from torchrl_ext.errors import DeadlineError, EngineError, EngineUnreachableError, UpdateError
 from torchrl_ext.rpc.client import EngineClient
-from torchrl_ext.rpc.health import Health
 from torchrl_ext.rpc.makes.vllm import vllm_engine
 from torchrl_ext.rpc.pool import Pool
 from torchrl_ext.types import EngineInfo, EngineRow
@@ -114,26 +113,6 @@ def test_a_number_that_no_version_can_have_is_refused_before_it_is_written(tmp_p
     assert not list(tmp_path.glob("weight_v*")) and not (tmp_path / "latest").exists()
 
 
-def test_others_hear_which_engines_an_update_or_a_probe_lost(tmp_path):
-    heard, health = [], Health()
-    health.subscribe(lambda url, why: heard.append((url, why is None)))
-    steady, failing, gone = Scripted("steady"), Scripted("failing", fails=["load"]), Scripted("gone", fails=["info"])
-    pool = Pool([steady, failing, gone], health=health)
-    sender = tx.WeightSender(tx.DiskTransport(tmp_path), pool, verify=False)
-    with pytest.raises(UpdateError, match="2 of 3 engines did not take version 1"):
-        sender.update_weights({"x": torch.ones(2)})
-    assert heard == [("gone", False), ("failing", False)] and health.why("steady") is None
-    assert "does not info" in str(health.why("gone", by="pool")) and health.why("failing", by="pool") is None
-    failing.fails, gone.fails = set(), set()
-    sender.update_weights({"x": torch.zeros(2)})
-    assert heard[2:] == [("gone", True), ("failing", True)]
-    failing.fails = {"commit"}
-    with pytest.raises(UpdateError):
-        sender.update_weights({"x": torch.ones(2)})
-    pool.resume()
-    assert heard[4:] == [("failing", False), ("failing", True)]
-
-
 def test_a_lost_engine_that_hangs_is_not_waited_for_and_comes_back_with_its_answer(monkeypatch):
     monkeypatch.setattr("torchrl_ext.rpc.pool._PROBE_S", 0.05)
     leave = threading.Event()
@@ -156,11 +135,11 @@ def test_a_lost_engine_that_hangs_is_not_waited_for_and_comes_back_with_its_answ
     assert pool.members() == ("steady", "hanging") and engines[1].calls == ["info"] * 2
 
 
-def test_a_pool_goes_to_another_process_without_its_complaints():
+def test_a_pool_goes_to_another_process():
     pool = Pool([vllm_engine("a:1"), vllm_engine("b:1")])
-    pool.health.fail("http://a:1", EngineError("it died"), by="pool")
+    pool.lose(pool.engines[0], EngineError("it died"))
     copied = pickle.loads(pickle.dumps(pool))
-    assert copied.url == pool.url and copied.health.why("http://a:1") is None
+    assert copied.url == pool.url and [row.state for row in copied.rows()] == ["unreachable", "serving"]
 
 
 def test_engines_join_and_leave_before_the_next_update_and_a_running_one_keeps_its_own(tmp_path):

@@ -13,7 +13,6 @@ from torchrl_ext.rollout.generation import Generation, GenerationRequest, Versio
 from torchrl_ext.rollout.requests import Requests, targets
 from torchrl_ext.rpc.connections import run
 from torchrl_ext.rpc.discovery import discover
-from torchrl_ext.rpc.health import Health
 from torchrl_ext.rpc.http import Keys
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ class InferenceClient:
         retire_s: seconds for which a failed engine is avoided while others answer.
         persistent: once every address has failed, retry until the deadline and log a warning every minute, because a
             router may find another engine meanwhile.
-        health: engine health shared with others, such as a pool's; None, and a pickled copy, tracks its own.
         adapter: name of the LoRA adapter to generate with (`torchrl_ext.LoraPublisher`); None for the base weights.
 
     Raises:
@@ -63,7 +61,6 @@ class InferenceClient:
         api_key: Keys = None,
         retire_s: float = 30.0,
         persistent: bool = False,
-        health: Health | None = None,
         adapter: str | None = None,
     ) -> None:
         if max_concurrency < 1:
@@ -73,7 +70,7 @@ class InferenceClient:
         how: dict[str, Any] = {"api_key": api_key, "retire_s": retire_s, "persistent": persistent}
         self._settings: dict[str, Any] = {"kind": kind, "timeout_s": timeout_s, "adapter": adapter, **how}
         self._settings["max_concurrency"] = max_concurrency
-        self._requests = Requests(self._targets, limit=max_concurrency, health=health, **how)
+        self._requests = Requests(self._targets, limit=max_concurrency, **how)
 
     @classmethod
     def connect(cls, *addresses: str, api_key: Keys = None, **settings: Any) -> InferenceClient:

@@ -26,7 +26,6 @@ from torchrl_ext.rollout.dialects import Dialect
 from torchrl_ext.rollout.generation import UNKNOWN_VERSION as UNKNOWN
 from torchrl_ext.rollout.generation import Generation, GenerationRequest, PartialGeneration, version_number
 from torchrl_ext.rpc.connections import begin, each
-from torchrl_ext.rpc.health import Health
 from torchrl_ext.rpc.http import Answer, HTTPSession, Keys, normalise_urls
 
 __all__ = ["Requests", "back_off", "targets"]
@@ -36,7 +35,6 @@ log = logging.getLogger("torchrl_ext")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SILENCE_S = 0.05, 2.0, 60.0  # the last one between two warnings
 _UNAVAILABLE = 503
 _PASSING = (429, 500, 502, 503, 504)  # too many requests or a server fault; 501 and 505 are final (RFC 9110)
-_PARTY = "requests"  # under this name, `Health` has the failures of requests
 _MAX_BODY_BYTES, _KEEP_S = 256 << 20, 2.0
 _SEEN_S, _MOST_WAITS = 1.0, 3  # how long a version that was seen counts; back-off of at most 0.4 s for an update
 _SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")  # of vLLM's router and of SGLang's
@@ -76,7 +74,7 @@ class Requests:
     Args:
         targets: at least one dialect, by base address.
         limit: maximum requests in flight per target; 0 for no limit.
-        api_key, retire_s, persistent, health: as for `InferenceClient`.
+        api_key, retire_s, persistent: as for `InferenceClient`.
     """
 
     def __init__(
@@ -87,11 +85,10 @@ class Requests:
         api_key: Keys,
         retire_s: float = 0.0,
         persistent: bool = False,
-        health: Health | None = None,
     ) -> None:
         self._targets, self._limit = targets, limit or float("inf")
         self._retire_s, self._persistent = retire_s, persistent
-        self._health = Health() if health is None else health
+        self._retired: dict[str, float] = {}  # targets that failed, and until when they are avoided
         self._in_work, self._freed = dict.fromkeys(self._targets, 0), asyncio.Condition()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: set[Future[Any]] = set()  # until they end, or `close` cancels them
@@ -266,15 +263,15 @@ class Requests:
                 except Unmet as error:
                     failed[url] = error
                     self._seen[url, adapter] = error.version, time.monotonic()
-                    self._health.mend(url, by=_PARTY)
+                    self._retired.pop(url, None)
                 except (EngineUnreachableError, EngineRefusedError) as error:
                     if isinstance(error, EngineRefusedError) and error.status not in _PASSING:
                         raise  # another engine would refuse it too
                     failed[url] = error
                     if not _is_paused(error):
-                        self._health.fail(url, error, by=_PARTY, for_s=self._retire_s)
+                        self._retired[url] = time.monotonic() + self._retire_s
                 else:
-                    self._health.mend(url, by=_PARTY)
+                    self._retired.pop(url, None)
                     return found
             if len(failed) == len(self._targets):
                 why, attempt = self._joined(failed), next(attempts)
@@ -305,7 +302,8 @@ class Requests:
         left = [url for url in self._targets if url not in failed]
         async with self._freed:
             while True:
-                well = [url for url in left if self._health.why(url) is None] or left
+                now = time.monotonic()
+                well = [url for url in left if self._retired.get(url, now) <= now] or left
                 well = [url for url in well if self._fits(url, request)] or well
                 found = min(well, key=self._in_work.__getitem__)  # ties go to the first in order
                 if self._in_work[found] < self._limit:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 from torchrl_ext.deadline import in_thread
 from torchrl_ext.errors import ConfigError, DeadlineError, EngineError, why
 from torchrl_ext.rpc.client import EngineClient, _nothing
-from torchrl_ext.rpc.health import Health
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part, label_number, least
 
 __all__ = ["Members", "Pool"]
@@ -23,22 +22,23 @@ Members = Callable[[], Iterable[EngineClient | str]]
 """Returns the addresses (or clients) of the engines that should take part in the next update."""
 
 _PROBE_S = 2.0  # how long an update waits for an engine that is already lost
-_LOST, _FAILED = "pool", "update"  # the reporters of a pool's complaints in `Health`
 
 
 @dataclass(kw_only=True)
 class _Update:
-    """What the steps of one update know of it. No other call of a pool writes it, whatever its thread.
+    """What the steps of one update know of it. No other call of a pool writes it, whatever its thread, but `resumed`.
 
     Attributes:
         engines: the engines that it began with.
         lost: the engines that were lost when it began, and why.
         failed: the engines that failed one of its steps, which the later steps leave out, and why.
+        resumed: the engines that were resumed since, whose rows name no failure any more.
     """
 
     engines: tuple[EngineClient, ...]
     lost: dict[EngineClient, Exception]
     failed: dict[EngineClient, Exception] = field(default_factory=dict)
+    resumed: set[EngineClient] = field(default_factory=set)
 
 
 class Pool(EngineClient):
@@ -56,14 +56,9 @@ class Pool(EngineClient):
             w0 + w1, ... A nested pool is replaced by its members.
         data_parallel_size: how many consecutive engines are servers of one deployment. Each server reports the workers
             of the whole deployment, so the group shares one offset and counts once.
-        health: receives the pool's complaints: reporter ``"pool"`` for a lost engine, ``"update"`` for an engine that
-            failed an update, until it takes an update or is resumed. By default the pool creates its own.
         members: returns the addresses, or clients, of the engines that should take part; asked before each update. If
             it raises, nothing changes.
         make: takes an address, and returns a client for the engine that is added; by default `torchrl_ext.connect`.
-
-    Attributes:
-        health: the `Health` that receives the complaints.
 
     Raises:
         ConfigError: no engine, a repeated address, or engines that do not form groups of ``data_parallel_size``.
@@ -78,7 +73,6 @@ class Pool(EngineClient):
         engines: Sequence[EngineClient],
         *,
         data_parallel_size: int = 1,
-        health: Health | None = None,
         members: Members | None = None,
         make: Callable[[str], EngineClient] | None = None,
     ) -> None:
@@ -99,9 +93,9 @@ class Pool(EngineClient):
         self._source, self._make = members, make or discovered
         self._meeting: dict[str, Future[EngineClient]] = {}
         self._problems: dict[str, str] = {}  # why a wanted engine, or the function that lists them, is missing
-        self.health = Health() if health is None else health
         self._group = data_parallel_size
         self._met = False
+        self._missing: dict[EngineClient, Exception] = {}  # lost engines, and why they are
         self._doubted: set[EngineClient] = set()  # the next `members` probes them
         self._reported: set[EngineClient] = set()  # engines that an error has already named since they last served
         self._update: _Update | None = None  # the one that runs, or ran last
@@ -171,7 +165,7 @@ class Pool(EngineClient):
         before, self.engines = self.engines, tuple(known[url] for url in wanted if url in known)
         for engine in set(before) - set(self.engines):
             log.warning("engine %s has left the fleet", engine.url)
-            self.health.forget(engine.url)
+            self._missing.pop(engine, None)
             self._probes.pop(engine, None)
             self._decoding.discard(engine)
             self._doubted.discard(engine)
@@ -205,7 +199,7 @@ class Pool(EngineClient):
                 self.lose(engine, silent[engine])
             elif engine in lost:
                 log.warning("engine %s is back", engine.url)
-                self.health.mend(engine.url, by=_LOST)
+                self._missing.pop(engine, None)
         self._reported &= self._lost().keys()
         return tuple(engine.url for engine in self.each())
 
@@ -217,7 +211,7 @@ class Pool(EngineClient):
         """Continue without ``engine`` until it answers a probe of `members`."""
         if engine not in self._lost():
             log.warning("engine %s is lost: %s", engine.url, error)
-        self.health.fail(engine.url, error, by=_LOST)
+        self._missing[engine] = error
 
     def infos(self) -> list[EngineInfo]:
         """Return the `info` of each member, in order."""
@@ -299,8 +293,7 @@ class Pool(EngineClient):
         update = self._begun()
         active = set(update.engines)
         for engines in (active - self._decoding, active & self._decoding):
-            for engine in self._while_any("commit", lambda engine: engine.commit(version), among=engines):
-                self.health.mend(engine.url, by=_FAILED)
+            self._while_any("commit", lambda engine: engine.commit(version), among=engines)
         missed = {**update.lost, **update.failed}
         if update.failed or update.lost.keys() - self._reported:
             everyone = len(update.engines) + len(update.lost)
@@ -357,8 +350,8 @@ class Pool(EngineClient):
 
     def resume(self) -> None:
         self.everywhere("resume", lambda engine: engine.resume())
-        for engine in self.each():
-            self.health.mend(engine.url, by=_FAILED)
+        if self._update is not None:
+            self._update.resumed.update(self.each())
 
     def sleep(self, level: int = 1, tags: Collection[str] | None = None) -> None:
         self.everywhere("sleep", lambda engine: engine.sleep(level, tags))
@@ -367,9 +360,9 @@ class Pool(EngineClient):
         self.everywhere("wake up", lambda engine: engine.wake_up(tags))
 
     def rows(self) -> tuple[EngineRow, ...]:
-        failed = self._update.failed if self._update is not None else {}
-        # not those that were resumed, or took the version later
-        return self._rows({one: failed[one] for one in failed if self.health.why(one.url, by=_FAILED) is not None})
+        update = self._update
+        failed = {} if update is None else update.failed
+        return self._rows({one: failed[one] for one in failed if update is None or one not in update.resumed})
 
     def _rows(
         self, errors: Mapping[EngineClient, Exception], looked: Mapping[EngineClient, EngineRow] | None = None
@@ -418,7 +411,7 @@ class Pool(EngineClient):
 
     def _lost(self) -> dict[EngineClient, Exception]:
         """Return the lost engines and why each is lost."""
-        found = ((engine, self.health.why(engine.url, by=_LOST)) for engine in self.engines)
+        found = ((engine, self._missing.get(engine)) for engine in self.engines)
         return {engine: error for engine, error in found if error is not None}
 
     def _silent(self, engines: Sequence[EngineClient]) -> dict[EngineClient, Exception]:
@@ -453,22 +446,19 @@ class Pool(EngineClient):
         call: Callable[[EngineClient], object],
         on_failure: Callable[[], None] = _nothing,
         among: Collection[EngineClient] | None = None,
-    ) -> Collection[EngineClient]:
-        """Take a step of an update on the engines still in it; return the engines that succeeded.
+    ) -> None:
+        """Take a step of an update on the engines still in it.
 
         Raises:
             EngineError: every engine of the update has failed.
         """
         update = self._begun()
         left = [engine for engine in update.engines if engine not in update.failed]
-        took, errors = self._fan_out([one for one in left if among is None or one in among], call, on_failure)
+        _, errors = self._fan_out([one for one in left if among is None or one in among], call, on_failure)
         update.failed.update(errors)
-        for engine, error in update.failed.items():
-            self.health.fail(engine.url, error, by=_FAILED)
         self._reported.update(update.failed)  # the error that ends this update has rows that name them
         if len(update.failed) == len(update.engines):
             raise self._missed(f"every engine failed to {step}", {**update.lost, **update.failed})
-        return took
 
     def _fan_out(
         self,
