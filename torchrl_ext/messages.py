@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -86,12 +86,9 @@ class Connected(Message, frozen=True, kw_only=True):
     Attributes:
         connection: the id from the sender's `Join`. If it is empty, workers treat the message as one from the sender
             that joined last.
-        target: ``"draft"`` for the model that drafts tokens in a speculative engine; left out for the base weights.
-            Each target has a sender, a connection and versions of its own.
     """
 
     connection: Text = ""
-    target: Literal["draft"] | msgspec.UnsetType = msgspec.UNSET
 
 
 def stamped(message: Message, connection: str) -> Message:

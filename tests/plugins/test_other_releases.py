@@ -194,27 +194,6 @@ def test_a_vllm_that_maps_the_weights_of_a_daemon_refuses_every_trainer(tmp_path
     assert "the engine still serves its previous weights" in joined
 
 
-DRAFTLESS = REGISTER.replace(
-    "plugin.register()\nplugin.register()",
-    MADE
-    + """
-from torchrl_ext.messages import Join, Poll
-join = Join.of({"transport": "disk", "params": [], "rank_offset": 0, "target": "draft", "connection": "d"})
-for message in (join, Poll(target="draft")):
-    try:
-        engine.init_transfer_engine(engine.parse_init_info(message.to_json()))
-    except Exception as error:
-        print(error)
-""",
-)
-
-
-def test_a_vllm_without_a_draft_model_refuses_a_sender_of_drafts_and_its_steps(tmp_path):
-    joined, polled, _ = started(tmp_path, worker=DRAFTLESS).stdout.splitlines()
-    assert "this worker has no draft model" in joined and "--speculative-config" in joined
-    assert "no sender has joined" in polled
-
-
 VIME = """
 class WorkerBase:
     def __init__(self, model): self.model_config = SimpleNamespace(model=model)

@@ -454,22 +454,6 @@ def test_changes_load_the_layers_that_are_built_anew_as_a_whole_and_no_others(ra
     assert_is(loader.model.module, mixed(rank, 1, {"decay", "corner", "q"}))
 
 
-def test_what_belongs_to_another_model_may_not_be_updated_and_need_not_be(rank, tmp_path):
-    loader = loader_of(cold(rank, 0), tmp_path, by_slices=False, anew=True)
-    plain, known = loader.model.stand_ins, loader._params
-
-    @contextmanager
-    def borrowing():
-        with plain() as found:
-            needed = {name: count for name, count in found.needed.items() if name != "embed.weight"}
-            yield found._replace(needed=needed, borrowed={"embed.weight"})
-
-    loader.model.stand_ins = borrowing
-    loader.check([meta for meta in known if "embed" not in meta.name])
-    with pytest.raises(ManifestError, match=r"shares '\S*embed\S*' with the base model"):
-        loader.check(known)
-
-
 def test_a_tensor_that_stays_while_its_layer_is_built_anew_need_not_come_and_opens_it_all_the_same():
     at = {"weight": "layer.weight", "bias": "layer.bias", "other": "norm.weight"}
     landings = {name: [SimpleNamespace(param=param)] for name, param in at.items()}

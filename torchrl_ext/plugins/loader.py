@@ -43,13 +43,11 @@ class StandIns(NamedTuple):
         tensors: the stand-ins, in the form that the model's loader writes to, by runtime name.
         needed: number of elements that an update must write to each runtime parameter.
         copied: addresses of live tensors of which a layer uses a packed copy, which a write would not reach.
-        borrowed: runtime names of tensors that belong to another model, which an update of this one may not write.
     """
 
     tensors: Mapping[str, Tensor]
     needed: Mapping[str, int]
     copied: Collection[int] = ()
-    borrowed: Collection[str] = ()
 
 
 class EngineModel(Protocol):
@@ -281,21 +279,9 @@ class EngineLoader(WeightLoader, Patchable, Sliceable, Rehearsable):
                 self._refuse_absent(self._shapes, {meta.name for meta in params})
                 return None
             placement = record(self.model.module.load_weights, params, stand_ins.tensors)
-        self._refuse_borrowed(placement, stand_ins.borrowed)
         self._refuse(placement, stand_ins.needed)
         self._stand_ins = stand_ins
         return placement
-
-    def _refuse_borrowed(self, placement: Placement, borrowed: Collection[str]) -> None:
-        for name, landings in placement.landings.items():
-            if any(landing.param in borrowed for landing in landings):
-                raise ManifestError(
-                    f"the engine's draft model shares {name!r} with the base model, so an update of the draft would "
-                    "change the base",
-                    expected="the draft's own tensors only; what it shares follows each update of the base",
-                    state=UNCHANGED,
-                    hint=f"register the draft without {name!r}",
-                )
 
     def _places(self, placement: Placement) -> Iterator[tuple[Any, Place]]:
         """Yield where tensors land as they are, each with its memory; a tied head also lands where its embedding does.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.rpc.port import no_adapters, no_drafts, no_logprobs
+from torchrl_ext.rpc.port import no_adapters, no_logprobs
 from torchrl_ext.types import EngineInfo, EngineRow, Info, Part
 
 if TYPE_CHECKING:
@@ -37,13 +37,9 @@ class EngineClient(ABC):
         >>> engine.pause()  # whether it generated before
         True
         >>> engine.resume()
-
-    Attributes:
-        paused_by: for a draft's client, the client that `draft` was called on, whose turn its updates take.
     """
 
     kind: ClassVar[str]
-    paused_by: EngineClient | None = None
 
     @property
     @abstractmethod
@@ -205,17 +201,6 @@ class EngineClient(ABC):
         """
         raise no_adapters(self.kind)
 
-    def draft(self) -> EngineClient:
-        """Return a client that updates this engine's draft model, which speculates, and leaves the base weights alone.
-
-        It pauses the engine as an update of the base does, so senders of one process take turns.
-
-        Raises:
-            ConfigError: no update reaches the draft model of this kind of engine. A server without a draft model
-                refuses when a sender joins.
-        """
-        raise no_drafts(self.kind)
-
     @abstractmethod
     def pause(self) -> bool:
         """Stop generation; the client's ``pause_mode`` decides what happens to running requests.
@@ -305,9 +290,6 @@ class NullEngine(EngineClient):
 
     def load(self, info: Info, on_failure: Callable[[], None] = _nothing) -> None:
         self._on_load(info)
-
-    def draft(self) -> EngineClient:
-        return self
 
     def pause(self) -> bool:
         return False

@@ -77,7 +77,6 @@ class Engine(EngineClient):
         self._since: float | None = None  # start of the pause
         self._row = EngineRow(engine=port.url, kind=self.kind, state="serving", proof="sent")
         self._loads, self._digest, self._workers = 0, "", 1  # of the current update; and that have to confirm it
-        self._drafted = False  # `draft` was called, or a warning was logged
 
     @property
     def url(self) -> str:
@@ -111,11 +110,6 @@ class Engine(EngineClient):
     def unload_adapter(self, name: str) -> None:
         with self._step(f"unload adapter {name!r}"):
             self.port.unload_adapter(name)
-
-    def draft(self) -> EngineClient:
-        found = Engine(self.port.draft())
-        found.paused_by, found._drafted, self._drafted = self, True, True
-        return found
 
     def tell(self, message: Message) -> list[Info]:
         """Send every worker a message and return their answers, if they give any.
@@ -308,10 +302,6 @@ class Engine(EngineClient):
             self._serve()
         if self._connection and self.port.proves:
             self._refuse_stranger(version, before)
-        if self.port.drafts and not self._drafted:
-            self._drafted = True
-            words = "%s keeps the weights of its draft model (%s): client.draft() updates it, or says why not"
-            log.warning(words, self.url, self.port.drafts)
 
     def _refuse_stranger(self, version: int, before: int | None) -> None:
         """Raise an error unless the engine that answered the resume is the one that took ``version``.

@@ -317,18 +317,6 @@ class Pool(EngineClient):
         what = f"unload adapter {name!r}"
         self.everywhere(what, lambda engine: engine.unload_adapter(name), among=self.engines)
 
-    def draft(self) -> Pool:
-        return self._of_each(lambda engine: engine.draft())
-
-    def _of_each(self, part: Callable[[EngineClient], EngineClient]) -> Pool:
-        """Return the pool of a part of each engine; it has the members that this pool has."""
-
-        def members() -> list[EngineClient]:
-            self.reconcile(_PROBE_S / 2)
-            return list(map(part, self.engines))
-
-        return Pool(list(map(part, self.engines)), members=members)
-
     def pause(self) -> bool:
         """See `EngineClient.pause`. If one engine fails to pause, the engines that served before are resumed.
 

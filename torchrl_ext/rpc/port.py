@@ -55,7 +55,6 @@ class Port(ABC):
         proves: whether the workers run our plugin: they then compare digests, rehearse, and report `EngineState.whole`.
         drops_first: whether cached keys and values are dropped before a load instead of after it.
         timeout_s: deadline of calls that wait for workers, in seconds.
-        drafts: the speculative method of an engine with a draft model; "" for none, or unknown.
     """
 
     kind: ClassVar[str]
@@ -64,7 +63,6 @@ class Port(ABC):
     proves: bool = True
     drops_first: ClassVar[bool] = False
     timeout_s: float = 600.0
-    drafts: str = ""
 
     @abstractmethod
     def describe(self) -> EngineInfo:
@@ -142,10 +140,6 @@ class Port(ABC):
         """Serve no adapter under ``name`` any more."""
         raise no_adapters(self.kind)
 
-    def draft(self) -> Port:
-        """Return the port of the engine's draft model."""
-        raise no_drafts(self.kind)
-
     def lacks_plugin(self, error: EngineRefusedError) -> bool:
         """Return whether the engine refused a message because it runs without our plugin."""
         return False
@@ -168,15 +162,6 @@ def no_adapters(kind: str) -> ConfigError:
         f"{kind} engines serve no LoRA adapters",
         expected="a vLLM or an SGLang server",
         hint="send the merged weights: WeightSender merges the adapter of a PEFT model",
-    )
-
-
-def no_drafts(kind: str, why: str = "") -> ConfigError:
-    """Return the error of an engine whose draft model no update reaches."""
-    return ConfigError(
-        f"no update reaches the draft model of {kind} engines{why and f': {why}'}",
-        expected="a vLLM server with our backend",
-        state="the draft model keeps the weights that the engine was started with",
     )
 
 

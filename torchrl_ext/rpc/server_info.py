@@ -22,7 +22,6 @@ _AXES = {"tp_size": "tensor_parallel_size", "pp_size": "pipeline_parallel_size",
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
 _GUEST = "ipc_cache"
 _LOADS_NO_FILES = (_GUEST, "dummy")  # the former maps a daemon's weights, the latter keeps its random weights
-_WITHOUT_DRAFT_MODEL = ("", "ngram", "ngram_gpu", "suffix", "custom_class", "extract_hidden_states")
 _MOST = 1 << 20  # a larger size is refused as implausible
 
 
@@ -43,7 +42,6 @@ class ServerInfo:
             others; "" without copies.
         is_quantised: whether an SGLang server quantises its model.
         has_backup: whether an SGLang server keeps its weights on the host during sleep.
-        drafts: the speculative method of a server whose tokens a model of its own drafts; "" for none.
     """
 
     info: EngineInfo
@@ -56,7 +54,6 @@ class ServerInfo:
     copies: str = ""
     is_quantised: bool = False
     has_backup: bool = False
-    drafts: str = ""
 
     @property
     def has_backend(self) -> bool:
@@ -165,7 +162,6 @@ def _vllm(url: str, answer: Mapping[str, Any]) -> ServerInfo:
         is_guest=load == _GUEST,
         is_multimodal=bool(model.get("multimodal_config")),
         kv_connectors=_kv_connectors(transfer),
-        drafts=_drafts(_mapping(config, "speculative_config").get("method")),
     )
 
 
@@ -198,7 +194,6 @@ def _sglang(url: str, answer: Mapping[str, Any]) -> ServerInfo:
         copies="" if copies == "off" else copies,
         is_quantised=bool(answer.get("quantization")),
         has_backup=is_set("enable_weights_cpu_backup"),
-        drafts=_drafts(answer.get("speculative_algorithm")),
     )
 
 
@@ -249,10 +244,6 @@ def _kv_connectors(transfer: Mapping[str, Any]) -> tuple[str, ...]:
         inner = _mapping(config, "kv_connector_extra_config").get("connectors")  # of a MultiConnector
         rest += [row for row in inner if isinstance(row, Mapping)] if isinstance(inner, list) else []
     return tuple(names)
-
-
-def _drafts(method: Any) -> str:
-    return "" if str(method or "").lower() in _WITHOUT_DRAFT_MODEL else str(method)
 
 
 def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -90,7 +90,7 @@ class Connection:
 
     def _reserve(self, reserved: tuple[ExitStack, set[EngineClient]], engines: Iterable[EngineClient]) -> None:
         held, already = reserved
-        for engine in {one.paused_by or one for one in engines} - already:
+        for engine in set(engines) - already:
             refusal = ConcurrentUpdateError(
                 f"another sender of this process is updating {engine.url}",
                 state="the other update continues",

@@ -9,9 +9,6 @@ raises at the first bad one, without reading the replies behind it (`MultiprocEx
 that raises ahead of others would leave every later call one reply behind. So the workers agree after each step, and
 where any of them failed the last one alone raises, in the words of all. The routes hand nothing back but an error's
 words, so an answer is raised likewise.
-
-A speculative engine has a `WorkerEnd` over its draft model too, with a connection of its own. Messages name it as their
-``target``, and ``/start_draft_weight_update`` opens its update. One update is open at a time.
 """
 
 from __future__ import annotations
@@ -22,16 +19,15 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from torchrl_ext.errors import ConfigError, EngineError, EngineRefusedError
-from torchrl_ext.messages import NOBODY, Connected, Finish, Join, Reset, Start, State, read, replaced
+from torchrl_ext.errors import EngineError, EngineRefusedError
+from torchrl_ext.messages import Finish, Join, Reset, Start, read
 from torchrl_ext.plugins.found import started_with
 from torchrl_ext.plugins.loader import EngineLoader
 from torchrl_ext.plugins.vllm.model import VLLMModel
@@ -59,30 +55,24 @@ class UpdateInfo(WeightTransferUpdateInfo):
     info: Info = field(default_factory=dict)
 
 
-class _Target(NamedTuple):
-    """A model of the worker, and what updates it."""
-
-    layers: VLLMModel
-    loader: EngineLoader
-    end: WorkerEnd
-
-
 class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Hands vLLM's four stages to a `WorkerEnd` that loads through layerwise reload.
-
-    Attributes:
-        draft_model: the worker's draft model, which the plugin sets before each message; None without one.
-    """
+    """Hands vLLM's four stages to a `WorkerEnd` that loads through layerwise reload."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
-    draft_model: nn.Module | None = None
 
     def __init__(self, config: Any, *where: Any, base: str | None = None) -> None:
         super().__init__(config, *where)  # vLLM's configuration, the device and the model
-        self._is_last = self.parallel_config.rank == self.parallel_config.world_size - 1
-        start = base or started_with(self.model, self.vllm_config.model_config)
-        self._base = self._target_of(VLLMModel(self.model, self.vllm_config), start)
-        self._draft: _Target | None = None  # until a sender of drafts joins
+        parallel = self.parallel_config
+        self._is_last = parallel.rank == parallel.world_size - 1
+        self._layers = VLLMModel(self.model, self.vllm_config)
+        self._loader = EngineLoader(self._layers)
+        self._end = WorkerEnd(
+            self._loader,
+            rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            workers=parallel.world_size_across_dp,
+            agree=gather_words,
+            base=base or started_with(self.model, self.vllm_config.model_config),
+        )
         self._sound = False  # the update was started, and no part of it failed on any worker
         self._open = False  # as the worker around us sees it: it was started and neither failed nor finished here
 
@@ -101,10 +91,10 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Begin an update; what an earlier one left behind is cleared first."""
         self._sound = self._open = False
         try:
-            self._sound = self._open = agreed(lambda: self._now.end.handle(Start()), last=self._is_last)
+            self._sound = self._open = agreed(lambda: self._end.handle(Start()), last=self._is_last)
         finally:
-            for one in self._targets if not self._sound else ():
-                one.layers.roll_back()  # also where it failed on another worker alone
+            if not self._sound:
+                self._layers.roll_back()  # also where it failed on another worker alone
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load one handoff, compare digests, or seal."""
@@ -116,18 +106,17 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Do the work of `update_weights`, without waiting for the device."""
         sound, self._sound = self._sound, False
         opened, self._open = self._open, self._open and not self._is_last  # the worker around us ends it if we raise
-        self._sound = agreed(lambda: self._now.end.handle(read(update_info.info)), last=self._is_last) and sound
+        self._sound = agreed(lambda: self._end.handle(read(update_info.info)), last=self._is_last) and sound
         self._open = opened
 
     def finish_weight_update(self) -> None:
         """End the update, after a `Finish`; without one it is dropped."""
         self._sound = self._open = False
-        layers, loader, end = self._now
-        if not end.receiver.held.intact:
-            if missing := loader.missing():
+        if not self._end.receiver.held.intact:
+            if missing := self._loader.missing():
                 log.error("a weight update ended with %d parameters missing and was dropped", len(missing))
-            layers.roll_back()
-            end.receiver.invalidate()
+            self._layers.roll_back()
+            self._end.receiver.invalidate()
 
     def invalidate(self, *, whole: bool) -> None:
         """Note that vLLM loaded the model by itself: the next version does not build on what it holds.
@@ -136,66 +125,34 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             whole: it loaded a checkpoint to its end.
         """
         if whole:
-            self._base.end.receiver.handle(Reset(weights="reloaded"))
+            self._end.receiver.handle(Reset(weights="reloaded"))
         else:
-            self._base.end.receiver.invalidate(torn=self._base.layers.is_open())
+            self._end.receiver.invalidate(torn=self._layers.is_open())
 
     @property
     def whole(self) -> bool:
-        """Whether each model holds one version, whole, and may generate."""
-        return all(one.end.receiver.whole for one in self._targets)
-
-    @property
-    def _targets(self) -> list[_Target]:
-        return [self._base] if self._draft is None else [self._base, self._draft]
-
-    @property
-    def _now(self) -> _Target:
-        """The target of the open update, or the base."""
-        return self._target(self.model is not self._base.layers.module)
-
-    def _target(self, is_draft: bool) -> _Target:
-        found = self._draft if is_draft else self._base
-        if found is None:
-            raise replaced(NOBODY)
-        return found
-
-    def _target_of(self, layers: VLLMModel, start: str) -> _Target:
-        loader, parallel = EngineLoader(layers), self.parallel_config
-        end = WorkerEnd(
-            loader,
-            rank=parallel.data_parallel_index * parallel.world_size + parallel.rank,
-            workers=parallel.world_size_across_dp,
-            agree=gather_words,
-            base=start,
-        )
-        return _Target(layers, loader, end)
+        """Whether the model holds one version, whole, and may generate."""
+        return self._end.receiver.whole
 
     def shutdown(self) -> None:
-        for one in self._targets:
-            one.end.close()
+        self._end.close()
 
     @cached_property
     def _name(self) -> str:
         return gather_words(uuid.uuid4().hex)[0]  # the same on all workers
 
     def _prepare(self, told: Info) -> Info:
-        message, end = read(told), self._base.end
-        is_draft = isinstance(message, Connected) and message.target == "draft"
+        message = read(told)
         match message:
             case Join():
-                end.together(lambda: self._admit(is_draft))
-            case State(connection=""):
-                return {**end.handle(message), "whole": self.whole}
-            case State() if self._draft is not None:
-                end.together(lambda: self._refuse_other(is_draft))
+                self._end.together(self._refuse_open)
             case Finish():
-                end.together(self._refuse_unsound)
-            case Reset():
-                for one in self._targets:
-                    one.end.handle(message)
-                return {}
-        return self._target(is_draft).end.handle(message)
+                self._end.together(self._refuse_unsound)
+        return self._end.handle(message)
+
+    def _refuse_open(self) -> None:
+        if self._open:
+            raise EngineError(OPEN_UPDATE, hint="end it with POST /finish_weight_update")
 
     def _refuse_unsound(self) -> None:
         if not self._sound:
@@ -204,28 +161,6 @@ class TorchRLExtEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 expected="`Finish` after every load of an update",
                 state="the engine stays paused",
             )
-
-    def _refuse_other(self, is_draft: bool) -> None:
-        """Refuse a sender while an update of the other model is open, which it would end."""
-        if self._open and is_draft != (self._now is self._draft):
-            raise replaced(f"an open update of the {'base' if is_draft else 'draft'} model has held")
-
-    def _admit(self, is_draft: bool) -> None:
-        """Refuse a sender during an update, or of a draft model that is not there; find the draft model."""
-        self._refuse_other(is_draft)
-        if self._open:
-            raise EngineError(OPEN_UPDATE, hint="end it with POST /finish_weight_update")
-        model = self.draft_model
-        if not is_draft or (self._draft is not None and self._draft.layers.module is model):
-            return
-        if model is None:
-            raise ConfigError(
-                "this worker has no draft model",
-                expected="--speculative-config with a draft model, an EAGLE head or MTP, and one pipeline stage",
-                state="nothing was changed",
-            )
-        layers = VLLMModel(model, self.vllm_config, self._base.layers.module)
-        self._draft = self._target_of(layers, layers.checkpoint)
 
 
 def agreed(step: Callable[[], Info | None], *, last: bool) -> bool:

@@ -66,27 +66,13 @@ class VLLMModel:
     Args:
         module: the worker's model.
         vllm_config: the worker's configuration.
-        base: for a draft model, the model that it drafts for. vLLM has a draft use its embeddings and its head where
-            the draft's checkpoint has none, or the same: they are the base's, and left alone.
     """
 
     by_layer = True
 
-    def __init__(self, module: nn.Module, vllm_config: Any, base: nn.Module | None = None) -> None:
+    def __init__(self, module: nn.Module, vllm_config: Any) -> None:
         config, parallel = vllm_config.model_config, vllm_config.parallel_config
-        quantised = vllm_config.quant_config is not None
-        if base is not None:
-            config = vllm_config.speculative_config.draft_model_config
-            quantised = config.quantization is not None
-        self._config, self._quantised = config, quantised
-        theirs = {id(one) for one in (*base.modules(), *base.parameters())} if base is not None else set()
-        self._own = {path: layer for path, layer in module.named_modules() if id(layer) not in theirs}
-        self._borrowed = frozenset(
-            f"{path}.{name}".lstrip(".")
-            for path, layer in module.named_modules()
-            for name, tensor in (*layer._parameters.items(), *layer._buffers.items())
-            if path not in self._own or id(tensor) in theirs
-        )
+        self._config, self._quantised = config, vllm_config.quant_config is not None
         self.module = module
         self.checkpoint = revised(config.model, getattr(config, "revision", None))
         self.group = get_tp_group().cpu_group
@@ -119,13 +105,11 @@ class VLLMModel:
         return REPAIRS if _lacks is None else {}
 
     def readings(self) -> Iterator[Reading]:
-        for reading in readings(self.module, self.dtype):
-            if reading.layer in self._own and reading.key not in self._borrowed:
-                yield reading
+        yield from readings(self.module, self.dtype)
 
     def is_open(self) -> bool:
         """Return whether a layer is in checkpoint form, in which it computes nothing."""
-        return _lacks is None and any(get_layerwise_info(layer).can_load() for layer in self._own.values())
+        return _lacks is None and any(get_layerwise_info(layer).can_load() for layer in self.module.modules())
 
     def roll_back(self) -> None:
         """Put live tensors back into layers that an abandoned update left in checkpoint form.
@@ -133,7 +117,7 @@ class VLLMModel:
         Their values are the old ones, or the new ones where a layer was complete; either way the next update covers
         all of them. A vLLM that lands no weights has nothing to roll back.
         """
-        for layer in self._own.values() if _lacks is None else ():
+        for layer in self.module.modules() if _lacks is None else ():
             info = get_layerwise_info(layer)
             if info.can_load():
                 if info.kernel_tensors is not None:
@@ -148,21 +132,20 @@ class VLLMModel:
             needed = {}
             if not self._quantised:  # such models make some of their parameters themselves
                 for name, parameter in self.module.named_parameters():
-                    if name.rpartition(".")[2] not in SKIP_LOAD_TENSORS and name not in self._borrowed:
+                    if name.rpartition(".")[2] not in SKIP_LOAD_TENSORS:
                         needed[name] = get_tensor_load_numel(parameter)
-            yield StandIns(tensors, needed, copied, self._borrowed)
+            yield StandIns(tensors, needed, copied)
 
     def open(self, layers: Collection[str] | None) -> Collection[nn.Module]:
         """Begin a layerwise reload of all layers, or of some and of those that derive something from them."""
         self.roll_back()
-        if layers is None and not self._borrowed:
+        if layers is None:
             initialize_layerwise_reload(self.module)
             return list(self.module.modules())
         begun = []
-        wanted = self._own if layers is None else layers
-        for path, layer in self._own.items():
-            absorbs = isinstance(layer, MLAAttention) and f"{layer_of(path)}.kv_b_proj" in wanted
-            if path in wanted or absorbs:
+        for path, layer in self.module.named_modules():
+            absorbs = isinstance(layer, MLAAttention) and f"{layer_of(path)}.kv_b_proj" in layers
+            if path in layers or absorbs:
                 info = get_layerwise_info(layer)
                 info.kernel_tensors = get_layer_params_buffers(layer)
                 info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)

@@ -82,8 +82,8 @@ def register_trainers() -> None:
 def _extend_workers() -> None:
     """Give workers our methods, have them notice when vLLM loads another checkpoint, and guard their resuming.
 
-    `WorkerBase.__init__` is wrapped, each worker's ``reload_weights`` and ``init_weight_transfer_engine``, and
-    `EngineCore.resume_scheduler`. A ``pull_weights`` of vime's patch stays.
+    `WorkerBase.__init__` is wrapped, each worker's ``reload_weights``, and `EngineCore.resume_scheduler`. A
+    ``pull_weights`` of vime's patch stays.
     """
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
@@ -93,10 +93,9 @@ def _extend_workers() -> None:
     def init(worker: Any, *args: Any, **settings: Any) -> None:
         begin(worker, *args, **settings)
         started_with(worker, worker.model_config)
-        for name, wrapped in {"reload_weights": _reload, "init_weight_transfer_engine": _init_transfer}.items():
-            theirs = getattr(worker, name, None)
-            if theirs is not None:
-                setattr(worker, name, functools.partial(wrapped, worker, theirs))
+        reload = getattr(worker, "reload_weights", None)
+        if reload is not None:
+            worker.reload_weights = functools.partial(_reload, worker, reload)
 
     EngineCore.resume_scheduler = _refusing_parts(EngineCore.resume_scheduler)
     WorkerBase.__init__ = init
@@ -133,15 +132,6 @@ def _reload(worker: Any, reload: Callable[..., None], *args: Any, **settings: An
         engine = _engine_of(worker)
         if engine is not None:
             engine.invalidate(whole=whole)
-
-
-def _init_transfer(worker: Any, begin: Callable[..., None], *args: Any, **settings: Any) -> None:
-    """Show our backend the draft model, which vLLM names to a backend only when an update of it starts."""
-    engine = _engine_of(worker)
-    draft_model = getattr(worker, "get_draft_model", None)
-    if engine is not None and draft_model is not None:
-        engine.draft_model = draft_model()
-    begin(*args, **settings)
 
 
 def _engine_of(worker: Any) -> Any:

@@ -54,7 +54,7 @@ from torchrl_ext.routes import CHANNEL, Flush, merged
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
 from torchrl_ext.rpc.makes.http import HTTPPort, StockPort, bodies, is_absent, session
-from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, no_drafts, restated
+from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, restated
 from torchrl_ext.rpc.server_info import ServerInfo, server_info
 from torchrl_ext.types import EngineInfo, Info
 
@@ -153,7 +153,7 @@ class SGLangPort(HTTPPort):
                 state="the engine's weights and its pause are unchanged",
             )
         found = self._as(type(self) if has_plugin else StockSGLangPort)
-        found._ours, found._facts, found.drafts = has_plugin, facts, facts.drafts
+        found._ours, found._facts = has_plugin, facts
         return found
 
     def state(self, *, fit: bool = False) -> EngineState:
@@ -333,10 +333,6 @@ class SGLangPort(HTTPPort):
                 with suppress(EngineError, DeadlineError):
                     self.post("/load_lora_adapter", {"lora_name": name, "lora_path": before})
             raise
-
-    def draft(self) -> Port:
-        why = "its speculative workers need kernels that no build of sgl_kernel for CPUs has, so no test shows one"
-        raise no_drafts("SGLang", why)
 
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
         body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0}}

@@ -46,17 +46,15 @@ update (``verify="outputs"``).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, final
 
-import msgspec
-
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, EngineRefusedError, RouteAbsent
-from torchrl_ext.messages import Connected, Finish, Load, Message, Reset, Seal, Start, Verify
+from torchrl_ext.messages import Finish, Load, Message, Reset, Seal, Start, Verify
 from torchrl_ext.registry import Make
 from torchrl_ext.routes import (
     ANSWERS,
@@ -70,7 +68,7 @@ from torchrl_ext.routes import (
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
 from torchrl_ext.rpc.makes.http import HTTPPort, StockPort, bodies, session
-from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, no_adapters, no_drafts, no_logprobs, restated
+from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, no_adapters, restated
 from torchrl_ext.rpc.server_info import ServerInfo, server_info
 from torchrl_ext.types import EngineInfo, Info
 
@@ -80,10 +78,7 @@ __all__ = [
 ]  # fmt: skip
 
 _EVERYWHERE = {"reset_running_requests": "true", "reset_external": "true"}
-_STEPS = (
-    "/init_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update", "/update_weights",
-    "/finish_weight_update",
-)  # fmt: skip
+_STEPS = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update")
 _COPYING_S = 10.0
 _KINDS = ("vllm", "embedded")  # the kinds of engine that have these routes
 
@@ -111,8 +106,6 @@ class VLLMPort(HTTPPort):
     """A vLLM server whose workers run our weight-transfer backend.
 
     Attributes:
-        start: the route that begins an update.
-        labels: whether an update changes the server's version label.
         answer: the server's answer to the last call without a body (pause, resume, sleep, wake, ...).
     """
 
@@ -129,8 +122,6 @@ class VLLMPort(HTTPPort):
     lora_needs: ClassVar[str] = (
         "start the server with --enable-lora, a --max-lora-rank that fits, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
     )
-    start: ClassVar[str] = "/start_weight_update"
-    labels: ClassVar[bool] = True
     answer: Info = {}  # noqa: RUF012 - replaced, never changed
 
     def describe(self) -> EngineInfo:
@@ -166,7 +157,7 @@ class VLLMPort(HTTPPort):
                 state="the engine's weights and its pause are unchanged",
             )
         found = self._choose(facts)
-        found._facts, found._ours, found.drafts = facts, found.proves, facts.drafts
+        found._facts, found._ours = facts, found.proves
         return found
 
     def _choose(self, facts: ServerInfo) -> VLLMPort:
@@ -221,14 +212,13 @@ class VLLMPort(HTTPPort):
     def tell(self, message: Message) -> list[Info]:
         match message:
             case Start():
-                self._post(self.start)
+                self._post("/start_weight_update")
             case Load() | Verify() | Seal():
                 self._post("/update_weights", {"update_info": message.to_json()}, timeout_s=self.timeout_s)
             case Finish():
                 self.tell(Seal(connection=message.connection))
                 answers = self.say_each(message)
-                label = {"weight_version": str(message.version)} if self.labels else None
-                self._post("/finish_weight_update", label)
+                self._post("/finish_weight_update", {"weight_version": str(message.version)})
                 return answers
             case _:
                 return self._say(message)
@@ -301,10 +291,6 @@ class VLLMPort(HTTPPort):
     def _replace_adapter(self, name: str, path: str, before: str | None) -> None:
         self.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path, "load_inplace": True})
 
-    def draft(self) -> VLLMPort:
-        """See `Port.draft`. The server needs ``--speculative-config`` with a draft model."""
-        return self._as(DraftPort)
-
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
         return "/inference/v1/generate", {"token_ids": prompt, "sampling_params": _PROBE}
 
@@ -360,29 +346,6 @@ def _own_words(text: str) -> str:
 def is_of_another_backend(error: EngineRefusedError) -> bool:
     """Return whether a vLLM server refused a message because it runs another weight-transfer backend."""
     return "not configured" in error.what or "Invalid init_info" in error.what
-
-
-@final
-class DraftPort(VLLMPort):
-    """The draft model of a vLLM server with our backend; see `VLLMPort`. The version label stays the base's."""
-
-    start: ClassVar[str] = "/start_draft_weight_update"
-    labels: ClassVar[bool] = False
-
-    def describe(self) -> EngineInfo:
-        return replace(super().describe(), weight_version="")
-
-    def tell(self, message: Message) -> list[Info]:
-        if isinstance(message, Connected):
-            message = msgspec.structs.replace(message, target="draft")
-        return super().tell(message)
-
-    def logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """See `Port.logprobs`: the engine answers with the base's."""
-        raise no_logprobs(self.url, "a draft model")
-
-    def _choose(self, facts: ServerInfo) -> VLLMPort:
-        return super()._choose(facts).draft()
 
 
 @final
@@ -468,9 +431,6 @@ class StockVLLMPort(StockPort, VLLMPort):
         if self.group:
             super().abandon()
 
-    def draft(self) -> VLLMPort:
-        raise no_drafts(self.lacking)
-
 
 @final
 class EmbeddedPort(VLLMPort):
@@ -483,9 +443,6 @@ class EmbeddedPort(VLLMPort):
 
     def adapters(self) -> dict[str, str]:
         raise no_adapters(self.kind)
-
-    def draft(self) -> VLLMPort:
-        raise no_drafts(self.kind)
 
     def _scoring(self, prompt: list[int]) -> tuple[str, Info]:
         return "/prompt_logprobs", {"prompts": [prompt]}
