@@ -132,15 +132,9 @@ class Inspect(Message, frozen=True, kw_only=True):
 
     Attributes:
         root: an invitation from `SharedRoot.invite` to look for.
-        clear: the same invitation with the probe that an earlier answer named, which the worker removes.
-        dial: host and port at which the worker tries to reach the asker.
-        token: the token that the asker's listener sends.
     """
 
     root: Info | None = None
-    clear: Info | None = None
-    dial: list[Any] | None = None
-    token: Text | None = None
 
 
 class Join(Connected, frozen=True, kw_only=True):

@@ -1,10 +1,8 @@
 """``torchrl-ext doctor`` at engines that are well, and at each thing that can be wrong with one."""
 
-import email.utils
 import json
 import re
 import socket
-import time
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from tests.models import tiny_checkpoint
 from tests.processes import ROOT
 from tests.rpc.servers import CONFIG, rehearsing, running
 from tests.rpc.test_discovery import scripted
-from torchrl_ext.cli.doctor.shared import Trainer
 from torchrl_ext.cli.main import main
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.rpc.http import HTTPSession
@@ -23,7 +20,7 @@ from torchrl_ext.stores import open_store
 from torchrl_ext.types import API_KEY_VARIABLE
 from torchrl_ext.weights.checkpoint import CheckpointSource
 
-DOCTOR = ROOT / "torchrl_ext" / "cli" / "doctor"
+DOCTOR = ROOT / "torchrl_ext" / "cli" / "doctor.py"
 BARE = CONFIG | {"weight_transfer_config": None}
 GONE = (404, {"detail": "Not Found"})
 SGLANG = {"model_path": "/m", "disaggregation_mode": "null", "version": "0.5.23"}
@@ -60,13 +57,11 @@ def test_a_healthy_engine_with_a_shared_root_has_nothing_wrong(engine, checkpoin
     root = tmp_path / "root"
     told = examined(capsys, engine.url, "--root", root, "--transport", "delta", "--model", checkpoint, status=0)
     assert {row["level"] for row in told["findings"]} == {"ok"}
-    wanted = {"address", "router", "reachable", "clock", "routes", "plugin", "world size", "versions", "shared root"}
-    assert wanted | {"disk space", "model"} <= {row["check"] for row in told["findings"]}
-    assert "seen from both sides" in finding(told, "shared root", where=engine.url)["found"]
+    wanted = {"reachable", "routes", "plugin", "world size", "versions", "shared root", "model", "group"}
+    assert wanted <= {row["check"] for row in told["findings"]}
+    assert f"reads {root}" in finding(told, "shared root", where=engine.url)["found"]
     assert told["engines"][0]["url"] == engine.url
     assert not root.exists()  # as it was before
-    told = examined(capsys, engine.url, "--transport", "collective", status=0)
-    assert "can reach" in finding(told, "group")["found"]
 
 
 def test_rehearsals_are_shown_and_a_refused_one_is_a_failure(engine, capsys):
@@ -115,14 +110,8 @@ def of_vllm(**config):
     return {"get_server_info": (200, {"vllm_config": {**CONFIG, **config}})}
 
 
-def with_store(connector, **more):
-    return of_vllm(kv_transfer_config={"kv_role": "kv_both", "kv_connector": connector, **more})
-
-
-INNER = {"kv_connector_extra_config": {"connectors": [{"kv_connector": "HF3FSKVConnector"}]}}
 UNSEEN = {"seen": False, "why": "no such file"}
 CLOSED = {**UNSEEN, "remedy": "name it in TORCHRL_EXT_ROOTS where the engine is started"}
-ALONE = {"seen": True, "why": "", "probe": ".probe.tmp-0123", "free_bytes": 1}
 
 
 @pytest.mark.parametrize(
@@ -140,14 +129,8 @@ ALONE = {"seen": True, "why": "", "probe": ".probe.tmp-0123", "free_bytes": 1}
         ({"get_server_info": (200, EMBEDDED)}, "plugin", "failure", "transport 'delta'"),
         (answering(torchrl_ext="0.0.1"), "versions", "warning", "0.0.1"),
         ({"get_get_world_size": (200, {"world_size": 5})}, "world size", "warning", "world size 5"),
-        (with_store("OffloadingConnector"), "kept keys", "ok", "Offloading"),
-        (with_store("LMCacheConnectorV1"), "kept keys", "warning", "LMCache"),
-        (with_store("MultiConnector", **INNER), "kept keys", "warning", "HF3FS"),
         (answering(root=UNSEEN), "shared root", "failure", "mount"),
         (answering(root=CLOSED), "shared root", "failure", "'remedy': 'name it in TORCHRL_EXT_ROOTS"),
-        (answering(root=ALONE), "shared root", "warning", "does not appear in"),
-        (answering(root={**ALONE, "probe": None}), "shared root", "ok", "cannot write there"),
-        (answering(dial={"reached": False, "why": "no answer"}), "group", "failure", "master_address"),
         ({"post_init_weight_transfer_engine": (400, {"error": "no transport"})}, "shared root", "warning", "no plugin"),
         ({"post_init_weight_transfer_engine": (400, {"error": "no transport"})}, "plugin", "warning", "torchrl_ext"),
     ],
@@ -183,51 +166,24 @@ def test_a_router_is_recognised_and_named_as_none_to_talk_to(listing, capsys):
 
 
 @pytest.mark.parametrize(
-    ("info", "follows", "more", "missing"),
+    ("info", "follows", "missing"),
     [
-        ({"vllm_config": BARE}, "disk", '{"backend": "nccl"}', "/collective_rpc"),
-        (
-            {"vllm_config": CONFIG | {"weight_transfer_config": {"backend": "nccl"}}},
-            "disk, native",
-            "",
-            "/start_weight",
-        ),
-        (SGLANG, "disk, native", "", "/init_weights_update_group"),
-        (SGLANG | {"pp_size": 2}, "disk", "one pipeline stage", "/update_weights_from_disk"),
+        ({"vllm_config": BARE}, "disk", "/collective_rpc"),
+        ({"vllm_config": CONFIG | {"weight_transfer_config": {"backend": "nccl"}}}, "disk, native", "/start_weight"),
+        (SGLANG, "disk, native", "/init_weights_update_group"),
+        (SGLANG | {"pp_size": 2}, "disk", "/update_weights_from_disk"),
     ],
     ids=["vllm", "vllm-nccl", "sglang", "sglang-pp2"],
 )
-def test_an_engine_without_our_plugin_is_told_how_it_follows_what_it_lacks_and_what_its_proof_is(
-    info, follows, more, missing, capsys
-):
+def test_how_an_engine_without_our_plugin_follows_and_what_it_lacks_is_said(info, follows, missing, capsys):
     with running(get_server_info=(200, info)) as server:
         server.answers["POST /weights_checker"] = (400, {"success": False, "message": "Unsupported action"})
         found = examined(capsys, server.url, "--transport", follows.rpartition(", ")[2], status=1)
     plugin = finding(found, "plugin", "warning")
-    assert plugin["found"] == f"runs without our plugin: follows by {follows}" and more in plugin["remedy"]
-    assert "verify='outputs'" in finding(found, "proof", "warning")["remedy"]
-    assert "a part of a version" in finding(found, "a part of a version", "warning")["found"]
+    assert plugin["found"].startswith(f"runs without our plugin: follows by {follows}, and only its outputs show")
+    assert "a part of a version" in plugin["expected"]
     assert missing in finding(found, "routes", "failure")["found"]  # this server answers no OPTIONS
-    assert ("no secret" in str(found)) == ("native" in follows)
     assert "/weights_checker" not in finding(found, "routes", "failure")["found"]
-    assert ("0.5.20 or older" in str(found)) == ("model_path" in info)
-
-
-@pytest.mark.parametrize(("ahead_s", "level"), [(60, "warning"), (-3600, "failure"), (0, "ok")])
-def test_clocks_are_compared(ahead_s, level, capsys):
-    info = {"engine": "embedded", "parallel_config": {}, "transports": ["disk"]}
-    date = email.utils.formatdate(time.time() + ahead_s, usegmt=True)
-    with scripted({"/server_info": (200, info, {"date": date})}) as server:
-        server.RequestHandlerClass.send_response = _without_date
-        try:
-            row = finding(examined(capsys, f"127.0.0.1:{server.port}"), "clock")
-        finally:
-            del server.RequestHandlerClass.send_response
-    assert row["level"] == level
-
-
-def _without_date(handler, code, message=None):
-    handler.send_response_only(code, message)
 
 
 def test_a_checkpoint_of_another_model_or_dtype_than_the_engines_is_found(checkpoint, tmp_path, capsys):
@@ -244,16 +200,6 @@ def test_a_checkpoint_of_another_model_or_dtype_than_the_engines_is_found(checkp
     with running(**of_vllm(model_config={"model": str(half), "dtype": "torch.float32"})) as server:
         finding(examined(capsys, server.url, "--model", half), "dtype", "warning")  # it rounds nothing
         finding(examined(capsys, server.url, "--model", tmp_path, status=1), "model", "failure", "trainer")
-
-
-@pytest.mark.parametrize(("size", "level"), [(0, "ok"), (10**15, "failure")])
-def test_a_full_disk_is_found_before_it_is_full(size, level, tmp_path):
-    trainer = Trainer(transport="disk", root=str(tmp_path), model=None, api_key="sesame", timeout_s=1.0)
-    trainer.sizes = {"float32": size}
-    with trainer.probing([]):
-        pass
-    assert [row.level for row in trainer.findings if row.check == "disk space"] == [level]
-    assert "sesame" not in repr(trainer)
 
 
 @pytest.mark.parametrize("address", ["::1:8000", "ftp://host:1", "host:99999"])
@@ -328,26 +274,19 @@ def test_the_page_about_operations_names_the_checks_that_there_are():
     lines = rest.partition("\n## ")[0]
     table = [line.split("|")[1] for line in checks.splitlines() if line.startswith("| `")]
     named = {name for cell in table for name in re.findall("`([^`]+)`", cell)}
-    source = "".join(path.read_text() for path in DOCTOR.glob("*.py"))
-    made = set(re.findall(r'(?:ok|warning|failure|failed|level)\(\s*"([a-z ]+)"', source))
-    assert named == made | {"disk space"}
+    made = set(re.findall(r'(?:ok|warning|failure|failed|level)\(\s*"([a-z ]+)"', DOCTOR.read_text()))
+    assert named == made
     rows = [line.split("|")[2] for line in lines.splitlines() if line.startswith("| ") and "`" in line.split("|")[2]]
     assert len(rows) == 7  # the lines of the guides' checklist
     assert all(set(re.findall("`([^`]+)`", row)) <= named for row in rows)
 
 
-def test_a_key_of_the_environment_opens_every_route_and_none_is_open_without(checkpoint, monkeypatch, capsys):
+def test_a_key_of_the_environment_opens_an_engine_that_is_closed_without(checkpoint, monkeypatch, capsys):
     monkeypatch.setenv(API_KEY_VARIABLE, "sesame")
     with EmbeddedServer(checkpoint, threads=1) as server:
-        told = examined(capsys, server.url, status=0)
+        examined(capsys, server.url, status=0)
         monkeypatch.delenv(API_KEY_VARIABLE)
         assert "401" in json.dumps(examined(capsys, server.url, status=1))
-    assert finding(told, "key")["found"] == "every route of a weight update asks for the key"
-
-
-def test_routes_that_answer_without_the_key_are_named(engine, capsys):
-    found = finding(examined(capsys, engine.url, "--api-key", "sesame", status=0), "key", "warning")
-    assert "/init_weight_transfer_engine, /pause" in found["found"] and "firewall" in found["remedy"]
 
 
 def test_a_key_that_would_travel_in_the_clear_is_worth_a_word(caplog):

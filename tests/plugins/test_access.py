@@ -4,9 +4,7 @@ import json
 import math
 import os
 import random
-import socket
 import threading
-import time
 
 import httpx
 import pytest
@@ -210,13 +208,6 @@ def test_a_stranger_learns_nothing_of_files_that_are_no_probes(http, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "secret"]
 
 
-def test_a_stranger_cannot_have_a_probe_of_somebody_else_removed(http, tmp_path):
-    other = tmp_path / f".probe.tmp-{'0' * 32}"
-    other.write_bytes(b"of a trainer that is starting")
-    asked(http, clear={"root": str(tmp_path), "probe": other.name})
-    assert other.exists()
-
-
 def test_a_root_without_the_probe_of_the_asker_is_not_seen(tmp_path):
     shared = SharedRoot(LocalStore(tmp_path), "run")
     invitation = shared.invite()
@@ -230,38 +221,6 @@ def test_a_root_that_the_engine_does_not_open_has_a_remedy_of_its_own(tmp_path, 
     monkeypatch.setenv("TORCHRL_EXT_ROOTS", str(tmp_path / "allowed"))
     answer = inspect(Inspect(root=SharedRoot(LocalStore(tmp_path), "run").invite()))["root"]
     assert not answer["seen"] and "TORCHRL_EXT_ROOTS" in answer["remedy"]
-
-
-def test_an_open_port_looks_as_a_closed_one_and_takes_as_long(monkeypatch):
-    monkeypatch.setattr("torchrl_ext.sync.inspection._DIAL_S", 0.2)
-    listener = socket.create_server(("127.0.0.1", 0))
-    closed = socket.create_server(("127.0.0.1", 0))
-    ports = [listener.getsockname()[1], closed.getsockname()[1]]
-    closed.close()
-    token, took, told = "a" * 32, [], []
-    for port in ports:
-        began = time.monotonic()
-        told.append(inspect(Inspect(dial=["127.0.0.1", port], token=token))["dial"])
-        took.append(time.monotonic() - began)
-    listener.close()
-    assert told[0] == told[1] and not told[0]["reached"]
-    assert min(took) >= 0.2  # the whole of its deadline, in either case
-
-
-def test_the_asker_itself_is_reached(http):
-    token = "0123456789abcdef" * 2
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def answer():
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(token.encode())
-
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        told = asked(http, dial=list(listener.getsockname()), token=token)
-        thread.join()
-    assert told["dial"] == {"reached": True, "why": ""}
 
 
 def test_a_body_beyond_what_an_update_needs_is_refused_before_it_is_read(http):
@@ -358,7 +317,7 @@ def test_a_thousand_damaged_requests_end_in_words_of_ours(http, tmp_path):
     ]
     joining = [Join.of({**offer, "params": params}).to_json() for offer in offers]
     joining += [
-        Inspect(root=shared, dial=["127.0.0.1", 9], clear=shared).to_json(),
+        Inspect(root=shared).to_json(),
         Rehearse(how="once", ask=True).to_json(),
     ]
     sampling = {"max_tokens": 1, "temperature": 1.0, "top_k": 2, "stop_token_ids": [1], "logprobs": 1, "n": 1}

@@ -19,13 +19,12 @@ from torchrl_ext.collectors.worker_end import Keep
 from torchrl_ext.landing.loader import TensorsLoader
 from torchrl_ext.plugins.sglang import register
 from torchrl_ext.routes import CHANNEL, Flush
-from torchrl_ext.sync import inspection
 from torchrl_ext.sync.worker_end import WorkerEnd
 from torchrl_ext.types import ParamMeta, Part
 
 PARAMS = (ParamMeta("w", torch.bfloat16, (2, 3)), ParamMeta("b", torch.float32, ()))
 EVERY = [
-    messages.Inspect(root={"root": "/x"}, dial=["host", 1], token="0" * 32),
+    messages.Inspect(root={"root": "/x"}),
     messages.Join(transport="disk", params=PARAMS, rank_offset=3, world_size=9, compares=False, offer={"root": "/x"}),
     messages.Rehearse(how="always", ask=True),
     messages.Prefetch(version=7, part=Part(base=6, names=frozenset({"w", "b"}))),
@@ -96,7 +95,6 @@ def odd(chance):
 
 def test_no_call_of_a_scheduler_raises_and_every_answer_can_be_sent(scheduler, monkeypatch):
     """An exception that leaves a scheduler ends SGLang's server."""
-    monkeypatch.setattr(inspection, "_DIAL_S", 0.02)  # a dial that fails takes this long, whatever the reason
     for told in damaged(1, 40):
         request = SimpleNamespace(action=CHANNEL + json.dumps(told))
         answer = register.check_weights(lambda *_: "theirs", scheduler, request)
@@ -138,8 +136,6 @@ VLLM = REGISTER.replace("plugin.register()\nplugin.register()", MADE + '''
 from tests.hostile import HOSTILE
 from tests.plugins.test_damaged_calls import damaged
 from torchrl_ext.errors import EngineError
-from torchrl_ext.sync import inspection
-inspection._DIAL_S = 0.02
 from torchrl_ext.plugins.vllm.register import _pull
 for last in (True, False):
     engine._is_last = last

@@ -39,7 +39,7 @@ COMMANDS = {
     "serve": ("torchrl_ext.cli.serve", "install and start an engine that can follow a trainer"),
     "chain": ("torchrl_ext.cli.chain", "list, check, prune and unpack the versions under a root"),
     "plan": ("torchrl_ext.cli.plan", "recommend a transport for a deployment"),
-    "doctor": ("torchrl_ext.cli.doctor.command", "find problems that would make an update fail"),
+    "doctor": ("torchrl_ext.cli.doctor", "find problems that would make an update fail"),
     "watch": ("torchrl_ext.cli.watch", "show versions, bytes, pauses, lag and state of roots and engines, live"),
     "bench": ("torchrl_ext.cli.bench", "measure transports on this machine"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import socket
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -154,12 +155,11 @@ def _settings(
     stack: contextlib.ExitStack,
 ) -> dict[str, Any]:
     """Return the transport's settings; what it writes is removed when ``stack`` closes, unless files are kept."""
-    from torchrl_ext.cli.doctor.shared import own_address
     from torchrl_ext.types import is_loopback
 
     if transport in ("collective", "native"):
         make = {"make": found[0].kind} if transport == "native" else {}
-        return make | {"master_address": master_address or own_address([info.url for info in found])}
+        return make | {"master_address": master_address or _own_address([info.url for info in found])}
     if root is not None:  # a directory of its own, since others may have published versions under the same root
         place = f"{root.rstrip('/')}/push-{uuid.uuid4().hex[:12]}"
         if not keep_files:
@@ -218,3 +218,16 @@ def _read(directory: str) -> Iterator[CheckpointSource]:
     source = Counted(directory)
     with progress(f"reading {directory}", sum(meta.nbytes for meta in source.params())) as advance:
         yield source
+
+
+def _own_address(urls: list[str]) -> str:
+    """Return this machine's address towards the first engine whose address can be looked up; else 127.0.0.1."""
+    for url in urls:
+        with contextlib.suppress(OSError):
+            parts = urlsplit(url)
+            found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+            family, kind, protocol, _, target = found[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)  # a datagram socket sends nothing yet
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"
