@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tests.processes import calling, finished, running_python
-from tests.transports.members import WAIT_S, Interrupted, beside, broken, group, member, same, stop, weights
+from tests.transports.members import WAIT_S, Interrupted, beside, broken, enter, group, member, same, stop, weights
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError, ManifestError, TransportError, WeightSyncError
 from torchrl_ext.landing.loader import TensorsLoader
@@ -39,26 +39,26 @@ def take_until(worker, stop_at):
 
 
 @pytest.mark.parametrize("how", ["cannot take it", "stops half-way"])
-def test_a_worker_that_does_not_take_a_version_says_so_to_the_trainer_and_all_stay_in_step(how):
+def test_a_worker_that_does_not_take_a_version_says_why_and_all_connect_again(how):
     first, second = weights(0), weights(1)
     given = {**{name: torch.zeros(5000) for name in first}, "p07": torch.zeros(4)}
-    with group(3) as (trainer, took, refuses):
+    with group(3) as (trainer, other, refuses):
         refuse = (
             partial(take_until, refuses, 7)
             if how == "stops half-way"
             else partial(refuses.receive_weights, weights=given)
         )
-        told, received, declined = beside(lambda: trainer.send_weights("policy", first), took.receive_weights, refuse)
+        told, lost, declined = beside(lambda: trainer.send_weights("policy", first), other.receive_weights, refuse)
         assert isinstance(declined, ManifestError) == (how == "cannot take it") and not given["p00"].any()
-        assert isinstance(told, TransportError) and "rank 2" in str(told) and "'p07'" in str(told)
-        assert same(received, first)
-        assert (took.received_version, trainer.latest_version()) == (1, 1)
-        _, *both = beside(lambda: trainer.send_weights("policy", second), took.receive_weights, refuses.receive_weights)
+        for error in (told, lost):
+            assert isinstance(error, TransportError) and "rank 2" in str(error) and "'p07'" in str(error)
+        assert not any(one.check_connection() for one in (trainer, other, refuses))
+        assert enter(trainer, other, refuses) == [None] * 3
+        _, *both = beside(
+            lambda: trainer.send_weights("policy", second), other.receive_weights, refuses.receive_weights
+        )
         assert all(same(one, second) for one in both)
-        assert (took.received_version, trainer.latest_version()) == (2, 2)
-
-
-# failures that end it
+        assert (other.received_version, trainer.latest_version()) == (2, 2)
 
 
 @pytest.mark.parametrize("who", ["trainer", "worker"])
@@ -143,7 +143,7 @@ class Refusing(TensorsLoader):
 
 
 @pytest.mark.parametrize(("name", "words"), [("5.weight", "stopped loading after"), (None, "it loaded nothing")])
-def test_a_loader_that_fails_in_process_leaves_the_group_in_step_while_its_error_is_still_held(name, words):
+def test_a_loader_that_fails_in_process_ends_the_group_while_its_error_is_still_held(name, words):
     policy, served = (dict(nn.Sequential(*(nn.Linear(70, 70) for _ in range(8))).state_dict()) for _ in range(2))
     trainer, source, loader = member(0, 0, None), MappingSource(policy), Refusing(served)
     receiver, rows, loader.name = WeightReceiver(loader), [meta.to_json() for meta in source.params()], name
@@ -160,6 +160,7 @@ def test_a_loader_that_fails_in_process_leaves_the_group_in_step_while_its_error
     assert isinstance(held, ValueError)
     assert isinstance(told, TransportError) and "rank 1" in str(told) and words in str(told)
     loader.name = "none of them"
+    assert opened(trainer, 1, join, source.params()) == [None]
     assert sent_to(trainer, source, 2, load) == [None, None] and same(served, policy)
     receiver.close()
     trainer.shutdown()

@@ -32,7 +32,7 @@ from tests.transports.ipc_ends import (
     stops_taking,
     weights,
 )
-from torchrl_ext.errors import DeadlineError, TransportError, WeightSyncError
+from torchrl_ext.errors import DeadlineError, NotConnectedError, TransportError, WeightSyncError
 from torchrl_ext.testing import WAIT_S
 from torchrl_ext.transports.ipc.memory import create
 from torchrl_ext.transports.ipc.messages import Announce, Load, Welcome
@@ -97,18 +97,22 @@ class TestDeaths:
         assert worker.receive_weights(0.0) is None
         exchange(make(), worker)
 
-    def test_a_worker_that_is_killed_is_named_and_the_others_have_everything(self, make, channel, at):
-        trainer = make(workers=2, timeout_s=WAIT_S)
-        killed = calling(stops_taking, channel, int(signal.SIGKILL), at)
-        with running_python(calling(follows, channel)) as good, running_python(killed) as bad:
-            assert [child.stdout.readline() for child in (good, bad)] == ["up\n", "up\n"]
-            named = pytest.raises(TransportError, match=rf"did not reach every worker: a worker \(pid {bad.pid}\)")
+    def test_a_worker_that_is_killed_is_named_and_the_next_send_arrives(self, make, channel, at):
+        trainer, worker = make(timeout_s=WAIT_S), make()
+        with running_python(calling(stops_taking, channel, int(signal.SIGKILL), at)) as bad:
+            named = pytest.raises(TransportError, match=rf"did not arrive: a worker \(pid {bad.pid}\)")
             with named if at < 39 else nullcontext():  # at 39 it had every byte
                 trainer.send_weights(weights())
-            assert good.stdout.readline() == "1 12000\n"
-            trainer.shutdown()
-            make().send_weights(weights(2))
-            assert good.stdout.readline() == "1 24000\n"
+        exchange(trainer, worker)
+
+    def test_a_failure_of_one_worker_ends_it_for_the_others(self, make, channel, at):
+        trainer, worker = make(workers=2, timeout_s=WAIT_S), make()
+        with running_python(calling(stops_taking, channel, int(signal.SIGKILL), at)), ThreadPoolExecutor(1) as pool:
+            arriving = pool.submit(worker.receive_weights, WAIT_S)
+            with pytest.raises(TransportError) if at < 39 else nullcontext():
+                trainer.send_weights(weights())
+            with pytest.raises(NotConnectedError, match=r"the trainer.*is gone") if at < 39 else nullcontext():
+                arriving.result(WAIT_S)
 
 
 def test_what_a_trainer_said_before_it_died_is_forgotten_with_it(make, channel):
@@ -152,14 +156,11 @@ def test_a_worker_that_took_everything_may_leave_before_the_trainer_looks(make):
     assert taking.result()["39"][0] == 1
 
 
-def test_a_worker_that_freezes_is_disconnected_at_the_deadline(make, channel):
-    trainer = make(workers=2, timeout_s=2)
+def test_a_worker_that_freezes_is_named_at_the_deadline(make, channel):
+    trainer = make(timeout_s=2)
     frozen = calling(stops_taking, channel, int(signal.SIGSTOP), 20)
-    with running_python(calling(follows, channel)) as good, running_python(frozen) as bad:
-        assert [child.stdout.readline() for child in (good, bad)] == ["up\n", "up\n"]
-        with pytest.raises(TransportError, match=rf"pid {bad.pid}\): it did not take bucket"):
-            trainer.send_weights(weights())
-        assert good.stdout.readline() == "1 12000\n"
+    with running_python(frozen), pytest.raises(DeadlineError, match=r"pid \d+\) did not take bucket"):
+        trainer.send_weights(weights())
 
 
 def test_a_trainer_that_freezes_is_named_at_the_workers_deadline(make, channel):

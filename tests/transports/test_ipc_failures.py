@@ -32,8 +32,6 @@ from torchrl_ext.transports.base import Update
 from torchrl_ext.transports.ipc import cuda_memory as cuda_ipc
 from torchrl_ext.transports.ipc import transport as ipc
 from torchrl_ext.transports.ipc.memory import HostHandle, create
-from torchrl_ext.transports.ipc.messages import Announce, Load
-from torchrl_ext.transports.ipc.workers import ConnectedWorkers
 from torchrl_ext.transports.links import LocalListener, new_address, shared_address
 from torchrl_ext.types import ParamMeta
 from torchrl_ext.weights.source import MappingSource
@@ -54,16 +52,16 @@ def no_memory(device, nbytes):
 
 
 class TestFailures:
-    def test_a_source_that_fails_tells_the_worker_and_the_next_send_arrives(self, make):
+    def test_a_source_that_fails_ends_the_workers_wait_and_the_next_send_arrives(self, make):
         trainer, worker = make(), make()
         with receiving(worker) as arriving:
             with pytest.raises(ValueError, match="the source broke"):
                 trainer.send_weights(Interrupted(weights(), 30, broken))
-            with pytest.raises(TransportError, match="stopped: ValueError: the source broke"):
+            with pytest.raises(NotConnectedError, match=r"the trainer.*is gone"):
                 arriving.result(WAIT_S)
         exchange(trainer, worker)
 
-    def test_a_worker_that_stops_loading_is_named_and_stays_connected(self, make):
+    def test_a_worker_that_stops_loading_is_named_and_the_next_send_arrives(self, make):
         trainer, worker = make(), make()
 
         def take_one():
@@ -72,7 +70,7 @@ class TestFailures:
 
         with ThreadPoolExecutor(1) as pool:
             stopping = pool.submit(take_one)
-            with pytest.raises(TransportError, match="it stopped loading after '00'"):
+            with pytest.raises(TransportError, match=rf"version 1 did not arrive: a worker \(pid {os.getpid()}"):
                 trainer.send_weights(weights())
             stopping.result(WAIT_S)
         exchange(trainer, worker)
@@ -103,8 +101,7 @@ class TestFailures:
             with pytest.raises(TransportError if how == "stop" else NotConnectedError):
                 receiving.result(WAIT_S)
 
-    def test_a_trainers_wait_for_a_worker_that_does_nothing_can_be_ended(self, make, monkeypatch):
-        monkeypatch.setattr("torchrl_ext.transports.ipc.workers._GRACE_S", 0.1)
+    def test_a_trainers_wait_for_a_worker_that_does_nothing_can_be_ended(self, make):
         trainer, within = make(), Deadline(10 * WAIT_S)
         with joined(trainer), ThreadPoolExecutor(1) as pool:
             handoff, _ = prepared(trainer, weights(), within)
@@ -113,16 +110,14 @@ class TestFailures:
             with pytest.raises(TransportError, match="rank 1"):
                 sending.result(WAIT_S)
 
-    def test_a_trainer_without_memory_for_the_buffer_says_so_at_once_and_so_does_its_worker(self, make, monkeypatch):
+    def test_a_trainer_without_memory_for_the_buffer_says_so_at_once(self, make, monkeypatch):
         monkeypatch.setattr(ipc, "create", no_memory)
         trainer, worker = make(timeout_s=10 * WAIT_S), make()
         with receiving(worker) as arriving:
             with pytest.raises(TransportError, match="4096 bytes of shared memory cannot be allocated"):
                 trainer.send_weights(weights())
-            with pytest.raises(
-                TransportError, match="refused this worker: 4096 bytes of shared memory cannot be allocated"
-            ):
-                arriving.result(WAIT_S)
+            worker.abort()
+            assert arriving.result(WAIT_S) is None
 
     def test_where_memory_is_short_a_default_buffer_is_smaller(self, make, monkeypatch):
         def short(device, nbytes):
@@ -132,23 +127,6 @@ class TestFailures:
         trainer, worker = make(bucket_bytes=None), make()
         exchange(trainer, worker)
         assert trainer.staging_bytes == 4 << 20
-
-    @pytest.mark.parametrize("moment", ["begin", "tell", "await_taken"])
-    def test_why_a_worker_leaves_is_known_whatever_the_trainer_does_next(self, moment):
-        segment, address, within = create("cpu", 8192), new_address(), Deadline(WAIT_S)
-        workers = ConnectedWorkers(address, "session", lambda devices: segment)
-        announce = Announce(version=1, params=(), load=Load(session="session", handoff=1))
-        steps = {"begin": (1,), "tell": (announce, within), "await_taken": (0, within)}
-        with socket.socket(socket.AF_UNIX) as leaving, closing(segment), closing(workers):
-            leaving.connect("\0" + address)
-            leaving.sendall(frame(b'{"kind": "hello", "rank": 1, "devices": ["cpu"]}'))
-            workers.wait_for(1, within)
-            with pytest.raises(TransportError, match=r"rank 1 .*: it lies in another pid namespace"):
-                for name, arguments in steps.items():
-                    if name == moment:
-                        leaving.sendall(frame(b'{"kind": "givenup", "why": "it lies in another pid namespace"}'))
-                        leaving.close()
-                    getattr(workers, name)(*arguments)
 
     def test_a_handoff_of_too_many_buckets_is_refused_before_anybody_waits(self, make):
         trainer, within = make(), Deadline(10 * WAIT_S)
@@ -166,7 +144,7 @@ class TestFailures:
                 sending = pool.submit(handoff.transfer, within)
                 with pytest.raises(ConfigError, match="1,048,577 buckets"):
                     list(worker.receive(replace(arrival, params=huge), {}, within))
-                with pytest.raises(TransportError, match=r"rank 1 .*1,048,577 buckets"):
+                with pytest.raises(TransportError, match=r"rank 1 .* is gone"):
                     sending.result(WAIT_S)
 
 

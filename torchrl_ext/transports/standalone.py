@@ -27,7 +27,7 @@ class Mailbox(ABC):
         """Return the newest version other than ``received``, or None at the deadline (worker end)."""
 
     def refuse(self, arrival: Arrival, error: BaseException) -> None:  # noqa: B027 - nobody may wait for this worker
-        """Tell the trainer not to wait, because a version from `get` failed to load with ``error`` (worker end)."""
+        """Tell the trainer not to wait, as a version from `get` cannot be loaded because of ``error`` (worker end)."""
 
 
 class StandaloneTransport(Transport):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -154,40 +154,26 @@ class Incoming:
         bucket_bytes: int,
         slice_bytes: int | None = SLICE_BYTES,
     ) -> None:
-        self._rest = deque(buckets)
-        """Buckets that were not started yet; each is removed only once it has started, so that none is ever skipped."""
+        self._rest = deque(buckets)  # that were not started yet
         self._window = _Window(broadcasts, buckets, bucket_bytes, slice_bytes)
         self._lander = Lander(params, into, broadcasts.device)
 
     def pairs(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the pairs in order; the caller may stop at any of them, and `drain` then takes the rest.
+        """Yield the pairs in order.
 
         Raises:
             TransportError, DeadlineError: as `Group.wait`.
         """
-        for bucket, flat in self._landed(self._memory):
+        rest, window = self._rest, self._window
+        while rest or window.flying:
+            while rest and window.admits(rest[0]):
+                window.start(bucket := rest.popleft(), self._memory(bucket))
+            bucket, flat = window.land()
             if bucket.direct:
                 yield self._lander.end(bucket.spans[0].first)
             else:
                 yield from self._lander.take(bucket, flat, lasting=True)
             del flat  # so that its memory can be used for the next bucket
 
-    def drain(self) -> None:
-        """Receive the rest and drop it, so that the group stays in step.
-
-        Raises:
-            TransportError, DeadlineError: as `Group.wait`.
-        """
-        deque(self._landed(self._window.buffer), maxlen=0)
-
     def _memory(self, bucket: Bucket) -> Tensor:
         return self._lander.begin(bucket.spans[0].first) if bucket.direct else self._window.buffer(bucket)
-
-    def _landed(self, memory: Callable[[Bucket], Tensor]) -> Iterator[tuple[Bucket, Tensor]]:
-        """Receive the rest into ``memory`` of each bucket, and yield each once it has landed."""
-        rest, window = self._rest, self._window
-        while rest or window.flying:
-            while rest and window.admits(rest[0]):
-                window.start(rest[0], memory(rest[0]))
-                rest.popleft()
-            yield window.land()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import IntegrityError, ManifestError, StaleBaseError
+from torchrl_ext.errors import IntegrityError, ManifestError
 from torchrl_ext.stores import Chain, Manifest, Placed, Store, version_name
 from torchrl_ext.stores.base import Draft
 from torchrl_ext.stores.manifest import MANIFEST
@@ -23,10 +23,7 @@ from torchrl_ext.types import VERSIONS, Count, ParamMeta, Wire
 from torchrl_ext.weights.digests import tensor_digest
 from torchrl_ext.weights.source import MappingSource, WeightSource, checked
 
-__all__ = ["FILES", "FORMAT", "Broadcast", "KeptTensors", "announce"]
-
-FORMAT = 3
-"""Number of the broadcast's format: 1 sent the files of keyframes, 2 each file as a tensor of its own."""
+__all__ = ["FILES", "Broadcast", "KeptTensors", "announce"]
 
 FILES = "/files"
 """The name under which the files of a version are sent beside its tensors; no parameter may have it."""
@@ -117,29 +114,24 @@ class Coming(Wire, frozen=True, kw_only=True):
     """Describes a version that is broadcast.
 
     Attributes:
-        base: the version that it builds on; None for a keyframe.
         files: bytes of each of its files, which are packed in order of their names.
     """
 
-    base: Count | None = None
     files: dict[str, Count]
 
 
-def announce(
-    group: VLLMCollectiveTransport, store: Store, full: KeptTensors, version: int, base: int | None, within: Deadline
-) -> None:
-    """Broadcast a version that was published, and say which version ``base`` it builds on, unless it is in full.
+def announce(group: VLLMCollectiveTransport, store: Store, full: KeptTensors, version: int, within: Deadline) -> None:
+    """Broadcast a version that was published.
 
     Raises:
-        TransportError, DeadlineError: a worker is gone, does not answer or cannot build on what it holds; names its
-            rank.
+        TransportError, DeadlineError: a worker is gone or does not answer; names its rank.
     """
     folder = version_name(version)
     files = {name: store.get(f"{folder}/{name}") for name in sorted(store.sizes(folder))}
     packed = torch.frombuffer(bytearray(b"".join(files.values())), dtype=torch.uint8)
     source = MappingSource({**full.tensors, FILES: packed})
     handoff = group.prepare(Update(source=source, version=version), within)
-    coming = Coming(base=None if full.tensors else base, files={name: len(data) for name, data in files.items()})
+    coming = Coming(files={name: len(data) for name, data in files.items()})
     info = {**handoff.info, **coming.to_json()}
     group.mailbox.put(Arrival(version=version, params=source.params(), info=info), within)
     handoff.transfer(within)
@@ -167,29 +159,19 @@ class Broadcast:
 
         Raises:
             TransportError, DeadlineError: the trainer is gone, or stopped half-way.
-            StaleBaseError: it is a delta on a version that this worker does not hold; the trainer hears of it.
             IntegrityError, ConfigError: what came is no version.
         """
         arrival = self._worker.get(within)
         if arrival is None:
             return False
         coming = Coming.from_json(arrival.info, "what the trainer announces")
-        version, base = arrival.version, coming.base
+        version = arrival.version
         if not 0 <= version < VERSIONS or MANIFEST not in coming.files:
             raise IntegrityError(
                 f"the trainer announces version {version} with {', '.join(coming.files)}",
                 expected=f"a number of at most 18 digits, and a file {MANIFEST}",
                 state="nothing was read",
             )
-        if base and base not in self._versions.numbers():
-            lacking = StaleBaseError(
-                f"weights version {version} is a delta on version {base}, which this worker does not hold",
-                expected="every version since the worker joined",
-                state="nothing was read; the trainer knows",
-                hint="send again: after an update that failed, the next version is sent in full",
-            )
-            self._worker.refuse(arrival, lacking)
-            raise lacking
         tensors = {name: tensor.cpu() for name, tensor in self._worker.receive(arrival, {}, within)}
         packed, count = tensors.pop(FILES, None), sum(coming.files.values())
         if packed is None or ParamMeta.of(FILES, packed) != ParamMeta(FILES, torch.uint8, (count,)):

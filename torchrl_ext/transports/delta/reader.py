@@ -11,14 +11,14 @@ from torch import Tensor
 
 from torchrl_ext.codecs.base import codec_from_json
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, IntegrityError, StoreError
+from torchrl_ext.errors import IntegrityError, StoreError
 from torchrl_ext.landing.loader import Changes
 from torchrl_ext.stores import Store, open_store, version_name
 from torchrl_ext.stores.base import MemoryStore
 from torchrl_ext.stores.chain import Chain
 from torchrl_ext.transports.base import Arrival, Worker, WorkerEnd
 from torchrl_ext.transports.collective.transport import CollectiveWorker, VLLMCollectiveTransport
-from torchrl_ext.transports.delta.broadcast import FORMAT, Broadcast
+from torchrl_ext.transports.delta.broadcast import Broadcast
 from torchrl_ext.transports.shared_root import VISIBLE_S, Invitation
 from torchrl_ext.transports.standalone import Mailbox
 from torchrl_ext.types import Info, Wire
@@ -44,7 +44,6 @@ class Offer(Wire, frozen=True, kw_only=True):
         base: the checkpoint on which the first version is a delta.
         local_dir: for the copies of parameters that cannot be patched.
         group: the offer of the collective transport that broadcasts them.
-        format: number of the broadcast's format.
     """
 
     needs_base: bool = False
@@ -52,7 +51,6 @@ class Offer(Wire, frozen=True, kw_only=True):
     base: str | None = None
     local_dir: str | None = None
     group: Info | None = None
-    format: int = FORMAT
     root: str | None = None
     probe: str = ""
     run_id: str = ""
@@ -98,7 +96,6 @@ class DeltaReader(WorkerEnd, Mailbox):
 
         Raises:
             StoreError: its root cannot be seen from here.
-            ConfigError: it is of a release that broadcasts otherwise.
         """
         group = None
         if offer.group is None:
@@ -107,13 +104,6 @@ class DeltaReader(WorkerEnd, Mailbox):
             invitation = Invitation(root=root, probe=offer.probe, run_id=offer.run_id, trainer=offer.trainer)
             invitation.find(store, within)
         else:
-            if offer.format != FORMAT:
-                raise ConfigError(
-                    f"the trainer broadcasts versions in format {offer.format}",
-                    expected=f"format {FORMAT}",
-                    state="this worker joined no group",
-                    hint="use one release of torchrl_ext on both ends",
-                )
             store = MemoryStore()
             group = VLLMCollectiveTransport.join(offer.group, here, within)
         made = cls(

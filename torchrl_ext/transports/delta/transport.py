@@ -259,8 +259,7 @@ class DeltaTransport(StandaloneTransport):
         if self._group is None:
             self._observe_link(*self._writer.stored)
             return Handoff(served=self._writer.acknowledge, digest=self._writer.digest, stats=stats)
-        base = None if delta is None else delta.base_version
-        send = partial(announce, self._group, self._store, self._kept, update.version, base)
+        send = partial(announce, self._group, self._store, self._kept, update.version)
 
         def ahead(within: Deadline) -> None:
             full, began = bool(self._kept.tensors), time.perf_counter()

@@ -1,10 +1,10 @@
-"""One handoff in a group: how it is announced, acknowledged or refused, and the worker's end that receives it."""
+"""One handoff in a group: how it is announced and acknowledged, and the worker's end that receives it."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -18,8 +18,7 @@ from torchrl_ext.transports.standalone import Mailbox
 from torchrl_ext.types import Count, Params, Wire
 
 __all__ = [
-    "GroupLoad", "GroupMailbox", "GroupWorker", "acknowledge", "await_workers", "receiving_failed", "refused",
-    "sending_failed",
+    "GroupLoad", "GroupMailbox", "GroupWorker", "acknowledge", "await_workers", "receiving_failed", "sending_failed",
 ]  # fmt: skip
 
 
@@ -29,12 +28,12 @@ def acknowledge(group: Group, handoff: int, answer: int | str) -> None:
     group.notes.put(f"{group.generation}/arrived/{handoff}/{group.rank}", answer)
 
 
-def await_workers(group: Group, handoff: int) -> dict[int, Any]:
-    """Wait for each worker's answer to the handoff: bytes where it was taken, else why not (trainer end).
+def await_workers(group: Group, handoff: int) -> dict[int, int]:
+    """Wait until each worker has taken the handoff, and return the bytes that came to it from rank to rank (trainer).
 
     Raises:
         DeadlineError: names the workers that say nothing within the group's deadline.
-        TransportError: a rank is gone, or another thread aborted.
+        TransportError: a rank is gone or did not take it, or another thread aborted.
     """
     key = f"{group.generation}/arrived/{handoff}/"
     answers: dict[int, Any] = {}
@@ -44,6 +43,8 @@ def await_workers(group: Group, handoff: int) -> dict[int, Any]:
             raise TransportError("the transfer was aborted")
         lost = group.reason()
         answers |= group.notes.collect(key, silent, within.within(LOOK_S))
+        if failed := [rank for rank, answer in answers.items() if type(answer) is not int]:
+            raise TransportError(f"{group.call(failed)} did not take it")
         if silent := [rank for rank in silent if rank not in answers]:
             if lost:
                 raise TransportError(f"the group was severed before every worker had answered: {lost}")
@@ -52,15 +53,6 @@ def await_workers(group: Group, handoff: int) -> dict[int, Any]:
         group.notes.drop(done)
     group.notes.put(f"{group.generation}/over/{handoff}", True)
     return answers
-
-
-def refused(group: Group, version: int, answers: Mapping[int, Any]) -> TransportError:
-    """Return the error that names the workers that have every byte but could not load them, and why (trainer end)."""
-    refusals = "; ".join(f"{group.call([rank])}: {words}" for rank, words in answers.items() if words)
-    return TransportError(
-        f"weights version {version} was refused by {refusals}",
-        state="the other workers have it, and the group is intact",
-    )
 
 
 def sending_failed(group: Group, handoff: int, version: int, error: WeightSyncError) -> WeightSyncError:
@@ -99,6 +91,15 @@ def receiving_failed(group: Group, handoff: int, version: int, error: WeightSync
         state=f"of the trainer: {trainer}. This rank may hold a part of the version, and its group is closed",
         hint="connect again when the trainer does",
     )
+
+
+def _give_up(group: Group, handoff: int, words: str) -> None:
+    """Tell the trainer why this worker takes no more of a handoff, and sever the group."""
+    if group.alive:  # else the interpreter may be ending, which closes iterators left half-way
+        group.notes.patience_s = LAST_WORDS_S
+        with suppress(WeightSyncError):  # the trainer is gone
+            acknowledge(group, handoff, words)
+        group.sever(f"{group.call([group.rank])} failed: {words}")
 
 
 class _Announcement(Wire, frozen=True, kw_only=True):
@@ -188,11 +189,10 @@ class GroupLoad(Wire, frozen=True, kw_only=True):
 
 class _Incoming(Protocol):
     def pairs(self) -> Iterator[tuple[str, Tensor]]: ...
-    def drain(self) -> None: ...
 
 
 class GroupWorker(GroupMailbox, WorkerEnd):
-    """A worker's end in a group: it takes each handoff or tells the trainer why not, and so stays in step with others.
+    """A worker's end in a group: it takes each handoff, or tells the trainer why not and ends the group.
 
     A subclass says what arrives, in `incoming`.
     """
@@ -210,14 +210,13 @@ class GroupWorker(GroupMailbox, WorkerEnd):
             arrival, into: as for `WorkerEnd.receive`.
 
         Returns:
-            An object whose ``pairs()`` are those of `WorkerEnd.receive`, and may be left at any of them; ``drain()``
-            then receives the rest and drops it.
+            An object whose ``pairs()`` are those of `WorkerEnd.receive`.
         """
 
     def receive(self, arrival: Arrival, into: Mapping[str, Tensor], within: Deadline) -> Iterator[tuple[str, Tensor]]:
         self.member.under(within)
         pairs = self._receiving(arrival, *self._begin(arrival, into))
-        next(pairs)  # from here on the handoff is taken or refused, also by a loader that asks for nothing
+        next(pairs)  # from here on the trainer hears of a loader that asks for nothing, too
         return pairs
 
     def _begin(self, arrival: Arrival, into: Mapping[str, Tensor]) -> tuple[Group, GroupLoad, _Incoming]:
@@ -233,37 +232,22 @@ class GroupWorker(GroupMailbox, WorkerEnd):
 
     def _receiving(self, arrival: Arrival, group: Group, load: GroupLoad, incoming: _Incoming) -> Iterator[Any]:
         """Yield None once the handoff has begun, and then its pairs."""
-        name, answered, before = None, False, group.received.total()
+        name, before = None, group.received.total()
         try:
             yield None
             for name, tensor in incoming.pairs():
                 yield name, tensor
             acknowledge(group, load.handoff, group.received.total() - before)  # the loader has taken the last one, too
-            answered = True
         except WeightSyncError as error:
             raise receiving_failed(group, load.handoff, arrival.version, error) from error
-        except (GeneratorExit, Exception) as error:
+        except BaseException as error:
             stopped = "it loaded nothing" if name is None else f"it stopped loading after {name!r}"
-            self._drain(group, load, incoming, stopped if type(error) is GeneratorExit else why(error))
-            answered = True
+            _give_up(group, load.handoff, stopped if type(error) is GeneratorExit else why(error))
             raise
-        finally:
-            if not answered:
-                group.sever()
 
     def refuse(self, arrival: Arrival, error: BaseException) -> None:
-        """Receive and drop a version that cannot land here, and tell the trainer why."""
-        self._drain(*self._begin(arrival, {}), why(error))
-
-    def _drain(self, group: Group, load: GroupLoad, incoming: _Incoming, words: str) -> None:
-        """Receive and drop the rest of a handoff, so that the group stays in step, and tell the trainer why."""
-        if not group.alive:  # nothing comes; the interpreter may be ending, which closes iterators left half-way
-            return
-        try:
-            incoming.drain()
-            acknowledge(group, load.handoff, words)
-        except WeightSyncError:
-            group.sever()
+        group, load, _ = self._begin(arrival, {})
+        _give_up(group, load.handoff, why(error))
 
     def check_connection(self) -> bool:
         return self.member.connected

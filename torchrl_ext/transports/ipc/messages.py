@@ -14,7 +14,7 @@ from torchrl_ext.transports.ipc.memory import HostHandle
 from torchrl_ext.transports.links import Link
 from torchrl_ext.types import Count, Params, Wire, decoded
 
-__all__ = ["Announce", "Done", "GivenUp", "Hello", "Load", "Message", "Offer", "Welcome", "read", "send"]
+__all__ = ["Announce", "Done", "Hello", "Load", "Message", "Offer", "Welcome", "read", "send"]
 
 
 class Offer(Wire, frozen=True, kw_only=True):
@@ -64,13 +64,6 @@ class Done(Message, frozen=True, kw_only=True):
     bucket: Count
 
 
-class GivenUp(Message, frozen=True, kw_only=True):
-    """This end fills or copies no more buckets of the handoff; without one, it gives up the connection."""
-
-    why: str
-    handoff: Count | None = None
-
-
 def read(link: Link, within: Deadline) -> Any:
     """Return the next message, or None where none came within the deadline.
 
@@ -82,7 +75,7 @@ def read(link: Link, within: Deadline) -> Any:
     if message is None:
         return None
     try:
-        kinds: Any = Hello | Welcome | Announce | Done | GivenUp
+        kinds: Any = Hello | Welcome | Announce | Done
         return decoded(message, kinds, f"a message of {link.peer}", IntegrityError)
     except IntegrityError as error:
         hint = "use one release of torchrl_ext on both ends"

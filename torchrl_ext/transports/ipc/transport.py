@@ -11,11 +11,11 @@ import torch
 
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.devices import usable_device
-from torchrl_ext.errors import ConfigError, NotConnectedError, TransportError, why
+from torchrl_ext.errors import ConfigError, DeadlineError, NotConnectedError, TransportError
 from torchrl_ext.transports.base import Handoff, TransferStats, Update, Worker
 from torchrl_ext.transports.buckets import Packer
 from torchrl_ext.transports.ipc.memory import HOST, SEGMENT_BYTES, SLOTS, Segment, create, local_devices
-from torchrl_ext.transports.ipc.messages import Announce, Done, GivenUp, Load, Offer
+from torchrl_ext.transports.ipc.messages import Announce, Done, Load, Offer
 from torchrl_ext.transports.ipc.worker import IPCWorker, buckets_of
 from torchrl_ext.transports.ipc.workers import ConnectedWorkers
 from torchrl_ext.transports.links import new_address, shared_address
@@ -126,13 +126,23 @@ class IPCTransport(StandaloneTransport):
             if self._alone:
                 connected = self._workers or self._listen_at(shared_address(self._channel))
                 connected.wait_for(self._count, within)
-                connected.begin(load.handoff)
-                connected.tell(Announce(version=update.version, params=params, load=load), within)
             else:
                 connected = self._joined()
-                connected.begin(load.handoff)
             began = time.perf_counter()
-            self._transfer(connected, update, load.handoff, within)
+            try:
+                connected.begin(load.handoff)
+                if self._alone:
+                    connected.tell(Announce(version=update.version, params=params, load=load), within)
+                self._transfer(connected, update, load.handoff, within)
+            except BaseException as error:
+                self._leave()  # by which workers see that nothing more comes
+                if isinstance(error, (TransportError, DeadlineError)):
+                    raise type(error)(
+                        f"weights version {update.version} did not arrive: {error.what}",
+                        state="no worker reports the version, and the connection is closed",
+                        hint="send again when the workers are back",
+                    ) from error
+                raise
             stats.spans.since("transfer", began)
 
         return Handoff(info=load.to_json(), transfer=transfer, stats=stats)
@@ -144,31 +154,15 @@ class IPCTransport(StandaloneTransport):
 
     def _transfer(self, connected: ConnectedWorkers, update: Update, handoff: int, within: Deadline) -> None:
         params, segments, number = update.params, connected.segments, -1
-        try:
-            packer = Packer(params, checked(update.source, params))
-            for number, bucket in enumerate(buckets_of(params, self.staging_bytes // SLOTS)):
-                connected.await_taken(number - SLOTS, within)
-                packer.fill(bucket, [segment.half(number) for segment in segments])
-                for segment in segments:
-                    segment.settle()
-                connected.tell(Done(handoff=handoff, bucket=number), within)
-            packer.finish()
-            connected.await_taken(number, within)
-        except BaseException as error:
-            connected.tell(GivenUp(why=why(error), handoff=handoff), within)
-            if isinstance(error, TransportError):
-                raise TransportError(
-                    f"weights version {update.version} did not arrive: {error.what}",
-                    state="a worker that got a part of it does not report the version",
-                    hint="send again when the workers are back",
-                ) from error
-            raise
-        troubles = connected.troubles()
-        if troubles and self._alone:  # with a control layer, the engines report it themselves
-            raise TransportError(
-                f"weights version {update.version} did not reach every worker: {troubles}",
-                state="the other workers have it",
-            )
+        packer = Packer(params, checked(update.source, params))
+        for number, bucket in enumerate(buckets_of(params, self.staging_bytes // SLOTS)):
+            connected.await_taken(number - SLOTS, within)
+            packer.fill(bucket, [segment.half(number) for segment in segments])
+            for segment in segments:
+                segment.settle()
+            connected.tell(Done(handoff=handoff, bucket=number), within)
+        packer.finish()
+        connected.await_taken(number, within)
 
     def _listen_at(self, address: str) -> ConnectedWorkers:
         self._workers = ConnectedWorkers(address, self._session, self._segment_on)

@@ -9,10 +9,10 @@ from typing import Any, final
 from torch import Tensor
 
 from torchrl_ext.deadline import Deadline
-from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError, TransportError, WeightSyncError, why
+from torchrl_ext.errors import ConfigError, IntegrityError, NotConnectedError, WeightSyncError
 from torchrl_ext.transports.base import Arrival, WorkerEnd
 from torchrl_ext.transports.buckets import Bucket, Lander, layout
-from torchrl_ext.transports.ipc.messages import Announce, Done, GivenUp, Hello, Load, Welcome, read, send
+from torchrl_ext.transports.ipc.messages import Announce, Done, Hello, Load, Welcome, read, send
 from torchrl_ext.transports.links import Link, connect_locally
 from torchrl_ext.transports.standalone import Mailbox
 from torchrl_ext.types import ParamMeta
@@ -103,8 +103,8 @@ class IPCWorker(WorkerEnd, Mailbox):
         """As `WorkerEnd.receive`; the deadline begins anew with each bucket.
 
         Raises:
-            NotConnectedError: the trainer is gone.
-            TransportError, DeadlineError: it stopped, or does not go on.
+            NotConnectedError: the trainer is gone, or gave up.
+            DeadlineError, TransportError: it does not go on.
             ConfigError, IntegrityError: a message of it is malformed.
         """
         load, link, welcome = _load(arrival), self._link, self._welcome
@@ -114,7 +114,7 @@ class IPCWorker(WorkerEnd, Mailbox):
             raise NotConnectedError(
                 "the handoff comes from a trainer that this worker has not joined", hint="connect again"
             )
-        name, complete = None, False
+        complete = False
         try:
             segment = welcome.segment.attach()
             try:
@@ -126,18 +126,16 @@ class IPCWorker(WorkerEnd, Mailbox):
                     segment.settle()
                     complete = number + 1 == len(buckets)
                     send(link, Done(handoff=load.handoff, bucket=number), within.again())
-                    for name, tensor in pairs:
-                        yield name, tensor
+                    yield from pairs
             finally:
                 segment.close()
-        except (GeneratorExit, Exception) as error:
+        except BaseException:
             if not complete:
-                stopped = type(error) is GeneratorExit
-                self._give_up(f"it stopped loading after {name!r}" if stopped else why(error), load.handoff)
+                self.close()  # by which the trainer sees that this worker takes no more
             raise
 
     def refuse(self, arrival: Arrival, error: BaseException) -> None:
-        self._give_up(why(error), _load(arrival).handoff)
+        self.close()
 
     def close(self) -> None:
         if self._link is not None:
@@ -149,7 +147,7 @@ class IPCWorker(WorkerEnd, Mailbox):
 
         Raises:
             NotConnectedError: the trainer is gone.
-            TransportError: it refused this worker, or its buffer cannot be mapped; then it knows why.
+            TransportError: its buffer cannot be mapped.
         """
         link = self._link
         if link is None:
@@ -158,31 +156,14 @@ class IPCWorker(WorkerEnd, Mailbox):
                 return None
             send(link, Hello(rank=self._rank, devices=self._devices()), within)
         message = read(link, within)
-        if isinstance(message, GivenUp) and message.handoff is None:
-            self.close()
-            raise TransportError(
-                f"{link.peer} refused this worker: {message.why}",
-                state="nothing was received",
-                hint="fix the cause in the trainer, and connect again",
-            )
         if isinstance(message, Welcome):
             try:
                 message.segment.attach().close()
-            except WeightSyncError as error:
-                self._give_up(why(error))
+            except WeightSyncError:
                 self.close()  # without the buffer, no other message of it can be used
                 raise
             self._welcome = message
         return message
-
-    def _give_up(self, reason: str, handoff: int | None = None) -> None:
-        """Tell the trainer, which may not be there to read it."""
-        if self._link is not None:
-            try:
-                send(self._link, GivenUp(why=reason, handoff=handoff), Deadline(_LAST_WORDS_S))
-            except WeightSyncError as error:
-                log.info("while a handoff was given up: %s", error)
-                self.close()
 
 
 def _load(arrival: Arrival) -> Load:
@@ -193,14 +174,13 @@ def _await_filled(link: Link, handoff: int, number: int, within: Deadline) -> No
     """Wait until the trainer has filled bucket ``number``.
 
     Raises:
-        TransportError, DeadlineError: it stopped, or does not go on.
+        NotConnectedError: it is gone, or gave up.
+        DeadlineError, TransportError: it does not go on.
         IntegrityError: it filled another one.
     """
     while (message := read(link, within)) is not None:
-        if not isinstance(message, Done | GivenUp) or message.handoff != handoff:
+        if not isinstance(message, Done) or message.handoff != handoff:
             continue  # of a handoff that this end did not take
-        if isinstance(message, GivenUp):
-            raise TransportError(f"{link.peer} stopped: {message.why}", state="a part of the version may have landed")
         if message.bucket != number:
             raise IntegrityError(f"{link.peer} filled bucket {message.bucket}", expected=f"bucket {number}")
         return

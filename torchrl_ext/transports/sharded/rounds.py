@@ -216,7 +216,6 @@ class RoundReceiver:
         self._flying: deque[tuple[list[_Message], list[Any]]] = deque()
         self._passed: deque[list[Any]] = deque()  # works by round
         self._done = 0
-        self._landing = True
         self._came: defaultdict[int, list[int]] = defaultdict(list)  # parameters of the blocks of each trainer rank
         self._found: dict[int, np.ndarray] = {}
 
@@ -246,17 +245,6 @@ class RoundReceiver:
             yielded = reached
         self._compare(self._digests())
 
-    def drain(self) -> None:
-        """Receive the rest and drop it, so that the group stays in step.
-
-        Raises:
-            TransportError, DeadlineError: as `Group.wait`.
-        """
-        self._landing = False
-        while self._done < self._plan.rounds:
-            self._round()
-        self._digests()
-
     def _round(self) -> None:
         """Receive one round; the next ones are under way when it has landed, so that they come while it is loaded."""
         self._begin()
@@ -272,7 +260,7 @@ class RoundReceiver:
             del messages
 
     def _message(self, rank: int, transfers: list[Transfer]) -> _Message:
-        if self._landing and len(transfers) == 1:
+        if len(transfers) == 1:
             place = self._place(*transfers[0])
             if is_plain(place, self._carrier.device):
                 return _Message(rank, transfers, as_bytes(place), direct=True)
@@ -287,10 +275,9 @@ class RoundReceiver:
         if self._plan.successor is not None:
             pairs = [(one.memory, self._plan.successor) for one in messages]
             self._passed.append(_together(self._carrier.send, pairs, self._carrier))
-        for rank, transfers, *_ in messages:  # before anything may fail here, for `drain`
+        for rank, transfers, memory, direct in messages:
             self._came[rank] += [one.param for one in transfers]
-        for _, transfers, memory, direct in messages:
-            if self._landing and not direct:
+            if not direct:
                 views = _views(self._plan.params, transfers, memory)
                 copy_each(views, [self._place(*transfer) for transfer in transfers])
 

@@ -145,8 +145,7 @@ class ShardedTrainer:
             session.order("send")
             sent = [sender.send()]
             received = handoffs.await_workers(group, handoff)
-            refused = {rank: words for rank, words in received.items() if type(words) is not int}
-            sent += [answer["sent"] for answer in session.answers(Deadline(_LAST_WORDS_S) if refused else None)]
+            sent += [answer["sent"] for answer in session.answers()]
         except BaseException as error:
             group.sever(why(error))
             with suppress(TransportError, DeadlineError):  # of a broken group, as all ranks see it
@@ -154,8 +153,6 @@ class ShardedTrainer:
             if isinstance(error, WeightSyncError):
                 raise handoffs.sending_failed(group, handoff, version, error) from error
             raise
-        if refused:
-            raise handoffs.refused(group, version, refused)
         stats.worker_bytes, stats.rank_bytes = tuple(received.values()), tuple(sent)
 
     # the other ranks
