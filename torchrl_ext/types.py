@@ -239,7 +239,7 @@ class EngineInfo:
         url: base address, without a trailing slash.
         kind: ``"vllm"``, ``"sglang"``, ``"embedded"``, ...
         version: the engine's own version string.
-        worker_type: ``"regular"``, ``"prefill"``, ``"decode"`` or ``"encoder"``.
+        worker_type: ``"regular"``, ``"prefill"`` or ``"decode"``.
         num_gpus: accelerators (or CPU workers) that the engine occupies.
         tp_size, pp_size, dp_size: parallel sizes.
         world_size: workers that receive weights: ``tp * pp * dp``.

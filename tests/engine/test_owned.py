@@ -1,16 +1,10 @@
-"""A job's own engine: started from YAML, behind a router of its own, colocated with the trainer, started again."""
-
-import os
-import signal
-import threading
-import time
+"""A job's own engine: started from YAML, behind a router of its own, colocated with the trainer."""
 
 import httpx
 import pytest
 
 import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_model
-from tests.processes import WAIT_S
 from torchrl_ext.cli.environments import settings_for, settings_for_router
 from torchrl_ext.compat.flags.options import WeightUpdateConfig
 from torchrl_ext.compat.flags.serving import make_serving
@@ -28,12 +22,11 @@ YAML = """
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
 def job(request, checkpoint, tmp_path_factory):
-    """In the environments of the command line; its supervisor looks when it is told to, and gives up at once."""
+    """In the environments of the command line."""
     kind, path = request.param, tmp_path_factory.mktemp("job") / "engines.yaml"
     path.write_text(YAML.format(kind=kind))
     config = WeightUpdateConfig(**{f"{kind}_config": str(path), "rollout_num_gpus": 1})
     settings = {"launcher": LocalLauncher(**settings_for(kind)), "router": settings_for_router(kind)}
-    settings["supervisor"] = {"interval_s": 0, "timeout_s": 5.0, "patience": 0}
     with make_serving(config, hf_checkpoint=checkpoint, **settings) as made:
         yield made
 
@@ -49,25 +42,22 @@ def asked(job):
 
 
 @pytest.mark.parametrize("job", ["sglang"], indirect=True)
-def test_a_sglang_that_is_paused_for_new_weights_is_not_lost(job):
+def test_a_paused_sglang_is_healthy_for_its_router(job):
     """Its own check of health generates a token, for which it would wait until it is resumed."""
-    (kept,) = job.engines
-    assert job.recover() == ()
-    httpx.post(f"{kept.url}/pause_generation", json={"mode": "retract"}).raise_for_status()
+    (engine,) = job.engines.values()
+    httpx.post(f"{engine.url}/pause_generation", json={"mode": "retract"}).raise_for_status()
     for route in ("/health", "/ping"):
-        assert httpx.get(kept.url + route, timeout=5.0).status_code == 200
-    assert httpx.get(f"{kept.url}/ready", timeout=5.0).status_code == 503
-    assert job.recover() == () and kept.restarts == 0
-    httpx.post(f"{kept.url}/continue_generation", json={}).raise_for_status()
+        assert httpx.get(engine.url + route, timeout=5.0).status_code == 200
+    assert httpx.get(f"{engine.url}/ready", timeout=5.0).status_code == 503
+    httpx.post(f"{engine.url}/continue_generation", json={}).raise_for_status()
     assert asked(job)[0] == greedy(tiny_model(0), PROMPT, 16)
     assert [worker.healthy for worker in job.model("actor").router.workers()] == [True]
 
 
 @pytest.mark.parametrize("transport", ["ipc", pytest.param("delta", marks=pytest.mark.exhaustive)])
-def test_it_follows_the_trainer_is_started_again_and_catches_up(job, tmp_path, transport):
+def test_it_follows_the_trainer(job, tmp_path, transport):
     settings = {"root": str(tmp_path)} if transport == "delta" else {}
     actor = job.model("actor")
-    (kept,) = job.engines
     sender = tx.WeightSender(tx.make_transport(transport, **settings), actor.fleet())
     update = actor.following(sender.update_weights)
     for seed in (1, 2):
@@ -75,15 +65,4 @@ def test_it_follows_the_trainer_is_started_again_and_catches_up(job, tmp_path, t
         report = update(trained)
         assert report.verified
         assert asked(job) == (greedy(trained, PROMPT, 16), {report.version})
-    os.kill(kept.engine.pid, signal.SIGKILL)
-    until = time.monotonic() + WAIT_S
-    while kept.engine.alive() and time.monotonic() < until:
-        threading.Event().wait(0.05)
-    assert job.recover() == (kept.url,)
-    assert not actor.router.workers()  # it has the weights of its checkpoint again
-    trained = tiny_model(3)
-    report = update(trained)  # it is another process, which has joined nothing, and joins before it
-    assert asked(job) == (greedy(trained, PROMPT, 16), {report.version})
-    (info,) = tx.discover(kept.url)
-    assert info.kind == kept.plan.kind and info.weight_version == str(report.version)
     sender.shutdown()

@@ -76,7 +76,6 @@ def test_the_second_route_is_asked_when_the_first_does_not_help_and_one_error_ha
         (200, SGLANG | {"tp_size": 10**12}),
         (200, SGLANG | {"tp_size": 0}),
         (200, SGLANG | {"enable_dp_attention": "false"}),
-        (200, SGLANG | {"encoder_only": 0}),
         (302, b"", {"location": "http://127.0.0.1:1/server_info"}),
         (200, endless),
     ],

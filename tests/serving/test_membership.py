@@ -15,7 +15,6 @@ from tests.rpc.test_router import Earlier, Engine, Gateway, serving
 from torchrl_ext.errors import ConfigError, EngineError, UpdateError
 from torchrl_ext.rpc.health import Health
 from torchrl_ext.rpc.router import RouterClient
-from torchrl_ext.serving.launchers import LocalLauncher
 from torchrl_ext.serving.routing import Routing
 from torchrl_ext.serving.served import ExternalEngines, OwnedEngines
 from torchrl_ext.serving.topology import Topology
@@ -245,55 +244,7 @@ def test_what_one_router_cannot_serve_is_refused_before_it_is_made(urls, routers
     assert not routers.specs
 
 
-def owned(urls, router, kind):
-    """A job of one frozen model whose engines run at ``urls``."""
-
-    class Launcher(LocalLauncher):
-        def launch(self, plan, encoders=(), *, cancel=None):
-            return SimpleNamespace(url=urls[plan.gpus[0]], alive=lambda: True, log=str, stop=lambda: None)
-
-    group = {"worker_type": "regular", "num_gpus": len(urls)}
-    topology = Topology.parse({kind: [{"name": "a", "model_path": "/m", "server_groups": [group]}]})
-    return OwnedEngines(topology, launcher=Launcher(), router={"router": router.url})
-
-
-def test_a_jobs_own_engines_give_memory_back_though_others_do_not_answer():
-    with FakeEngine("vllm") as well, serving(Gateway()) as router, ExitStack() as ends:
-        gone = ends.enter_context(serving(Engine())).url
-        with owned([gone, well.url], router, "vllm") as job, owned([gone], router, "vllm") as another:
-            ends.close()
-            another.offload()
-            job.offload()
-            assert well.asleep == {"weights", "kv_cache"}
-            job.onload()
-            assert well.serving and not well.wrongs
-
-
-@pytest.mark.parametrize("follows", [False, True])
-def test_a_lost_engine_is_out_until_it_is_up_and_where_it_follows_until_an_update_reached_it(follows):
-    runs, listed_meanwhile = [], []
-
-    class Launcher(LocalLauncher):
-        def launch(self, plan, encoders=(), *, cancel=None):
-            listed_meanwhile.append(listed(router.url))
-            runs.append(True)
-            return SimpleNamespace(url=engine.url, alive=lambda: runs[-1], log=str, stop=lambda: None)
-
-    model = {"name": "a", "model_path": "/m", "update_weights": follows}
-    model["server_groups"] = [{"worker_type": "regular", "num_gpus": 1}]
-    settings = {"router": {}, "supervisor": {"interval_s": 0}, "launcher": Launcher()}
-    with FakeEngine("vllm") as engine, serving(Gateway()) as router:
-        settings["router"]["router"] = router.url
-        with OwnedEngines(Topology.parse({"vllm": [model]}), **settings) as job:
-            assert job.recover() == () and listed(router.url) == {engine.url}
-            runs[-1] = False
-            assert job.recover() == (engine.url,) and listed_meanwhile == [set(), set()]
-            assert listed(router.url) == (set() if follows else {engine.url})
-            job.model("a").follow(report((engine.url, "serving", 1)))
-            assert listed(router.url) == {engine.url}
-
-
-def test_external_engines_are_one_model_and_nobody_elses_life_is_touched(caplog):
+def test_external_engines_are_one_model():
     with (
         FakeEngine("vllm") as engine,
         serving(Gateway()) as router,
@@ -303,11 +254,6 @@ def test_external_engines_are_one_model_and_nobody_elses_life_is_touched(caplog)
         assert listed(job.model("default").url) == {engine.url}
         with pytest.raises(ConfigError, match=r"no model called 'critic'.*default"):
             job.model("critic")
-        before = len(engine.calls)
-        assert job.recover() == () and "does not restart external engines" in caplog.text
-        job.offload()
-        job.onload()
-        assert len(engine.calls) == before
 
 
 def test_an_adopted_engine_waits_for_its_first_report_and_a_failed_update_is_followed_too(urls):

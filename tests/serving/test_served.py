@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
-import time
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -15,9 +13,10 @@ import torchrl_ext as tx
 from tests.models import PROMPT, greedy, tiny_checkpoint, tiny_model
 from tests.processes import WAIT_S
 from torchrl_ext.cli.environments import settings_for_router
-from torchrl_ext.errors import ConfigError
+from torchrl_ext.errors import ConfigError, EngineError
 from torchrl_ext.serving.launchers import LocalLauncher
 from torchrl_ext.serving.served import OwnedEngines
+from torchrl_ext.serving.topology import Topology
 
 pytestmark = pytest.mark.engine
 
@@ -44,15 +43,8 @@ def checkpoint(tmp_path_factory):
 def job(checkpoint, tmp_path_factory):
     path = tmp_path_factory.mktemp("job") / "engines.yaml"
     path.write_text(YAML)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchrl_ext.serving.processes._GRACE_S", 2.0)  # for an engine that hangs, and heeds no SIGTERM
-        with OwnedEngines(
-            path,
-            hf_checkpoint=checkpoint,
-            router=settings_for_router("vllm"),
-            supervisor={"interval_s": 0, "timeout_s": 1.0},
-        ) as made:
-            yield made
+    with OwnedEngines(path, hf_checkpoint=checkpoint, router=settings_for_router("vllm")) as made:
+        yield made
 
 
 def listed(model):
@@ -60,7 +52,7 @@ def listed(model):
 
 
 def urls(job, name):
-    return [kept.url for kept in job.engines if kept.plan.model == name]
+    return [engine.url for plan, engine in job.engines.items() if plan.startswith(f"{name}/")]
 
 
 def version(url):
@@ -76,21 +68,13 @@ def generated(model):
         client.close()
 
 
-def kill(job, url):
-    (kept,) = (kept for kept in job.engines if kept.url == url)
-    os.kill(kept.engine.pid, signal.SIGKILL)
-    until = time.monotonic() + WAIT_S
-    while kept.engine.alive() and time.monotonic() < until:
-        threading.Event().wait(0.02)
-
-
 def test_each_model_has_its_engines_and_a_router_of_its_own(job):
     assert {name: len(urls(job, name)) for name in job.models} == {"actor": 2, "reference": 1, "spare": 0}
     assert len({model.url for model in job.models.values()}) == 3
     for name in ("actor", "reference"):
         assert listed(job.model(name)) == set(urls(job, name))
         assert generated(job.model(name)).token_ids == tuple(greedy(tiny_model(0), PROMPT, 8))
-    assert httpx.get(f"{job.model('spare').url}/list_workers").json() == {"urls": []}
+    assert listed(job.model("spare")) == set()
 
 
 def test_only_models_that_follow_the_trainer_ever_get_a_weight_call(job, tmp_path):
@@ -115,51 +99,32 @@ def test_only_models_that_follow_the_trainer_ever_get_a_weight_call(job, tmp_pat
 
 
 @pytest.mark.exhaustive
-def test_a_lost_engine_is_started_again_and_gets_requests_once_it_caught_up(job, tmp_path):
-    actor = job.model("actor")
-    lost, other = urls(job, "actor")
-    kill(job, lost)
-    assert job.recover() == (lost,)
-    assert listed(actor) == {other}  # it has the weights of its checkpoint
-    sender = tx.WeightSender(tx.make_transport("disk", root=str(tmp_path)), actor.fleet())
-    trained = tiny_model(6)
-    sender.register_model(trained)
-    actor.following(sender.update_weights)()
-    sender.shutdown()
-    assert listed(actor) == {lost, other}
-    assert generated(actor).token_ids == tuple(greedy(trained, PROMPT, 8))
-    assert job.recover() == ()
-
-
-@pytest.mark.exhaustive
-def test_an_engine_that_hangs_is_lost_too_and_one_of_a_frozen_model_gets_requests_as_soon_as_it_is_up(job):
-    (kept,) = (kept for kept in job.engines if kept.plan.model == "reference")
-    frozen = psutil.Process(kept.engine.pid)
-    frozen.suspend()
-    try:
-        until = time.monotonic() + WAIT_S
-        while not kept.restarts and time.monotonic() < until:
-            job.recover()  # patience counts looks
-    finally:
-        if frozen.is_running():
-            frozen.resume()
-    assert kept.restarts == 1 and httpx.get(f"{kept.url}/health").status_code == 200
-    assert listed(job.model("reference")) == {kept.url}
-
-
-@pytest.mark.exhaustive
-def test_the_supervisor_looks_by_itself_and_the_end_of_the_job_is_the_end_of_its_processes(checkpoint, tmp_path):
+def test_the_end_of_the_job_is_the_end_of_its_processes(checkpoint, tmp_path):
     path = tmp_path / "engines.yaml"
     path.write_text("embedded: [{name: a, server_groups: [{worker_type: regular, num_gpus: 1}]}]")
     launcher = LocalLauncher(dtype="float32", threads=1, log_folder=tmp_path / "logs")
-    more = {"supervisor": {"first_wait_s": 0.1, "interval_s": 0.1}, "router": settings_for_router("vllm")}
-    with OwnedEngines(path, hf_checkpoint=checkpoint, launcher=launcher, **more) as job:
-        (kept,) = job.engines
-        os.kill(kept.engine.pid, signal.SIGKILL)
-        until = time.monotonic() + WAIT_S
-        while not kept.restarts and time.monotonic() < until:
-            threading.Event().wait(0.05)
-        assert kept.restarts == 1
-        process = psutil.Process(kept.engine.pid)
+    with OwnedEngines(path, hf_checkpoint=checkpoint, launcher=launcher, router=settings_for_router("vllm")) as job:
+        process = psutil.Process(job.engines["a/regular/0"].pid)
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     assert [log.name for log in (tmp_path / "logs").iterdir()] == ["a-regular-0.log"]
+
+
+@pytest.mark.parametrize("starts_late", [False, True])
+def test_a_start_that_fails_ends_the_others(checkpoint, starts_late):
+    ended, leave = [], threading.Event()
+
+    class Launcher(LocalLauncher):
+        def launch(self, plan, *, cancel=None):
+            if plan.name == "a/regular/1":
+                leave.set()
+                raise EngineError("no such model")
+            assert leave.wait(WAIT_S) and cancel.wait(WAIT_S)
+            if starts_late:
+                return SimpleNamespace(url="", stop=lambda: ended.append(plan.name))
+            raise EngineError("it was given up")
+
+    group = {"worker_type": "regular", "num_gpus": 2}
+    topology = Topology.parse({"embedded": [{"name": "a", "model_path": "/m", "server_groups": [group]}]})
+    with pytest.raises(EngineError, match="no such model"):
+        OwnedEngines(topology, launcher=Launcher())
+    assert ended == ["a/regular/0"] * starts_late

@@ -13,8 +13,6 @@ sglang:
     num_gpus_per_engine: 2
     server_groups:
       - {worker_type: regular, num_gpus: 4, overrides: {max-running-requests: 8}}
-      - {worker_type: placeholder, num_gpus: 1}
-      - {worker_type: encoder, num_gpus: 1, num_gpus_per_engine: 1}
   - name: reward
     model_path: /models/reward
     engine_groups:
@@ -38,20 +36,19 @@ def test_a_file_is_resolved_to_engines_with_their_devices(tmp_path, caplog):
     path = tmp_path / "engines.yaml"
     path.write_text(FILE)
     with caplog.at_level(logging.WARNING, "torchrl_ext"):
-        found = Topology.load(path, hf_checkpoint="/models/policy", rollout_num_gpus=9)
+        found = Topology.load(path, hf_checkpoint="/models/policy", rollout_num_gpus=7)
     actor, reward, tools = found.models
     assert found.kind == "sglang"
     assert [(plan.name, plan.gpus) for plan in actor.engines] == [
-        ("actor/encoder/0", (5,)),  # first, since the others are told its address
         ("actor/regular/0", (0, 1)),
         ("actor/regular/1", (2, 3)),
     ]
-    assert actor.engines[1].overrides == {"max_running_requests": 8}
+    assert actor.engines[0].overrides == {"max_running_requests": 8}
     assert actor.update_weights and actor.engines[0].model_path == "/models/policy"
     assert [(plan.worker_type, plan.gpus) for plan in reward.engines] == [
-        ("prefill", (6,)),
-        ("decode", (7,)),
-        ("decode", (8,)),
+        ("prefill", (4,)),
+        ("decode", (5,)),
+        ("decode", (6,)),
     ]
     assert not reward.update_weights and "'reward' does not follow" in caplog.text
     assert tools.engines == () and not tools.update_weights
@@ -90,7 +87,6 @@ def test_update_weights_is_what_was_said_or_whether_the_path_is_the_trainers():
         ([{"name": "a", "server_groups": [group(num_gpus=3, num_gpus_per_engine=2)]}], "3 GPUs for engines of 2"),
         ([{"name": "a", "server_groups": [group("prefill")]}], "prefill engines only"),
         ([{"name": "a", "server_groups": [group("prefill"), group("decode"), group()]}], "pools and regular"),
-        ([{"name": "a", "server_groups": [group("encoder")]}], "only encoders"),
         (
             [{"name": "a", "update_weights": "yes", "server_groups": [group()]}],
             "Invalid enum value 'yes' - at .*update_weights",

@@ -19,9 +19,8 @@ Changed = Callable[[str, Exception | None], None]
 class Health:
     """Complaints about engines, by address and reporter; an engine without complaints is healthy.
 
-    A pool reports engines that an update lost, routing reports engines with outdated weights, rollout requests report
-    engines that refused them, and a supervisor reports processes that exited. Each reporter withdraws only its own
-    complaint. Thread-safe.
+    A pool reports engines that an update lost, routing reports engines with outdated weights, and rollout requests
+    report engines that refused them. Each reporter withdraws only its own complaint. Thread-safe.
     """
 
     def __init__(self) -> None:

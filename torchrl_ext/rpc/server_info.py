@@ -181,7 +181,7 @@ def _sglang(url: str, answer: Mapping[str, Any]) -> ServerInfo:
         "sglang",
         {**answer, "model": answer["model_path"]},
         answer,
-        role="encoder" if is_set("encoder_only") else mode if mode in ("prefill", "decode") else None,
+        role=mode if mode in ("prefill", "decode") else None,
         port=answer.get("disaggregation_bootstrap_port"),
         replicas=not is_set("enable_dp_attention"),
     )

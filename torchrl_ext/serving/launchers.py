@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.registry import engines
-from torchrl_ext.serving.processes import GuardedProcess, free_port
+from torchrl_ext.serving.processes import GuardedProcess
 from torchrl_ext.serving.server import EngineSpec, start
 from torchrl_ext.serving.topology import EnginePlan
 
@@ -47,16 +46,12 @@ class LocalLauncher:
         self.api_key = api_key
         self._log_folder = None if log_folder is None else Path(log_folder)
         self._settings, self._devices = settings, devices
-        self._ports = defaultdict[str, int](free_port)  # by name: a restart gets the same port
 
-    def launch(
-        self, plan: EnginePlan, encoders: Sequence[str] = (), *, cancel: threading.Event | None = None
-    ) -> GuardedProcess:
-        """Start an engine and wait until it is healthy; a later start of the same plan reuses the address.
+    def launch(self, plan: EnginePlan, *, cancel: threading.Event | None = None) -> GuardedProcess:
+        """Start an engine and wait until it is healthy.
 
         Args:
             plan: the engine to start.
-            encoders: addresses of the encoders of its model.
             cancel: another thread sets it to cancel the start, which then raises soon.
 
         Raises:
@@ -65,8 +60,7 @@ class LocalLauncher:
         """
         make: type[EngineSpec] = engines.part(plan.kind, "server")
         try:
-            role = make.role(plan.worker_type, encoders, lambda: self._ports[f"{plan.name} bootstrap"])
-            wanted: dict[str, Any] = {"port": self._ports[plan.name], **self._settings, **role, **plan.overrides}
+            wanted: dict[str, Any] = {**self._settings, **make.role(plan.worker_type), **plan.overrides}
             environ = self._pinned(plan)
             if self.api_key is not None and make.key_variable is not None:
                 environ[make.key_variable] = self.api_key

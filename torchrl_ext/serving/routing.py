@@ -96,7 +96,7 @@ class Routing:
         self._changing, self._deaf = threading.RLock(), False
         self._process = self._started(self._engines) if router is None else None
         self.router = RouterClient(router or self._process.url, api_key=api_key)  # type: ignore[union-attr]
-        for url in self._routed(self._engines) if router is not None else ():
+        for url in self._engines if router is not None else ():
             self._add(url)
         self.health.subscribe(self._heard)
         if any(self.health.why(url) for url in self._engines):  # complaints from before the subscription
@@ -251,13 +251,9 @@ class Routing:
     def _pools(self) -> bool:
         return any(info.worker_type in ("prefill", "decode") for info in self._engines.values())
 
-    def _routed(self, urls: Iterable[str]) -> list[str]:
-        """Return the engines that a router takes: all except encoders, which get requests from other engines."""
-        return [url for url in urls if self._engines[url].worker_type != "encoder"]
-
     def _started(self, urls: Iterable[str], **more: Any) -> GuardedProcess:
         """Start a router and return it once it lists these engines."""
-        routed, settings = self._routed(urls), {**self._settings, **more}
+        routed, settings = list(urls), {**self._settings, **more}
         pools: dict[str, list[Any]] = {"regular": [], "prefill": [], "decode": []}
         for url in routed:
             port = _bootstrap_port(self._engines[url])
@@ -290,7 +286,7 @@ class Routing:
 
     def _settle(self) -> MemberChanges:
         """Make the router use the engines without complaints; restart our own router if it has ended."""
-        well = [url for url in self._routed(self._engines) if self.health.why(url) is None]
+        well = [url for url in self._engines if self.health.why(url) is None]
         if self._process is not None and not self._process.alive():
             log.warning("router %s has ended and is started again", self.url)
             return self._restarted(well, MemberChanges())
@@ -361,7 +357,7 @@ class Routing:
 
 def _probe(kind: str) -> str | None:
     """Return the route that a router checks: a paused engine may hang on ``/health``, the router's default (None)."""
-    return engines.part(kind, "server").probes[0] if kind in engines.having("server") else None
+    return engines.part(kind, "server").probe if kind in engines.having("server") else None
 
 
 def _bootstrap_port(info: EngineInfo) -> int | None:

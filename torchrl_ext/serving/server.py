@@ -6,7 +6,7 @@ import importlib.util
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -91,18 +91,13 @@ class ServerSpec(ABC):
         """Return the environment variables that the server needs, except ``PYTHONPATH`` for our plugin."""
         return {}
 
-    def start(self) -> GuardedProcess:
-        """Start the server; see `start`."""
-        return start(self)
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec(ServerSpec):
     """The settings that every engine has, for one model.
 
     Attributes:
-        probes: routes that show whether a started engine is up; one 200 is enough. A router checks the first if the
-            engine has no key.
+        probe: route that a router checks if the engine has no key; it answers 200 while the engine is paused.
         key_variable: environment variable that sets the engine's key; None if the key is an argument.
         negates: whether ``--no-x`` makes the setting ``x`` false.
         model_dir: Hugging Face checkpoint directory.
@@ -110,7 +105,7 @@ class EngineSpec(ServerSpec):
         max_model_len: maximum tokens of a sequence, prompt included; None uses the model's limit.
     """
 
-    probes: ClassVar[tuple[str, ...]] = ("/health",)
+    probe: ClassVar[str] = "/health"
     key_variable: ClassVar[str | None] = None
     negates: ClassVar[bool] = False
 
@@ -120,16 +115,11 @@ class EngineSpec(ServerSpec):
 
     @classmethod
     @abstractmethod
-    def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
+    def role(cls, worker_type: str) -> dict[str, Any]:
         """Return the settings for a worker type (pools on GPUs over NIXL are untested).
 
         Args:
-            worker_type: ``"regular"``, ``"prefill"``, ``"decode"`` or ``"encoder"``.
-            encoders: addresses of the encoders of its model.
-            bootstrap_port: returns the port where decode engines meet a prefill engine.
-
-        Raises:
-            ConfigError: this kind of engine has no such workers.
+            worker_type: ``"regular"``, ``"prefill"`` or ``"decode"``.
         """
 
     def check(self) -> None:

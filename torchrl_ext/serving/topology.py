@@ -37,7 +37,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
-    worker_type: Literal["regular", "prefill", "decode", "placeholder", "encoder"]
+    worker_type: Literal["regular", "prefill", "decode"]
     num_gpus: _Count
     num_gpus_per_engine: _Count | None = None
     overrides: dict[str, Any] | None = None
@@ -64,7 +64,7 @@ class EnginePlan:
     Attributes:
         name: ``model/worker type/number``.
         kind: a kind of engine that has a server, such as ``"vllm"``.
-        worker_type: ``"regular"``, ``"prefill"``, ``"decode"`` or ``"encoder"``.
+        worker_type: ``"regular"``, ``"prefill"`` or ``"decode"``.
         gpus: device numbers, counted over the whole job.
         follows: whether the model follows the trainer.
         overrides: fields of the engine's spec or arguments of its server, with underscores.
@@ -87,7 +87,7 @@ class ModelPlan:
     Attributes:
         name: the job's name for the model.
         update_weights: whether the model follows the trainer; if not, its engines never get a weight call.
-        engines: encoders first, because others need their addresses; empty for only a router.
+        engines: empty for only a router.
     """
 
     name: str
@@ -173,8 +173,6 @@ def _planned(
         path = str(overrides.pop("model_path", default))
         each = group.num_gpus_per_engine or row.num_gpus_per_engine or per_engine
         mine = tuple(itertools.islice(devices, group.num_gpus))
-        if group.worker_type == "placeholder":
-            continue
         if len(mine) % each:
             raise ConfigError(f"a group of {name!r} has {len(mine)} GPUs for engines of {each}", expected="a multiple")
         if not path:
@@ -194,8 +192,6 @@ def _planned(
         ]
     types = {plan.worker_type for plan in plans}
     check_pools(f"model {name!r}", types)
-    if types == {"encoder"}:
-        raise ConfigError(f"model {name!r} has only encoders")
     paths = sorted({plan.model_path for plan in plans}) or [default]
     if len(paths) > 1:
         raise ConfigError(f"groups of {name!r} have different paths: {', '.join(paths)}", expected="one model")
@@ -205,7 +201,6 @@ def _planned(
         if not follows:
             words = "model %r does not follow the trainer: its path %r is not the trainer's %r"
             log.warning(words, name, paths[0], hf_checkpoint)
-    plans.sort(key=lambda plan: plan.worker_type != "encoder")
     return ModelPlan(name=name, update_weights=follows, engines=tuple(replace(plan, follows=follows) for plan in plans))
 
 

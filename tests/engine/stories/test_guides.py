@@ -43,13 +43,12 @@ def through(routing):
         client.close()
 
 
-def test_the_router_and_the_roles_are_those_of_the_engines_and_none_is_restarted(serving, engines):
+def test_the_router_and_the_roles_are_those_of_the_engines(serving, engines):
     routing = serving.model("default")
     assert {worker.url for worker in routing.router.workers()} == {engine.url for engine in engines}
     assert {(info.kind, info.worker_type, info.world_size) for info in routing.engines} == {
         (engines[0].kind, "regular", 1)
     }
-    assert serving.recover() == ()
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,7 +33,7 @@ class EmbeddedSpec(EngineSpec):
     start_timeout_s: float = 120.0
 
     @classmethod
-    def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
+    def role(cls, worker_type: str) -> dict[str, Any]:
         return {}
 
     def check(self) -> None:

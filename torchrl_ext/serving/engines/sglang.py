@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torchrl_ext.errors import ConfigError
-from torchrl_ext.serving.processes import GuardedProcess
+from torchrl_ext.serving.processes import GuardedProcess, free_port
 from torchrl_ext.serving.router import RouterSpec
 from torchrl_ext.serving.server import StockSpec, as_flags, start
 
@@ -49,21 +49,17 @@ class SGLangSpec(StockSpec):
     installed: ClassVar[str] = "name an interpreter that has it (python=...), or run `torchrl-ext serve sglang`"
     health: ClassVar[str] = "/health_generate"  # only at the start, when nothing has paused the server
     # On a paused server /health, which generates a token, hangs for 20 s and then answers 503, unless the server has
-    # SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 (our servers have it). /ping answers 200 while paused (0.5.23; always
-    # 200 in releases without /ready) and requires the key, if any, unlike /health. /ready answers 503 while paused.
-    probes: ClassVar[tuple[str, ...]] = ("/ping", "/health")
+    # SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0 (our servers have it). /ping requires the key, if any, unlike /health.
+    probe: ClassVar[str] = "/ping"
     shared_memory: ClassVar[tuple[str, ...]] = ("sgl_shm_", "sglang_loads_")
 
     @classmethod
-    def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
-        if worker_type == "encoder":
-            return {"encoder_only": True}
-        mode: dict[str, Any] = {"language_only": True, "encoder_urls": list(encoders)} if encoders else {}
-        if worker_type in ("prefill", "decode"):
-            mode["disaggregation_mode"] = worker_type
-        if worker_type == "prefill":  # two on one machine would share SGLang's default port
-            mode["disaggregation_bootstrap_port"] = bootstrap_port()
-        return mode
+    def role(cls, worker_type: str) -> dict[str, Any]:
+        if worker_type == "regular":
+            return {}
+        # two prefill engines on one machine would share SGLang's default port
+        port = {"disaggregation_bootstrap_port": free_port()} if worker_type == "prefill" else {}
+        return {"disaggregation_mode": worker_type, **port}
 
     def check(self) -> None:
         super().check()
@@ -95,7 +91,7 @@ class SGLangSpec(StockSpec):
     def variables(self) -> dict[str, str]:
         # do not import from the current folder, which may be a checkout of this library
         environ = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
-        environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # see `probes`: supervisors and routers ask /health
+        environ["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # see `probe`: routers may ask /health
         allowed = os.environ.get("SGLANG_PLUGINS")  # an allow-list
         if allowed:
             environ["SGLANG_PLUGINS"] = self.allow_list(allowed.split(","))

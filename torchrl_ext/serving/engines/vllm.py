@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,10 +35,8 @@ class VLLMSpec(StockSpec):
     shared_memory: ClassVar[tuple[str, ...]] = ("vllm_dist_",)
 
     @classmethod
-    def role(cls, worker_type: str, encoders: Sequence[str], bootstrap_port: Callable[[], int]) -> dict[str, Any]:
+    def role(cls, worker_type: str) -> dict[str, Any]:
         roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
-        if worker_type == "encoder":
-            raise ConfigError("vLLM has no encoder workers", expected="regular, prefill or decode")
         if worker_type not in roles:
             return {}
         return {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": roles[worker_type]}}
