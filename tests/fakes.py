@@ -46,7 +46,7 @@ _LATE_S: Final = 60.0
 _TAGS: Final = {"weights", "kv_cache"}
 _MODES: Final = {"vllm": ("abort", "wait", "keep"), "sglang": ("abort", "retract", "in_place")}
 _SLEEPS: Final = ("awake", "weights_offloaded", "discard_all")  # vLLM's names, by level
-_LOOKS: Final = ("GET /workers", "GET /list_workers")  # clients recognise routers by these routes
+_LOOK: Final = "GET /workers"  # by which clients recognise routers
 _DONE: Final = {"success": True, "status": "ok", "message": "done", "results": [None], "num_paused_requests": 0}
 _ABSENT: Final = (404, {"detail": "Not Found"})
 _EXECUTORS = (
@@ -213,7 +213,7 @@ class FakeEngine(Faults):
 
     def _respond(self, call: Call) -> Reply | None:
         """Answer a request; None cuts the connection."""
-        if call.route in _LOOKS and call.route not in self.answers:
+        if call.route == _LOOK and call.route not in self.answers:
             return _ABSENT
         self.calls.append(call)
         fault, reply = self.carry_out(call.route, lambda: self._do(call))

@@ -154,13 +154,9 @@ def test_a_root_that_cannot_be_written_is_a_failure(tmp_path, capsys, engine):
     finding(told, "shared root", "failure", "trainer")
 
 
-ROUTERS = [{"/list_workers": {"urls": ["http://a:1"]}}, {"/workers": {"workers": [{"url": "http://a:1"}]}}]
-
-
-@pytest.mark.parametrize("listing", ROUTERS)
-def test_a_router_is_recognised_and_named_as_none_to_talk_to(listing, capsys):
-    (route, body), info = next(iter(listing.items())), {"engine": "embedded", "parallel_config": {}}
-    with scripted({route: (200, body), "/server_info": (200, info)}) as server:
+def test_a_router_is_recognised_and_named_as_none_to_talk_to(capsys):
+    listing, info = {"workers": [{"url": "http://a:1"}]}, {"engine": "embedded", "parallel_config": {}}
+    with scripted({"/workers": (200, listing), "/server_info": (200, info)}) as server:
         row = finding(examined(capsys, f"127.0.0.1:{server.port}", status=1), "router")
     assert row["level"] == "failure" and "http://a:1" in row["remedy"]
 

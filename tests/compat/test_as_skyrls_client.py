@@ -57,8 +57,8 @@ def test_pauses_and_sleeps_return_what_the_server_answers(server, client):
 def test_an_address_is_looked_at_once_and_refused_where_it_is_a_routers():
     with FakeEngine("vllm") as server, FakeEngine("vllm") as other:
         looks = []
-        server.answers = {"GET /list_workers": lambda asked: looks.append(asked) or (404, {"detail": "Not Found"})}
-        other.answers = {"GET /list_workers": (200, {"urls": ["http://a:1"]})}
+        server.answers = {"GET /workers": lambda asked: looks.append(asked) or (404, {"detail": "Not Found"})}
+        other.answers = {"GET /workers": (200, {"workers": [{"url": "http://a:1"}]})}
         client = made(server)
         for call in (client.pause("abort"), client.sleep(1), client.wake_up(), client.world_sizes(), client.resume()):
             client.run(call)

@@ -14,7 +14,7 @@ from tests.rpc.test_router import Gateway, serving
 from torchrl_ext.errors import ConfigError, EngineRefusedError
 from torchrl_ext.serving.routing import Routing
 
-OPEN = ("/health", "/ready", "/ping", "/workers", "/list_workers")
+OPEN = ("/health", "/ready", "/ping", "/workers")
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def test_all_questions_to_all_engines_have_one_deadline_and_the_error_names_who_
         scripted({"/server_info": (200, FLAT)}) as well,
     ):
         urls = [f"http://127.0.0.1:{silent.getsockname()[1]}", slow.url, slow_at_last.url]
-        for late, question in zip(urls, ("/list_workers", "/server_info", "/model_info"), strict=True):
+        for late, question in zip(urls, ("/workers", "/server_info", "/model_info"), strict=True):
             began = time.monotonic()
             with pytest.raises(DeadlineError, match=late + question):
                 tx.discover(well.url, late, timeout_s=0.5)
@@ -279,7 +279,7 @@ engines.register("broken", "tests.rpc.nowhere:MAKE", "its module is missing")
 with scripted({"/coo": (200, {"model": "/m"})}) as server:
     (info,) = tx.discover(server.url)
     asked = [path for _, path, _ in server.calls]
-    print(info.kind, info.model, *(asked.count(path) for path in ("/server_info", "/list_workers", "/coo")))
+    print(info.kind, info.model, *(asked.count(path) for path in ("/server_info", "/workers", "/coo")))
 """
 
 

@@ -1,19 +1,17 @@
-"""Which engines a router is told to use, in front of scripted routers and engines: addresses, and new starts."""
+"""Which engines a router is told to use, in front of scripted routers and engines."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from types import SimpleNamespace
-from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes import FakeEngine
-from tests.rpc.test_router import Earlier, Engine, Gateway, serving
-from torchrl_ext.errors import ConfigError, EngineError, UpdateError
-from torchrl_ext.rpc.health import Health
+from tests.rpc.test_router import Engine, Gateway, serving
+from torchrl_ext.errors import ConfigError, EngineUnreachableError, UpdateError
 from torchrl_ext.rpc.router import RouterClient
 from torchrl_ext.serving.routing import Routing
 from torchrl_ext.serving.served import ExternalEngines, OwnedEngines
@@ -53,83 +51,49 @@ REPORTS = st.tuples(
     st.sampled_from(ADDRESSES),
     st.none() | st.tuples(st.sampled_from(STRANGE), STATES),
 )
-COMPLAINTS = st.tuples(st.integers(0, 2), st.booleans())
 
 
-def test_a_router_uses_the_engines_of_which_nobody_complains_whatever_happens(urls):
-    """Reports and complaints in any order, under any of the engines' addresses."""
+def test_a_router_uses_the_engines_with_the_newest_weights(urls):
+    """Reports in any order, under any of the engines' addresses."""
 
     @settings(max_examples=25, deadline=None)
-    @given(st.lists(REPORTS | COMPLAINTS, max_size=8), st.integers(0, 1), st.sampled_from(ADDRESSES[:2]))
-    def holds(steps, lag, rename):
-        late, disliked = set(), set()
-        with serving(Gateway(rename=rename)) as router, Routing(infos(urls), router=router.url, max_lag=lag) as routing:
-            for step in steps:
-                before = set(urls) - late - disliked
-                if isinstance(step[1], bool):
-                    url, dislikes = urls[step[0]], step[1]
-                    if dislikes:
-                        routing.health.fail(url, EngineError("it hangs"), by="somebody")
-                    else:
-                        routing.health.mend(url, by="somebody")
-                    (disliked.add if dislikes else disliked.discard)(url)
-                else:
-                    states, address, other = step
-                    told = {url: state for url, state in zip(urls, states, strict=True) if state}
-                    rows = [(address(url), *state) for url, state in told.items()]
-                    rows += [(other[0], *other[1])] if other and other[1] else []
+    @given(st.lists(REPORTS, max_size=8), st.sampled_from(ADDRESSES[:2]))
+    def holds(steps, rename):
+        fit = set(urls)
+        with serving(Gateway(rename=rename)) as router, Routing(infos(urls), router=router.url) as routing:
+            for states, address, other in steps:
+                told = {url: state for url, state in zip(urls, states, strict=True) if state}
+                rows = [(address(url), *state) for url, state in told.items()]
+                rows += [(other[0], *other[1])] if other and other[1] else []
+                if told:
                     newest = max((version for _, state, version in rows if state == "serving"), default=0)
-                    unclear = set(urls) - set(told) if len(rows) > len(told) else set()
-                    fit = {
-                        url for url, (state, version) in told.items() if state == "serving" and version >= newest - lag
-                    }
-                    late = (late & unclear) | (set(urls) - unclear - fit)
-                    changes = routing.follow(report(*rows))
-                    assert dict(changes.problems).keys() == unclear
-                    after = set(urls) - late - disliked
-                    assert (set(changes.added), set(changes.removed)) == (after - before, before - after)
-                assert {by_name(url) for url in listed(router.url)} == set(map(by_name, set(urls) - late - disliked))
+                    fit = {url for url, state in told.items() if state == ("serving", newest)}
+                    assert set(routing.follow(report(*rows))) == fit
+                else:
+                    with pytest.raises(ConfigError, match="the report is about"):
+                        routing.follow(report(*rows))
+                assert {by_name(url) for url in listed(router.url)} == set(map(by_name, fit))
 
     holds()
-
-
-def test_an_earlier_router_is_told_to_let_go_in_its_own_words(urls):
-    script = Earlier()
-    with serving(script) as router, Routing(infos(urls), router=router.url) as routing:
-        script.urls[:] = [by_name(url) for url in urls]
-        routing.follow(report((urls[0], "paused", 0), *((url, "serving", 1) for url in urls[1:])))
-        assert script.urls == [by_name(url) for url in urls[1:]]
 
 
 # routers of ours
 
 
 class Routers:
-    """Takes the place of `start`: keeps the specs of routers, each of which lists whatever it is started with.
-
-    Attributes:
-        runs: whether the last one does.
-        refused: how many starts fail from now on.
-    """
+    """Takes the place of `start`: keeps the specs of routers, each of which lists whatever it is started with."""
 
     def __init__(self, router, script):
-        self.url, self.script, self.specs, self.runs, self.refused = router.url, script, [], False, 0
+        self.url, self.script, self.specs = router.url, script, []
 
     def start(self, spec):
         self.specs.append(spec)
-        if self.refused:
-            self.refused -= 1
-            raise EngineError("this router does not start")
         pools = {"regular": spec.workers, "prefill": spec.prefill, "decode": spec.decode}
         found = [
             (kind, url) if isinstance(url, str) else (kind, url[0]) for kind, urls in pools.items() for url in urls
         ]
         self.script.workers = {url: {"id": url, "url": url, "worker_type": kind} for kind, url in found}
-        self.runs = True
-        return SimpleNamespace(url=self.url, alive=lambda: self.runs, stop=self.stop)
-
-    def stop(self):
-        self.runs = False
+        return SimpleNamespace(url=self.url, stop=lambda: None)
 
 
 @pytest.fixture
@@ -147,46 +111,25 @@ def pools(urls, routers):
         yield routing
 
 
-def test_a_router_with_pools_comes_back_at_its_address_with_other_members(pools, urls, routers):
-    rows = [(url, "serving", 1) for url in urls]
-    assert pools.follow(report((urls[0], "paused", 0), *rows[1:])).removed == (urls[0],)
-    assert listed(pools.url) == set(urls[1:])
-    assert pools.follow(report(*rows)).added == (urls[0],)
-    assert listed(pools.url) == set(urls)
-    assert [spec.port for spec in routers.specs] == [0, *[urlsplit(pools.url).port] * 2]
-
-
-def test_a_router_that_is_down_or_died_by_itself_is_started_again_by_the_next_report(pools, urls, routers):
+def test_pools_keep_the_engines_that_they_were_started_with(pools, urls, caplog):
     rows = [(urls[0], "paused", 0), *((url, "serving", 1) for url in urls[1:])]
-    routers.refused = 1
-    assert "is down" in dict(pools.follow(report(*rows)).problems)[pools.url]
-    for _ in range(2):
-        assert pools.follow(report(*rows)).problems == () and routers.runs
-        assert listed(pools.url) == set(urls[1:])
-        routers.stop()
+    assert pools.follow(report(*rows)) == tuple(urls) and listed(pools.url) == set(urls)
+    assert f"keeps its prefill and decode pools, although {urls[0]} changed" in caplog.text
 
 
-def test_pools_are_left_as_they_are_where_one_would_be_empty_or_the_router_is_given(pools, urls):
-    with Routing(pools.engines, router=pools.url) as given:
-        for routing, lost in ((pools, 2), (given, 0)):
-            rows = [(url, "paused" if i == lost else "serving", 1) for i, url in enumerate(urls)]
-            ((url, problem),) = routing.follow(report(*rows)).problems
-            assert url == urls[lost] and "keeps its pools" in problem and listed(pools.url) == set(urls)
-
-
-def test_a_closed_routing_starts_no_router_for_a_lost_engine_or_a_late_report(urls, routers):
-    routing = Routing(infos(urls[:1]))
-    routing.close()
-    routing.health.fail(urls[0], EngineError("it is lost"), by="somebody")
-    routing.follow(report((urls[0], "serving", 1)))
-    assert len(routers.specs) == 1 and not routers.runs
-
-
-def test_a_given_router_that_does_not_answer_is_a_problem_and_not_an_error(urls):
+def test_a_router_that_does_not_answer_is_an_error(urls):
     with serving(Gateway()) as router:
         routing = Routing(infos(urls), router=router.url)
-    assert dict(routing.follow(report(*((url, "serving", 1) for url in urls))).problems).keys() == {router.url}
-    routing.close()
+    good = report(*((url, "serving", 1) for url in urls))
+    for call in (lambda: routing.follow(good), routing.following(lambda: good)):
+        with pytest.raises(EngineUnreachableError, match=router.url):
+            call()
+
+    def failing():
+        raise UpdateError("one engine is lost", report=good)
+
+    with pytest.raises(UpdateError, match="is lost"):
+        routing.following(failing)()
 
 
 VLLMS = "vllm_router.launch_router --policy=consistent_hash"
@@ -256,44 +199,15 @@ def test_external_engines_are_one_model():
             job.model("critic")
 
 
-def test_an_adopted_engine_waits_for_its_first_report_and_a_failed_update_is_followed_too(urls):
+def test_the_report_of_a_failed_update_is_followed_too(urls):
     def failing():
         raise UpdateError("one engine is lost", report=report((urls[0], "paused", 1), *good[1:], version=2))
 
     good = [(url, "serving", 2) for url in urls]
-    with serving(Gateway()) as router, Routing(infos(urls[:2]), router=router.url, update_weights=False) as routing:
-        routing.adopt(infos(urls)[2])
-        assert listed(router.url) == set(urls[:2])
+    with serving(Gateway()) as router, Routing(infos(urls), router=router.url, update_weights=False) as routing:
         assert routing.following(lambda: report(*good))().version == 1
-        assert listed(router.url) == set(urls)
         with pytest.raises(UpdateError):
             routing.following(failing)()
         assert listed(router.url) == set(urls[1:])
         with pytest.raises(ConfigError, match="'default' does not follow the trainer"):
             routing.fleet()
-
-
-def test_a_fleet_follows_the_engines_of_its_routing():
-    with ExitStack() as ends:
-        fakes = [ends.enter_context(FakeEngine("embedded")) for _ in range(3)]
-        router = ends.enter_context(serving(Gateway()))
-        found = infos([fake.url for fake in fakes])
-        routing = ends.enter_context(Routing(found[:2], router=router.url))
-        fleet = routing.fleet()
-        routing.adopt(found[2])
-        assert fleet.members() == tuple(fake.url for fake in fakes)
-        routing.release(fakes[0].url)
-        routing.release("http://nobody:1")
-        assert fleet.members() == tuple(fake.url for fake in fakes[1:]) and listed(router.url) == {fakes[1].url}
-        routing.follow(report(*((fake.url, "serving", 1) for fake in fakes[1:])))
-        assert listed(router.url) == {fake.url for fake in fakes[1:]}
-
-
-def test_complaints_before_a_router_listened_count_and_one_that_takes_no_engine_back_says_so(urls):
-    health = Health()
-    health.fail(urls[0], EngineError("it hangs"), by="somebody")
-    with serving(Gateway()) as router:
-        routing = Routing(infos(urls), router=router.url, health=health)
-        assert listed(router.url) == set(urls[1:])
-    with routing, pytest.raises(EngineError, match="did not add it again"):
-        health.mend(urls[0], by="somebody")

@@ -3,14 +3,12 @@
 A router forwards an unknown route to one worker of its choice and returns that worker's answer with status 200, so a
 pause sent to a router pauses one engine of many. Control calls therefore check the address first (`refuse_router`).
 
-Routes of vLLM's router (vllm-router 0.1.17) and of SGLang's (sglang-router, later sgl-model-gateway):
+Routes of vLLM's router (vllm-router 0.1.17) and of SGLang's (sglang-router 0.3.2):
 
 =======================================  ===========================================================================
 ``GET /workers``                         ``{"workers": [{"url", "worker_type", "is_healthy", ...}], ...}``
 ``POST /workers``                        ``{"url", "worker_type"[, "bootstrap_port"]}``
 ``DELETE /workers/{id or quoted url}``
-``GET /list_workers``                    ``{"urls": [...]}``: the earlier form, with ``POST /add_worker?url=`` and
-                                         ``POST /remove_worker?url=``
 =======================================  ===========================================================================
 """
 
@@ -31,14 +29,12 @@ from torchrl_ext.rpc.http import Answer, HTTPSession, normalise_url
 __all__ = ["WORKER_TYPES", "RouterClient", "RouterWorker", "engine_key", "listed_workers", "refuse_router"]
 
 WORKER_TYPES = ("regular", "prefill", "decode")
-"""The worker types that routers know. Encoders get requests from other engines, never from a router."""
+"""The worker types that routers know."""
 
-_ROUTES = ("/workers", "/list_workers")
 _LOOK_S = 0.05
 _STATIC = "a router with prefill and decode pools gets its workers when it starts; name them in its spec"
 _HAS_POOLS = ("PD router", "add_prefill_server")  # in the errors of vllm-router and sglang-router
 _DONE = "already exists"  # in the errors of both
-_NO_ROUTE = "Not Found"  # from FastAPI and Starlette, which engines use; routers, in Rust, send an empty body
 
 _T = TypeVar("_T")
 
@@ -90,9 +86,7 @@ class RouterClient:
         """
         found = listed_workers(self._http)
         if found is None:
-            raise EngineRefusedError(
-                f"{self.url} lists no workers", expected="a router that answers GET /workers or GET /list_workers"
-            )
+            raise EngineRefusedError(f"{self.url} lists no workers", expected="a router that answers GET /workers")
         return found
 
     def add(self, url: str, worker_type: str = "regular", *, bootstrap_port: int | None = None) -> None:
@@ -119,7 +113,7 @@ class RouterClient:
             engine.call("GET", "/health").checked()
             body: dict[str, Any] = {"url": url, "worker_type": worker_type}
             body |= {} if bootstrap_port is None else {"bootstrap_port": bootstrap_port}
-            self._finish(self._http.call("POST", "/workers", body), "/add_worker", url)
+            self._finish(self._http.call("POST", "/workers", body))
             known = self._until(lambda: self._find(url), f"list {url}")
         if known is not None and known.worker_type != worker_type:
             self.remove(url)  # a router without pools accepts any type and sends it whole requests
@@ -148,17 +142,14 @@ class RouterClient:
         known = self._find(url)
         if known is None:
             return
-        answer = self._http.call("DELETE", f"/workers/{quote(known.key or known.url, safe='')}")
-        self._finish(answer, "/remove_worker", known.url)
+        self._finish(self._http.call("DELETE", f"/workers/{quote(known.key or known.url, safe='')}"))
         self._until(lambda: self._find(url) is None, f"remove {url}")
 
     def _find(self, url: str) -> RouterWorker | None:
         return next((worker for worker in self.workers() if engine_key(worker.url) == engine_key(url)), None)
 
-    def _finish(self, answer: Answer, earlier: str, url: str) -> None:
-        """Check a change of workers; repeat it on the ``earlier`` route if the router lacks the route of ``answer``."""
-        if answer.absent:
-            answer = self._http.call("POST", earlier, query={"url": url})
+    def _finish(self, answer: Answer) -> None:
+        """Check the answer to a change of workers."""
         if not answer.ok and any(words in answer.message() for words in _HAS_POOLS):
             raise ConfigError(f"{answer.where} answered {answer.status}: {answer.message()}", hint=_STATIC)
         if _DONE not in answer.message():
@@ -191,49 +182,31 @@ def listed_workers(session: HTTPSession) -> tuple[RouterWorker, ...] | None:
     Raises:
         EngineUnreachableError, DeadlineError: nothing answers at the address.
     """
-    for route in _ROUTES:
-        with contextlib.suppress(EngineRefusedError):  # the caller's own call meets and raises this error
-            found = _listed(session.call("GET", route))
-            if found is not None:
-                return found
-    return None
+    try:
+        rows: Any = session.call("GET", "/workers").json()
+        rows = rows["workers"]
+        return tuple(map(_worker, rows)) if isinstance(rows, list) else None
+    except (EngineRefusedError, ValueError, KeyError, TypeError, AttributeError):  # ConfigError is a ValueError
+        return None  # an engine, or a server whose refusal the caller's own call meets
 
 
 def refuse_router(session: HTTPSession) -> None:
     """Raise an error if the session's address is a router's; an engine costs one request.
 
-    The earlier route comes first: every router that forwards unknown routes and returns the answers unchanged has it.
-
     Raises:
         ConfigError: a router listens at the session's address.
         EngineUnreachableError, DeadlineError: nothing answers at the address.
     """
-    for route in reversed(_ROUTES):
-        with contextlib.suppress(EngineRefusedError):
-            answer = session.call("GET", route)
-            if answer.status == 404 and answer.message() == _NO_ROUTE:
-                return
-            if _listed(answer) is not None:
-                raise ConfigError(
-                    f"{session.url} is a router: it would hand a control call to one engine of many",
-                    expected="the address of an engine itself",
-                    state="nothing was sent to any engine",
-                    hint="give each engine's own address; a router is for generation requests only",
-                )
-
-
-def _listed(answer: Answer) -> tuple[RouterWorker, ...] | None:
-    """Return the workers in an answer to ``/workers`` or ``/list_workers``; None if it lists no workers."""
-    try:
-        rows: Any = answer.json()
-        rows = rows.get("workers", rows.get("urls")) if answer.ok else None
-        return tuple(map(_worker, rows)) if isinstance(rows, list) else None
-    except (ValueError, KeyError, TypeError, AttributeError):  # a bad address raises ConfigError, a ValueError
-        return None
+    if listed_workers(session) is not None:
+        raise ConfigError(
+            f"{session.url} is a router: it would hand a control call to one engine of many",
+            expected="the address of an engine itself",
+            state="nothing was sent to any engine",
+            hint="give each engine's own address; a router is for generation requests only",
+        )
 
 
 def _worker(row: Any) -> RouterWorker:
-    row = {"url": row} if isinstance(row, str) else row
     return RouterWorker(
         url=normalise_url(row["url"]),
         worker_type=str(row.get("worker_type") or "regular").lower(),
