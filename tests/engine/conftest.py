@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.engine.served import OLDER, ServedOlderVLLM, ServedSGLang, ServedVLLM, serving
+from tests.engine.served import ServedSGLang, ServedVLLM, serving
 from tests.models import tiny_model, tiny_tokenizer
 
 TEMPLATE = (
@@ -23,8 +23,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-SERVED = {"older_vllm": ServedOlderVLLM, "older_sglang": ServedSGLang, "vllm": ServedVLLM, "sglang": ServedSGLang}
-MAKES = ("vllm", "sglang")
+SERVED = {"vllm": ServedVLLM, "sglang": ServedSGLang}
 
 
 @contextmanager
@@ -49,28 +48,24 @@ vllm, second_vllm = small(ServedVLLM), small(ServedVLLM)
 sglang, second_sglang = small(ServedSGLang), small(ServedSGLang, "module")
 
 
-def each(names=tuple(SERVED), usual=MAKES, **settings):
-    """A fixture with one server after the other, by name; those that are not ``usual`` are left to ``--exhaustive``.
+def each(usual=tuple(SERVED), **settings):
+    """A fixture with one server after the other; those that are not ``usual`` are left to ``--exhaustive``.
 
-    With ``settings``, and of an older release, they are a module's own, one at a time: each takes gigabytes of memory.
+    With ``settings`` they are a module's own, one at a time: each takes gigabytes of memory.
     """
-    params = [pytest.param(name, marks=() if name in usual else pytest.mark.exhaustive) for name in names]
+    params = [pytest.param(name, marks=() if name in usual else pytest.mark.exhaustive) for name in SERVED]
 
     @pytest.fixture(scope="module", params=params)
     def engine(request, checkpoint, tmp_path_factory):
-        name, release = request.param, {}
-        if name.startswith("older_"):
-            release["release"] = OLDER[name.removeprefix("older_")]
-        elif not settings:
-            yield request.getfixturevalue(name)
+        if not settings:
+            yield request.getfixturevalue(request.param)
             return
-        with starting(SERVED[name], checkpoint, tmp_path_factory, **release, **settings) as found:
+        with starting(SERVED[request.param], checkpoint, tmp_path_factory, **settings) as found:
             yield found
 
     return engine
 
 
-served = each(MAKES)
-released = each()
+served = each()
 tensor_parallel = each(usual=("vllm",), tensor_parallel_size=2)
 bfloat16 = each(usual=("vllm",), dtype="bfloat16")

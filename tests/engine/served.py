@@ -16,9 +16,7 @@ from tests.models import PROMPT, VOCAB, doubtful, greedy
 from tests.processes import COMMAND, WAIT_S, family, finished, maps_of
 from torchrl_ext.cli.environments import settings_for, settings_for_router
 from torchrl_ext.cli.main import main
-from torchrl_ext.errors import DeadlineError
 from torchrl_ext.registry import engines
-from torchrl_ext.rpc.discovery import discover
 from torchrl_ext.rpc.http import HTTPSession
 from torchrl_ext.serving import routing
 from torchrl_ext.serving.router import RouterProcess
@@ -52,7 +50,7 @@ def serving(served, checkpoint, **settings):
         patch.setenv("PYTHONPATH", FORKING, prepend=os.pathsep)
         server = start(spec_of(served.kind, checkpoint, **settings))
     found = served(server)
-    found.checkpoint, found.release = checkpoint, settings.get("release")
+    found.checkpoint = checkpoint
     try:
         yield found
     finally:
@@ -75,13 +73,9 @@ def sending(transport, root, *served, settings=None, proving=None, **of_engine):
         sender.shutdown()
 
 
-OLDER = {"vllm": "0.31.0", "sglang": "0.5.19"}
-"""The other release of each engine that the suites run on."""
-
-
-def spec_of(kind, checkpoint=".", *, release=None, **settings):
+def spec_of(kind, checkpoint=".", **settings):
     """What a server is started with, in the environment that `torchrl-ext serve` makes for it."""
-    return engines.part(kind, "server")(checkpoint, **settings_for(kind, release), **settings)
+    return engines.part(kind, "server")(checkpoint, **settings_for(kind), **settings)
 
 
 def with_routers():
@@ -98,13 +92,9 @@ class Served(ABC):
 
     Attributes:
         checkpoint: the folder that it was started with.
-        release: of the engine, where it is not the newest.
-        tells: whether it has to say which version sampled each token, and what its weights are called; of a release
-            that nobody has asked yet, either is right, as long as what is said is true.
     """
 
     kind = ""
-    tells = True
 
     def __init__(self, server):
         self.server, self.url = server, server.url
@@ -141,15 +131,13 @@ class Served(ABC):
         """It serves the weights of ``model``, with which ``report`` came back."""
         choice, label = self.generate(), str(report.version)
         assert self.would_say(model, choice["token_ids"])
-        spans = choice.get("weight_versions")
-        assert spans == [{"version": label, "start": 0, "end": 32}] or (spans is None and not self.tells)
+        assert choice["weight_versions"] == [{"version": label, "start": 0, "end": 32}]
         assert self.is_called(label)
         assert report.verified and [row.state for row in report.engines] == ["serving"]
 
     def is_called(self, label):
-        """Whether its weights have this label, as far as it has to say so."""
-        told = self.version()
-        return told == label or (not told and not self.tells)
+        """Whether its weights have this label."""
+        return self.version() == label
 
     def would_say(self, model, tokens):
         """Whether ``model`` would say these tokens, or ones that it likes as much."""
@@ -178,25 +166,16 @@ class ServedVLLM(Served):
         return sum(map(float, re.findall(r"^vllm:num_requests_running\S* (\S+)", told, re.MULTILINE)))
 
 
-class ServedOlderVLLM(ServedVLLM):
-    """As its base, of the other release."""
-
-    tells = False
-
-    def version(self):
-        return discover(self.url)[0].weight_version
-
-
 class ServedSGLang(Served):
     kind = "sglang"
 
-    def generate(self, count=32, prompt=None, timeout_s=120, **sampling):
+    def generate(self, count=32, prompt=None, **sampling):
         """By ``/generate``, told in vLLM's words."""
         body = {
             "input_ids": prompt or PROMPT,
             "sampling_params": {"temperature": 0, "max_new_tokens": count, "ignore_eos": True, **sampling},
         }
-        told = self.http.post("/generate", body, timeout_s=timeout_s)
+        told = self.http.post("/generate", body)
         meta = told["meta_info"]
         return {
             "token_ids": told["output_ids"],
@@ -209,15 +188,7 @@ class ServedSGLang(Served):
         return self.http.get("/model_info")["weight_version"]
 
     def paused(self):
-        """Without our plugin it has no route that says so; a request that gets no token tells."""
-        status = self.http.call("GET", "/ready").status
-        if status in (200, 503):
-            return status == 503
-        try:
-            self.generate(1, timeout_s=2)
-        except DeadlineError:
-            return True
-        return False
+        return self.http.call("GET", "/ready").status == 503
 
     def running(self):
         return sum(row["running"] for row in tx.make_engine("sglang", url=self.url).port.loads())
@@ -269,15 +240,10 @@ def at_work(served, pool, count, tokens=220):
     return found
 
 
-def assert_spans(choice, count, versions, tells=True):
-    """The request came to its end, and each of its ``count`` tokens names one of ``versions``, none after a newer.
-
-    With ``tells`` false it may also say of none (`Served.tells`).
-    """
+def assert_spans(choice, count, versions):
+    """The request came to its end, and each of its ``count`` tokens names one of ``versions``, none after a newer."""
     assert choice["finish_reason"] == "length" and len(choice["token_ids"]) == count
-    spans = choice.get("weight_versions")
-    if spans is None and not tells:
-        return
+    spans = choice["weight_versions"]
     assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
     assert spans[-1]["end"] == count
     seen = [int(span["version"]) for span in spans]

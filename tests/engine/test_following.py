@@ -1,7 +1,4 @@
-"""What every engine does that follows a trainer: one suite over each make, with the newest release and an older one.
-
-Nothing of ours compares numbers of releases: each part is used where it is there, and what a release lacks is said.
-"""
+"""What every engine does that follows a trainer: one suite over each make."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -11,7 +8,7 @@ import pytest
 import torch
 
 import torchrl_ext as tx
-from tests.engine.served import LONG, OLDER, assert_spans, at_work, command, sending, until_met
+from tests.engine.served import LONG, assert_spans, at_work, command, sending, until_met
 from tests.models import PROMPT, greedy, greedy_over_kept_keys, tiny_model
 from tests.pages import on_servers
 
@@ -22,10 +19,10 @@ PAUSES = {"vllm": ("abort", "wait", "keep"), "sglang": ("abort", "retract", "in_
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_syncs_leave_the_engine_at_the_trainers_weights(released, tmp_path, transport):
-    served, pid = released, released.server.pid
+def test_syncs_leave_the_engine_at_the_trainers_weights(served, tmp_path, transport):
+    pid = served.server.pid
     with sending(transport, tmp_path, served) as sender:
-        for seed in range(1, 51 if transport == "ipc" and not served.release else 6):  # ipc could leak mappings
+        for seed in range(1, 51 if transport == "ipc" else 6):  # ipc could leak mappings
             model = tiny_model(seed)
             served.assert_serves(model, sender.update_weights(model))
             assert served.mapping() == []
@@ -46,29 +43,28 @@ def assert_lands_a_layer(sender, served):
 
 
 @pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "disk"])
-def test_a_layer_alone_lands_beside_the_others(released, tmp_path, transport):
-    with sending(transport, tmp_path, released) as sender:
-        assert_lands_a_layer(sender, released)
+def test_a_layer_alone_lands_beside_the_others(served, tmp_path, transport):
+    with sending(transport, tmp_path, served) as sender:
+        assert_lands_a_layer(sender, served)
 
 
-def test_a_tensor_alone_lands_or_what_its_layer_lacks_is_named(released, tmp_path):
+def test_a_tensor_alone_lands_or_what_its_layer_lacks_is_named(served, tmp_path):
     name, model = "model.layers.1.self_attn.q_proj.weight", tiny_model(64)
-    with sending("ipc", tmp_path, released) as sender:
+    with sending("ipc", tmp_path, served) as sender:
         sender.update_weights(model)
         changed = {**model.state_dict(), name: tiny_model(65).state_dict()[name]}
         try:
             report = sender.update_weights(changed, only=name)
         except tx.WeightSyncError as error:  # packed with the others, so that it has to be built anew
-            assert "model.layers.1.self_attn.k_proj.weight" in str(error) and released.says(model)
+            assert "model.layers.1.self_attn.k_proj.weight" in str(error) and served.says(model)
             changed = model.state_dict()
             report = sender.update_weights(changed, only=[key for key in changed if ".layers.1.self_attn." in key])
             assert not report.part, "after a failure everything is sent"
         model.load_state_dict(changed)
-        released.assert_serves(model, report)
+        served.assert_serves(model, report)
 
 
-def test_each_pause_mode_serves_the_new_weights(released, tmp_path):
-    served = released
+def test_each_pause_mode_serves_the_new_weights(served, tmp_path):
     for i, mode in enumerate(PAUSES[served.kind]):
         old, new = tiny_model(100 + 2 * i), tiny_model(101 + 2 * i)
         with sending("disk", tmp_path / mode, served, pause_mode=mode) as sender:
@@ -102,12 +98,9 @@ def test_abort_ends_running_requests_and_says_so(served, tmp_path):
     assert served.says(tiny_model(36))
 
 
-def test_requests_in_flight_complete_and_name_the_versions_of_their_tokens(released, tmp_path):
-    served, old, new = released, tiny_model(31), tiny_model(32)
-    with (
-        sending("delta" if served.release else "collective", tmp_path, served) as sender,
-        ThreadPoolExecutor(4) as pool,
-    ):
+def test_requests_in_flight_complete_and_name_the_versions_of_their_tokens(served, tmp_path):
+    old, new = tiny_model(31), tiny_model(32)
+    with sending("collective", tmp_path, served) as sender, ThreadPoolExecutor(4) as pool:
 
         def crossed():
             first = sender.update_weights(old).version
@@ -115,25 +108,23 @@ def test_requests_in_flight_complete_and_name_the_versions_of_their_tokens(relea
             second = sender.update_weights(new).version
             choices = [future.result() for future in futures]
             for choice in choices:
-                assert_spans(choice, 220, [first, second], served.tells)
-            met = [choice for choice in choices if len(choice.get("weight_versions") or ()) == 2]
-            return not served.tells or any(choice.get("retractions", 1) == 1 for choice in met)
+                assert_spans(choice, 220, [first, second])
+            met = [choice for choice in choices if len(choice["weight_versions"]) == 2]
+            return any(choice.get("retractions", 1) == 1 for choice in met)
 
         until_met(crossed)
         assert served.says(new)
 
 
 @pytest.mark.parametrize("keep_cache", [False, True])
-def test_a_frozen_request_goes_on_with_new_weights_over_new_keys_or_those_that_are_kept(released, tmp_path, keep_cache):
-    if not released.tells:
-        pytest.skip("it does not say which weights sampled a token")
+def test_a_frozen_request_goes_on_with_new_weights_over_new_keys_or_those_that_are_kept(served, tmp_path, keep_cache):
     old, new, attempts = tiny_model(71), tiny_model(72), count(20 if keep_cache else 120)
-    with sending("disk", tmp_path, released, keep_cache=keep_cache) as sender, ThreadPoolExecutor(1) as pool:
+    with sending("disk", tmp_path, served, keep_cache=keep_cache) as sender, ThreadPoolExecutor(1) as pool:
 
         def frozen():
             sender.update_weights(old)
             prompt = [next(attempts), *PROMPT]  # of which nothing is cached yet
-            running = pool.submit(released.generate, 200, prompt)
+            running = pool.submit(served.generate, 200, prompt)
             report = sender.update_weights(new)
             choice = running.result()
             spans, tokens = choice["weight_versions"], choice["token_ids"]
@@ -150,26 +141,26 @@ def test_a_frozen_request_goes_on_with_new_weights_over_new_keys_or_those_that_a
         until_met(frozen)
 
 
-def test_a_cached_prefix_is_used_again_where_it_is_to_be_kept_and_else_never(released, tmp_path):
+def test_a_cached_prefix_is_used_again_where_it_is_to_be_kept_and_else_never(served, tmp_path):
     old, new = tiny_model(73), tiny_model(74)
     prompt = [50, *LONG]
-    with sending("disk", tmp_path / "kept", released, keep_cache=True) as sender:
+    with sending("disk", tmp_path / "kept", served, keep_cache=True) as sender:
         sender.update_weights(old)
-        assert released.generate(8, prompt)["token_ids"] == greedy(old, prompt, 8)
+        assert served.generate(8, prompt)["token_ids"] == greedy(old, prompt, 8)
         sender.update_weights(new)
-        assert released.generate(24, prompt)["token_ids"] != greedy(new, prompt, 24)
-    with sending("disk", tmp_path / "dropped", released) as sender:
+        assert served.generate(24, prompt)["token_ids"] != greedy(new, prompt, 24)
+    with sending("disk", tmp_path / "dropped", served) as sender:
         sender.update_weights(new)
-        assert released.generate(24, prompt)["token_ids"] == greedy(new, prompt, 24)
+        assert served.generate(24, prompt)["token_ids"] == greedy(new, prompt, 24)
 
 
-def test_full_versions_are_copied_to_the_host_and_loaded_from_there(released, tmp_path):
+def test_full_versions_are_copied_to_the_host_and_loaded_from_there(served, tmp_path):
     copies = {"local_dir": tmp_path / "copy"}
-    with sending("disk", tmp_path / "updates", released, settings=copies) as sender:
+    with sending("disk", tmp_path / "updates", served, settings=copies) as sender:
         for seed in (75, 76):
             model = tiny_model(seed)
             report = sender.update_weights(model)
-            released.assert_serves(model, report)
+            served.assert_serves(model, report)
             state = json.loads((tmp_path / "copy" / ".weight_sync" / "state.json").read_bytes())
             assert int(state["version"]) == report.version
 
@@ -250,22 +241,17 @@ def test_the_block_about_sglang_of_the_page_for_those_who_come_from_torchrl(tens
     assert tensor_parallel.says(tiny_model(0))
 
 
-def test_discovery_tells_the_release_and_what_it_follows(released):
-    served = released
+def test_discovery_tells_the_release_and_what_it_follows(served):
     (info,) = tx.discover(served.url)
     assert (info.kind, info.worker_type, info.tp_size, info.pp_size, info.dp_size) == (served.kind, "regular", 1, 1, 1)
     assert info.world_size == info.num_gpus == 1 and served.is_called(info.weight_version)
-    assert (info.version.partition("+")[0] == OLDER[served.kind]) == bool(served.release)
     assert {"disk", "collective", "delta", "ipc"} <= set(info.transports)
     engine = tx.make_engine(served.kind, url=served.url)
     assert engine.info() == info and served.running() == 0
-    if served.kind == "sglang" and served.release:  # it opens no session
-        assert served.http.call("POST", "/begin_weight_update", {}).status in (404, 405)
-        assert served.http.call("GET", "/ready").status in (404, 405)
 
 
-def test_doctor_finds_nothing_wrong_and_the_server_goes_on_generating(released, checkpoint, tmp_path, capsys):
-    served, before = released, released.tokens()
+def test_doctor_finds_nothing_wrong_and_the_server_goes_on_generating(served, checkpoint, tmp_path, capsys):
+    before = served.tokens()
 
     def found(*settings):
         rows = command(capsys, "doctor", served.url, *settings)["findings"]
@@ -275,15 +261,14 @@ def test_doctor_finds_nothing_wrong_and_the_server_goes_on_generating(released, 
     rows = found("--root", tmp_path, "--transport", "delta", "--model", checkpoint)
     assert "seen from both sides" in rows["shared root", served.url]
     assert "torchrl_ext" in rows["versions", served.url]
-    assert not served.release or any(served.release in str(told) for told in rows.values())
     assert list(tmp_path.iterdir()) == []
     told = {check: told for (check, _), told in found("--transport", "collective", "--rehearse").items()}
     assert "group" in told and "in place" in told["rehearsal"] and "refused" not in told["rehearsal"]
     assert served.tokens() == before and not served.paused()
 
 
-def test_rollouts_say_the_version_of_each_token_or_that_it_is_not_known(released, tmp_path):
-    served, model = released, tiny_model(33)
+def test_rollouts_say_the_version_of_each_token(served, tmp_path):
+    model = tiny_model(33)
     with sending("disk", tmp_path, served) as sender:
         version = sender.update_weights(model).version
     client = tx.InferenceClient.connect(served.url)
@@ -292,16 +277,16 @@ def test_rollouts_say_the_version_of_each_token_or_that_it_is_not_known(released
     assert [list(one.token_ids) for one in found] == [greedy(model, prompt, 12) for prompt in prompts for _ in range(2)]
     for one in found:
         assert len(one.logprobs) == 12 and max(one.logprobs) <= 0 and one.finish_reason == "length"
-        assert one.token_versions() in ([[version] * 12] if served.tells else [[version] * 12, [-1] * 12])
+        assert one.token_versions() == [version] * 12
     sampled = client.generate(prompts, n=3, **how)
     assert len(sampled) == 6 and all(len(one.token_ids) == len(one.logprobs) == 12 for one in sampled)
     assert len({one.token_ids for one in sampled}) > 3
     client.close()
 
 
-def test_the_log_has_no_warning_of_what_the_plugin_lacks(released):
-    log = released.server.log_path.read_text()
-    assert "torchrl_ext found" not in log and " lacks " not in log
+def test_the_log_has_no_warning_of_what_the_plugin_lacks(served):
+    log = served.server.log_path.read_text()
+    assert "torchrl_ext needs" not in log
 
 
 def test_the_log_of_updates_has_no_traceback_and_that_of_a_failure_has_one(vllm, tmp_path):

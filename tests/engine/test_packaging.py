@@ -5,17 +5,15 @@ import subprocess
 
 import pytest
 
-from tests.engine.served import OLDER
 from tests.processes import ROOT
 from torchrl_ext.cli.environments import settings_for
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("release", ["default", pytest.param("older", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_an_installation_beside_an_engine_replaces_nothing(kind, release, tmp_path):
-    python = settings_for(kind, OLDER[kind] if release == "older" else None).get("python")
+def test_an_installation_beside_an_engine_replaces_nothing(kind, tmp_path):
+    python = settings_for(kind).get("python")
     if python is None:
         pytest.skip(f"{kind} is in this environment, which has the package already")
     names = "from importlib.metadata import distributions as d; print(*(one.name for one in d()))"

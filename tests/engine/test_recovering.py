@@ -46,15 +46,15 @@ def changed(kind):
         ("rounded", r"model\.norm\.weight' arrives as float64"),
     ],
 )
-def test_parameters_that_cannot_land_are_refused_before_the_pause(released, tmp_path, transport, kind, words):
+def test_parameters_that_cannot_land_are_refused_before_the_pause(served, tmp_path, transport, kind, words):
     good, last = tiny_model(51), tiny_model(53)
-    with sending(transport, tmp_path, released) as sender:
+    with sending(transport, tmp_path, served) as sender:
         before = sender.update_weights(good).version
         with pytest.raises(tx.WeightSyncError, match=words) as error:
             sender.update_weights(changed(kind))
         assert "check the stack trace" not in str(error.value)  # the worker's words, not what is wrapped around
-        assert released.is_called(str(before)) and released.says(good)
-        released.assert_serves(last, sender.update_weights(last))
+        assert served.is_called(str(before)) and served.says(good)
+        served.assert_serves(last, sender.update_weights(last))
 
 
 def assert_recovers_from_a_death(served, transport, root):
@@ -71,8 +71,8 @@ def assert_recovers_from_a_death(served, transport, root):
 
 
 @pytest.mark.parametrize("transport", ["collective", "ipc"])
-def test_after_a_trainer_died_in_the_middle_the_next_update_brings_the_engine_back(released, transport, tmp_path):
-    assert_recovers_from_a_death(released, transport, tmp_path)
+def test_after_a_trainer_died_in_the_middle_the_next_update_brings_the_engine_back(served, transport, tmp_path):
+    assert_recovers_from_a_death(served, transport, tmp_path)
 
 
 @pytest.mark.exhaustive
@@ -95,19 +95,19 @@ class Damaging(tx.DiskTransport):
         return handoff
 
 
-def test_damaged_files_are_refused_before_the_pause(released, tmp_path):
+def test_damaged_files_are_refused_before_the_pause(served, tmp_path):
     good = tiny_model(72)
-    with sending("disk", tmp_path / "good", released) as sender:
+    with sending("disk", tmp_path / "good", served) as sender:
         sender.update_weights(good)
-    engine = tx.make_engine(released.kind, url=released.url)
+    engine = tx.make_engine(served.kind, url=served.url)
     with pytest.raises(tx.WeightSyncError, match="did not prefetch version"):
         tx.WeightSender(Damaging(tmp_path / "damaged"), engine).update_weights(tiny_model(73))
-    assert released.says(good) and not released.paused()
+    assert served.says(good) and not served.paused()
 
 
-def test_files_damaged_in_the_pause_leave_the_engine_paused_and_the_error_says_so(released, tmp_path, monkeypatch):
+def test_files_damaged_in_the_pause_leave_the_engine_paused_and_the_error_says_so(served, tmp_path, monkeypatch):
     good, folder = tiny_model(71), tmp_path / "damaged"
-    engine = tx.make_engine(released.kind, url=released.url)
+    engine = tx.make_engine(served.kind, url=served.url)
     begin = engine.begin
 
     def begin_and_damage(version):  # what the engine has looked at is overwritten before it loads it
@@ -120,10 +120,10 @@ def test_files_damaged_in_the_pause_leave_the_engine_paused_and_the_error_says_s
     monkeypatch.setattr(engine, "begin", begin_and_damage)
     with pytest.raises(tx.WeightSyncError, match="is paused and holds") as error:
         tx.WeightSender(tx.DiskTransport(folder), engine).update_weights(good)
-    assert error.value.rows[0].state == "paused" and released.paused()
-    with sending("disk", tmp_path / "last", released) as sender:
-        released.assert_serves(good, sender.update_weights(good))
-    assert not released.paused()
+    assert error.value.rows[0].state == "paused" and served.paused()
+    with sending("disk", tmp_path / "last", served) as sender:
+        served.assert_serves(good, sender.update_weights(good))
+    assert not served.paused()
 
 
 def test_a_world_without_room_for_the_engine_is_refused(served):

@@ -12,7 +12,7 @@ import torch
 
 from tests.hostile import HOSTILE, worse_json
 from tests.plugins.stand_ins import add_sglang
-from tests.plugins.test_other_releases import MADE, REGISTER, stand_in
+from tests.plugins.test_register import MADE, REGISTER, stand_in
 from tests.processes import python
 from torchrl_ext import messages
 from torchrl_ext.collectors.worker_end import Keep

@@ -97,34 +97,12 @@ def test_a_model_that_was_loaded_before_our_first_message_is_not_taken_for_its_s
     assert register._worker(fresh).loaded_past_us == 1
 
 
-class Paused:
-    """A paused SGLang whose release counts requests that wait, as 0.5.19 does; ``held`` are their keys and values."""
-
-    def __init__(self, held):
-        self.waiting_queue = [SimpleNamespace(kv=SimpleNamespace(holds_kv=one)) for one in held]
-        self._engine_paused, self.scheduler, self.flushed = True, self, 0
-
-    def flush_cache(self, *, empty_cache):
-        self.flushed += not self.waiting_queue
-        return not self.waiting_queue
-
-
 @pytest.fixture
 def worker(monkeypatch):
     """The module of the worker, without a model of SGLang's."""
     monkeypatch.setitem(sys.modules, "torchrl_ext.plugins.sglang.model", SimpleNamespace(SGLangModel=None))
     yield import_module("torchrl_ext.plugins.sglang.worker")
     sys.modules.pop("torchrl_ext.plugins.sglang.worker")
-
-
-@pytest.mark.parametrize("held", [(), (False, False), (False, True)])
-def test_requests_that_wait_without_keys_do_not_keep_the_cache(worker, held):
-    _flush, manager = worker._flush, Paused(held)
-    waiting = list(manager.waiting_queue)
-    assert _flush(manager) is (not any(held)) and manager.flushed == (not any(held))
-    assert manager.waiting_queue == waiting  # none is lost
-    manager._engine_paused = False
-    assert _flush(manager) is (not held)  # a server that is not paused may begin them at any time
 
 
 class Overlapping:

@@ -25,18 +25,6 @@ def trainer(tmp_path_factory):
     return Trainer(tmp_path_factory.mktemp("versions") / "trainer", (8,))
 
 
-def test_a_release_without_labels_follows_and_its_label_is_not_known(fake, trainer):
-    fake.answers["GET /weight_info"] = GONE
-    (found,), engine = tx.discover(fake.url), client(fake)
-    assert found.weight_version == engine.info().weight_version == ""
-    trainer.update(engine, 8)
-    (row,) = engine.rows()
-    assert (row.state, row.version, row.error) == ("serving", 8, None)
-    fake.answers["GET /weight_info"] = 500, {"detail": "boom"}
-    with pytest.raises(EngineRefusedError, match="boom"):
-        engine.info()
-
-
 def test_keys_that_are_copied_away_are_dropped_when_the_copies_are_made_or_keep_the_engine_paused(fake, trainer):
     busy, reset = (200, {"success": False}), "POST /reset_prefix_cache"
     answers = [busy, busy, (200, {"success": True})]

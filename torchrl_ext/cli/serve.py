@@ -24,9 +24,6 @@ app = Typer()
 def serve(
     engine: Annotated[str, Argument(metavar="ENGINE", help="vllm, sglang or embedded.")],
     model: Annotated[str, Option(metavar="DIR", help="Hugging Face checkpoint directory.")],
-    release: Annotated[
-        str | None, Option(metavar="X.Y.Z", help="Release to install, if not the default one (vllm, sglang).")
-    ] = None,
     host: Annotated[str | None, Option(help="Address to listen on (vllm, sglang). Default: 127.0.0.1.")] = None,
     port: Annotated[int | None, Option(help="Port to listen on. Default: a free port.")] = None,
     dtype: Annotated[str | None, Option(help="auto (the default), float32, bfloat16 or float16.")] = None,
@@ -49,16 +46,16 @@ def serve(
 
     Examples:
     * `torchrl-ext serve vllm --model policy --port 8000 --dtype float32`
-    * `torchrl-ext serve sglang --model policy --release 0.5.21`
+    * `torchrl-ext serve sglang --model policy`
     * `VLLM_API_KEY=... torchrl-ext serve vllm --model policy`
     """
     given = {name: value for name, value in locals().items() if value}
-    settings = {name: value for name, value in given.items() if name not in ("engine", "model", "release")}
+    settings = {name: value for name, value in given.items() if name not in ("engine", "model")}
     server, pause = None, threading.Event()
     with Interrupts() as interrupts:
         try:
             note(f"starting {engine} for {model}")
-            server = _start(engine, model, release, settings)
+            server = _start(engine, model, settings)
             document = {"engine": engine, "url": server.url, "pid": server.pid, "model": model}
             answer(document, f"{engine} is ready at {server.url} (Ctrl-C ends it)")
             while server.alive():
@@ -73,7 +70,7 @@ def serve(
     return 0
 
 
-def _start(engine: str, model: str, release: str | None, settings: dict[str, Any]) -> Any:
+def _start(engine: str, model: str, settings: dict[str, Any]) -> Any:
     """Start the engine with the options that were given; an option that the engine does not have is an error."""
     from torchrl_ext.cli.environments import settings_for
     from torchrl_ext.registry import engines
@@ -85,4 +82,4 @@ def _start(engine: str, model: str, release: str | None, settings: dict[str, Any
         raise ConfigError(f"{engine} cannot be started with {', '.join(unknown)}", hint="leave it out")
     if not Path(model).is_dir():  # before anything is installed
         raise ConfigError(f"{model} is not a directory", expected="a Hugging Face checkpoint directory")
-    return start(spec(model, **settings_for(engine, release), **settings))
+    return start(spec(model, **settings_for(engine), **settings))

@@ -1,10 +1,9 @@
-"""What both plugins find in the engine that they meet: internals of its release, and the checkpoint of its start."""
+"""Helpers shared by the two plugins: registering with an engine, and the checkpoint that it was started with."""
 
 from __future__ import annotations
 
-import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["enable", "started_with"]
@@ -12,34 +11,23 @@ __all__ = ["enable", "started_with"]
 log = logging.getLogger("torchrl_ext")
 
 
-def enable(engine: str, module: str, tested: str, needed: Mapping[str, Callable[[], None]]) -> None:
-    """Make use of an engine's internals; log the release that was found, and what is not as it was in the tested one.
-
-    Another release may lack a name, or give it other arguments: whatever goes wrong is caught, and logged.
+def enable(tested: str, use: Callable[[], None]) -> None:
+    """Register with an engine, and log a warning if its release lacks something: an error would end the server.
 
     Args:
-        engine: its name for people.
-        module: of the engine, which has ``__version__``.
-        tested: the release that the plugin was tested with.
-        needed: what follows where a step fails, in words -> the step, which makes use of internals or raises.
+        tested: the engine and the release that the plugin is made for.
+        use: makes use of the engine's internals.
     """
-    missing = {}
-    for follows, use in needed.items():
-        try:
-            use()
-        except Exception as error:
-            log.debug("a plugin cannot use this release", exc_info=True)
-            missing[follows] = f"{type(error).__name__}: {error}"
     try:
-        found = str(getattr(importlib.import_module(module), "__version__", "of an unknown release"))
+        use()
     except Exception as error:
-        log.debug("%s cannot be imported", module, exc_info=True)
-        found = f"that cannot be imported ({error})"
-    releases = f"torchrl_ext found {engine} {found}, tested with {tested}"
-    if missing:
-        log.warning("%s: %s", releases, "; ".join(f"{follows} ({why})" for follows, why in missing.items()))
-    else:
-        log.info("%s", releases)
+        log.warning(
+            "torchrl_ext needs %s, and this release cannot follow a trainer: %s: %s",
+            tested,
+            type(error).__name__,
+            error,
+            exc_info=log.isEnabledFor(logging.DEBUG),
+        )
 
 
 def started_with(owner: Any, config: Any) -> str:

@@ -1,7 +1,7 @@
 """`ServerInfo`: a parsed answer to ``/server_info``.
 
 vLLM answers with nested settings under ``vllm_config``, the embedded engine with flat settings and a field ``engine``,
-SGLang with flat settings. SGLang's field names are those of all its releases.
+SGLang with flat settings.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class ServerInfo:
         stores_keys: whether an SGLang server keeps keys and values in an external store.
         copies: an SGLang server's ``weight_cache_mode``: it caches copies of its weights, and exits when it receives
             others; "" without copies.
-        is_quantised: whether an SGLang server quantises its model.
         has_backup: whether an SGLang server keeps its weights on the host during sleep.
     """
 
@@ -52,7 +51,6 @@ class ServerInfo:
     kv_connectors: tuple[str, ...] = ()
     stores_keys: bool = False
     copies: str = ""
-    is_quantised: bool = False
     has_backup: bool = False
 
     @property
@@ -192,7 +190,6 @@ def _sglang(url: str, answer: Mapping[str, Any]) -> ServerInfo:
         dtype=_dtype(answer),
         stores_keys=bool(answer.get("hicache_storage_backend")) or is_set("enable_lmcache"),
         copies="" if copies == "off" else copies,
-        is_quantised=bool(answer.get("quantization")),
         has_backup=is_set("enable_weights_cpu_backup"),
     )
 

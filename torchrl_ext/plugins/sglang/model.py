@@ -58,12 +58,6 @@ class SGLangModel:
             )
         elif getattr(runner, "eplb_manager", None) is not None:
             self.rejection = rebalanced()
-        elif self._packs and getattr(DefaultModelLoader, "restore_weights_before_loading", None) is None:
-            self.rejection = ConfigError(
-                "layers of this model rebuild their weights after loading, and this SGLang cannot undo that",
-                expected="SGLang 0.5.21 or later, or a model that is not quantised",
-                state=UNCHANGED,
-            )
 
     def readings(self) -> Iterator[Reading]:
         return reachable(self.module)

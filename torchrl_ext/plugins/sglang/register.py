@@ -36,9 +36,7 @@ _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _PAST_US = ("update_weights_from_", "load_weights_from_")
-"""The first letters of the names of SGLang's other load methods, which differ between releases."""
-
-_TESTED = "0.5.23"
+"""The first letters of the names of SGLang's other load methods."""
 
 _workers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _held: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -51,13 +49,8 @@ _relabelled: weakref.WeakKeyDictionary[Any, tuple[Any, Callable[[], None]]] = we
 
 @functools.cache
 def register() -> None:
-    """Register the hooks. May be called any number of times; what a release does not have is logged."""
-    needed = {
-        "it cannot follow a trainer by our transports": lambda: _wrap(_worker_hooks()),
-        "a pause in place may label one token of each request with a version too new": lambda: _wrap(_label_hooks()),
-        "slime's trainers cannot make it load versions": lambda: _wrap(sglang_routes.HOOKS),
-    }
-    enable("SGLang", "sglang", _TESTED, needed)
+    """Register the hooks. May be called any number of times."""
+    enable("SGLang 0.5.23", lambda: _wrap({**_worker_hooks(), **_label_hooks(), **sglang_routes.HOOKS}))
 
 
 def _wrap(hooks: Mapping[str, Callable[..., Any]]) -> None:

@@ -65,7 +65,7 @@ class SGLangWorker:
         """
         match message:
             case Flush():
-                return {"flushed": _flush(scheduler)}
+                return {"flushed": bool(scheduler.flush_cache(empty_cache=False))}
             case State():
                 paused = bool(getattr(scheduler.scheduler, "_engine_paused", False))
                 asleep = sorted(getattr(scheduler, "offload_tags", ()))
@@ -77,19 +77,3 @@ class SGLangWorker:
         if isinstance(message, Finish):
             scheduler.record_weight_version_after_update(str(message.version))
         return answer
-
-
-def _flush(manager: Any) -> bool:
-    """Drop cached keys and values; return False while requests hold on to them.
-
-    Releases differ in whether requests count that wait in a paused engine and hold none: 0.5.19 would wait for them.
-    """
-    scheduler = manager.scheduler
-    waiting = scheduler.waiting_queue
-    if not getattr(scheduler, "_engine_paused", False) or any(request.kv.holds_kv for request in waiting):
-        return bool(manager.flush_cache(empty_cache=False))
-    scheduler.waiting_queue = []
-    try:
-        return bool(manager.flush_cache(empty_cache=False))
-    finally:
-        scheduler.waiting_queue = waiting

@@ -5,13 +5,11 @@ layer's parameters, buffers what is loaded, and builds the runtime form (fused, 
 complete. That works for tensor parallelism and for linears that oneDNN packed on a CPU, which cannot be written to.
 Changes of parameters that cannot be written in place load the layers that hold them, and no others.
 
-Most names of vLLM here are no interface that it keeps. Where another release lacks one, its server starts and serves,
-and refuses to join a trainer.
+Most names of vLLM here are no interface that it keeps.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,45 +17,32 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _place_kernel_tensors,
+    get_layerwise_info,
+    initialize_online_processing,
+)
+from vllm.model_executor.model_loader.reload.meta import (
+    SKIP_LOAD_TENSORS,
+    SKIP_TENSORS,
+    restore_layer_on_meta,
+    to_meta_tensor,
+)
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_tensor_load_numel
+from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
 from torchrl_ext.errors import ConfigError
 from torchrl_ext.plugins.loader import UNCHANGED, StandIns, rebalanced, swapped
 from torchrl_ext.plugins.slices import layer_of
+from torchrl_ext.plugins.vllm.runtime import REPAIRS, also_packed, readings
 from torchrl_ext.proof.runtime import Reading
 from torchrl_ext.weights.checkpoint import revised
 
-_lacks: ConfigError | None = None
-try:
-    from vllm.model_executor.layers.attention import MLAAttention
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-    from vllm.model_executor.model_loader.reload.layerwise import (
-        _get_original_loader,
-        _place_kernel_tensors,
-        get_layerwise_info,
-        initialize_online_processing,
-    )
-    from vllm.model_executor.model_loader.reload.meta import (
-        SKIP_LOAD_TENSORS,
-        SKIP_TENSORS,
-        restore_layer_on_meta,
-        to_meta_tensor,
-    )
-    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
-    from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_tensor_load_numel
-    from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
-
-    from torchrl_ext.plugins.vllm.runtime import REPAIRS, also_packed, readings
-except ImportError as error:
-    _lacks = ConfigError(
-        f"this vLLM lacks internals that the plugin needs to load weights: {error}",
-        expected="a release that docs/compatibility.md names",
-        state=UNCHANGED,
-        hint="or use transport 'disk' without our backend",
-    )
-
 __all__ = ["VLLMModel"]
-
-log = logging.getLogger("torchrl_ext")
 
 
 class VLLMModel:
@@ -80,12 +65,10 @@ class VLLMModel:
         self.shared = parallel.pipeline_parallel_size > 1 or parallel.enable_expert_parallel
         self.dtype: torch.dtype = config.dtype
         self.tied = bool(getattr(config.hf_config.get_text_config(), "tie_word_embeddings", False))
-        dummy = vllm_config.load_config.load_format == "dummy" and _lacks is None
+        dummy = vllm_config.load_config.load_format == "dummy"
         self.dummy = initialize_single_dummy_weight if dummy else None
-        self.rejection = _lacks
-        if _lacks is not None:
-            log.warning("%s", _lacks)
-        elif parallel.enable_eplb:
+        self.rejection: ConfigError | None = None
+        if parallel.enable_eplb:
             self.rejection = rebalanced()
         elif vllm_config.load_config.load_format == "ipc_cache":  # vLLM's ``vllm preload``
             self.rejection = ConfigError(
@@ -102,22 +85,22 @@ class VLLMModel:
 
     @property
     def repairs(self) -> Mapping[str, Any]:
-        return REPAIRS if _lacks is None else {}
+        return REPAIRS
 
     def readings(self) -> Iterator[Reading]:
         yield from readings(self.module, self.dtype)
 
     def is_open(self) -> bool:
         """Return whether a layer is in checkpoint form, in which it computes nothing."""
-        return _lacks is None and any(get_layerwise_info(layer).can_load() for layer in self.module.modules())
+        return any(get_layerwise_info(layer).can_load() for layer in self.module.modules())
 
     def roll_back(self) -> None:
         """Put live tensors back into layers that an abandoned update left in checkpoint form.
 
         Their values are the old ones, or the new ones where a layer was complete; either way the next update covers
-        all of them. A vLLM that lands no weights has nothing to roll back.
+        all of them.
         """
-        for layer in self.module.modules() if _lacks is None else ():
+        for layer in self.module.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
                 if info.kernel_tensors is not None:

@@ -24,7 +24,6 @@ __all__ = ["register", "register_trainers"]
 
 log = logging.getLogger("torchrl_ext")
 
-_TESTED = "0.32.0"
 _BACKEND, _TRAINER = "torchrl_ext.plugins.vllm.engine", "torchrl_ext.plugins.vllm.trainer"
 _WHOLE = "torchrl_ext_whole"
 """The collective call that asks vLLM's workers whether they may generate."""
@@ -41,19 +40,19 @@ _FAILURES = (
 def register() -> None:
     """Register the backend with vLLM. May be called any number of times.
 
-    vLLM calls it outside any ``try``, in every process of every server of the environment that has this package: what a
-    release does not have is logged, and nothing is raised.
+    vLLM calls it outside any ``try``, in every process of every server of the environment that has this package, so it
+    raises nothing.
     """
-    needed = {
-        "it cannot follow a trainer by our transports": _register_backend,
-        "trainers that use vLLM's API do not know our backend by its name": register_trainers,
-        "an engine that was started without our backend cannot get it later, vime's trainers cannot make it pull "
-        "versions, and a resume may let it serve a part of an update": _extend_workers,
-        "after a call of several workers that fails, replies come one late until it is restarted": _keep_in_step,
-    }
-    enable("vLLM", "vllm", _TESTED, needed)
+    enable("vLLM 0.32.0", _use)
     for name in _FAILURES:
         logging.getLogger(name).addFilter(_is_failure)
+
+
+def _use() -> None:
+    _extend_workers()
+    _keep_in_step()
+    _register_backend()  # last: a server of another release does not start with our backend
+    register_trainers()
 
 
 def _is_failure(record: logging.LogRecord) -> bool:
@@ -186,7 +185,7 @@ def _is_whole(worker: Any) -> bool:
 def _keep_in_step() -> None:
     """Have vLLM's executor of several workers pass over the replies that it left unread when a call failed.
 
-    `MultiprocExecutor.collective_rpc` (0.27 to 0.32) reads the replies to a call in order of rank, and raises at the
+    `MultiprocExecutor.collective_rpc` reads the replies to a call in order of rank, and raises at the
     first bad one: those behind it would answer the next call, and so on for good.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor

@@ -1,16 +1,16 @@
 """Clients of SGLang servers.
 
-Routes and bodies are SGLang's (`sglang.srt.entrypoints.http_server`, 0.5.13 to 0.5.23). If the server has our plugin,
+Routes and bodies are SGLang's (`sglang.srt.entrypoints.http_server`, 0.5.23). If the server has our plugin,
 our messages (`torchrl_ext.messages`) travel in the ``action`` field of ``/weights_checker``:
 
 ==========================================  ==================================================================
 ``GET /server_info``                        the server's start-up settings; ``GET /model_info``: the model it serves now
 ``POST /weights_checker``                   ``{"action": "torchrl_ext:{...}"}``: our messages
-``GET /ready``                              503 while it is paused (0.5.23)
+``GET /ready``                              503 while it is paused
 ``POST /pause_generation``                  ``{"mode": "abort" | "retract" | "in_place"}``
 ``POST /flush_cache``                       without the plugin; 400 while requests hold the cache
 ``POST /hicache/storage-backend/clear``     if keys and values are also kept in a store
-``POST /begin_weight_update``               0.5.21 and later: puts layers into the form that loaders write, until
+``POST /begin_weight_update``               puts layers into the form that loaders write, until
                                             ``/end_weight_update``
 ``POST /update_weight_version``             ``{"new_version": "7", "abort_all_requests": false}``
 ``POST /continue_generation``
@@ -54,7 +54,7 @@ from torchrl_ext.routes import CHANNEL, Flush, merged
 from torchrl_ext.rpc.engine import Engine
 from torchrl_ext.rpc.http import HTTPSession, Keys
 from torchrl_ext.rpc.makes.http import HTTPPort, StockPort, bodies, is_absent, session
-from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags, restated
+from torchrl_ext.rpc.port import TAGS, EngineState, Port, named_tags
 from torchrl_ext.rpc.server_info import ServerInfo, server_info
 from torchrl_ext.types import EngineInfo, Info
 
@@ -62,7 +62,6 @@ __all__ = ["SGLANG", "SGLangPort", "sglang_engine"]
 
 log = logging.getLogger("torchrl_ext")
 
-_NOT_READY = {200: False, 503: True}  # older releases answer with other statuses
 _GRAPHS = "cuda_graph"  # this tag sleeps and wakes with the cache
 _PLUGIN = (
     "install torchrl_ext in the engine's environment (it needs no trainer packages), or let `torchrl-ext serve sglang` "
@@ -72,7 +71,6 @@ _REPORTING = (
     "/weights_checker", "/begin_weight_update", "/end_weight_update", "/update_weight_version",
     "/init_weights_update_group", "/update_weights_from_distributed",
 )  # fmt: skip
-_CLEAR = ("/hicache/storage-backend/clear", "/clear_hicache_storage_backend")  # the latter in earlier releases
 
 
 class SGLangPort(HTTPPort):
@@ -121,18 +119,17 @@ class SGLangPort(HTTPPort):
 
     def _model(self) -> Info:
         """Return the server's information about the model that it serves now."""
-        answer = self._either("/model_info", "/get_model_info")
+        answer = self.http.get("/model_info")
         return answer if isinstance(answer, dict) else {}
 
     def loads(self) -> list[dict[str, Any]]:
-        """Return ``{"dp_rank", "running", "waiting"}`` request counts per rank, from ``/v1/loads`` or ``/get_load``."""
-        answer = self._either("/v1/loads", "/get_load")
+        """Return ``{"dp_rank", "running", "waiting"}`` request counts per rank."""
+        answer = self.http.get("/v1/loads")
         found = []
         try:
-            for row in answer["loads"] if isinstance(answer, dict) else answer:
-                waiting = int(row.get("num_waiting_reqs", 0))
-                running = int(row.get("num_running_reqs", row.get("num_reqs", waiting) - waiting))
-                found.append({"dp_rank": row.get("dp_rank", 0), "running": running, "waiting": waiting})
+            for row in answer["loads"]:
+                running, waiting = int(row["num_running_reqs"]), int(row["num_waiting_reqs"])
+                found.append({"dp_rank": row["dp_rank"], "running": running, "waiting": waiting})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise EngineRefusedError(
                 f"{self.url} answered {str(answer)[:120]!r} about its load", expected="a list of counts of requests"
@@ -159,10 +156,11 @@ class SGLangPort(HTTPPort):
     def state(self, *, fit: bool = False) -> EngineState:
         answer = self._fitness(self._say)
         # only the server's main process knows of a pause of mode "abort"
-        pauses = [answer.get("paused"), _NOT_READY.get(self.http.call("GET", "/ready").status)]
-        known = [bool(one) for one in pauses if one is not None]
+        ready = self.http.call("GET", "/ready")
+        if ready.status != 503:
+            ready.checked()
         return EngineState(
-            paused=any(known) if known else None,
+            paused=bool(answer.get("paused")) or ready.status == 503,
             asleep=named_tags(answer.get("asleep")),
             empty=bool(answer.get("empty")),
             whole=answer.get("whole"),
@@ -177,7 +175,8 @@ class SGLangPort(HTTPPort):
                     expected="--dp-size 1, or a transport through files",
                 )
             case Start():
-                message = Start(connection=message.connection, bracketed=self._open_session())
+                self._open_session()
+                message = Start(connection=message.connection, bracketed=True)
         answers = self._say(message, self.timeout_s)
         if isinstance(message, Finish):
             self._session("end")
@@ -200,23 +199,19 @@ class SGLangPort(HTTPPort):
                 return False
             raise
 
-    def _open_session(self) -> bool:
-        """Begin a session, after ending one that a trainer left open; return whether this release has sessions."""
+    def _open_session(self) -> None:
+        """Begin a session, after ending one that a trainer left open."""
         try:
-            return self._session("begin")
+            self._session("begin")
         except EngineRefusedError as error:
             if "already open" not in error.what:
                 raise
-        self._session("end")
-        return self._session("begin")
+            self._session("end")
+            self._session("begin")
 
-    def _session(self, verb: str) -> bool:
-        """Begin or end SGLang's weight-update session; return whether this release has sessions."""
-        try:
-            self._post(f"/{verb}_weight_update", {}, timeout_s=self.timeout_s)
-        except RouteAbsent:
-            return False
-        return True
+    def _session(self, verb: str) -> None:
+        """Begin or end SGLang's weight-update session."""
+        self._post(f"/{verb}_weight_update", {}, timeout_s=self.timeout_s)
 
     def abandon(self) -> None:
         try:
@@ -285,10 +280,7 @@ class SGLangPort(HTTPPort):
         self._flush_own(frozen)
         if not self._facts.stores_keys:  # SGLang's own flush leaves a store alone
             return
-        for route in _CLEAR:
-            answer = self.http.call("POST", route, timeout_s=self.timeout_s)
-            if not answer.absent:
-                break
+        answer = self.http.call("POST", "/hicache/storage-backend/clear", timeout_s=self.timeout_s)
         if not answer.ok:
             raise EngineRefusedError(
                 f"{self.url} could not clear the store of keys and values of the old weights: {answer.message()}",
@@ -347,16 +339,6 @@ class SGLangPort(HTTPPort):
     def _server_info(self) -> ServerInfo:
         return server_info(self.http, ("sglang",))
 
-    def _either(self, route: str, older: str) -> Any:
-        """Return the answer of ``route``, or of ``older``, its name in earlier releases, if the server lacks it."""
-        try:
-            return self.http.get(route)
-        except RouteAbsent as error:
-            try:
-                return self.http.get(older)
-            except EngineRefusedError as second:
-                raise restated(second, f"{error.what}; {second.what}") from error
-
 
 @final
 class StockSGLangPort(StockPort, SGLangPort):
@@ -387,9 +369,6 @@ class StockSGLangPort(StockPort, SGLangPort):
             what = f"keeps copies of its weights (weight_cache_mode {self._facts.copies!r})"
         elif "native" not in info.transports:
             what = f"has pp {info.pp_size} x dp {info.dp_size}, and gives workers of each the same ranks"
-        elif self._facts.is_quantised and self.http.call("OPTIONS", "/begin_weight_update").status in (404, 501):
-            what = "runs a quantised model, and this release loads new weights into weights derived from the old ones"
-            expected = "SGLang 0.5.21 or later"
         if what:
             raise EngineRefusedError(f"{self.url} {what}", expected=expected, hint=_PLUGIN)
 

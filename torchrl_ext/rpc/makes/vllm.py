@@ -1,7 +1,7 @@
 """Clients of vLLM servers and of the embedded engine, over vLLM's weight-transfer routes.
 
 Routes and bodies are vLLM's (`vllm.entrypoints.rl.online.api_router` and
-`vllm.entrypoints.serve.dev.sleep.api_router`, 0.31 and 0.32). If the server runs our backend, our messages
+`vllm.entrypoints.serve.dev.sleep.api_router`, 0.32). If the server runs our backend, our messages
 (`torchrl_ext.messages`) travel in the bodies:
 
 ==========================================  ====================================================================
@@ -37,7 +37,7 @@ update (``verify="outputs"``).
 ==========================================  ====================================================================
 ``POST /init_weight_transfer_engine``       ``{"init_info": {"rank_offset", "world_size", "packed", ...}}``
 ``POST /update_weights``                    ``{"update_info": {"names", "dtype_names", "shapes"}}``, several times
-``POST /shutdown_weight_transfer_engine``   0.32
+``POST /shutdown_weight_transfer_engine``
 ``POST /collective_rpc``                    ``{"method": "reload_weights", "kwargs": {"weights_path"}}``
 ``POST /update_weight_version``             ``{"new_version"}``, after files
 ==========================================  ====================================================================
@@ -125,10 +125,8 @@ class VLLMPort(HTTPPort):
     answer: Info = {}  # noqa: RUF012 - replaced, never changed
 
     def describe(self) -> EngineInfo:
-        facts, size, label = server_info(self.http, _KINDS), self.count_workers(), ""
-        with suppress(RouteAbsent):  # a release without labels
-            label = str(self._ask("/weight_info", "weight_version"))
-        return self._described(facts, size, label)
+        facts, size = server_info(self.http, _KINDS), self.count_workers()
+        return self._described(facts, size, str(self._ask("/weight_info", "weight_version")))
 
     def _described(self, facts: ServerInfo, world_size: Any, weight_version: Any) -> EngineInfo:
         info = facts.serving(world_size=world_size, weight_version=weight_version)
@@ -392,7 +390,7 @@ class StockVLLMPort(StockPort, VLLMPort):
         return "/init_weight_transfer_engine", {"init_info": {**own, **{name: group[name] for name in meets}}}
 
     def _leaving(self) -> tuple[str, None]:
-        return "/shutdown_weight_transfer_engine", None  # releases before 0.32 lack it, and drop the group themselves
+        return "/shutdown_weight_transfer_engine", None
 
     def _start(self) -> None:
         """Begin an update; after a failed one, reset its half-filled layers first.
@@ -424,8 +422,7 @@ class StockVLLMPort(StockPort, VLLMPort):
         if self.group:
             self._post("/finish_weight_update", {"weight_version": label}, timeout_s=self.timeout_s)
             return
-        with suppress(RouteAbsent):  # releases without labels: their generations do not report a version
-            self._post("/update_weight_version", {"new_version": label})
+        self._post("/update_weight_version", {"new_version": label})
 
     def abandon(self) -> None:
         if self.group:

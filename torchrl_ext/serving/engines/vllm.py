@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torchrl_ext.errors import ConfigError
 from torchrl_ext.routes import BACKEND
 from torchrl_ext.serving.processes import GuardedProcess
 from torchrl_ext.serving.router import RouterSpec
@@ -53,7 +52,7 @@ class VLLMSpec(StockSpec):
             "weight-transfer-config": json.dumps({"backend": BACKEND}),
         }
         command = [str(self.interpreter), "-m", self.module, *as_flags(arguments)]
-        command += ["--enable-scale-out"] if _has_scale_out(self.interpreter) else []  # /inference/v1/generate
+        command.append("--enable-scale-out")  # /inference/v1/generate
         command += ["--enforce-eager"] if self.on_cpu else ["--enable-sleep-mode"] if self.sleep_mode else []
         return [*command, *self.extra_args]
 
@@ -92,13 +91,6 @@ class VLLMRouterSpec(RouterSpec):
 def VLLMServer(model_dir: str | Path, **settings: Any) -> GuardedProcess:
     """Start a stock vLLM server and wait until it is healthy; see `start`, and `VLLMSpec` for the settings."""
     return start(VLLMSpec(model_dir, **settings))
-
-
-def _has_scale_out(python: Path) -> bool:
-    """Return whether vLLM has ``--enable-scale-out``; True without sources. 0.29 has the routes without the option."""
-    # read as text: an import takes seconds
-    found = [path for folder in _packages(python) for path in Path(folder, "vllm").glob("entrypoints/**/cli_args.py")]
-    return not found or any("enable_scale_out" in path.read_text(errors="replace") for path in found)
 
 
 def _installed_plugins(python: Path) -> list[str]:
